@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Compiles every CUDA operator for sm_80 and sm_90, and shows registers and spills. Needs nvcc 13, but no GPU.
+#   scripts/build_cuda.sh [PYTHON]     whose torch gives the headers, a CPU build will do (default: .venv/bin/python)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${1:-.venv/bin/python}
+
+nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
+nvcc=${nvcc:-$(command -v nvcc || true)}
+if [[ ! -x $nvcc ]]; then
+  echo "no nvcc: set CUDA_HOME, or install the CUDA 13.0 toolkit" >&2
+  exit 1
+fi
+# The nvcc on PATH may be a wrapper that lies outside its toolkit, so nvcc itself is asked where it is.
+here=$("$nvcc" --dryrun -x cu -c /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p')
+if [[ ! -x $here/nvcc || ! -f ${here%/bin}/include/cuda_runtime.h ]]; then
+  echo "$nvcc does not say where its toolkit is (got '$here')" >&2
+  exit 1
+fi
+include=$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')
+"$here/nvcc" --version | tail -n 2
+"$python" -c 'import torch; print("headers of torch", torch.__version__)'
+
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+for source in csrc/cuda/*.cu; do
+  echo "== $source"
+  "$here/nvcc" -c "$source" -o "$out/$(basename "$source" .cu).o" -isystem "$include" \
+    -std=c++20 -O3 -fmad=false -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020b000000000000 -Xcompiler -fPIC \
+    -gencode=arch=compute_80,code=sm_80 "-gencode=arch=compute_90,code=[sm_90,compute_90]" \
+    --threads 2 -Xptxas -v 2>&1 | tee "$out/log" |
+    { grep -E "Compiling entry|registers|spill|error|warning" || true; } |
+    sed -E "s/ptxas info *: //; s/.*Compiling entry function '([^']*)'/\1/" | { c++filt -p 2>/dev/null || cat; }
+done
+echo "compiled: $(find "$out" -name '*.o' | wc -l) objects"

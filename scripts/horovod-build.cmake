@@ -1,0 +1,13 @@
+# Lets CMake build the pristine Horovod 0.28.1 against today's torch, whose headers want C++17 or later.
+# Horovod asks for C++14 by number, so the flag that stands for 14 is what has to change. CMake reads this
+# file twice: as the toolchain file (too early to change a flag), and again at the end of project().
+if(NOT DEFINED CMAKE_CXX14_STANDARD_COMPILE_OPTION)
+  set(CMAKE_PROJECT_INCLUDE "${CMAKE_CURRENT_LIST_FILE}")
+else()
+  foreach(_standard 14 17)
+    set(CMAKE_CXX${_standard}_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CXX${_standard}_EXTENSION_COMPILE_OPTION "-std=gnu++20")
+  endforeach()
+  # GCC 13 and later no longer bring these in by the way.
+  set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -include cstdint -include string -include stdexcept")
+endif()
