@@ -1,0 +1,42 @@
+"""Who gets how many slots: whole numbers in proportion to weights, with a ceiling each."""
+
+from collections.abc import Sequence
+
+
+def apportion(total: int, weights: Sequence[float], ceilings: Sequence[int]) -> list[int]:
+    """Splits ``total`` slots in proportion to ``weights``, none above its ceiling, each at least 1 where the total allows.
+
+    The parts always add up to ``min(total, sum(ceilings))``. Plain arithmetic on equal inputs gives equal results on all
+    ranks; remainders go to the largest fractions, the first among equals.
+    """
+    total = min(total, sum(ceilings))
+    if total < len(weights):
+        # Fewer slots than parameters: the heaviest get one each.
+        chosen = set(sorted(range(len(weights)), key=lambda i: (-weights[i], i))[:total])
+        return [int(i in chosen) for i in range(len(weights))]
+    count = range(len(weights))
+    mass = sum(weights)
+    parts = [min(max(int(total * weights[i] / mass), 1), ceilings[i]) for i in count]
+    while (left := total - sum(parts)) < 0:
+        parts[max(count, key=lambda i: (parts[i], -i))] -= 1
+    while (left := total - sum(parts)) > 0:
+        # What ceilings and rounding left over goes to those with room.
+        room = [i for i in count if parts[i] < ceilings[i]]
+        mass = sum(weights[i] for i in room)
+        wanted = {i: left * weights[i] / mass for i in room}
+        if left <= len(room):
+            for i in sorted(room, key=lambda i: (-((total * weights[i] / sum(weights)) % 1.0), i))[:left]:
+                parts[i] += 1
+        else:
+            for i in room:
+                parts[i] += min(max(int(wanted[i]), 1), ceilings[i] - parts[i], total - sum(parts))
+    return parts
+
+
+def shares(importance: Sequence[float], sizes: Sequence[int], spread: float = 4.0) -> list[float]:
+    """Weights for :func:`apportion`: a parameter's size times its mean importance relative to all, within 1/spread and spread."""
+    whole = sum(importance) / sum(sizes)
+    if not whole > 0.0:
+        return [float(size) for size in sizes]
+    density = [part / size / whole for part, size in zip(importance, sizes, strict=True)]
+    return [size * min(max(ratio, 1.0 / spread), spread) for size, ratio in zip(sizes, density, strict=True)]

@@ -1,0 +1,126 @@
+"""Horovod behind three verbs.
+
+A method describes what must cross the network as a :class:`Request` and yields it; the driver gives it a name and
+hands it to a :class:`Collectives`, which starts it without waiting. Nothing else in the package knows Horovod.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+Verb = Literal["allreduce", "allgather", "alltoall"]
+Kind = Literal["values", "indices", "dense_tensor", "budget"]
+
+@dataclass(frozen=True)
+class Request:
+    """A tensor that wants to cross the network: by which verb, and what it counts as in ``stats()``."""
+
+    verb: Verb
+    tensor: torch.Tensor
+    kind: Kind
+
+    def wire_bytes(self, ranks: int) -> float:
+        """Bytes that one rank sends, by the ring algorithm (headers of the transport apart)."""
+        return ring_bytes(self.verb, self.tensor.numel() * self.tensor.element_size(), ranks)
+
+
+def ring_bytes(verb: Verb, size: int, ranks: int) -> float:
+    """Bytes that one rank sends when each of ``ranks`` contributes ``size`` bytes."""
+    share = (ranks - 1) / ranks
+    return {"allreduce": 2 * share * size, "allgather": (ranks - 1) * size, "alltoall": share * size}[verb]
+
+
+def allreduce(tensor: torch.Tensor, kind: Kind = "values") -> Request:
+    """The sum over ranks; float16, float32, float64, int32 or int64, of one shape on all ranks. ``tensor`` stays as it is."""
+    return Request("allreduce", tensor, kind)
+
+
+def allgather(tensor: torch.Tensor, kind: Kind = "indices") -> Request:
+    """All ranks' tensors one after the other along the first dimension; any dtype that Horovod knows."""
+    return Request("allgather", tensor, kind)
+
+
+def alltoall(tensor: torch.Tensor, kind: Kind = "values") -> Request:
+    """The r-th part of every rank's tensor, on rank r, in rank order; the length is a multiple of the ranks."""
+    return Request("alltoall", tensor, kind)
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would return at once. Never blocks."""
+
+    def result(self) -> torch.Tensor:
+        """The result; to be called once, when done (or it blocks)."""
+
+
+class Collectives(Protocol):
+    """A set of ranks that exchange tensors. All ranks start the same names; the order is free."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def generation(self) -> object:
+        """An object that is replaced when the ranks are formed anew (elastic); all handles before it are void."""
+
+    def start(self, request: Request, name: str) -> Handle:
+        """Starts a collective without waiting."""
+
+
+class _HorovodHandle:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def done(self) -> bool:
+        import horovod.torch as hvd
+
+        return bool(hvd.poll(self._number))
+
+    def result(self) -> torch.Tensor:
+        import horovod.torch as hvd
+
+        # hvd.synchronize spins on a whole core: wait politely first.
+        while not self.done():
+            time.sleep(50e-6)
+        output: Any = hvd.synchronize(self._number)
+        return output[0] if isinstance(output, tuple) else output
+
+
+class HorovodCollectives:
+    """Stock ``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError``, ``ValueError``)."""
+
+    def __init__(self, process_set: Any = None) -> None:
+        import horovod.torch as hvd
+
+        self._set = hvd.global_process_set if process_set is None else process_set
+
+    @property
+    def rank(self) -> int:
+        return int(self._set.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self._set.size())
+
+    def generation(self) -> object:
+        from horovod.torch import mpi_ops
+
+        # hvd.init() makes a new table; a handle of the old one may name somebody else's operation in the new.
+        return mpi_ops._handle_map
+
+    def start(self, request: Request, name: str) -> Handle:
+        import horovod.torch as hvd
+
+        if request.verb == "allreduce":
+            handle = hvd.allreduce_async(request.tensor, name=name, op=hvd.Sum, process_set=self._set)
+        elif request.verb == "allgather":
+            handle = hvd.allgather_async(request.tensor, name=name, process_set=self._set)
+        else:
+            handle = hvd.alltoall_async(request.tensor, name=name, process_set=self._set)
+        return _HorovodHandle(handle)

@@ -1,0 +1,382 @@
+"""The Horovod protocol, once for all methods: which parameter, which bucket, which step.
+
+Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that differs from rank to rank, and
+``decompress`` only after every gradient of the step has been through ``compress``. Between the two, this driver
+runs one *exchange* per bucket: a generator that reads like the paper's algorithm and yields a
+:class:`~hvd_compress.collectives.Request` whenever bytes must cross the network. It is resumed by polling in every later
+``compress`` (so it overlaps backward) and to its end in the first ``decompress`` of the step. Nothing in ``compress``
+ever waits: every rank has started all that the others wait for before it waits itself.
+"""
+
+import abc
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .bucket import Bucket, fill, in_order_of, is_dense
+from .collectives import Collectives, Handle, HorovodCollectives, Request
+from .guard import OptimizerGuard
+from .lookup import GradientLookup
+from .traffic import Traffic
+
+Exchange = Generator[Request, Tensor, None]
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """``decompress`` finds the result by this: a segment of a bucket."""
+
+    bucket: Bucket
+    position: int
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A gradient that travels as it is, flat; ``strides`` are those of the flat payload's memory order."""
+
+    grad: Tensor
+    strides: tuple[int, ...]
+
+
+class _Running:
+    """An exchange under way: its generator and what it waits for."""
+
+    def __init__(self, bucket: Bucket, exchange: Exchange) -> None:
+        self.bucket, self.exchange = bucket, exchange
+        self.stage = 0
+        self.handle: Handle | None = None
+
+
+class Compressor(abc.ABC):
+    """Base of all methods; give an instance to ``horovod.torch.DistributedOptimizer(compression=...)``.
+
+    Parameters of two or more dimensions and at least ``min_numel`` entries are compressed; the others, and gradients it
+    does not know, go through Horovod as they are. The result is written into the gradient's own memory.
+
+    Args:
+        named_parameters: ``(name, parameter)`` pairs, as for Horovod's optimizer; on all ranks the same, in the same order.
+        seed: of all randomness; equal on all ranks. torch's own generators are never touched.
+        min_numel: smallest tensor that is compressed, in entries.
+        bucket_mb: a bucket's capacity in MiB of float32 gradients; each bucket is one exchange.
+        process_set: the one given to Horovod's optimizer, if any.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units.
+        collectives: what carries the exchanges; Horovod by default.
+
+    Raises:
+        ValueError: an argument outside its range, duplicate names, a parameter that moved to another device, a second
+            optimizer stepping the parameters.
+        TypeError: an argument or a gradient of the wrong type.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        seed: int = 0,
+        min_numel: int = 1024,
+        bucket_mb: float = 16.0,
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        named = _checked(named_parameters)
+        if bucket_mb <= 0:
+            raise ValueError(f"bucket_mb must be above 0, got {bucket_mb}")
+        if min_numel < 1:
+            raise ValueError(f"min_numel must be at least 1, got {min_numel}")
+        self._seed = seed
+        self._scaler = grad_scaler
+        self._collectives: Collectives = collectives or HorovodCollectives(process_set)
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        compressible = [
+            (name, p)
+            for name, p in named
+            if p.requires_grad and p.is_floating_point() and p.dim() >= 2 and p.numel() >= min_numel and is_dense(p)
+        ]
+        self._buckets = fill(compressible, int(bucket_mb * 2**20))
+        self._tickets = {
+            id(segment.parameter): _Ticket(bucket, position)
+            for bucket in self._buckets
+            for position, segment in enumerate(bucket.segments)
+        }
+        # Horovod matches collectives by name: this one is the same on every rank that holds these parameters, whatever other
+        # compressors a rank may have built (a count of instances would not be).
+        shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
+        self._label = f"hvd_compress.{type(self).__name__}.{zlib.crc32(shapes.encode()):08x}"
+        self._lookup = GradientLookup(self._parameters)
+        self._guard = OptimizerGuard(self._parameters, weakref.WeakMethod(self._check_optimizer))
+        # Gradients of a model spread over several GPUs come from several threads.
+        self._lock = threading.RLock()
+        self._generation = self._collectives.generation()
+        self._step = 0
+        self._collecting = False
+        self._scale = 1.0
+        self._running: list[_Running] = []
+        self._waited = 0.0
+        self._warned: set[str] = set()
+        self.traffic = Traffic()
+
+    # What a method provides.
+
+    def begin(self, bucket: Bucket) -> None:
+        """A new step begins: plan it. Must not communicate."""
+
+    @abc.abstractmethod
+    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
+        """Take in the gradient of ``bucket.segments[position]``, laid out in the parameter's memory order. Must not communicate."""
+
+    @abc.abstractmethod
+    def exchange(self, bucket: Bucket) -> Exchange:
+        """The algorithm: yields requests, is sent their results, ends with the bucket's gradients assigned."""
+
+    def extra_state(self, bucket: Bucket) -> dict[str, Any]:
+        """What a checkpoint needs beyond ``bucket.state``."""
+        return {}
+
+    def load_extra_state(self, bucket: Bucket, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`extra_state`."""
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` if this optimizer and this method do not fit; called before each of its steps."""
+
+    # Horovod's protocol.
+
+    @torch.no_grad()
+    def compress(self, tensor: Tensor) -> tuple[Tensor, object]:
+        """Called by Horovod with a gradient; returns what Horovod's own allreduce is to average, and a context.
+
+        Raises:
+            TypeError: the gradient is not of a floating dtype.
+            ValueError: its parameter moved to another device since the compressor was built.
+        """
+        with self._lock:
+            started, waited = time.perf_counter(), self._waited
+            number = self._lookup.find(tensor)
+            if number is None:
+                if self._lookup.is_parameter(tensor):
+                    self._warn("Adasum hands in parameters, not gradients: they are sent as they are, uncompressed")
+                return tensor.contiguous(), None
+            self._check_gradient(number, tensor)
+            if self._collectives.generation() is not self._generation:
+                self._restart()
+            if not self._collecting:
+                self._begin_step()
+            parameter = self._parameters[number]
+            ticket = self._tickets.get(id(parameter))
+            if ticket is None:
+                return self._as_is(tensor, parameter)
+            bucket, position = ticket.bucket, ticket.position
+            if bucket.owners[position] is not None:
+                raise RuntimeError(f"{self._names[number]}: compressed twice in one step")
+            self.traffic.count_gradient(tensor.numel(), self._collectives.size)
+            self.receive(bucket, position, bucket.receive(position, tensor))
+            if bucket.full:
+                self._launch(bucket)
+            self._advance()
+            self.traffic.busy(time.perf_counter() - started - (self._waited - waited))
+            # Horovod insists on reducing something for this name: nothing at all will do.
+            return tensor.new_empty(0, dtype=torch.float32), ticket
+
+    @torch.no_grad()
+    def decompress(self, tensor: Tensor, ctx: object) -> Tensor:
+        """Called by Horovod with what its allreduce returned; returns the gradient, averaged, of the parameter's shape."""
+        if ctx is None:
+            return tensor
+        with self._lock:
+            if self._collecting:
+                started, waited = time.perf_counter(), self._waited
+                self._finish_step()
+                self.traffic.busy(time.perf_counter() - started - (self._waited - waited))
+                self.traffic.end_step()
+            if isinstance(ctx, _Ticket):
+                return ctx.bucket.give_back(ctx.position)
+            assert isinstance(ctx, _Dense)
+            if tensor.data_ptr() != ctx.grad.data_ptr():
+                ctx.grad.copy_(tensor.as_strided(ctx.grad.shape, ctx.strides))
+            return ctx.grad
+
+    # The user's view.
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state between steps: residuals and the like, by parameter name, and the step.
+
+        Residuals differ from rank to rank: every rank saves its own.
+        """
+        if self._collecting:
+            raise RuntimeError("state_dict() in the middle of a step; call it after optimizer.step()")
+        tensors = {
+            segment.name: {key: segment.of(flat)[: segment.numel].clone() for key, flat in bucket.state.items()}
+            for bucket in self._buckets
+            for segment in bucket.segments
+        }
+        extra = [self.extra_state(bucket) for bucket in self._buckets]
+        return {
+            "method": type(self).__name__,
+            "step": self._step,
+            "tensors": tensors,
+            "extra": extra,
+            "traffic": self.traffic.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes bit-exactly from :meth:`state_dict` of a compressor built with the same arguments.
+
+        Raises:
+            ValueError: another method's state, or other parameters or shapes than this compressor's.
+        """
+        if state.get("method") != type(self).__name__:
+            raise ValueError(f"this is the state of {state.get('method')}, and this compressor is {type(self).__name__}")
+        ours = {segment.name for bucket in self._buckets for segment in bucket.segments}
+        theirs = set(state["tensors"])
+        if ours != theirs:
+            raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
+        if len(state["extra"]) != len(self._buckets):
+            raise ValueError(f"state has {len(state['extra'])} buckets, this compressor {len(self._buckets)}: bucket_mb differs")
+        for bucket in self._buckets:
+            for segment in bucket.segments:
+                for key, flat in bucket.state.items():
+                    loaded = state["tensors"][segment.name].get(key)
+                    if loaded is None or loaded.numel() != segment.numel:
+                        got = "nothing" if loaded is None else f"{loaded.numel()} entries"
+                        raise ValueError(f"{segment.name}: {key} needs {segment.numel} entries, the state has {got}")
+        for bucket, extra in zip(self._buckets, state["extra"], strict=True):
+            for segment in bucket.segments:
+                for key, flat in bucket.state.items():
+                    segment.of(flat)[: segment.numel].copy_(state["tensors"][segment.name][key])
+            self.load_extra_state(bucket, extra)
+        self._step = state["step"]
+        self.traffic.load_state_dict(state["traffic"])
+
+    def stats(self) -> dict[str, Any]:
+        """What crossed the network: this rank's bytes in the last step and in total, everything included.
+
+        ``last`` and ``total`` hold ``dense_bytes`` (what a float32 ring allreduce of the gradients would have sent),
+        ``wire_bytes`` and its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, and
+        ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms`` the median
+        over recent steps of the time spent in the compressor without waiting.
+        """
+        norms = [bucket.residual.norm() for bucket in self._buckets]
+        norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
+        return {"steps": self._step, **self.traffic.report(), "residual_norm": norm}
+
+    def parameters_text(self) -> str:
+        """How many parameters are compressed, for ``__repr__``."""
+        segments = [segment for bucket in self._buckets for segment in bucket.segments]
+        entries, rest = sum(s.numel for s in segments), sum(p.numel() for p in self._parameters)
+        return (
+            f"{len(segments)} of {len(self._parameters)} tensors compressed ({entries:,} of {rest:,} entries), "
+            f"{len(self._buckets)} bucket{'s' if len(self._buckets) != 1 else ''}"
+        )
+
+    # A step.
+
+    def _begin_step(self) -> None:
+        self._collecting = True
+        self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        self.traffic.begin_step()
+        for bucket in self._buckets:
+            bucket.clear()
+            self.begin(bucket)
+
+    def _finish_step(self) -> None:
+        """In the first decompress of a step: every gradient of the step has been through compress on this rank."""
+        for bucket in self._buckets:
+            if bucket.received and not bucket.full:
+                # Horovod asks all ranks for the same parameters, so all find the same ones missing.
+                missing = [s.name for s, grad in zip(bucket.segments, bucket.gradients, strict=True) if grad is None]
+                self._warn(
+                    f"Horovod never sent the gradients of {', '.join(missing)}: give the compressor only parameters that the "
+                    "optimizer holds, or their buckets cannot overlap backward"
+                )
+                self._launch(bucket)
+        while self._running:
+            if not self._advance():
+                asleep = time.perf_counter()
+                time.sleep(50e-6)
+                self._waited += time.perf_counter() - asleep
+        self._collecting = False
+        self._step += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        running = _Running(bucket, self.exchange(bucket))
+        self._running.append(running)
+        self._resume(running, None)
+
+    def _advance(self) -> bool:
+        """Resumes every exchange whose collective is done, without waiting; True if there was any."""
+        moved = False
+        for running in list(self._running):
+            while running in self._running and running.handle is not None and running.handle.done():
+                self._resume(running, running.handle.result())
+                moved = True
+        return moved
+
+    def _resume(self, running: _Running, result: Tensor | None) -> None:
+        try:
+            request = next(running.exchange) if result is None else running.exchange.send(result)
+        except StopIteration:
+            self._running.remove(running)
+            return
+        self.traffic.count_request(request, self._collectives.size)
+        running.handle = self._collectives.start(request, f"{self._label}.{running.bucket.index}.{running.stage}")
+        running.stage += 1
+
+    def _restart(self) -> None:
+        """The ranks were formed anew (elastic): old handles are void, and all ranks count from zero again."""
+        self._generation = self._collectives.generation()
+        self._running.clear()
+        self._step = 0
+        self._collecting = False
+
+    # Gradients that are not compressed.
+
+    def _as_is(self, grad: Tensor, parameter: Tensor) -> tuple[Tensor, _Dense]:
+        """A payload that Horovod accepts: contiguous, not bfloat16."""
+        canonical = in_order_of(parameter, grad) if is_dense(parameter) else grad.contiguous()
+        if canonical.dtype == torch.bfloat16:
+            canonical = canonical.float()
+        size = canonical.numel() * canonical.element_size()
+        self.traffic.count_dense(canonical.numel(), size, self._collectives.size)
+        return canonical.as_strided((canonical.numel(),), (1,)), _Dense(grad, canonical.stride())
+
+    def _check_gradient(self, number: int, grad: Tensor) -> None:
+        parameter, name = self._parameters[number], self._names[number]
+        if not grad.is_floating_point():
+            raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
+        ticket = self._tickets.get(id(parameter))
+        if ticket is not None and ticket.bucket.device != grad.device:
+            raise ValueError(
+                f"{name}: was on {ticket.bucket.device} when the compressor was built and its gradient is on {grad.device}; "
+                "build the compressor after moving the model"
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            import warnings
+
+            self._warned.add(text)
+            warnings.warn(f"{type(self).__name__}: {text}", stacklevel=4)
+
+
+def _checked(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
+    named = list(named_parameters)
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)):
+            raise TypeError(f"named_parameters must yield (name, parameter) pairs, as model.named_parameters() does; got {item!r:.80}")
+    if not named:
+        raise ValueError("named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)")
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"parameter names must be unique; more than once: {', '.join(twice)}")
+    return named

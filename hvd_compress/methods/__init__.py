@@ -1,0 +1,1 @@
+"""One module a published method; each reads like its paper's algorithm."""

@@ -1,0 +1,230 @@
+"""What every operator computes, in plain PyTorch: the specification.
+
+The compiled operators (``csrc/``) are tested against these functions to the last bit, and the package
+falls back on them where the extension was not built. Read this file to know what an operator does;
+read ``csrc/`` only to know how it does it fast.
+
+Vocabulary
+----------
+block
+    256 consecutive entries of a parameter in memory order (the last one may be partly padding).
+segment
+    one parameter's blocks inside a bucket's flat residual.
+slot
+    one entry that will be sent. A segment of ``blocks`` blocks holds ``slots`` slots; block ``b`` holds the
+    slots from ``slot_start(b)`` to ``slot_start(b + 1)``, so that any number of slots spreads evenly, and
+    ``phase`` rotates the remainder from step to step.
+leader
+    the rank whose residual decides which entry a slot carries. Slots are dealt to ranks in runs of ``run``;
+    a rank's *position* in that round differs from step to step.
+offset
+    where in its block a slot's entry lies: one byte.
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Word = TypeVar("Word", int, Tensor)
+
+BLOCK = 256
+_MASK = 0xFFFFFFFF
+
+
+def mix(value: Word, key: int) -> Word:
+    """A 32-bit hash of ``value`` under ``key``: two multiply-xorshift rounds. An int64 tensor, or an int below 2**32."""
+    value = (value * 0x9E3779B1 + key) & _MASK
+    value = ((value ^ (value >> 16)) * 0x21F0AAAD) & _MASK
+    value = ((value ^ (value >> 15)) * 0x735A2D97) & _MASK
+    return value ^ (value >> 15)
+
+
+def exponential(bits: Tensor) -> Tensor:
+    """Draws from an exponential distribution (in units of ln 2) for 32 random ``bits`` each, float32, > 0.
+
+    ``-log2(u)`` with the mantissa's logarithm as a parabola (error under 0.009): the same few exact steps
+    on every back end, so that a draw does not depend on whose ``log`` computed it.
+    """
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    word = uniform.view(torch.int32)
+    exponent = (127 - (word >> 23)).float()
+    part = ((word & 0x7FFFFF) | 0x3F800000).view(torch.float32) - 1.0
+    return (exponent - (part + (part * (1.0 - part)) * 0.3466)).clamp_(min=1e-6)
+
+
+def slot_start(block: Tensor, slots: int, blocks: int, phase: int) -> Tensor:
+    """The first slot of ``block`` (int64 tensor) within its segment; ``slot_start(blocks)`` is ``slots``."""
+    return (block * slots + phase % blocks) // blocks
+
+
+def owned(slot: Tensor, run: int, ranks: int, position: int) -> Tensor:
+    """How many of the bucket's slots before ``slot`` belong to the rank at ``position``."""
+    turn = run * ranks
+    return (slot // turn) * run + (slot % turn - position * run).clamp(0, run)
+
+
+def accumulate_select(
+    grad: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    velocity: Tensor | None,
+    floor: Tensor,
+    offsets: Tensor,
+    invalid: Tensor,
+    scale: float,
+    momentum: float,
+    slots: int,
+    first_slot: int,
+    phase: int,
+    run: int,
+    ranks: int,
+    position: int,
+    key: int,
+    explore: int,
+) -> None:
+    """Take a gradient into the residual and write the offsets of the entries that this rank, as leader, picks.
+
+    Per entry, with ``g = grad * scale``::
+
+        velocity <- momentum * velocity + g      (only with a velocity; else velocity stands for g)
+        residual <- residual + velocity
+        score     = |residual| / (|weight| + floor)
+
+    and ``grad`` is zeroed. An entry whose new residual would not be finite keeps its residual and velocity,
+    and sets ``invalid`` to 1. A NaN score counts as 0. Then, in every block in which this rank leads ``c > 0`` slots,
+    the ``c`` largest scores (the lower offset first among equals) are written in ascending order of offset.
+    In an explored block (a share ``explore / 2**32`` of them) each score is first divided by a draw from
+    an exponential distribution, which makes the choice a sample without replacement in proportion to the score.
+
+    ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16. ``residual``, ``velocity``:
+    float32, (blocks * 256,). ``floor``: float32, (1,), >= 0. ``offsets``: uint8, this rank's whole plane.
+    ``invalid``: int32, (1,). ``slots`` 0 accumulates only.
+    """
+    n, blocks = grad.numel(), residual.numel() // BLOCK
+    flat = grad.as_strided((n,), (1,))
+    step = flat.float() * scale
+    old = residual[:n]
+    if velocity is not None:
+        step = velocity[:n] * momentum + step
+    new = old + step
+    finite = new.isfinite()
+    invalid |= (~finite.all()).to(torch.int32)
+    if velocity is not None:
+        velocity[:n] = torch.where(finite, step, velocity[:n])
+    residual[:n] = torch.where(finite, new, old)
+    flat.zero_()
+    if slots == 0:
+        return
+
+    score = torch.zeros(blocks * BLOCK, device=residual.device)
+    score[:n] = residual[:n].abs() / (weight.as_strided((n,), (1,)).float().abs() + floor)
+    score = score.nan_to_num_(nan=0.0, posinf=float("inf")).view(blocks, BLOCK)
+    block = torch.arange(blocks + 1, device=residual.device)
+    explored = mix(block[:-1], key ^ 0x5BD1E995) < explore
+    if explored.any():
+        entry = (block[:-1][explored, None] * BLOCK + torch.arange(BLOCK, device=residual.device)) & _MASK
+        score[explored] /= exponential(mix(entry, key))
+    place = owned(first_slot + slot_start(block, slots, blocks, phase), run, ranks, position)
+    count = place.diff()
+    ranking = score.sort(dim=1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(score, dtype=torch.bool)
+    chosen.scatter_(1, ranking, torch.arange(BLOCK, device=residual.device) < count[:, None])
+    offsets[place[0] : place[-1]] = chosen.nonzero()[:, 1].to(torch.uint8)
+
+
+def _positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
+    """Where every slot's entry lies in the bucket's flat memory: int64, (slots,)."""
+    parts = []
+    for first_block, blocks, first_slot, slots, _ in segments.tolist():
+        edges = slot_start(torch.arange(blocks + 1, device=offsets.device), slots, blocks, phase)
+        block = torch.repeat_interleave(torch.arange(blocks, device=offsets.device), edges.diff())
+        parts.append((first_block + block) * BLOCK + offsets[first_slot : first_slot + slots].long())
+    return torch.cat(parts)
+
+
+def take(
+    residual: Tensor,
+    velocity: Tensor | None,
+    offsets: Tensor,
+    segments: Tensor,
+    invalid: Tensor,
+    payload: Tensor,
+    phase: int,
+    limit: float,
+) -> None:
+    """Move the entries at ``offsets`` from the residual into ``payload``; what the cast lost stays behind.
+
+    Per slot: ``payload <- cast(clamp(residual, -limit, limit))``, ``residual <- residual - payload``,
+    ``velocity <- 0``. Two slots of one entry both carry it. If ``invalid`` is set, the payload is NaN and nothing else changes.
+
+    ``residual``, ``velocity``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order. ``segments``: int64,
+    (parameters, 5): first block, blocks, first slot, slots, entries. ``payload``: float32 or float16, all slots.
+    """
+    take_at(residual, velocity, _positions(offsets, segments, phase), invalid, payload, limit)
+
+
+def take_at(
+    residual: Tensor, velocity: Tensor | None, where: Tensor, invalid: Tensor, payload: Tensor, limit: float
+) -> None:
+    """:func:`take` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
+    value = residual[where]
+    bad = invalid != 0
+    sent = value.clamp(-limit, limit).to(payload.dtype)
+    payload.copy_(torch.where(bad, float("nan"), sent))
+    residual[where] = torch.where(bad, value, value - sent.float())
+    if velocity is not None:
+        velocity[where] = torch.where(bad, velocity[where], 0.0)
+
+
+def _last(place: Tensor, value: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+    """Only the last slot of each entry: index_put_ with equal indices would keep an arbitrary one."""
+    slot = torch.arange(len(place), device=place.device)
+    last = torch.zeros(entries, dtype=torch.int64, device=place.device)
+    last.scatter_reduce_(0, place, slot, "amax", include_self=False)
+    keep = last[place] == slot
+    return place[keep], value[keep]
+
+
+def put(
+    grads: list[Tensor],
+    residual: Tensor,
+    offsets: Tensor,
+    segments: Tensor,
+    total: Tensor,
+    sent: Tensor,
+    phase: int,
+    scale: float,
+) -> None:
+    """Assign ``total * scale`` to the gradients' entries at ``offsets``; entries in the padding are passed over.
+
+    A total that is not finite is assigned too (every rank then sees it, as with dense training), but what this rank
+    had ``sent`` for it, if finite, goes back into its residual. Of two slots of one entry, the later is assigned, and the
+    later of those that go back is added (both carried the same value: it goes back once).
+
+    ``grads``: one dense tensor a segment, in memory order, or an empty one to skip it. ``total``, ``sent``: the
+    payload's dtype, all slots. The rest as in :func:`take`.
+    """
+    put_at(grads, residual, _positions(offsets, segments, phase), segments, total, sent, scale)
+
+
+def put_at(
+    grads: list[Tensor],
+    residual: Tensor,
+    where: Tensor,
+    segments: Tensor,
+    total: Tensor,
+    sent: Tensor,
+    scale: float,
+) -> None:
+    """:func:`put` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
+    value = total.float() * scale
+    back = ~total.isfinite() & sent.isfinite()
+    place, mine = _last(where[back], sent[back].float(), residual.numel())
+    residual[place] = residual[place] + mine
+    for grad, (first_block, _, first_slot, slots, _) in zip(grads, segments.tolist(), strict=True):
+        place = where[first_slot : first_slot + slots] - first_block * BLOCK
+        inside = place < grad.numel()
+        place, mine = place[inside], value[first_slot : first_slot + slots][inside]
+        place, mine = _last(place, mine, grad.numel())
+        grad.as_strided((grad.numel(),), (1,))[place] = mine.to(grad.dtype)

@@ -1,0 +1,27 @@
+"""Randomness that all ranks share without a message: a hash of counters, never a generator's hidden state."""
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+def _splitmix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def derive(*counters: int) -> int:
+    """A 31-bit key from integers such as ``(seed, step, bucket)``; neighbouring counters give unrelated keys."""
+    state = 0
+    for counter in counters:
+        state = _splitmix(state ^ (counter & _MASK))
+    return state >> 33
+
+
+def permutation(key: int, count: int) -> list[int]:
+    """A random order of ``range(count)`` that depends on ``key`` alone (Fisher-Yates)."""
+    order = list(range(count))
+    for last in range(count - 1, 0, -1):
+        other = derive(key, last) % (last + 1)
+        order[last], order[other] = order[other], order[last]
+    return order

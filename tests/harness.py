@@ -1,0 +1,97 @@
+"""Horovod's protocol without Horovod: N ranks in threads drive a compressor as ``DistributedOptimizer`` would."""
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_compress import Compressor
+from hvd_compress.collectives import allreduce
+from hvd_compress.local import LocalWorld
+
+Build = Callable[..., Compressor]
+
+
+def mixed_model(seed: int = 0) -> torch.nn.Module:
+    """Shapes that matter: a small conv (dense), padding, a channels_last conv, biases, a norm, several buckets' worth."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential()
+    model.first = torch.nn.Conv2d(3, 8, 3)
+    model.norm = torch.nn.BatchNorm2d(8)
+    model.conv = torch.nn.Conv2d(8, 33, 3).to(memory_format=torch.channels_last)
+    model.wide = torch.nn.Linear(301, 47)
+    model.deep = torch.nn.Linear(64, 64, bias=False)
+    return model
+
+
+def gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> list[Tensor]:
+    """One random gradient a parameter, of the parameter's memory order."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * scale) for p in model.parameters()
+    ]
+
+
+class Rank:
+    """One rank: its replica, its compressor, and a step as Horovod takes it."""
+
+    def __init__(self, world: LocalWorld, rank: int, model: torch.nn.Module, build: Build, **options: Any) -> None:
+        self.world, self.rank, self.model = world, rank, copy.deepcopy(model)
+        self.collectives = world.collectives(rank)
+        self.compression = build(self.model.named_parameters(), collectives=self.collectives, **options)
+        self.steps = 0
+
+    def exchange(self, grads: Iterable[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
+        """Gives the gradients to the compressor in an order of its own and returns what Horovod would leave in ``p.grad``.
+
+        A gradient of None is a parameter unused on this rank: zeros, handed in last, as ``synchronize()`` does.
+        """
+        order, late = [], []
+        for number, (parameter, grad) in enumerate(zip(self.model.parameters(), grads, strict=True)):
+            (late if grad is None else order).append(number)
+            parameter.grad = torch.zeros(parameter.shape) if grad is None else grad
+        rng = random.Random(None if shuffle is None else shuffle * 1009 + self.rank)
+        if shuffle is not None:
+            rng.shuffle(order)
+            rng.shuffle(late)
+        parameters = list(self.model.parameters())
+        pending = []
+        for number in order + late:
+            payload, ctx = self.compression.compress(parameters[number].grad)
+            assert payload.is_contiguous() and payload.dtype in (torch.float32, torch.float16, torch.float64)
+            name = f"horovod.{self.steps}.{number}"
+            pending.append((number, self.collectives.start(allreduce(payload), name), payload, ctx))
+        if shuffle is not None:
+            rng.shuffle(pending)
+        for number, handle, payload, ctx in pending:
+            payload.copy_(handle.result() * (1.0 / self.world.size))
+            result = self.compression.decompress(payload, ctx)
+            assert result.shape == parameters[number].shape and result.dtype == parameters[number].dtype
+            parameters[number].grad.set_(result)
+        self.steps += 1
+        return [p.grad for p in parameters]
+
+
+def replicas(size: int, build: Build, model: torch.nn.Module | None = None, **options: Any) -> tuple[LocalWorld, list[Rank]]:
+    """``size`` ranks of one model, each with a compressor of its own."""
+    world = LocalWorld(size, timeout=20)
+    model = model or mixed_model()
+    return world, [Rank(world, rank, model, build, **options) for rank in range(size)]
+
+
+def residuals(rank: Rank) -> dict[str, Tensor]:
+    """By parameter name, in double precision; zeros where a parameter travels dense."""
+    held = rank.compression.state_dict()["tensors"]
+    return {
+        name: held[name]["residual"].double() if name in held else torch.zeros(p.numel(), dtype=torch.float64)
+        for name, p in rank.model.named_parameters()
+    }
+
+
+def flat(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """In the parameter's memory order, as residuals are kept, in double precision."""
+    ordered = torch.empty_like(parameter, dtype=torch.float64).copy_(tensor.detach())
+    return ordered.as_strided((tensor.numel(),), (1,))

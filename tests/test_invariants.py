@@ -1,0 +1,185 @@
+"""DESIGN.md 7, for every method, with 1 to 8 ranks in one process: conservation, equal replicas, density 1, any hook order."""
+
+import itertools
+
+import pytest
+import torch
+from harness import Rank, flat, gradients, mixed_model, replicas, residuals
+
+from hvd_compress import IWP
+
+METHODS = {
+    "iwp": dict(density=1 / 64),
+    "iwp-fp32": dict(density=1 / 64, values="fp32"),
+    "iwp-one-leader": dict(density=1 / 16, leaders=1),
+    "iwp-topk": dict(density=1 / 64, selection="topk"),
+    "iwp-sparse": dict(density=1 / 1000, explore=0.5),
+    "iwp-half": dict(density=0.5, leaders=2),
+    "iwp-budget": dict(density=1 / 32, budget_interval=3),
+}
+SMALL = dict(bucket_mb=0.05)
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
+def options(request):
+    return {**SMALL, **request.param}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_nothing_is_lost_and_all_ranks_agree(options, size):
+    """Sum of (residual before + gradient) = ranks * applied + sum of residuals after; bit-equal gradients on all ranks."""
+    world, ranks = replicas(size, IWP, **options)
+    assert len(ranks[0].compression._buckets) > 1
+    for step in range(5):
+        grads = [gradients(r.model, seed=100 * step + r.rank) for r in ranks]
+        if step in (1, 3):
+            # In step 1 a parameter is unused on one rank.
+            grads[-1][4] = grads[-1][4] if step == 3 else None
+        before = [residuals(r) for r in ranks]
+        given = [[None if g is None else g.double().clone() for g in grad] for grad in grads]
+        applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
+        for others in applied[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(applied[0], others, strict=True))
+        after = [residuals(r) for r in ranks]
+        for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
+            said = sum(b[name] for b in before)
+            said = said + sum(flat(g[number], p) for g in given if g[number] is not None)
+            kept = size * flat(applied[0][number], p) + sum(a[name] for a in after)
+            # Sums on the wire round to the payload's precision.
+            exact = options.get("values") == "fp32" or p.dim() < 2
+            torch.testing.assert_close(kept, said, rtol=0, atol=1e-5 if exact else 2e-2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_density_one_is_dense_training(size):
+    world, ranks = replicas(size, IWP, density=1.0, values="fp32", **SMALL)
+    for step in range(3):
+        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
+        mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
+        applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
+        for rank in applied:
+            for got, want in zip(rank, mean, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_hook_order_does_not_matter(options, size):
+    """Two runs with different orders on every rank give the same bits."""
+    results = []
+    for order in (1, 2):
+        world, ranks = replicas(size, IWP, **options)
+        for step in range(4):
+            grads = [gradients(r.model, seed=7 * step + r.rank) for r in ranks]
+            applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=order * 100 + step))
+        results.append(applied[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_replicas_stay_bit_equal_over_1000_steps():
+    world, ranks = replicas(4, IWP, model=_toy(), density=1 / 64, budget_interval=50, warmup_steps=100, momentum=0.9)
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]
+
+    def train(i: int) -> torch.Tensor:
+        rank = ranks[i]
+        generator = torch.Generator().manual_seed(i)
+        for step in range(1000):
+            x = torch.randn(8, 32, generator=generator)
+            rank.model.zero_grad()
+            loss = (rank.model(x) - x[:, :8].sin()).square().mean()
+            grads = torch.autograd.grad(loss, list(rank.model.parameters()))
+            rank.exchange([g.clone() for g in grads], shuffle=step)
+            optimizers[i].step()
+        return loss.detach()
+
+    losses = world.run(train)
+    assert max(losses) < 0.1, "training must have worked"
+    for one, other in itertools.pairwise(ranks):
+        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def _toy() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
+
+
+def test_payload_shapes_are_constant(options):
+    """A changing shape would miss Horovod's response cache on every rank."""
+    world, ranks = replicas(3, IWP, **options)
+    seen: dict[str, set[tuple[torch.Size, torch.dtype]]] = {}
+    start = ranks[0].collectives.start
+
+    def spy(request, name):
+        if not name.startswith("horovod"):
+            seen.setdefault(name, set()).add((request.verb, request.tensor.shape, request.tensor.dtype))
+        return start(request, name)
+
+    ranks[0].collectives.start = spy
+    for step in range(9):
+        grads = [gradients(r.model, seed=7 * step + r.rank) for r in ranks]
+        world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
+    assert seen and all(len(shapes) == 1 for shapes in seen.values()), seen
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_checkpoint_resumes_bit_exactly(options, momentum, tmp_path):
+    options = {**options, "momentum": momentum, "warmup_steps": 4}
+
+    def run(ranks: list[Rank], world, steps) -> list[torch.Tensor]:
+        for step in steps:
+            grads = [gradients(r.model, seed=7 * step + r.rank) for r in ranks]
+            applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
+        return applied[0]
+
+    world, ranks = replicas(2, IWP, **options)
+    run(ranks, world, range(6))
+    for r in ranks:
+        torch.save(r.compression.state_dict(), tmp_path / f"{r.rank}.pt")
+    straight = run(ranks, world, range(6, 12))
+
+    world, fresh = replicas(2, IWP, **options)
+    for r in fresh:
+        r.compression.load_state_dict(torch.load(tmp_path / f"{r.rank}.pt", weights_only=True))
+    resumed = run(fresh, world, range(6, 12))
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+    for one, other in zip(ranks, fresh, strict=True):
+        for name, residual in residuals(one).items():
+            assert torch.equal(residual, residuals(other)[name])
+        assert one.compression.stats()["total"] == other.compression.stats()["total"]
+
+
+def test_a_bad_gradient_loses_nothing(options):
+    """An infinity on one rank reaches every rank, as with dense training, and no residual is damaged."""
+    world, ranks = replicas(3, IWP, **options)
+    first = [gradients(r.model, seed=r.rank) for r in ranks]
+    world.run(lambda i: ranks[i].exchange(first[i], shuffle=1))
+    before = [residuals(r) for r in ranks]
+    grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
+    grads[1][6].view(-1)[5] = float("inf")
+    given = [[g.double().clone() for g in grad] for grad in grads]
+    applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=2))
+    for rank in applied:
+        assert not all(g.isfinite().all() for g in rank), "a rank did not see the infinity"
+    for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
+        if applied[0][number].isfinite().all():
+            continue
+        for i, rank in enumerate(ranks):
+            after = residuals(rank)[name]
+            want = before[i][name] + flat(given[i][number], p).nan_to_num(posinf=0.0)
+            torch.testing.assert_close(after, want, rtol=0, atol=1e-5)
+    # The next good step is good everywhere.
+    grads = [gradients(r.model, seed=80 + r.rank) for r in ranks]
+    applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=3))
+    assert all(g.isfinite().all() for rank in applied for g in rank)
+
+
+def test_uncompressed_parameters_are_averaged_exactly():
+    world, ranks = replicas(2, IWP, density=1 / 64)
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
+    applied = world.run(lambda i: ranks[i].exchange(grads[i]))
+    for (name, p), got, want in zip(mixed_model().named_parameters(), applied[0], mean, strict=True):
+        if p.dim() < 2 or p.numel() < 1024:
+            torch.testing.assert_close(got, want)
+        else:
+            assert 0 < (got != 0).sum() < got.numel() / 10, name
