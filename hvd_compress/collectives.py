@@ -13,6 +13,7 @@ import torch
 Verb = Literal["allreduce", "allgather", "alltoall"]
 Kind = Literal["values", "indices", "dense_tensor", "budget"]
 
+
 @dataclass(frozen=True)
 class Request:
     """A tensor that wants to cross the network: by which verb, and what it counts as in ``stats()``."""
@@ -88,8 +89,10 @@ class _HorovodHandle:
         # hvd.synchronize spins on a whole core: wait politely first.
         while not self.done():
             time.sleep(50e-6)
-        output: Any = hvd.synchronize(self._number)
-        return output[0] if isinstance(output, tuple) else output
+        output = hvd.synchronize(self._number)
+        # alltoall also returns how much came from each rank; ours are of equal parts.
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
 
 class HorovodCollectives:

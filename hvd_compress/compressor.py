@@ -29,6 +29,9 @@ from .traffic import Traffic
 
 Exchange = Generator[Request, Tensor, None]
 
+# float64 is for checking gradients, not for training over a slow network: it goes as it is.
+_COMPRESSED = (torch.float32, torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class _Ticket:
@@ -100,7 +103,7 @@ class Compressor(abc.ABC):
         compressible = [
             (name, p)
             for name, p in named
-            if p.requires_grad and p.is_floating_point() and p.dim() >= 2 and p.numel() >= min_numel and is_dense(p)
+            if p.requires_grad and p.dtype in _COMPRESSED and p.dim() >= 2 and p.numel() >= min_numel and is_dense(p)
         ]
         self._buckets = fill(compressible, int(bucket_mb * 2**20))
         self._tickets = {
@@ -235,13 +238,17 @@ class Compressor(abc.ABC):
             ValueError: another method's state, or other parameters or shapes than this compressor's.
         """
         if state.get("method") != type(self).__name__:
-            raise ValueError(f"this is the state of {state.get('method')}, and this compressor is {type(self).__name__}")
+            raise ValueError(
+                f"this is the state of {state.get('method')}, and this compressor is {type(self).__name__}"
+            )
         ours = {segment.name for bucket in self._buckets for segment in bucket.segments}
         theirs = set(state["tensors"])
         if ours != theirs:
             raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
         if len(state["extra"]) != len(self._buckets):
-            raise ValueError(f"state has {len(state['extra'])} buckets, this compressor {len(self._buckets)}: bucket_mb differs")
+            raise ValueError(
+                f"state has {len(state['extra'])} buckets, this compressor {len(self._buckets)}: bucket_mb differs"
+            )
         for bucket in self._buckets:
             for segment in bucket.segments:
                 for key, flat in bucket.state.items():
@@ -371,10 +378,16 @@ class Compressor(abc.ABC):
 def _checked(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
     named = list(named_parameters)
     for item in named:
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)):
-            raise TypeError(f"named_parameters must yield (name, parameter) pairs, as model.named_parameters() does; got {item!r:.80}")
+        if not (
+            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
+        ):
+            raise TypeError(
+                f"named_parameters must yield (name, parameter) pairs, as model.named_parameters() does; got {item!r:.80}"
+            )
     if not named:
-        raise ValueError("named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)")
+        raise ValueError(
+            "named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)"
+        )
     names = [name for name, _ in named]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -14,7 +14,9 @@ class OptimizerGuard:
     Raises ``ValueError`` when a second optimizer steps them: residuals and steps of two would be mixed up.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], check: "weakref.WeakMethod[Callable[[Optimizer], None]]") -> None:
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], check: "weakref.WeakMethod[Callable[[Optimizer], None]]"
+    ) -> None:
         self._ids = {id(parameter) for parameter in parameters}
         self._check = check
         self._seen: weakref.ref[Optimizer] | None = None

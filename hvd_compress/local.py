@@ -33,7 +33,9 @@ class _LocalHandle:
         while not self.done():
             if time.monotonic() > deadline:
                 missing = [rank for rank, tensor in enumerate(self._meeting.given) if tensor is None]
-                raise TimeoutError(f"{self._name}: rank {self._rank} waited {self._world.timeout} s for ranks {missing}")
+                raise TimeoutError(
+                    f"{self._name}: rank {self._rank} waited {self._world.timeout} s for ranks {missing}"
+                )
             time.sleep(50e-6)
         assert self._meeting.results is not None
         return self._meeting.results[self._rank]

@@ -1,7 +1,7 @@
 """Which parameter is this gradient? Horovod hands a compressor ``p.grad`` and nothing else."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class GradientLookup:
         # The hooks live as long as the model; they must not keep the compressor alive with it.
         me = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_note(me, number))
+            parameter.register_post_accumulate_grad_hook(_note(me, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
@@ -59,7 +59,7 @@ class GradientLookup:
         return None
 
 
-def _note(lookup: "weakref.ref[GradientLookup]", number: int):  # type: ignore[no-untyped-def]
+def _note(lookup: "weakref.ref[GradientLookup]", number: int) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         alive = lookup()
         if alive is not None:

@@ -33,7 +33,7 @@ _MASK = 0xFFFFFFFF
 
 
 def mix(value: Word, key: int) -> Word:
-    """A 32-bit hash of ``value`` under ``key``: two multiply-xorshift rounds. An int64 tensor, or an int below 2**32."""
+    """A 32-bit hash of ``value`` under ``key``: two multiply-xorshift rounds. Below 2**32, as int64 if a tensor."""
     value = (value * 0x9E3779B1 + key) & _MASK
     value = ((value ^ (value >> 16)) * 0x21F0AAAD) & _MASK
     value = ((value ^ (value >> 15)) * 0x735A2D97) & _MASK
@@ -97,8 +97,9 @@ def accumulate_select(
     In an explored block (a share ``explore / 2**32`` of them) each score is first divided by a draw from
     an exponential distribution, which makes the choice a sample without replacement in proportion to the score.
 
-    ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16. ``residual``, ``velocity``:
-    float32, (blocks * 256,). ``floor``: float32, (1,), >= 0. ``offsets``: uint8, this rank's whole plane.
+    ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16.
+    ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0.
+    ``offsets``: uint8, this rank's whole plane.
     ``invalid``: int32, (1,). ``slots`` 0 accumulates only.
     """
     n, blocks = grad.numel(), residual.numel() // BLOCK
@@ -156,10 +157,12 @@ def take(
     """Move the entries at ``offsets`` from the residual into ``payload``; what the cast lost stays behind.
 
     Per slot: ``payload <- cast(clamp(residual, -limit, limit))``, ``residual <- residual - payload``,
-    ``velocity <- 0``. Two slots of one entry both carry it. If ``invalid`` is set, the payload is NaN and nothing else changes.
+    ``velocity <- 0``. Two slots of one entry both carry it. If ``invalid`` is set, the payload is NaN and
+    nothing else changes.
 
-    ``residual``, ``velocity``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order. ``segments``: int64,
-    (parameters, 5): first block, blocks, first slot, slots, entries. ``payload``: float32 or float16, all slots.
+    ``residual``, ``velocity``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order.
+    ``segments``: int64, (parameters, 5): first block, blocks, first slot, slots, entries; ascending.
+    ``payload``: float32 or float16, all slots. ``limit``: > 0.
     """
     take_at(residual, velocity, _positions(offsets, segments, phase), invalid, payload, limit)
 
@@ -199,8 +202,8 @@ def put(
     """Assign ``total * scale`` to the gradients' entries at ``offsets``; entries in the padding are passed over.
 
     A total that is not finite is assigned too (every rank then sees it, as with dense training), but what this rank
-    had ``sent`` for it, if finite, goes back into its residual. Of two slots of one entry, the later is assigned, and the
-    later of those that go back is added (both carried the same value: it goes back once).
+    had ``sent`` for it, if finite, goes back into its residual. Of two slots of one entry, the later is assigned,
+    and the later of those that go back is added (both carried the same value: it goes back once).
 
     ``grads``: one dense tensor a segment, in memory order, or an empty one to skip it. ``total``, ``sent``: the
     payload's dtype, all slots. The rest as in :func:`take`.

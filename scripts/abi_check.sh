@@ -8,7 +8,7 @@ if (($# < 1)); then
   sed -n '2,4s/^# //p' "$0" >&2
   exit 2
 fi
-python=$(command -v "$1")
+python=$(realpath -s "$(command -v "$1")")  # not what it links to: a virtual environment is found by its own path
 binary=${2:-$(find hvd_compress -maxdepth 1 -name '_C.*so' | head -n 1)}
 if [[ ! -f $binary ]]; then
   echo "no extension: build it first (pip install --no-build-isolation -e .)" >&2

@@ -30,9 +30,7 @@ def mixed_model(seed: int = 0) -> torch.nn.Module:
 def gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> list[Tensor]:
     """One random gradient a parameter, of the parameter's memory order."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * scale) for p in model.parameters()
-    ]
+    return [torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * scale) for p in model.parameters()]
 
 
 class Rank:
@@ -75,11 +73,28 @@ class Rank:
         return [p.grad for p in parameters]
 
 
-def replicas(size: int, build: Build, model: torch.nn.Module | None = None, **options: Any) -> tuple[LocalWorld, list[Rank]]:
+def replicas(
+    size: int, build: Build, model: torch.nn.Module | None = None, **options: Any
+) -> tuple[LocalWorld, list[Rank]]:
     """``size`` ranks of one model, each with a compressor of its own."""
     world = LocalWorld(size, timeout=20)
     model = model or mixed_model()
     return world, [Rank(world, rank, model, build, **options) for rank in range(size)]
+
+
+def together(
+    world: LocalWorld, ranks: list[Rank], grads: list[list[Tensor | None]], shuffle: int | None = None
+) -> list[list[Tensor]]:
+    """One step of all ranks at once, in threads: what each is left with."""
+    return world.run(lambda i: ranks[i].exchange(grads[i], shuffle))
+
+
+def random_steps(world: LocalWorld, ranks: list[Rank], steps: Iterable[int], order: int = 0) -> list[list[Tensor]]:
+    """Steps with gradients seeded by step and rank; the last step's results."""
+    for step in steps:
+        grads = [gradients(r.model, seed=1000 * step + r.rank) for r in ranks]
+        applied = together(world, ranks, grads, shuffle=order + step)
+    return applied
 
 
 def residuals(rank: Rank) -> dict[str, Tensor]:

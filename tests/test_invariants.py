@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from harness import Rank, flat, gradients, mixed_model, replicas, residuals
+from harness import flat, gradients, mixed_model, random_steps, replicas, residuals, together
 
 from hvd_compress import IWP
 
@@ -37,7 +37,7 @@ def test_nothing_is_lost_and_all_ranks_agree(options, size):
             grads[-1][4] = grads[-1][4] if step == 3 else None
         before = [residuals(r) for r in ranks]
         given = [[None if g is None else g.double().clone() for g in grad] for grad in grads]
-        applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
+        applied = together(world, ranks, grads, shuffle=step)
         for others in applied[1:]:
             assert all(torch.equal(a, b) for a, b in zip(applied[0], others, strict=True))
         after = [residuals(r) for r in ranks]
@@ -56,7 +56,7 @@ def test_density_one_is_dense_training(size):
     for step in range(3):
         grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
         mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
-        applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
+        applied = together(world, ranks, grads, shuffle=step)
         for rank in applied:
             for got, want in zip(rank, mean, strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
@@ -68,10 +68,7 @@ def test_hook_order_does_not_matter(options, size):
     results = []
     for order in (1, 2):
         world, ranks = replicas(size, IWP, **options)
-        for step in range(4):
-            grads = [gradients(r.model, seed=7 * step + r.rank) for r in ranks]
-            applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=order * 100 + step))
-        results.append(applied[0])
+        results.append(random_steps(world, ranks, range(4), order=order * 100)[0])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -100,7 +97,9 @@ def test_replicas_stay_bit_equal_over_1000_steps():
 
 def _toy() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)
+    )
 
 
 def test_payload_shapes_are_constant(options):
@@ -115,32 +114,23 @@ def test_payload_shapes_are_constant(options):
         return start(request, name)
 
     ranks[0].collectives.start = spy
-    for step in range(9):
-        grads = [gradients(r.model, seed=7 * step + r.rank) for r in ranks]
-        world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
+    random_steps(world, ranks, range(9))
     assert seen and all(len(shapes) == 1 for shapes in seen.values()), seen
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_checkpoint_resumes_bit_exactly(options, momentum, tmp_path):
     options = {**options, "momentum": momentum, "warmup_steps": 4}
-
-    def run(ranks: list[Rank], world, steps) -> list[torch.Tensor]:
-        for step in steps:
-            grads = [gradients(r.model, seed=7 * step + r.rank) for r in ranks]
-            applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=step))
-        return applied[0]
-
     world, ranks = replicas(2, IWP, **options)
-    run(ranks, world, range(6))
+    random_steps(world, ranks, range(6))
     for r in ranks:
         torch.save(r.compression.state_dict(), tmp_path / f"{r.rank}.pt")
-    straight = run(ranks, world, range(6, 12))
+    straight = random_steps(world, ranks, range(6, 12))[0]
 
     world, fresh = replicas(2, IWP, **options)
     for r in fresh:
         r.compression.load_state_dict(torch.load(tmp_path / f"{r.rank}.pt", weights_only=True))
-    resumed = run(fresh, world, range(6, 12))
+    resumed = random_steps(world, fresh, range(6, 12))[0]
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
     for one, other in zip(ranks, fresh, strict=True):
         for name, residual in residuals(one).items():
@@ -152,12 +142,12 @@ def test_a_bad_gradient_loses_nothing(options):
     """An infinity on one rank reaches every rank, as with dense training, and no residual is damaged."""
     world, ranks = replicas(3, IWP, **options)
     first = [gradients(r.model, seed=r.rank) for r in ranks]
-    world.run(lambda i: ranks[i].exchange(first[i], shuffle=1))
+    together(world, ranks, first, shuffle=1)
     before = [residuals(r) for r in ranks]
     grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
     grads[1][6].view(-1)[5] = float("inf")
     given = [[g.double().clone() for g in grad] for grad in grads]
-    applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=2))
+    applied = together(world, ranks, grads, shuffle=2)
     for rank in applied:
         assert not all(g.isfinite().all() for g in rank), "a rank did not see the infinity"
     for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
@@ -169,7 +159,7 @@ def test_a_bad_gradient_loses_nothing(options):
             torch.testing.assert_close(after, want, rtol=0, atol=1e-5)
     # The next good step is good everywhere.
     grads = [gradients(r.model, seed=80 + r.rank) for r in ranks]
-    applied = world.run(lambda i: ranks[i].exchange(grads[i], shuffle=3))
+    applied = together(world, ranks, grads, shuffle=3)
     assert all(g.isfinite().all() for rank in applied for g in rank)
 
 
@@ -177,7 +167,7 @@ def test_uncompressed_parameters_are_averaged_exactly():
     world, ranks = replicas(2, IWP, density=1 / 64)
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
-    applied = world.run(lambda i: ranks[i].exchange(grads[i]))
+    applied = together(world, ranks, grads)
     for (name, p), got, want in zip(mixed_model().named_parameters(), applied[0], mean, strict=True):
         if p.dim() < 2 or p.numel() < 1024:
             torch.testing.assert_close(got, want)

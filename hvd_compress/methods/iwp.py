@@ -135,12 +135,14 @@ class IWP(Compressor):
         Raises:
             ValueError: the optimizer has no ``momentum``, its groups disagree, or it uses Nesterov's or dampening.
         """
-        found = {group.get("momentum") for group in optimizer.param_groups}
-        if len(found) != 1 or None in found:
-            raise ValueError(f"take_momentum needs one momentum for all parameter groups, got {sorted(map(str, found))}")
+        found: set[float | None] = {group.get("momentum") for group in optimizer.param_groups}
+        momentum = found.pop()
+        if found or momentum is None:
+            raise ValueError(
+                f"take_momentum needs one momentum for all parameter groups, got {sorted(map(str, {momentum, *found}))}"
+            )
         if any(group.get("nesterov") or group.get("dampening") for group in optimizer.param_groups):
             raise ValueError("take_momentum knows plain momentum only: nesterov and dampening must be off")
-        momentum = float(found.pop())
         self._set_momentum(momentum)
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
@@ -257,7 +259,9 @@ class IWP(Compressor):
 
     def load_extra_state(self, bucket: Bucket, state: dict[str, Any]) -> None:
         if state["momentum"] != self._momentum:
-            raise ValueError(f"the state was made with momentum {state['momentum']}, this compressor has {self._momentum}")
+            raise ValueError(
+                f"the state was made with momentum {state['momentum']}, this compressor has {self._momentum}"
+            )
         plan = self._plans[bucket.index]
         plan.weights = list(state["weights"])
         plan.floors.copy_(state["floors"])

@@ -149,7 +149,9 @@ def dense_at_density_one():
 
 @case
 def thousand_steps():
-    Job(density=1 / 64, budget_interval=50, warmup_steps=200, optimizer_momentum=0.9).train(1000).assert_equal_replicas()
+    Job(density=1 / 64, budget_interval=50, warmup_steps=200, optimizer_momentum=0.9).train(
+        1000
+    ).assert_equal_replicas()
 
 
 @case

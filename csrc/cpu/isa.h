@@ -1,0 +1,55 @@
+// The same body compiled for several instruction sets, and the best one chosen when it runs.
+//
+// Not by -march=native, so that a wheel serves every machine; not by target_clones, which needs
+// ifunc and does not take templates. The body has to be HVD_BODY, that is, always inlined.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__clang__)
+#define HVD_V4 __attribute__((target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,fma,bmi2")))
+#else
+#define HVD_V4 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
+#endif
+#define HVD_V3 __attribute__((target("avx2,fma,bmi2")))
+#endif
+
+namespace hvd_compress {
+
+// Body is a struct with a static, always inlined run(args...).
+template <typename Body>
+struct Isa {
+  template <typename... A>
+  static auto plain(A... args) {
+    return Body::run(args...);
+  }
+#ifdef HVD_V4
+  template <typename... A>
+  HVD_V3 static auto v3(A... args) {
+    return Body::run(args...);
+  }
+  template <typename... A>
+  HVD_V4 static auto v4(A... args) {
+    return Body::run(args...);
+  }
+#endif
+};
+
+template <typename Body, typename... A>
+auto run_best(A... args) {
+#ifdef HVD_V4
+  static const int level = [] {
+    __builtin_cpu_init();
+    bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("bmi2");
+    bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("avx512vl");
+    return v4 ? 4 : v3 ? 3 : 0;
+  }();
+  if (level == 4) return Isa<Body>::v4(args...);
+  if (level == 3) return Isa<Body>::v3(args...);
+#endif
+  return Isa<Body>::plain(args...);
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,63 @@
+// A warp to a block of 256: the launch, and what its lanes tell each other.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+
+#include "../rim.h"
+
+namespace hvd_compress {
+
+constexpr int kLanes = 32;
+constexpr int kEach = kBlock / kLanes;  // entries, or slots, of a block for a lane
+constexpr int kWarps = 8;               // blocks of 256 for a thread block
+constexpr int kThreads = kWarps * kLanes;
+constexpr unsigned kAll = 0xffffffffu;
+
+// The device of the tensors is current while this lives; its stream is the one of the caller.
+class Launch {
+ public:
+  explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+inline unsigned grid_for(int64_t blocks) {
+  return static_cast<unsigned>((blocks + kWarps - 1) / kWarps);
+}
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % kLanes; }
+
+// The number of this warp in the grid. All lanes have the same, so a warp leaves as a whole.
+__device__ __forceinline__ int64_t warp_id() {
+  return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
+}
+
+// The sum of the lanes before this one.
+__device__ __forceinline__ int sum_before(int value) {
+  int sum = value;
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    int other = __shfl_up_sync(kAll, sum, step);
+    if (lane_id() >= step) sum += other;
+  }
+  return sum - value;
+}
+
+// Among the lanes with `active` and an equal offset, whether this is the last.
+__device__ __forceinline__ bool last_of_equals(int offset, bool active) {
+  int key = active ? offset : kBlock + lane_id();  // an idle lane has no equal
+  unsigned equals = __match_any_sync(kAll, key);
+  return active && lane_id() == kLanes - 1 - __clz(equals);
+}
+
+}  // namespace hvd_compress

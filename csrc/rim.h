@@ -1,0 +1,118 @@
+// Where torch ends: tensors are checked here, and become raw pointers and sizes.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <optional>
+#include <vector>
+
+#include "block.h"
+#include "segments.h"
+
+namespace hvd_compress {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void check_dtype(const Tensor& tensor, const char* name, ScalarType dtype) {
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, " has to be ", dtype, ", got ",
+                  tensor.scalar_type());
+}
+
+inline void check_device(const Tensor& tensor, const char* name, const Tensor& residual) {
+  STD_TORCH_CHECK(tensor.device() == residual.device(), name,
+                  " has to be on the device of the residual, got another one");
+}
+
+// A flat buffer of the package itself: one dtype, contiguous, on the residual's device.
+inline void check_flat(const Tensor& tensor, const char* name, ScalarType dtype,
+                       const Tensor& residual) {
+  check_dtype(tensor, name, dtype);
+  check_device(tensor, name, residual);
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " has to be contiguous");
+}
+
+inline void check_numel(const Tensor& tensor, const char* name, int64_t numel) {
+  STD_TORCH_CHECK(tensor.numel() == numel, name, " has to have ", numel, " entries, got ",
+                  tensor.numel());
+}
+
+// A user's tensor, in any order of memory as long as it fills it: then entry i is data[i].
+inline void check_dense(const Tensor& tensor, const char* name, const Tensor& residual) {
+  ScalarType dtype = tensor.scalar_type();
+  STD_TORCH_CHECK(
+      dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+      name, " has to be Float, Half or BFloat16, got ", dtype);
+  check_device(tensor, name, residual);
+  int64_t span = 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) span += (tensor.size(i) - 1) * tensor.stride(i);
+  STD_TORCH_CHECK(tensor.numel() == 0 || span == tensor.numel(), name,
+                  " has to be dense in memory, got ", tensor.numel(), " entries over ", span);
+}
+
+inline int64_t check_residual(const Tensor& residual, const std::optional<Tensor>& velocity) {
+  check_flat(residual, "residual", ScalarType::Float, residual);
+  STD_TORCH_CHECK(residual.numel() % kBlock == 0,
+                  "residual has to have a multiple of 256 entries, got ", residual.numel());
+  if (velocity) {
+    check_flat(*velocity, "velocity", ScalarType::Float, residual);
+    check_numel(*velocity, "velocity", residual.numel());
+  }
+  return residual.numel() / kBlock;
+}
+
+// `offsets` and `segments` of take and put. What the segments hold cannot be read here on CUDA.
+inline void check_slots(const Tensor& offsets, const Tensor& segments, const Tensor& residual) {
+  check_flat(offsets, "offsets", ScalarType::Byte, residual);
+  check_flat(segments, "segments", ScalarType::Long, residual);
+  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5,
+                  "segments has to be of shape (parameters, 5)");
+}
+
+inline void check_payload(const Tensor& payload, const char* name, const Tensor& offsets,
+                          const Tensor& residual) {
+  ScalarType dtype = payload.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half, name,
+                  " has to be Float or Half, got ", dtype);
+  check_flat(payload, name, dtype, residual);
+  check_numel(payload, name, offsets.numel());
+}
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+template <typename T>
+const T* const_data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+inline float* velocity_data(const std::optional<Tensor>& velocity) {
+  return velocity ? data<float>(*velocity) : nullptr;
+}
+
+inline const Segment* segment_data(const Tensor& segments) {
+  return static_cast<const Segment*>(segments.const_data_ptr());
+}
+
+// Calls f with a value of the C++ type of a dtype that was checked before.
+template <typename F>
+void with_type(ScalarType dtype, F f) {
+  if (dtype == ScalarType::Float) {
+    f(float());
+  } else if (dtype == ScalarType::Half) {
+    f(Half());
+  } else {
+    f(BFloat16());
+  }
+}
+
+}  // namespace hvd_compress

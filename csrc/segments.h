@@ -1,0 +1,52 @@
+// Segments: which parameter a block of the bucket belongs to, and which slots it holds.
+#pragma once
+
+#include "block.h"
+
+namespace hvd_compress {
+
+struct Segment {  // one row of the tensor `segments`
+  int64_t first_block;
+  int64_t blocks;
+  int64_t first_slot;
+  int64_t slots;
+  int64_t entries;
+};
+static_assert(sizeof(Segment) == 5 * sizeof(int64_t));
+
+struct Slots {
+  int64_t begin;
+  int64_t end;
+};
+
+// Whether no index made from this row can leave a bucket of so many blocks and slots.
+HVD_BODY bool fits(const Segment& segment, int64_t blocks, int64_t slots) {
+  return 0 <= segment.first_block && 0 < segment.blocks &&
+         segment.blocks <= blocks - segment.first_block && 0 <= segment.slots &&
+         segment.slots <= segment.blocks * kBlock && 0 <= segment.first_slot &&
+         segment.first_slot <= slots - segment.slots;
+}
+
+// The last segment that begins at or before `block`, or -1. Segments ascend.
+HVD_BODY int64_t find_segment(const Segment* segments, int64_t count, int64_t block) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    int64_t middle = (low + high) / 2;
+    if (segments[middle].first_block <= block) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low - 1;
+}
+
+// The bucket's slots that a block holds.
+HVD_BODY Slots slots_of(const Segment& segment, int64_t block, int64_t phase) {
+  int64_t shift = modulo(phase, segment.blocks);
+  int64_t local = block - segment.first_block;
+  return {segment.first_slot + slot_start(local, segment.slots, segment.blocks, shift),
+          segment.first_slot + slot_start(local + 1, segment.slots, segment.blocks, shift)};
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,182 @@
+"""Every compression method of the experiments: its options, and how they become an object.
+
+To add one: a function that adds its options, a function that builds it, a line in METHODS.
+Options belong to their method: `train.py --compression iwp --help` shows them, and an option of another
+method is refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Compression(Protocol):
+    """What Horovod calls (`compress`, `decompress`), and the account that a run reports (`stats`)."""
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]: ...
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor: ...
+    def stats(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method may need to know of the run."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer  # the plain one, before Horovod wraps it
+    steps_per_epoch: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Method:
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    build: Callable[[argparse.Namespace, Setting], Compression]
+
+
+class Counted:
+    """A stock Horovod compressor with the clock and the byte count that hvd_compress' own methods keep.
+
+    It also makes channels_last gradients contiguous, which Horovod demands, and gives their strides back.
+    """
+
+    def __init__(self, stock: Any, ranks: int):
+        self.stock = stock
+        # A ring allreduce sends every byte (N-1)/N times to reduce and as often to distribute.
+        self.ring = 2 * (ranks - 1) / ranks
+        self.pending = 0  # gradients handed to Horovod that have not come back
+        self.seconds = 0.0
+        self.current = {"dense": 0, "wire": 0}
+        self.last = {"dense": 0, "wire": 0}
+        self.total = {"dense": 0, "wire": 0}
+        self.step_seconds: list[float] = []
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        start = time.perf_counter()
+        payload, ctx = self.stock.compress(tensor.contiguous())
+        self.current["dense"] += 4 * tensor.numel()
+        self.current["wire"] += payload.nbytes
+        self.pending += 1
+        restore = None if tensor.is_contiguous() else tensor
+        self.seconds += time.perf_counter() - start
+        return payload, (ctx, restore)
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        start = time.perf_counter()
+        ctx, restore = ctx
+        result: Tensor = self.stock.decompress(tensor, ctx)
+        if restore is not None:
+            result = restore.copy_(result)
+        self.pending -= 1
+        self.seconds += time.perf_counter() - start
+        if self.pending == 0:  # Horovod submits every gradient before it takes the first one back
+            self._end_step()
+        return result
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "steps": len(self.step_seconds),
+            "last": self._account(self.last),
+            "total": self._account(self.total),
+            "residual_norm": 0.0,
+            "compress_ms": 1000 * statistics.median(self.step_seconds or [0.0]),
+        }
+
+    def _end_step(self) -> None:
+        for kind, count in self.current.items():
+            self.total[kind] += count
+        self.last, self.current = self.current, {"dense": 0, "wire": 0}
+        self.step_seconds.append(self.seconds)
+        self.seconds = 0.0
+
+    def _account(self, count: dict[str, int]) -> dict[str, float]:
+        return {
+            "dense_bytes": self.ring * count["dense"],
+            "wire_bytes": self.ring * count["wire"],
+            "values_bytes": 0.0,
+            "indices_bytes": 0.0,
+            "dense_tensor_bytes": self.ring * count["wire"],
+            "budget_bytes": 0.0,
+            "wire_ratio": count["dense"] / count["wire"] if count["wire"] else 1.0,
+        }
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _none(args: argparse.Namespace, setting: Setting) -> Compression:
+    import horovod.torch as hvd
+
+    return Counted(hvd.Compression.none, setting.ranks)
+
+
+def _fp16(args: argparse.Namespace, setting: Setting) -> Compression:
+    import horovod.torch as hvd
+
+    return Counted(hvd.Compression.fp16, setting.ranks)
+
+
+def _density_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every method that sends a share of the entries."""
+    parser.add_argument("--density", type=_fraction, default=1 / 64, help="share of entries sent, as 0.01 or 1/64")
+    parser.add_argument("--warmup-epochs", type=float, default=0, help="epochs in which the density falls to --density")
+
+
+def _iwp_arguments(parser: argparse.ArgumentParser) -> None:
+    _density_arguments(parser)
+    # The defaults are IWP's own; written out, they are on record in the JSON file.
+    parser.add_argument("--leaders", type=_count_or_all, default=None, help="ranks that choose a block: N or all")
+    parser.add_argument("--explore", type=float, default=0.05, metavar="RHO", help="share of the choice made at random")
+    parser.add_argument("--values", choices=("fp16", "fp32"), default="fp16", help="how values travel")
+    parser.add_argument("--selection", choices=("block", "topk"), default="block")
+    parser.add_argument("--budget-interval", type=int, default=100, metavar="STEPS", help="between budget updates")
+    parser.add_argument(
+        "--momentum-correction", action="store_true", help="take the momentum over from the optimizer, as DGC does"
+    )
+
+
+def _iwp(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    compression = hvd_compress.IWP(
+        setting.model.named_parameters(),
+        density=args.density,
+        warmup_steps=round(args.warmup_epochs * setting.steps_per_epoch),
+        leaders=args.leaders,
+        explore=args.explore,
+        values=args.values,
+        selection=args.selection,
+        budget_interval=args.budget_interval,
+        seed=args.seed,
+    )
+    if args.momentum_correction:
+        compression.take_momentum(setting.optimizer)
+    return compression
+
+
+def _fraction(text: str) -> float:
+    numerator, _, denominator = text.partition("/")
+    value = float(numerator) / float(denominator or 1)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value
+
+
+def _count_or_all(text: str) -> int | None:
+    return None if text == "all" else int(text)
+
+
+METHODS: dict[str, Method] = {
+    "none": Method(_no_arguments, _none),
+    "fp16": Method(_no_arguments, _fp16),
+    "iwp": Method(_iwp_arguments, _iwp),
+}

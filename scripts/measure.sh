@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The accuracy measurements of docs/results.md: 4 ranks under mpirun, one JSON file a run, then a table and a plot.
+# A run whose file is there is not repeated.
+#   usage: measure.sh digits [OUT]
+#          measure.sh cifar10 DATA_DIR [OUT]     DATA_DIR holds cifar-10-batches-py/
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+
+one() {  # NAME ARGUMENTS...
+  local file=$out/$1.json; shift
+  [[ -f $file ]] || bash scripts/run.sh 4 scripts/train.py --json "$file" "$@"
+}
+
+case ${1:-} in
+  digits)
+    out=${2:-docs/results/digits}
+    mkdir -p "$out"
+    for seed in 0 1 2; do
+      common=(--data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 --seed "$seed")
+      one "none-$seed" "${common[@]}" --compression none
+      one "fp16-$seed" "${common[@]}" --compression fp16
+      one "iwp-64-$seed" "${common[@]}" --compression iwp --density 1/64
+    done
+    .venv/bin/python scripts/table.py "$out"/*.json
+    ;;
+  cifar10)
+    data=${2:?DATA_DIR} out=${3:-docs/results/cifar10}
+    mkdir -p "$out"
+    common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 10 --lr 0.1 --channels-last --amp bf16)
+    one none "${common[@]}" --compression none
+    one fp16 "${common[@]}" --compression fp16
+    for share in 16 32 64; do
+      one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share"
+    done
+    .venv/bin/python scripts/table.py "$out"/*.json --plot "$out/accuracy.png"
+    ;;
+  *) sed -n '2,5s/^# \?//p' "$0" >&2; exit 2 ;;
+esac

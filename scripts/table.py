@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Markdown table, and a plot, of what `train.py --json` wrote.
+
+    table.py results/*.json --plot results/accuracy.png
+
+Runs that differ in nothing but the seed share a row: mean ± half the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+# What may differ between the runs of a row: the seed, and what cannot change the outcome.
+NOT_A_SETTING = {
+    "seed", "json", "data_dir", "progress", "eval_every",
+    "python", "torch", "horovod", "hvd_compress", "git_commit", "cpus", "threads_per_rank",
+}  # fmt: skip
+
+
+def settings(result: Result) -> dict[str, Any]:
+    """What makes two runs comparable: the whole configuration but NOT_A_SETTING, and the number of ranks."""
+    config = {key: value for key, value in result["config"].items() if key not in NOT_A_SETTING}
+    return {**config, "ranks": result["ranks"]}
+
+
+def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    """Rows: (label, runs), in order of first appearance. The label says where a row differs from the others."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(json.dumps(settings(result), sort_keys=True), []).append(result)
+    rows = [settings(runs[0]) for runs in groups.values()]
+    keys = {key: None for row in rows for key in row if key not in ("compression", "density")}
+    # A method's own option counts as differing only among the rows that have it.
+    differing = [key for key in keys if len({json.dumps(row[key]) for row in rows if key in row}) > 1]
+    labels = [_label(row, differing) for row in rows]
+    return list(zip(labels, groups.values(), strict=True))
+
+
+def _label(row: dict[str, Any], differing: list[str]) -> str:
+    options = [f"{key.replace('_', '-')} {_option(key, row[key])}" for key in differing if key in row]
+    return ", ".join([row["compression"], *options])
+
+
+def _option(key: str, value: Any) -> str:
+    return "all" if key == "leaders" and value is None else str(value)
+
+
+def table(results: Sequence[Result]) -> str:
+    """The Markdown table."""
+    header = (
+        "method", "density", "test accuracy", "wire ratio", "steady", "bytes/step", "step ms", "compress ms",
+        "replicas equal", "runs",
+    )  # fmt: skip
+    rows = [header, ("---", *["---:"] * (len(header) - 1))]
+    for label, runs in grouped(results):
+        rows.append(
+            (
+                label,
+                _density(runs[0]["config"].get("density", 1)),
+                _spread(runs, "test_accuracy", "{:.4f}".format),
+                _spread(runs, "wire_ratio", "{:.1f}".format),
+                _spread(runs, "wire_ratio_last", "{:.1f}".format),
+                _spread(runs, "wire_bytes_per_step", "{:,.0f}".format),
+                _spread(runs, "step_ms_median", "{:.1f}".format),
+                _spread(runs, "compress_ms_median", "{:.2f}".format),
+                "yes" if all(run["replicas_equal"] for run in runs) else "NO",
+                str(len(runs)),
+            )
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
+    """Mean, and half of largest minus smallest where there is any."""
+    values = [run[key] for run in runs]
+    mean, half = sum(values) / len(values), (max(values) - min(values)) / 2
+    return text(mean) + (f" ± {text(half)}" if half else "")
+
+
+def _density(value: float) -> str:
+    inverse = 1 / value
+    return f"1/{inverse:.0f}" if value < 1 and abs(inverse - round(inverse)) < 1e-6 else f"{value:g}"
+
+
+def plot(results: Sequence[Result], file: Path) -> None:
+    """Test accuracy against the bytes a rank has sent so far, a line per row of the table, a band over its seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for label, runs in grouped(results):
+        # Runs of a row test after the same epochs, unless one was cut short.
+        tested = [[e for e in run["history"] if e["test_accuracy"] is not None] for run in runs]
+        epochs = list(zip(*tested, strict=False))
+        sent = [sum(entry["wire_bytes"] for entry in entries) / len(entries) for entries in epochs]
+        accuracy = [[entry["test_accuracy"] for entry in entries] for entries in epochs]
+        density = _density(runs[0]["config"].get("density", 1))
+        name = label if density == "1" else f"{label}, {density}"
+        (line,) = axes.plot(sent, [sum(a) / len(a) for a in accuracy], marker=".", label=name)
+        axes.fill_between(sent, list(map(min, accuracy)), list(map(max, accuracy)), color=line.get_color(), alpha=0.2)
+    axes.set(xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    args = parser.parse_args()
+    results = [json.loads(file.read_text()) for file in args.files]
+    print(table(results))
+    if args.plot:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()

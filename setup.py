@@ -1,0 +1,86 @@
+"""Builds the compiled operators; all else about the package is in pyproject.toml.
+
+The CPU operators are built always, the CUDA ones where nvcc and a CUDA build of torch are found.
+
+``HVD_COMPRESS_CUDA=0`` leaves the CUDA operators out, ``HVD_COMPRESS_CUDA=1`` fails where they cannot be built.
+They are an extension of their own, so that the CPU one is the same file everywhere and loads without CUDA.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from glob import glob
+from pathlib import Path
+
+from setuptools import setup
+
+os.chdir(Path(__file__).parent)
+
+
+def toolkit() -> str | None:
+    """The folder of the CUDA toolkit. nvcc itself is asked: the one on PATH may be a wrapper that lies elsewhere."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    if nvcc is None or not Path(nvcc).exists():
+        return None
+    plan = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=False)
+    here = re.search(r"_HERE_=(\S+)", plan.stderr)
+    return str(Path(here[1]).parent) if here else None
+
+
+cuda_home = toolkit()
+if cuda_home:
+    os.environ["CUDA_HOME"] = cuda_home  # torch reads it when cpp_extension is imported
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+except ImportError as error:
+    sys.exit(f"hvd_compress needs torch to build: install torch >= 2.11, then use --no-build-isolation ({error})")
+
+compiler = os.environ.get("CXX", "c++").split()[0]
+if shutil.which(compiler) is None:
+    sys.exit(f"hvd_compress needs a C++20 compiler, and there is no {compiler!r}: install one (e.g. g++) or set CXX")
+
+want = os.environ.get("HVD_COMPRESS_CUDA", "")
+if want not in ("", "0", "1"):
+    sys.exit(f"HVD_COMPRESS_CUDA has to be 0, 1 or unset, got {want!r}")
+with_cuda = want != "0" and cuda_home is not None and torch.version.cuda is not None
+if want == "1" and not with_cuda:
+    sys.exit(f"HVD_COMPRESS_CUDA=1, but nvcc is {cuda_home or 'not found'} and torch's CUDA is {torch.version.cuda}")
+
+# The oldest torch whose stable ABI is used: the binary loads under it and every later one.
+TARGET = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+# Equal to the reference to the last bit: a product and a sum are rounded one after the other.
+CXX_FLAGS = [*TARGET, "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+NVCC_FLAGS = [*TARGET, "-O3", "-fmad=false", "-DUSE_CUDA"]
+if "TORCH_CUDA_ARCH_LIST" not in os.environ:
+    NVCC_FLAGS += ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+
+extensions = [
+    CppExtension(
+        "hvd_compress._C",
+        ["csrc/ops.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
+        depends=glob("csrc/*.h") + glob("csrc/cpu/*.h"),
+        extra_compile_args={"cxx": CXX_FLAGS},
+        py_limited_api=True,
+    )
+]
+if with_cuda:
+    extensions.append(
+        CUDAExtension(
+            "hvd_compress._C_cuda",
+            sorted(glob("csrc/cuda/*.cu")),
+            depends=glob("csrc/*.h") + glob("csrc/cuda/*.h"),
+            extra_compile_args={"cxx": [*CXX_FLAGS, "-DUSE_CUDA"], "nvcc": NVCC_FLAGS},
+            py_limited_api=True,
+        )
+    )
+
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

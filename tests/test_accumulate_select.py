@@ -1,0 +1,165 @@
+"""accumulate_select against hvd_compress/reference.py, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DEVICES,
+    bounded,
+    check_device,
+    clone,
+    dtypes,
+    kinds,
+    needs_compiled,
+    phases,
+    same,
+    seeds,
+    shaped,
+    shapes,
+    slot_counts,
+    values,
+)
+
+from hvd_compress import ops, reference
+from hvd_compress.reference import BLOCK
+
+pytestmark = needs_compiled
+NAMES = ["grad", "residual", "weight", "velocity", "floor", "offsets", "invalid"]
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> list:
+    shape, dtype, seed = draw(shapes()), draw(dtypes), draw(seeds)
+    n = torch.Size(shape).numel()
+    blocks = -(-n // BLOCK) + draw(st.sampled_from([0, 0, 0, 1]))
+    slots = draw(slot_counts(blocks))
+    first_slot, phase = draw(st.integers(0, 2000)), draw(phases)
+    run, ranks = draw(st.one_of(st.integers(1, 4), st.integers(1, 3000))), draw(st.integers(1, 8))
+    position = draw(st.integers(0, ranks - 1))
+    residual = torch.zeros(blocks * BLOCK)
+    residual[:n] = values(n, draw(st.sampled_from(["normal", "equal", "zero", "tiny", "huge"])), seed + 1)
+    velocity = values(blocks * BLOCK, "normal", seed + 2) if draw(st.booleans()) else None
+    last = int(reference.owned(torch.tensor(first_slot + slots), run, ranks, position))
+    return [
+        shaped(values(n, draw(kinds), seed).to(dtype), shape),
+        residual,
+        shaped(values(n, draw(kinds), seed + 3).to(dtype), shape),
+        velocity,
+        torch.tensor([draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))]),
+        torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # nothing else may be written
+        torch.tensor([draw(st.integers(0, 1))], dtype=torch.int32),
+        draw(st.sampled_from([1.0, 0.3, 1 / 65536, 1e30])),
+        draw(st.sampled_from([0.9, 0.0, 1.0])),
+        slots,
+        first_slot,
+        phase,
+        run,
+        ranks,
+        position,
+        draw(st.integers(0, 2**32 - 1)),
+        draw(st.sampled_from([0, 2**30, 2**32 - 1, 2**32])),
+    ]
+
+
+def on(device: str, args: list) -> list:
+    return [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+def sample(device: str = "cpu") -> list:
+    """Arguments that are right: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
+    tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
+    tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)]
+    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(250)
+@given(args=arguments())
+def test_equals_reference(device: str, args: list) -> None:
+    check_device(device)
+    got, want = on(device, clone(args)), clone(args)
+    ops.accumulate_select(*got)
+    reference.accumulate_select(*want)
+    for name, mine, theirs in zip(NAMES, got, want, strict=False):
+        assert same(mine, theirs), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 8, 9, 31, 33, 64, 100, 255, 256])
+@pytest.mark.parametrize("kind", ["normal", "equal", "zero"])
+def test_every_number_of_picks(device: str, count: int, kind: str) -> None:
+    check_device(device)
+    n, blocks = 19 * BLOCK + 3, 20
+    residual = torch.zeros(blocks * BLOCK)
+    weight, floor, invalid = values(n, "normal", 1), torch.tensor([0.1]), torch.zeros(1, dtype=torch.int32)
+    args = [values(n, kind, 2), residual, weight, None, floor, torch.zeros(blocks * count, dtype=torch.uint8), invalid]
+    args += [1.0, 0.0, blocks * count, 0, 3, 1, 1, 0, 11, 2**31]
+    got, want = on(device, clone(args)), clone(args)
+    ops.accumulate_select(*got)
+    reference.accumulate_select(*want)
+    assert same(got[5], want[5])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_unaligned_gradient(device: str) -> None:
+    """A gradient that is a view into other memory need not begin on 16 bytes."""
+    check_device(device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        args = sample(device)
+        memory = torch.randn(601, device=device).to(dtype)
+        args[0], args[2] = memory[1:], torch.randn(603, device=device).to(dtype)[3:]
+        want = on("cpu", clone(args))
+        first = memory[0].clone()
+        ops.accumulate_select(*args)
+        reference.accumulate_select(*want)
+        assert memory[0] == first
+        for name, mine, theirs in zip(NAMES, args, want, strict=False):
+            assert same(mine, theirs), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    check_device(device)
+    torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)))
+    without = sample(device)
+    without[3] = None
+    torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
+
+
+BAD = {
+    "grad dtype": (0, lambda x: x.double(), "grad has to be Float, Half or BFloat16, got Double"),
+    "grad expanded": (0, lambda x: x[:1].expand(600), "dense in memory"),
+    "grad strided": (0, lambda x: torch.randn(1200)[::2], "dense in memory"),
+    "grad too long": (0, lambda x: torch.randn(900), "grad|weight"),
+    "weight dtype": (2, lambda x: x.half(), "weight has to be Float, got Half"),
+    "weight numel": (2, lambda x: x[:599], "weight has to have 600 entries, got 599"),
+    "residual dtype": (1, lambda x: x.half(), "residual has to be Float"),
+    "residual size": (1, lambda x: x[:700].clone(), "multiple of 256"),
+    "residual short": (1, lambda x: x[:512].clone(), "velocity|at most 512"),
+    "velocity size": (3, lambda x: x[:512].clone(), "velocity has to have 768 entries, got 512"),
+    "floor": (4, lambda x: x.expand(2).clone(), "floor has to have 1 entries, got 2"),
+    "offsets short": (5, lambda x: x[:5].clone(), "offsets has to have 6 entries for these slots, got 5"),
+    "offsets dtype": (5, lambda x: x.int(), "offsets has to be Byte, got Int"),
+    "invalid dtype": (6, lambda x: x.long(), "invalid has to be Int, got Long"),
+    "slots": (9, lambda x: 769, "slots has to be 0 to 768, got 769"),
+    "slots < 0": (9, lambda x: -1, "slots has to be 0 to 768, got -1"),
+    "first_slot": (10, lambda x: -1, "first_slot"),
+    "run": (12, lambda x: 0, "run has to be 1 to .*, got 0"),
+    "ranks": (13, lambda x: 0, "ranks has to be 1 to .*, got 0"),
+    "position": (14, lambda x: 2, "position has to be 0 to 1, got 2"),
+    "key": (15, lambda x: 2**32, "key has to be"),
+    "explore": (16, lambda x: 2**32 + 1, "explore has to be"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(case: str) -> None:
+    index, change, message = BAD[case]
+    args = sample()
+    args[index] = change(args[index])
+    before = clone(args)
+    with pytest.raises(RuntimeError, match=message):
+        ops.accumulate_select(*args)
+    for name, mine, theirs in zip(NAMES, args, before, strict=False):
+        assert mine is None or torch.equal(mine, theirs), f"{name} was changed"

@@ -1,0 +1,199 @@
+"""What a user can get wrong, and what the error says."""
+
+import pytest
+import torch
+from harness import gradients, mixed_model, replicas, together
+
+from hvd_compress import IWP
+from hvd_compress.local import LocalWorld
+
+
+def build(model=None, **options):
+    model = model or mixed_model()
+    return IWP(model.named_parameters(), collectives=LocalWorld(1).collectives(0), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"density": 0.0}, r"density must lie in \(0, 1\], got 0.0"),
+        ({"density": 1.5}, "got 1.5"),
+        ({"values": "fp8"}, "values must be one of fp16, fp32, got 'fp8'"),
+        ({"selection": "magic"}, "selection must be one of block, topk, got 'magic'"),
+        ({"leaders": 0}, "leaders must be at least 1"),
+        ({"explore": 1.1}, r"explore must lie in \[0, 1\], got 1.1"),
+        ({"floor": 0.0}, "floor must be above 0"),
+        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
+        ({"warmup_steps": -1}, "warmup_steps must not be negative"),
+        ({"budget_interval": -1}, "budget_interval must not be negative"),
+        ({"bucket_mb": 0}, "bucket_mb must be above 0"),
+        ({"min_numel": 0}, "min_numel must be at least 1"),
+    ],
+)
+def test_bad_arguments_say_what_is_allowed(options, says):
+    with pytest.raises(ValueError, match=says):
+        build(**options)
+
+
+def test_named_parameters_must_be_pairs():
+    with pytest.raises(TypeError, match="pairs"):
+        IWP(mixed_model().parameters(), collectives=LocalWorld(1).collectives(0))
+
+
+def test_used_up_iterator_is_recognised():
+    iterator = mixed_model().named_parameters()
+    list(iterator)
+    with pytest.raises(ValueError, match="used up"):
+        IWP(iterator, collectives=LocalWorld(1).collectives(0))
+
+
+def test_duplicate_names_are_refused():
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    q = torch.nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="more than once: w"):
+        IWP([("w", p), ("w", q)], collectives=LocalWorld(1).collectives(0))
+
+
+def test_integer_gradient_is_refused_by_name():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int32), requires_grad=False)
+            self.linear = torch.nn.Linear(64, 64)
+
+    model = Odd()
+    compression = build(model)
+    model.codes.grad = torch.ones(64, 64, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"codes: gradient of dtype torch.int32; allowed are float32"):
+        compression.compress(model.codes.grad)
+
+
+def test_parameter_that_moved_is_refused_by_name():
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    compression._tickets[id(model.weight)].bucket.device = torch.device("cuda", 0)
+    model.weight.grad = torch.ones(64, 64)
+    with pytest.raises(
+        ValueError, match="weight: was on cuda:0 when the compressor was built and its gradient is on cpu"
+    ):
+        compression.compress(model.weight.grad)
+
+
+def test_momentum_must_not_count_twice():
+    model = torch.nn.Linear(64, 64)
+    compression = build(model, momentum=0.9)
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(model.parameters())):
+        with pytest.raises(ValueError, match="momentum would count twice: 0.9 in this compressor and 0.9"):
+            optimizer.step()
+        compression._guard._seen = None
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_take_momentum_moves_it_and_back():
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert compression.take_momentum(optimizer) == 0.9
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+    optimizer.step()
+    assert compression.return_momentum(optimizer) == 0.9
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert "momentum" not in repr(compression)
+    optimizer.step()
+
+
+def test_take_momentum_refuses_what_it_does_not_know():
+    model = torch.nn.Linear(64, 64)
+    with pytest.raises(ValueError, match="one momentum"):
+        build(model).take_momentum(torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match="nesterov"):
+        build(model).take_momentum(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+
+
+def test_two_optimizers_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    compression = build(model)
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    first.step()
+    first.step()
+    with pytest.raises(ValueError, match="serves a SGD already and a second optimizer"):
+        second.step()
+    del compression
+    second.step()
+
+
+def test_an_optimizer_of_other_parameters_is_none_of_our_business():
+    model, other = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    compression = build(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert compression.stats()["steps"] == 0
+
+
+def test_state_of_other_parameters_is_refused():
+    state = build(torch.nn.Linear(64, 64)).state_dict()
+    with pytest.raises(ValueError, match="different parameters"):
+        build().load_state_dict(state)
+    with pytest.raises(ValueError, match="needs 8192 entries, the state has 4096"):
+        build(torch.nn.Linear(64, 128)).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state of Other"):
+        build(torch.nn.Linear(64, 64)).load_state_dict({**state, "method": "Other"})
+
+
+def test_state_dict_in_the_middle_of_a_step_is_refused():
+    model = mixed_model()
+    compression = build(model)
+    model.wide.weight.grad = torch.ones(47, 301)
+    compression.compress(model.wide.weight.grad)
+    with pytest.raises(RuntimeError, match="middle of a step"):
+        compression.state_dict()
+
+
+def test_repr_says_what_it_does():
+    text = repr(build(density=1 / 64, warmup_steps=10, leaders=2, momentum=0.9))
+    for part in ("IWP(density 1/64", "warm-up 10 steps", "2 random leader", "fp16", "correction 0.9", "3 of 9 tensors"):
+        assert part in text, text
+
+
+def test_parameters_that_horovod_never_sends_do_not_stop_the_others():
+    """A compressor given more than the optimizer holds: it says so, once, and goes on."""
+    world, ranks = replicas(2, IWP, density=1 / 16, bucket_mb=1)
+    for r in ranks:
+        # Horovod wrapped all but `deep`.
+        r.model.deep = torch.nn.Identity()
+    with pytest.warns(UserWarning, match=r"never sent the gradients of deep.weight"):
+        for step in range(3):
+            applied = together(world, ranks, [gradients(r.model, step * 2 + r.rank) for r in ranks], shuffle=step)
+    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
+    assert all(a.isfinite().all() for a in applied[0])
+
+
+def test_sparse_gradients_pass_through():
+    compression = build()
+    grad = torch.ones(64, 64).to_sparse()
+    assert compression.decompress(grad, None) is grad
+
+
+def test_adasum_hands_in_parameters_which_go_as_they_are():
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    with pytest.warns(UserWarning, match="Adasum"):
+        payload, ctx = compression.compress(model.weight)
+    assert torch.equal(payload, model.weight) and ctx is None
+
+
+def test_a_failed_bucket_does_not_survive_a_restart():
+    """Elastic: the ranks are formed anew, handles are void, and every rank counts from zero."""
+    world, ranks = replicas(2, IWP, density=1 / 16)
+    together(world, ranks, [gradients(r.model, r.rank) for r in ranks])
+    fresh = LocalWorld(2, timeout=20)
+    # One rank was in the middle of a step when the others failed.
+    p = ranks[0].model.wide.weight
+    p.grad = torch.ones_like(p)
+    ranks[0].compression.compress(p.grad)
+    for r in ranks:
+        r.world, r.collectives = fresh, fresh.collectives(r.rank)
+        r.compression._collectives = r.collectives
+    applied = together(fresh, ranks, [gradients(r.model, 5 + r.rank) for r in ranks], shuffle=1)
+    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
+    assert [r.compression.stats()["steps"] for r in ranks] == [1, 1]
