@@ -39,8 +39,8 @@ class Bucket:
     """Parameters that travel together, their residual, and this step's gradients as they come.
 
     ``state`` holds what must survive a checkpoint, by name: bucket-wide float32 tensors of ``blocks * 256`` entries,
-    ``residual`` always among them. ``gradients`` holds, per segment, the gradient in canonical memory order, or None until
-    it came; ``owners`` the tensor that Horovod handed in and gets back.
+    ``residual`` always among them. ``gradients`` holds, per segment, the gradient in canonical memory order, or None
+    until it came; ``owners`` the tensor that Horovod handed in and gets back.
     """
 
     index: int
@@ -74,7 +74,8 @@ class Bucket:
         self.received = 0
 
     def receive(self, position: int, grad: Tensor) -> Tensor:
-        """Takes note of a segment's gradient and returns it in canonical memory order (a copy only if it is laid out otherwise)."""
+        """Takes note of a segment's gradient and returns it in canonical memory order (a copy only if it is laid out
+        otherwise)."""
         canonical = in_order_of(self.segments[position].parameter, grad)
         self.gradients[position], self.owners[position] = canonical, grad
         self.received += 1

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 
 def apportion(total: int, weights: Sequence[float], ceilings: Sequence[int]) -> list[int]:
-    """Splits ``total`` slots in proportion to ``weights``, none above its ceiling, each at least 1 where the total allows.
+    """Splits ``total`` slots in proportion to ``weights``, none above its ceiling, each at least 1 where the total
+    allows.
 
-    The parts always add up to ``min(total, sum(ceilings))``. Plain arithmetic on equal inputs gives equal results on all
-    ranks; remainders go to the largest fractions, the first among equals.
+    The parts always add up to ``min(total, sum(ceilings))``. Plain arithmetic on equal inputs gives equal results on
+    all ranks; remainders go to the largest fractions, the first among equals.
     """
     total = min(total, sum(ceilings))
     if total < len(weights):
@@ -34,7 +35,8 @@ def apportion(total: int, weights: Sequence[float], ceilings: Sequence[int]) -> 
 
 
 def shares(importance: Sequence[float], sizes: Sequence[int], spread: float = 4.0) -> list[float]:
-    """Weights for :func:`apportion`: a parameter's size times its mean importance relative to all, within 1/spread and spread."""
+    """Weights for :func:`apportion`: a parameter's size times its mean importance relative to all, within 1/spread
+    and spread."""
     whole = sum(importance) / sum(sizes)
     if not whole > 0.0:
         return [float(size) for size in sizes]

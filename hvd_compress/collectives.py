@@ -34,7 +34,8 @@ def ring_bytes(verb: Verb, size: int, ranks: int) -> float:
 
 
 def allreduce(tensor: torch.Tensor, kind: Kind = "values") -> Request:
-    """The sum over ranks; float16, float32, float64, int32 or int64, of one shape on all ranks. ``tensor`` stays as it is."""
+    """The sum over ranks; float16, float32, float64, int32 or int64, of one shape on all ranks. ``tensor`` stays as
+    it is."""
     return Request("allreduce", tensor, kind)
 
 
@@ -96,7 +97,8 @@ class _HorovodHandle:
 
 
 class HorovodCollectives:
-    """Stock ``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError``, ``ValueError``)."""
+    """Stock ``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError``,
+    ``ValueError``)."""
 
     def __init__(self, process_set: Any = None) -> None:
         import horovod.torch as hvd

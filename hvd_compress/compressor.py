@@ -3,9 +3,9 @@
 Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that differs from rank to rank, and
 ``decompress`` only after every gradient of the step has been through ``compress``. Between the two, this driver
 runs one *exchange* per bucket: a generator that reads like the paper's algorithm and yields a
-:class:`~hvd_compress.collectives.Request` whenever bytes must cross the network. It is resumed by polling in every later
-``compress`` (so it overlaps backward) and to its end in the first ``decompress`` of the step. Nothing in ``compress``
-ever waits: every rank has started all that the others wait for before it waits itself.
+:class:`~hvd_compress.collectives.Request` whenever bytes must cross the network. It is resumed by polling in every
+later ``compress`` (so it overlaps backward) and to its end in the first ``decompress`` of the step. Nothing in
+``compress`` ever waits: every rank has started all that the others wait for before it waits itself.
 """
 
 import abc
@@ -65,7 +65,8 @@ class Compressor(abc.ABC):
     does not know, go through Horovod as they are. The result is written into the gradient's own memory.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs, as for Horovod's optimizer; on all ranks the same, in the same order.
+        named_parameters: ``(name, parameter)`` pairs, as for Horovod's optimizer; on all ranks the same, in the same
+            order.
         seed: of all randomness; equal on all ranks. torch's own generators are never touched.
         min_numel: smallest tensor that is compressed, in entries.
         bucket_mb: a bucket's capacity in MiB of float32 gradients; each bucket is one exchange.
@@ -111,8 +112,8 @@ class Compressor(abc.ABC):
             for bucket in self._buckets
             for position, segment in enumerate(bucket.segments)
         }
-        # Horovod matches collectives by name: this one is the same on every rank that holds these parameters, whatever other
-        # compressors a rank may have built (a count of instances would not be).
+        # Horovod matches collectives by name: this one is the same on every rank that holds these parameters,
+        # whatever other compressors a rank may have built (a count of instances would not be).
         shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
         self._label = f"hvd_compress.{type(self).__name__}.{zlib.crc32(shapes.encode()):08x}"
         self._lookup = GradientLookup(self._parameters)
@@ -135,7 +136,8 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
-        """Take in the gradient of ``bucket.segments[position]``, laid out in the parameter's memory order. Must not communicate."""
+        """Take in the gradient of ``bucket.segments[position]``, laid out in the parameter's memory order. Must not
+        communicate."""
 
     @abc.abstractmethod
     def exchange(self, bucket: Bucket) -> Exchange:
@@ -191,7 +193,8 @@ class Compressor(abc.ABC):
 
     @torch.no_grad()
     def decompress(self, tensor: Tensor, ctx: object) -> Tensor:
-        """Called by Horovod with what its allreduce returned; returns the gradient, averaged, of the parameter's shape."""
+        """Called by Horovod with what its allreduce returned; returns the gradient, averaged, of the parameter's
+        shape."""
         if ctx is None:
             return tensor
         with self._lock:
@@ -251,7 +254,7 @@ class Compressor(abc.ABC):
             )
         for bucket in self._buckets:
             for segment in bucket.segments:
-                for key, flat in bucket.state.items():
+                for key in bucket.state:
                     loaded = state["tensors"][segment.name].get(key)
                     if loaded is None or loaded.numel() != segment.numel:
                         got = "nothing" if loaded is None else f"{loaded.numel()} entries"
@@ -269,8 +272,8 @@ class Compressor(abc.ABC):
 
         ``last`` and ``total`` hold ``dense_bytes`` (what a float32 ring allreduce of the gradients would have sent),
         ``wire_bytes`` and its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, and
-        ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms`` the median
-        over recent steps of the time spent in the compressor without waiting.
+        ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms``
+        the median over recent steps of the time spent in the compressor without waiting.
         """
         norms = [bucket.residual.norm() for bucket in self._buckets]
         norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
@@ -302,8 +305,8 @@ class Compressor(abc.ABC):
                 # Horovod asks all ranks for the same parameters, so all find the same ones missing.
                 missing = [s.name for s, grad in zip(bucket.segments, bucket.gradients, strict=True) if grad is None]
                 self._warn(
-                    f"Horovod never sent the gradients of {', '.join(missing)}: give the compressor only parameters that the "
-                    "optimizer holds, or their buckets cannot overlap backward"
+                    f"Horovod never sent the gradients of {', '.join(missing)}: give the compressor only parameters "
+                    "that the optimizer holds, or their buckets cannot overlap backward"
                 )
                 self._launch(bucket)
         while self._running:
@@ -363,8 +366,8 @@ class Compressor(abc.ABC):
         ticket = self._tickets.get(id(parameter))
         if ticket is not None and ticket.bucket.device != grad.device:
             raise ValueError(
-                f"{name}: was on {ticket.bucket.device} when the compressor was built and its gradient is on {grad.device}; "
-                "build the compressor after moving the model"
+                f"{name}: was on {ticket.bucket.device} when the compressor was built and its gradient is on "
+                f"{grad.device}; build the compressor after moving the model"
             )
 
     def _warn(self, text: str) -> None:
@@ -382,7 +385,8 @@ def _checked(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list
             isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
         ):
             raise TypeError(
-                f"named_parameters must yield (name, parameter) pairs, as model.named_parameters() does; got {item!r:.80}"
+                "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does; "
+                f"got {item!r:.80}"
             )
     if not named:
         raise ValueError(

@@ -82,7 +82,8 @@ class LocalWorld:
         return LocalCollectives(self, rank)
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """Calls ``body(rank)`` in a thread a rank and returns the results; the first exception ends all and is raised."""
+        """Calls ``body(rank)`` in a thread a rank and returns the results; the first exception ends all and is
+        raised."""
         results: list[T | None] = [None] * self.size
 
         def guarded(rank: int) -> None:

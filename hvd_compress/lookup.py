@@ -11,8 +11,8 @@ class GradientLookup:
     """Finds a parameter's number from its gradient, usually in O(1).
 
     A post-accumulate hook fires before Horovod's own and notes ``id(p.grad)``; the note counts only while ``p.grad`` is
-    that very tensor, so a stale ``id`` can never name the wrong parameter. Gradients that Horovod made itself (an unused
-    parameter's zeros) had no hook and are found by a scan.
+    that very tensor, so a stale ``id`` can never name the wrong parameter. Gradients that Horovod made itself (an
+    unused parameter's zeros) had no hook and are found by a scan.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:

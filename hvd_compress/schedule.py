@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Density 1/4, 1/16, 1/64, ... down to ``density``, in stages of equal length over ``steps`` steps (Lin et al., DGC, 2018).
+    """Density 1/4, 1/16, 1/64, ... down to ``density``, in stages of equal length over ``steps`` steps (Lin et al.,
+    DGC, 2018).
 
     Raises ``ValueError`` where ``density`` is outside (0, 1] or ``steps`` is negative.
     """

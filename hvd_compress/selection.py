@@ -105,7 +105,8 @@ class Selection(abc.ABC):
 @dataclass(frozen=True)
 class Rule:
     """How entries are scored: ``floors`` (float32, (segments,)) under the weights, the share ``explore`` of random
-    picks, ``scale`` of incoming gradients, ``momentum``, and the flag for gradients that are not finite (int32, (1,))."""
+    picks, ``scale`` of incoming gradients, ``momentum``, and the flag for gradients that are not finite (int32,
+    (1,))."""
 
     floors: Tensor
     explore: float

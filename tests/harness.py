@@ -16,7 +16,8 @@ Build = Callable[..., Compressor]
 
 
 def mixed_model(seed: int = 0) -> torch.nn.Module:
-    """Shapes that matter: a small conv (dense), padding, a channels_last conv, biases, a norm, several buckets' worth."""
+    """Shapes that matter: a small conv (dense), padding, a channels_last conv, biases, a norm, several buckets'
+    worth."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential()
     model.first = torch.nn.Conv2d(3, 8, 3)
@@ -43,7 +44,8 @@ class Rank:
         self.steps = 0
 
     def exchange(self, grads: Iterable[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
-        """Gives the gradients to the compressor in an order of its own and returns what Horovod would leave in ``p.grad``.
+        """Gives the gradients to the compressor in an order of its own and returns what Horovod would leave in
+        ``p.grad``.
 
         A gradient of None is a parameter unused on this rank: zeros, handed in last, as ``synchronize()`` does.
         """

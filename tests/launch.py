@@ -12,7 +12,8 @@ PARALLEL = ROOT / "tests" / "parallel"
 
 
 def launch(script: str, arguments: list[str], timeout: float, **environment: str) -> str:
-    """Runs ``scripts/<script>``; past ``timeout`` seconds kills its process group, and fails with the ranks' last lines."""
+    """Runs ``scripts/<script>``; past ``timeout`` seconds kills its process group, and fails with the ranks' last
+    lines."""
     process = subprocess.Popen(
         ["bash", str(ROOT / "scripts" / script), *arguments],
         stdout=subprocess.PIPE,

@@ -83,7 +83,7 @@ def test_momentum_must_not_count_twice():
     model = torch.nn.Linear(64, 64)
     compression = build(model, momentum=0.9)
     for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(model.parameters())):
-        with pytest.raises(ValueError, match="momentum would count twice: 0.9 in this compressor and 0.9"):
+        with pytest.raises(ValueError, match=r"momentum would count twice: 0.9 in this compressor and 0.9"):
             optimizer.step()
         compression._guard._seen = None
     torch.optim.SGD(model.parameters(), lr=0.1).step()

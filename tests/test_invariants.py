@@ -1,4 +1,5 @@
-"""DESIGN.md 7, for every method, with 1 to 8 ranks in one process: conservation, equal replicas, density 1, any hook order."""
+"""DESIGN.md 7, for every method, with 1 to 8 ranks in one process: conservation, equal replicas, density 1, any hook
+order."""
 
 import itertools
 
@@ -27,7 +28,8 @@ def options(request):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_nothing_is_lost_and_all_ranks_agree(options, size):
-    """Sum of (residual before + gradient) = ranks * applied + sum of residuals after; bit-equal gradients on all ranks."""
+    """Sum of (residual before + gradient) = ranks * applied + sum of residuals after; bit-equal gradients on all
+    ranks."""
     world, ranks = replicas(size, IWP, **options)
     assert len(ranks[0].compression._buckets) > 1
     for step in range(5):

@@ -44,9 +44,10 @@ class _Plan:
 class IWP(Compressor):
     r"""Importance-weighted pruning: every rank sends the same few entries, chosen by randomly drawn leaders.
 
-    Implements the published idea of Cheng & Xu, *Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce*
-    (arXiv 1901.01544): importance is the ratio of gradient to parameter, and the indices of important gradients are
-    broadcast from randomly chosen nodes, so that the sum on the ring stays sparse. On rank i, with residual r and gradient g::
+    Implements the published idea of Cheng & Xu, *Bandwidth Reduction using Importance Weighted Pruning on Ring
+    AllReduce* (arXiv 1901.01544): importance is the ratio of gradient to parameter, and the indices of important
+    gradients are broadcast from randomly chosen nodes, so that the sum on the ring stays sparse. On rank i, with
+    residual r and gradient g::
 
         a_i = r_i + g_i
         I   = |a_i| / (|w| + floor * mean|w|)             importance
@@ -54,23 +55,25 @@ class IWP(Compressor):
         g   = mean_i a_i[S] on S, else 0                    Horovod's ring allreduce
         r_i = a_i - what was sent
 
-    The paper's: the importance, the random leaders, the layer-wise budget, the ring. Ours: block-local choice (the m largest
-    of every 256 entries), ``floor``, the random share, everything counted in the wire ratio.
+    The paper's: the importance, the random leaders, the layer-wise budget, the ring. Ours: block-local choice (the m
+    largest of every 256 entries), ``floor``, the random share, everything counted in the wire ratio.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: share of the entries that is sent in a step, in (0, 1].
         values: how values travel: ``"fp16"`` or ``"fp32"``.
-        selection: ``"block"`` (m of every 256, one byte an index) or ``"topk"`` (exact within a parameter, four bytes, slow).
+        selection: ``"block"`` (m of every 256, one byte an index) or ``"topk"`` (exact within a parameter, four
+            bytes, slow).
         leaders: how many ranks choose the entries of one block; None for all.
         explore: share of the choices drawn at random in proportion to importance, in [0, 1].
         floor: the constant under the weights, in units of mean|w|; above 0.
-        budget_interval: steps between re-balancings of the layers' shares by importance (within 1/4 and 4 times the density,
-            the total constant); 0 keeps the shares equal.
+        budget_interval: steps between re-balancings of the layers' shares by importance (within 1/4 and 4 times the
+            density, the total constant); 0 keeps the shares equal.
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``.
-        momentum: momentum correction (u = momentum u + g enters the residual; sent entries of u are cleared), in [0, 1).
-            The optimizer's own momentum must then be 0, or it counts twice: :meth:`take_momentum` moves it here.
-        seed, min_numel, bucket_mb, process_set, grad_scaler, collectives: see :class:`~hvd_compress.compressor.Compressor`.
+        momentum: momentum correction (u = momentum u + g enters the residual; sent entries of u are cleared), in [0,
+            1). The optimizer's own momentum must then be 0, or it counts twice: :meth:`take_momentum` moves it here.
+        seed, min_numel, bucket_mb, process_set, grad_scaler, collectives: see
+            :class:`~hvd_compress.compressor.Compressor`.
 
     Raises:
         ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
@@ -130,7 +133,8 @@ class IWP(Compressor):
         """Takes the momentum over from an SGD-like ``optimizer``: it becomes momentum correction here and 0 there.
 
         Call it before the first step, on the optimizer that is given to Horovod; returns the momentum taken.
-        :meth:`return_momentum` undoes it. A learning-rate schedule that cycles the momentum would bring it back: an error then.
+        :meth:`return_momentum` undoes it. A learning-rate schedule that cycles the momentum would bring it back: an
+        error then.
 
         Raises:
             ValueError: the optimizer has no ``momentum``, its groups disagree, or it uses Nesterov's or dampening.
@@ -171,8 +175,8 @@ class IWP(Compressor):
             if own:
                 raise ValueError(
                     f"momentum would count twice: {self._momentum:g} in this compressor and {own:g} in "
-                    f"{type(optimizer).__name__}; set the optimizer's to 0, or call compression.take_momentum(optimizer) "
-                    "before training instead of momentum="
+                    f"{type(optimizer).__name__}; set the optimizer's to 0, or call "
+                    "compression.take_momentum(optimizer) before training instead of momentum="
                 )
 
     # The algorithm.

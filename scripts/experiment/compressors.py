@@ -136,6 +136,7 @@ def _iwp_arguments(parser: argparse.ArgumentParser) -> None:
     # The defaults are IWP's own; written out, they are on record in the JSON file.
     parser.add_argument("--leaders", type=_count_or_all, default=None, help="ranks that choose a block: N or all")
     parser.add_argument("--explore", type=float, default=0.05, metavar="RHO", help="share of the choice made at random")
+    parser.add_argument("--floor", type=float, default=0.5, help="constant under the weights, in units of mean |w|")
     parser.add_argument("--values", choices=("fp16", "fp32"), default="fp16", help="how values travel")
     parser.add_argument("--selection", choices=("block", "topk"), default="block")
     parser.add_argument("--budget-interval", type=int, default=100, metavar="STEPS", help="between budget updates")
@@ -153,6 +154,7 @@ def _iwp(args: argparse.Namespace, setting: Setting) -> Compression:
         warmup_steps=round(args.warmup_epochs * setting.steps_per_epoch),
         leaders=args.leaders,
         explore=args.explore,
+        floor=args.floor,
         values=args.values,
         selection=args.selection,
         budget_interval=args.budget_interval,

@@ -1,7 +1,8 @@
-"""The invariants of DESIGN.md 7 on real Horovod. Run by tests/test_parallel.py:  scripts/run.sh [--gloo] NP check_training.py [CASE...]
+"""The invariants of DESIGN.md 7 on real Horovod. Run by tests/test_parallel.py:  scripts/run.sh [--gloo] NP
+check_training.py [CASE...]
 
-Every case trains a model whose branches run in an order of each rank's own, so that hooks fire in different orders, and in
-which a branch is unused on one rank every fifth step. A case prints one line; a failed assertion ends the job.
+Every case trains a model whose branches run in an order of each rank's own, so that hooks fire in different orders,
+and in which a branch is unused on one rank every fifth step. A case prints one line; a failed assertion ends the job.
 """
 
 import copy
@@ -166,7 +167,8 @@ def backward_passes_per_step():
 
 @case
 def process_set():
-    """All ranks but the first train; the first does something else meanwhile. (Two ranks: Horovod knows that set already.)"""
+    """All ranks but the first train; the first does something else meanwhile. (Two ranks: Horovod knows that set
+    already.)"""
     if hvd.size() == 2:
         Job(density=1 / 32, process_set=hvd.global_process_set).train().assert_equal_replicas()
         return
@@ -263,7 +265,8 @@ def checkpoint():
     resumed.train(20)
     for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         assert hvd.size() > 2 or torch.equal(a, b)
-        # With three ranks and more, Horovod fuses tensors differently from run to run, and a ring adds in the order of its chunks.
+        # With three ranks and more, Horovod fuses tensors differently from run to run, and a ring adds in the order
+        # of its chunks.
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 

@@ -1,7 +1,8 @@
 """stats() against the network interface: run by tests/test_netlab.py in a four-host netlab.
 
 Prints a line a method: bytes that stats() says a rank sent per step, bytes that its interface counted, their ratio.
-What is taken off the interface's count: nothing. What remains between them is transport headers and Horovod's negotiation.
+What is taken off the interface's count: nothing. What remains between them is transport headers and Horovod's
+negotiation.
 """
 
 import json
