@@ -12,7 +12,7 @@ say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 # What this set-up depends on: if nothing of it changed since the last one, there is nothing to do.
 fingerprint() {
   { "$python" -VV; echo "$root $torch"
-    cat scripts/setup.sh scripts/constraints.txt scripts/horovod-build.cmake setup.py pyproject.toml
+    cat scripts/setup.sh scripts/constraints.txt scripts/horovod-build.cmake scripts/horovod-cmake.sh setup.py pyproject.toml
     find csrc -type f | sort | xargs cat; } | cksum
 }
 stamp=.venv/.hvd_compress now=$(fingerprint)
@@ -45,7 +45,7 @@ wheels=${XDG_CACHE_HOME:-$HOME/.cache}/hvd_compress/$key-$(cat scripts/horovod-b
 if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
   say "setup: Horovod, from its pristine source distribution (about three minutes, once)"
   mkdir -p "$wheels.new"
-  CMAKE_TOOLCHAIN_FILE=$root/scripts/horovod-build.cmake CMAKE_POLICY_VERSION_MINIMUM=3.5 CMAKE_GENERATOR=Ninja \
+  CMAKE_TOOLCHAIN_FILE=$root/scripts/horovod-build.cmake CMAKE_POLICY_VERSION_MINIMUM=3.5 CMAKE_GENERATOR=Ninja HOROVOD_CMAKE=$root/scripts/horovod-cmake.sh \
     HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
     .venv/bin/python -m pip wheel -q --no-deps --no-build-isolation --no-cache-dir -c "$constraints" -w "$wheels.new" horovod
   rm -rf "$wheels" && mv "$wheels.new" "$wheels"
