@@ -260,10 +260,11 @@ class Compressor(abc.ABC):
                         got = "nothing" if loaded is None else f"{loaded.numel()} entries"
                         raise ValueError(f"{segment.name}: {key} needs {segment.numel} entries, the state has {got}")
         for bucket, extra in zip(self._buckets, state["extra"], strict=True):
+            self.load_extra_state(bucket, extra)
+        for bucket in self._buckets:
             for segment in bucket.segments:
                 for key, flat in bucket.state.items():
                     segment.of(flat)[: segment.numel].copy_(state["tensors"][segment.name][key])
-            self.load_extra_state(bucket, extra)
         self._step = state["step"]
         self.traffic.load_state_dict(state["traffic"])
 
@@ -364,6 +365,8 @@ class Compressor(abc.ABC):
         if not grad.is_floating_point():
             raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
         ticket = self._tickets.get(id(parameter))
+        if ticket is not None and grad.dtype != parameter.dtype:
+            raise TypeError(f"{name}: gradient of dtype {grad.dtype}, but the parameter is {parameter.dtype}")
         if ticket is not None and ticket.bucket.device != grad.device:
             raise ValueError(
                 f"{name}: was on {ticket.bucket.device} when the compressor was built and its gradient is on "

@@ -27,13 +27,13 @@ case ${1:-} in
   cifar10)
     data=${2:?DATA_DIR} out=${3:-docs/results/cifar10}
     mkdir -p "$out"
-    common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 10 --lr 0.1 --channels-last --amp bf16)
+    common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 10 --lr 0.3 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
-    one fp16 "${common[@]}" --compression fp16
-    for share in 16 32 64; do
+    for share in 64 32 16; do
       one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share"
     done
-    .venv/bin/python scripts/table.py "$out"/*.json --plot "$out/accuracy.png"
+    one fp16 "${common[@]}" --compression fp16
+    .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64}.json --plot "$out/accuracy.png"
     ;;
   *) sed -n '2,5s/^# \?//p' "$0" >&2; exit 2 ;;
 esac

@@ -68,6 +68,16 @@ def test_integer_gradient_is_refused_by_name():
         compression.compress(model.codes.grad)
 
 
+def test_state_made_with_another_momentum_changes_nothing():
+    model = torch.nn.Linear(64, 64)
+    state = build(model, momentum=0.9).state_dict()
+    state["tensors"]["weight"]["residual"].fill_(7.0)
+    other = build(model, momentum=0.8)
+    with pytest.raises(ValueError, match=r"made with momentum 0.9, this compressor has 0.8"):
+        other.load_state_dict(state)
+    assert other.stats()["residual_norm"] == 0.0
+
+
 def test_parameter_that_moved_is_refused_by_name():
     model = torch.nn.Linear(64, 64)
     compression = build(model)
