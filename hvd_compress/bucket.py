@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .reference import BLOCK
+from .streams import StreamOrder
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Segment:
         """This segment's part of a bucket-wide tensor (padding included)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]
 
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The same without the padding, in the parameter's shape and memory order: a view."""
+        return self.of(flat).as_strided(self.parameter.shape, self.parameter.stride())
+
 
 @dataclass
 class Bucket:
@@ -50,6 +55,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.blocks = sum(segment.blocks for segment in self.segments)
+        self.order = StreamOrder(self.device)
         self.add_state("residual")
         self.clear()
 
@@ -65,26 +71,28 @@ class Bucket:
     @property
     def full(self) -> bool:
         """Whether every segment's gradient of this step is here."""
-        return self.received == len(self.segments)
+        return all(self.arrived)
 
     def clear(self) -> None:
         """Ready for the next step."""
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
         self.owners: list[Tensor | None] = [None] * len(self.segments)
-        self.received = 0
+        self.arrived = [False] * len(self.segments)
 
     def receive(self, position: int, grad: Tensor) -> Tensor:
         """Takes note of a segment's gradient and returns it in canonical memory order (a copy only if it is laid out
         otherwise)."""
         canonical = in_order_of(self.segments[position].parameter, grad)
         self.gradients[position], self.owners[position] = canonical, grad
-        self.received += 1
+        self.arrived[position] = True
         return canonical
 
     def give_back(self, position: int) -> Tensor:
-        """The very tensor that Horovod handed in, holding the result."""
+        """The very tensor that Horovod handed in, holding the result; the bucket holds on to it no longer."""
         owner, canonical = self.owners[position], self.gradients[position]
         assert owner is not None and canonical is not None
+        self.order.enter()
+        self.gradients[position] = self.owners[position] = None
         if canonical.data_ptr() != owner.data_ptr():
             owner.copy_(canonical)
         return owner

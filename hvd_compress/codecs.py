@@ -16,7 +16,13 @@ class Cast:
     dtype: torch.dtype
 
     def limit(self, ranks: int) -> float:
-        return torch.finfo(self.dtype).max / ranks
+        """The largest value of this dtype of which ``ranks`` can be added."""
+        largest = torch.finfo(self.dtype).max
+        limit = torch.tensor(largest / ranks, dtype=torch.float64).to(self.dtype)
+        if limit.double().item() * ranks > largest:
+            # The cast rounded up.
+            limit = torch.nextafter(limit, torch.zeros_like(limit))
+        return limit.item()
 
 
 CODECS = {"fp16": Cast("fp16", torch.float16), "fp32": Cast("fp32", torch.float32)}

@@ -74,6 +74,9 @@ class Collectives(Protocol):
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""
 
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raises ``ValueError`` if ``optimizer`` exchanges its gradients by other rules than this does."""
+
 
 class _HorovodHandle:
     def __init__(self, number: int) -> None:
@@ -93,6 +96,9 @@ class _HorovodHandle:
         output = hvd.synchronize(self._number)
         # alltoall also returns how much came from each rank; ours are of equal parts.
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        if result.is_cuda:
+            # Horovod allocated it on a stream of its own; until ours is done with it, it must not be used again.
+            result.record_stream(torch.cuda.current_stream(result.device))
         return result
 
 
@@ -129,3 +135,17 @@ class HorovodCollectives:
         else:
             handle = hvd.alltoall_async(request.tensor, name=name, process_set=self._set)
         return _HorovodHandle(handle)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        import horovod.torch as hvd
+
+        if not hasattr(optimizer, "_compression"):
+            return  # the optimizer inside Horovod's
+        op, own = getattr(optimizer, "op", hvd.Average), getattr(optimizer, "process_set", self._set)
+        if op != hvd.Average:
+            raise ValueError("compression averages: DistributedOptimizer's op must be hvd.Average, its default")
+        if own.process_set_id != self._set.process_set_id:
+            raise ValueError(
+                f"DistributedOptimizer works on process set {own.process_set_id} and its compressor on "
+                f"{self._set.process_set_id}: give both the same process_set="
+            )

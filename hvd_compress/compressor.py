@@ -11,23 +11,23 @@ later ``compress`` (so it overlaps backward) and to its end in the first ``decom
 import abc
 import threading
 import time
-import weakref
+import warnings
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .bucket import Bucket, fill, in_order_of, is_dense
-from .collectives import Collectives, Handle, HorovodCollectives, Request
+from .collectives import Collectives, HorovodCollectives
+from .driver import Driver, Exchange
 from .guard import OptimizerGuard
 from .lookup import GradientLookup
 from .traffic import Traffic
-
-Exchange = Generator[Request, Tensor, None]
 
 # float64 is for checking gradients, not for training over a slow network: it goes as it is.
 _COMPRESSED = (torch.float32, torch.float16, torch.bfloat16)
@@ -43,19 +43,11 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A gradient that travels as it is, flat; ``strides`` are those of the flat payload's memory order."""
+    """A parameter's gradient that travels as it is, flat; ``strides`` are those of the payload's memory order."""
 
+    number: int
     grad: Tensor
     strides: tuple[int, ...]
-
-
-class _Running:
-    """An exchange under way: its generator and what it waits for."""
-
-    def __init__(self, bucket: Bucket, exchange: Exchange) -> None:
-        self.bucket, self.exchange = bucket, exchange
-        self.stage = 0
-        self.handle: Handle | None = None
 
 
 class Compressor(abc.ABC):
@@ -112,22 +104,21 @@ class Compressor(abc.ABC):
             for bucket in self._buckets
             for position, segment in enumerate(bucket.segments)
         }
+        self.traffic = Traffic()
         # Horovod matches collectives by name: this one is the same on every rank that holds these parameters,
         # whatever other compressors a rank may have built (a count of instances would not be).
         shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
-        self._label = f"hvd_compress.{type(self).__name__}.{zlib.crc32(shapes.encode()):08x}"
+        label = f"hvd_compress.{type(self).__name__}.{zlib.crc32(shapes.encode()):08x}"
+        self._driver = Driver(self._collectives, self.traffic, label)
         self._lookup = GradientLookup(self._parameters)
-        self._guard = OptimizerGuard(self._parameters, weakref.WeakMethod(self._check_optimizer))
+        self._guard = OptimizerGuard(self._parameters, self)
         # Gradients of a model spread over several GPUs come from several threads.
         self._lock = threading.RLock()
         self._generation = self._collectives.generation()
         self._step = 0
         self._collecting = False
         self._scale = 1.0
-        self._running: list[_Running] = []
-        self._waited = 0.0
         self._warned: set[str] = set()
-        self.traffic = Traffic()
 
     # What a method provides.
 
@@ -143,15 +134,25 @@ class Compressor(abc.ABC):
     def exchange(self, bucket: Bucket) -> Exchange:
         """The algorithm: yields requests, is sent their results, ends with the bucket's gradients assigned."""
 
-    def extra_state(self, bucket: Bucket) -> dict[str, Any]:
-        """What a checkpoint needs beyond ``bucket.state``."""
+    def settle(self, number: int, grad: Tensor) -> None:
+        """The averaged gradient of a parameter that travelled dense is in ``grad``: the last word on it."""
+
+    def undo(self, bucket: Bucket) -> None:
+        """The last step's average was never applied (a ``GradScaler`` skipped the step): take back what was sent."""
+
+    def restart(self, bucket: Bucket) -> None:
+        """The ranks were formed anew: forget what new ranks cannot know. The residual may stay."""
+
+    def method_state(self) -> dict[str, Any]:
+        """What a checkpoint needs beyond the buckets' ``state``, by parameter name where it belongs to one."""
         return {}
 
-    def load_extra_state(self, bucket: Bucket, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`extra_state`."""
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`method_state`; raises ``ValueError``, before changing anything, if it does not fit."""
 
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises ``ValueError`` if this optimizer and this method do not fit; called before each of its steps."""
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` if this optimizer and this compressor do not fit; called before each of its steps."""
+        self._collectives.check_optimizer(optimizer)
 
     # Horovod's protocol.
 
@@ -163,31 +164,29 @@ class Compressor(abc.ABC):
             TypeError: the gradient is not of a floating dtype.
             ValueError: its parameter moved to another device since the compressor was built.
         """
-        with self._lock:
-            started, waited = time.perf_counter(), self._waited
+        with self._lock, self._clock():
             number = self._lookup.find(tensor)
             if number is None:
-                if self._lookup.is_parameter(tensor):
-                    self._warn("Adasum hands in parameters, not gradients: they are sent as they are, uncompressed")
-                return tensor.contiguous(), None
+                return self._pass(tensor)
             self._check_gradient(number, tensor)
             if self._collectives.generation() is not self._generation:
                 self._restart()
             if not self._collecting:
                 self._begin_step()
-            parameter = self._parameters[number]
-            ticket = self._tickets.get(id(parameter))
+            ticket = self._tickets.get(id(self._parameters[number]))
             if ticket is None:
-                return self._as_is(tensor, parameter)
+                return self._as_is(number, tensor)
             bucket, position = ticket.bucket, ticket.position
-            if bucket.owners[position] is not None:
+            if bucket.arrived[position]:
                 raise RuntimeError(f"{self._names[number]}: compressed twice in one step")
             self.traffic.count_gradient(tensor.numel(), self._collectives.size)
-            self.receive(bucket, position, bucket.receive(position, tensor))
-            if bucket.full:
-                self._launch(bucket)
-            self._advance()
-            self.traffic.busy(time.perf_counter() - started - (self._waited - waited))
+            with self._or_abandon():
+                bucket.order.enter()
+                self.receive(bucket, position, bucket.receive(position, tensor))
+                bucket.order.leave()
+                if bucket.full:
+                    self._driver.launch(bucket, self.exchange(bucket))
+                self._driver.advance()
             # Horovod insists on reducing something for this name: nothing at all will do.
             return tensor.new_empty(0, dtype=torch.float32), ticket
 
@@ -197,17 +196,16 @@ class Compressor(abc.ABC):
         shape."""
         if ctx is None:
             return tensor
-        with self._lock:
+        with self._lock, self._clock():
             if self._collecting:
-                started, waited = time.perf_counter(), self._waited
-                self._finish_step()
-                self.traffic.busy(time.perf_counter() - started - (self._waited - waited))
-                self.traffic.end_step()
+                with self._or_abandon():
+                    self._finish_step()
             if isinstance(ctx, _Ticket):
                 return ctx.bucket.give_back(ctx.position)
             assert isinstance(ctx, _Dense)
             if tensor.data_ptr() != ctx.grad.data_ptr():
                 ctx.grad.copy_(tensor.as_strided(ctx.grad.shape, ctx.strides))
+            self.settle(ctx.number, ctx.grad)
             return ctx.grad
 
     # The user's view.
@@ -220,53 +218,61 @@ class Compressor(abc.ABC):
         if self._collecting:
             raise RuntimeError("state_dict() in the middle of a step; call it after optimizer.step()")
         tensors = {
-            segment.name: {key: segment.of(flat)[: segment.numel].clone() for key, flat in bucket.state.items()}
+            segment.name: {key: segment.shaped(flat).clone() for key, flat in bucket.state.items()}
             for bucket in self._buckets
             for segment in bucket.segments
         }
-        extra = [self.extra_state(bucket) for bucket in self._buckets]
         return {
             "method": type(self).__name__,
             "step": self._step,
             "tensors": tensors,
-            "extra": extra,
+            "extra": self.method_state(),
             "traffic": self.traffic.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes bit-exactly from :meth:`state_dict` of a compressor built with the same arguments.
+        """Resumes bit-exactly from :meth:`state_dict` of a compressor built with the same arguments, on every rank.
 
         Raises:
-            ValueError: another method's state, or other parameters or shapes than this compressor's.
+            ValueError: another method's state, or other parameters or shapes than this compressor's. Nothing is
+                changed.
+            RuntimeError: in the middle of a step.
         """
+        if self._collecting:
+            raise RuntimeError("load_state_dict() in the middle of a step; call it after optimizer.step()")
         if state.get("method") != type(self).__name__:
             raise ValueError(
                 f"this is the state of {state.get('method')}, and this compressor is {type(self).__name__}"
             )
-        ours = {segment.name for bucket in self._buckets for segment in bucket.segments}
-        theirs = set(state["tensors"])
+        places = [(bucket, segment) for bucket in self._buckets for segment in bucket.segments]
+        ours, theirs = {segment.name for _, segment in places}, set(state["tensors"])
         if ours != theirs:
             raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
-        if len(state["extra"]) != len(self._buckets):
-            raise ValueError(
-                f"state has {len(state['extra'])} buckets, this compressor {len(self._buckets)}: bucket_mb differs"
-            )
-        for bucket in self._buckets:
-            for segment in bucket.segments:
-                for key in bucket.state:
-                    loaded = state["tensors"][segment.name].get(key)
-                    if loaded is None or loaded.numel() != segment.numel:
-                        got = "nothing" if loaded is None else f"{loaded.numel()} entries"
-                        raise ValueError(f"{segment.name}: {key} needs {segment.numel} entries, the state has {got}")
-        for bucket, extra in zip(self._buckets, state["extra"], strict=True):
-            self.load_extra_state(bucket, extra)
-        for bucket in self._buckets:
-            for segment in bucket.segments:
-                for key, flat in bucket.state.items():
-                    segment.of(flat)[: segment.numel].copy_(state["tensors"][segment.name][key])
+        for bucket, segment in places:
+            for key in bucket.state:
+                loaded = state["tensors"][segment.name].get(key)
+                got = "nothing" if loaded is None else f"shape {tuple(loaded.shape)}"
+                if loaded is None or loaded.shape != segment.parameter.shape:
+                    shape = tuple(segment.parameter.shape)
+                    raise ValueError(f"{segment.name}: {key} needs shape {shape}, the state has {got}")
+        self.load_method_state(state["extra"])
+        for bucket, segment in places:
+            for key, flat in bucket.state.items():
+                segment.shaped(flat).copy_(state["tensors"][segment.name][key])
         self._step = state["step"]
         self.traffic.load_state_dict(state["traffic"])
+
+    def reset(self) -> None:
+        """After a failure: forgets the step under way; the next gradient begins a new one. Residuals stay."""
+        with self._lock:
+            self._driver.abandon()
+            self._collecting = False
+            for bucket in self._buckets:
+                bucket.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError("a compressor belongs to its model and optimizer: build a new one for a copy")
 
     def stats(self) -> dict[str, Any]:
         """What crossed the network: this rank's bytes in the last step and in total, everything included.
@@ -292,73 +298,87 @@ class Compressor(abc.ABC):
     # A step.
 
     def _begin_step(self) -> None:
+        if self._guard.stepped is False:
+            # Averaged, but no optimizer took it: nothing was said after all.
+            for bucket in self._buckets:
+                self.undo(bucket)
         self._collecting = True
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         self.traffic.begin_step()
+        self._lookup.forget()
         for bucket in self._buckets:
             bucket.clear()
+            bucket.order.enter()
             self.begin(bucket)
+            bucket.order.leave()
 
     def _finish_step(self) -> None:
         """In the first decompress of a step: every gradient of the step has been through compress on this rank."""
         for bucket in self._buckets:
-            if bucket.received and not bucket.full:
+            if any(bucket.arrived) and not bucket.full:
                 # Horovod asks all ranks for the same parameters, so all find the same ones missing.
-                missing = [s.name for s, grad in zip(bucket.segments, bucket.gradients, strict=True) if grad is None]
+                missing = [s.name for s, here in zip(bucket.segments, bucket.arrived, strict=True) if not here]
                 self._warn(
                     f"Horovod never sent the gradients of {', '.join(missing)}: give the compressor only parameters "
                     "that the optimizer holds, or their buckets cannot overlap backward"
                 )
-                self._launch(bucket)
-        while self._running:
-            if not self._advance():
-                asleep = time.perf_counter()
-                time.sleep(50e-6)
-                self._waited += time.perf_counter() - asleep
+                self._driver.launch(bucket, self.exchange(bucket))
+        self._driver.finish()
+        self.traffic.end_step()
         self._collecting = False
         self._step += 1
-
-    def _launch(self, bucket: Bucket) -> None:
-        running = _Running(bucket, self.exchange(bucket))
-        self._running.append(running)
-        self._resume(running, None)
-
-    def _advance(self) -> bool:
-        """Resumes every exchange whose collective is done, without waiting; True if there was any."""
-        moved = False
-        for running in list(self._running):
-            while running in self._running and running.handle is not None and running.handle.done():
-                self._resume(running, running.handle.result())
-                moved = True
-        return moved
-
-    def _resume(self, running: _Running, result: Tensor | None) -> None:
-        try:
-            request = next(running.exchange) if result is None else running.exchange.send(result)
-        except StopIteration:
-            self._running.remove(running)
-            return
-        self.traffic.count_request(request, self._collectives.size)
-        running.handle = self._collectives.start(request, f"{self._label}.{running.bucket.index}.{running.stage}")
-        running.stage += 1
+        if self._guard.stepped is not None:
+            self._guard.stepped = False
 
     def _restart(self) -> None:
         """The ranks were formed anew (elastic): old handles are void, and all ranks count from zero again."""
         self._generation = self._collectives.generation()
-        self._running.clear()
+        self.reset()
         self._step = 0
-        self._collecting = False
+        self._guard.stepped = None
+        for bucket in self._buckets:
+            self.restart(bucket)
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
+        """A failed exchange must not haunt the steps after it."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        started, waited = time.perf_counter(), self._driver.waited
+        try:
+            yield
+        finally:
+            self.traffic.busy(time.perf_counter() - started - (self._driver.waited - waited))
 
     # Gradients that are not compressed.
 
-    def _as_is(self, grad: Tensor, parameter: Tensor) -> tuple[Tensor, _Dense]:
+    def _as_is(self, number: int, grad: Tensor) -> tuple[Tensor, _Dense]:
         """A payload that Horovod accepts: contiguous, not bfloat16."""
+        parameter = self._parameters[number]
         canonical = in_order_of(parameter, grad) if is_dense(parameter) else grad.contiguous()
         if canonical.dtype == torch.bfloat16:
             canonical = canonical.float()
         size = canonical.numel() * canonical.element_size()
         self.traffic.count_dense(canonical.numel(), size, self._collectives.size)
-        return canonical.as_strided((canonical.numel(),), (1,)), _Dense(grad, canonical.stride())
+        return canonical.as_strided((canonical.numel(),), (1,)), _Dense(number, grad, canonical.stride())
+
+    def _pass(self, tensor: Tensor) -> tuple[Tensor, None]:
+        """Not a gradient of ours: as it is, and counted if it comes in the middle of a step."""
+        if self._lookup.is_parameter(tensor):
+            self._warn("Adasum hands in parameters, not gradients: they are sent as they are, uncompressed")
+        elif self._collecting:
+            self._warn(
+                f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
+                "sent as it is; give the compressor all of the optimizer's named parameters"
+            )
+            self.traffic.count_dense(tensor.numel(), tensor.numel() * tensor.element_size(), self._collectives.size)
+        return tensor.contiguous(), None
 
     def _check_gradient(self, number: int, grad: Tensor) -> None:
         parameter, name = self._parameters[number], self._names[number]
@@ -375,8 +395,6 @@ class Compressor(abc.ABC):
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
-            import warnings
-
             self._warned.add(text)
             warnings.warn(f"{type(self).__name__}: {text}", stacklevel=4)
 
@@ -399,4 +417,9 @@ def _checked(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"parameter names must be unique; more than once: {', '.join(twice)}")
+    first: dict[int, str] = {}
+    for name, parameter in named:
+        other = first.setdefault(id(parameter), name)
+        if other != name:
+            raise ValueError(f"{other} and {name} are one parameter; model.named_parameters() lists each once")
     return named

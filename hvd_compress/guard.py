@@ -1,25 +1,34 @@
 """Watches which optimizer steps the parameters, since Horovod tells a compressor nothing about it."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-class OptimizerGuard:
-    """Calls ``check(optimizer)`` before every step of an optimizer that holds one of ``parameters``.
+class Guarded(Protocol):
+    """Who wants to know."""
 
-    Raises ``ValueError`` when a second optimizer steps them: residuals and steps of two would be mixed up.
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Called before every step of an optimizer that holds one of the parameters; raises if they do not fit."""
+
+
+class OptimizerGuard:
+    """Tells ``owner`` of every step of an optimizer that holds one of ``parameters``. Keeps no reference to it.
+
+    Raises ``ValueError`` when a second optimizer steps them (residuals and steps of two would be mixed up), and when an
+    optimizer was given ``owner`` as its compression but holds none of them.
     """
 
-    def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], check: "weakref.WeakMethod[Callable[[Optimizer], None]]"
-    ) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], owner: Guarded) -> None:
         self._ids = {id(parameter) for parameter in parameters}
-        self._check = check
+        self._owner = weakref.ref(owner)
         self._seen: weakref.ref[Optimizer] | None = None
+        #: Whether an optimizer stepped since this was last set to False; None until one ever did.
+        self.stepped: bool | None = None
         me = weakref.ref(self)
 
         def hook(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -30,22 +39,30 @@ class OptimizerGuard:
         # torch's hook list is global: it goes when this object goes.
         weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
 
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether one of the optimizer's parameters is ours."""
-        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
-
     def _before_step(self, optimizer: Optimizer) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
         seen = self._seen() if self._seen is not None else None
         if optimizer is not seen:
-            if not self.holds(optimizer):
+            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+                if getattr(optimizer, "_compression", None) is owner:
+                    raise ValueError(
+                        "this optimizer holds none of its compressor's parameters; build the compressor from the named "
+                        "parameters of the very model that is trained (not of one that was copied afterwards)"
+                    )
                 return
-            if seen is not None:
+            if seen is not None and not _same(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
                     f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
                     "from that optimizer's own named parameters"
                 )
             self._seen = weakref.ref(optimizer)
-        check = self._check()
-        if check is not None:
-            check(optimizer)
+        owner.check_optimizer(optimizer)
+        self.stepped = True
+
+
+def _same(one: Optimizer, other: Optimizer) -> bool:
+    """Horovod's optimizer is another object than the one it wraps, with the same parameter groups."""
+    return any(a is b for a in one.param_groups for b in other.param_groups)

@@ -58,6 +58,9 @@ class LocalCollectives:
     def generation(self) -> object:
         return self._world
 
+    def check_optimizer(self, optimizer: object) -> None:
+        """Any will do."""
+
     def start(self, request: Request, name: str) -> Handle:
         return self._world.join(request, name, self._rank)
 
@@ -113,7 +116,9 @@ class LocalWorld:
             meeting = self._open.setdefault(name, _Meeting(self.size))
             if meeting.given[rank] is not None:
                 raise ValueError(f"rank {rank} started {name} twice")
-            meeting.given[rank] = request.tensor.detach().clone()
+            # Not copied yet: like Horovod, it reads the tensor when all ranks are here, so nobody may change it
+            # meanwhile.
+            meeting.given[rank] = request.tensor.detach()
             if all(tensor is not None for tensor in meeting.given):
                 del self._open[name]
                 meeting.results = self._perform(request, name, meeting.given)
@@ -131,5 +136,7 @@ class LocalWorld:
             return [total.clone() for _ in tensors]
         if request.verb == "allgather":
             return [torch.cat(tensors) for _ in tensors]
+        if any(tensor.shape[0] % self.size for tensor in tensors):
+            raise ValueError(f"{name}: the first dimension must be a multiple of {self.size} ranks")
         parts = [tensor.chunk(self.size) for tensor in tensors]
         return [torch.cat([part[rank] for part in parts]) for rank in range(self.size)]

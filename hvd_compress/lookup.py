@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 class GradientLookup:
@@ -19,24 +20,17 @@ class GradientLookup:
         self._parameters = parameters
         self._number_by_id: dict[int, int] = {}
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._last_fired: int | None = None
         # The hooks live as long as the model; they must not keep the compressor alive with it.
         me = weakref.ref(self)
-        self._hooks = [
+        hooks = [
             parameter.register_post_accumulate_grad_hook(_note(me, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
-
-    def close(self) -> None:
-        """Takes the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        weakref.finalize(self, _remove, hooks)
 
     def noted(self, number: int) -> None:
         self._number_by_id[id(self._parameters[number].grad)] = number
-        self._last_fired = number
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter itself, as Horovod's Adasum hands in."""
@@ -51,12 +45,36 @@ class GradientLookup:
             if parameter.grad is grad:
                 self._number_by_id[id(grad)] = number
                 return number
-        # sparse_as_dense: a dense copy of the gradient that has just been accumulated.
-        if self._last_fired is not None:
-            last = self._parameters[self._last_fired]
-            if last.grad is not None and last.grad.is_sparse and last.shape == grad.shape:
-                return self._last_fired
-        return None
+        return self._find_dense_copy(grad)
+
+    def forget(self) -> None:
+        """Drops the notes of gradients that are no more; to be called once a step."""
+        self._number_by_id = {
+            id(parameter.grad): number
+            for number, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
+
+    def _find_dense_copy(self, grad: Tensor) -> int | None:
+        """With ``sparse_as_dense`` Horovod hands in a dense copy of a sparse gradient: whose, only its values tell."""
+        sparse = [
+            number
+            for number, parameter in enumerate(self._parameters)
+            if parameter.grad is not None and parameter.grad.is_sparse and parameter.shape == grad.shape
+        ]
+        if len(sparse) > 1:
+            sparse = [n for n in sparse if torch.equal(_dense(self._parameters[n]), grad)]
+        return sparse[0] if sparse else None
+
+
+def _dense(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.to_dense()
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _note(lookup: "weakref.ref[GradientLookup]", number: int) -> Callable[[Tensor], None]:

@@ -5,6 +5,7 @@ anew each step, so that every rank leads the same number of slots and each slot'
 """
 
 import abc
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -45,20 +46,37 @@ class Selection(abc.ABC):
             dtype=torch.int64,
             device=bucket.device,
         )
-        self.mine = -(-self.total // (run * ranks)) * run
-        self.picks = torch.zeros(self.mine, dtype=self.dtype, device=bucket.device)
+        mine = -(-self.total // (run * ranks)) * run
+        self.head = 4 // self.dtype.itemsize
+        #: What the allgather carries: four bytes that must be the same on all ranks, then this rank's picks.
+        self.plane = torch.zeros(self.head + mine, dtype=self.dtype, device=bucket.device)
+        self.picks = self.plane[self.head :]
 
-    def begin(self, turn: Turn) -> None:
-        self.turn = turn
+    def begin(self, turn: Turn, check: bool) -> None:
+        """A new step. ``check``: whether to find out if all ranks are in the same one (a look at the result: it waits
+        for a GPU)."""
+        self.turn, self.check = turn, check
         self.position = turn.order.index(self.rank)
+        if check:
+            stamp = zlib.crc32(repr((turn.key, self.run, self.slots)).encode()) & 0x7FFFFFFF
+            self.plane[: self.head].view(torch.int32).fill_(stamp)
 
     @property
     def phase(self) -> int:
         return self.turn.key & 0xFFFF
 
     def in_slot_order(self, gathered: Tensor) -> Tensor:
-        """All ranks' picks, as the allgather lined them up by rank, put into the order of the slots."""
-        by_rank = gathered.view(self.ranks, -1, self.run)
+        """All ranks' picks, as the allgather lined them up by rank, put into the order of the slots.
+
+        Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
+        """
+        planes = gathered.view(self.ranks, -1)
+        if self.check and not bool((planes[:, : self.head] == planes[0, : self.head]).all()):
+            raise RuntimeError(
+                "the ranks' compressors disagree: seed, density, leaders and step must be the same on all (was a state "
+                "loaded on some ranks only? was the seed made from the rank?)"
+            )
+        by_rank = planes[:, self.head :].reshape(self.ranks, -1, self.run)
         order = torch.tensor(self.turn.order, device=gathered.device)
         return by_rank.index_select(0, order).transpose(0, 1).reshape(-1)[: self.total]
 

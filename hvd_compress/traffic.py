@@ -18,11 +18,13 @@ class Traffic:
         self._last = _empty()
         self._total = _empty()
         self._busy = 0.0
+        self._ended = False
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def begin_step(self) -> None:
-        self._now = _empty()
-        self._busy = 0.0
+        if self._ended:
+            self._recent.append(self._busy)
+        self._now, self._busy, self._ended = _empty(), 0.0, False
 
     def count_gradient(self, numel: int, ranks: int) -> None:
         """A gradient that is compressed: what it would have cost."""
@@ -45,14 +47,14 @@ class Traffic:
         self._last = self._now
         for kind, size in self._now.items():
             self._total[kind] += size
-        self._recent.append(self._busy)
+        self._ended = True
 
     def report(self) -> dict[str, Any]:
         """``last``, ``total`` and ``compress_ms`` of ``Compressor.stats()``."""
         return {
             "last": _books(self._last),
             "total": _books(self._total),
-            "compress_ms": 1e3 * statistics.median(self._recent) if self._recent else 0.0,
+            "compress_ms": 1e3 * statistics.median([*self._recent, *([self._busy] if self._ended else [])] or [0.0]),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def _empty(counts: dict[str, float] | None = None) -> defaultdict[str, float]:
 
 def _books(counts: dict[str, float]) -> dict[str, float]:
     parts = {kind: counts.get(kind, 0.0) for kind in KINDS}
-    dense, wire = counts.get("dense", 0.0), sum(parts.values())
+    dense = counts.get("dense", 0.0)
+    wire = sum(counts.values()) - dense
     named = {f"{kind}_bytes": size for kind, size in parts.items()}
     return {"dense_bytes": dense, "wire_bytes": wire, **named, "wire_ratio": dense / wire if wire else float("nan")}

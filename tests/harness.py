@@ -100,15 +100,9 @@ def random_steps(world: LocalWorld, ranks: list[Rank], steps: Iterable[int], ord
 
 
 def residuals(rank: Rank) -> dict[str, Tensor]:
-    """By parameter name, in double precision; zeros where a parameter travels dense."""
+    """By parameter name, in the parameter's shape and double precision; zeros where it travels dense."""
     held = rank.compression.state_dict()["tensors"]
     return {
-        name: held[name]["residual"].double() if name in held else torch.zeros(p.numel(), dtype=torch.float64)
+        name: held[name]["residual"].double() if name in held else torch.zeros_like(p, dtype=torch.float64).detach()
         for name, p in rank.model.named_parameters()
     }
-
-
-def flat(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """In the parameter's memory order, as residuals are kept, in double precision."""
-    ordered = torch.empty_like(parameter, dtype=torch.float64).copy_(tensor.detach())
-    return ordered.as_strided((tensor.numel(),), (1,))

@@ -90,13 +90,16 @@ def test_parameter_that_moved_is_refused_by_name():
 
 
 def test_momentum_must_not_count_twice():
-    model = torch.nn.Linear(64, 64)
-    compression = build(model, momentum=0.9)
-    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(model.parameters())):
-        with pytest.raises(ValueError, match=r"momentum would count twice: 0.9 in this compressor and 0.9"):
+    for kind, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.SGD, {})):
+        model = torch.nn.Linear(64, 64)
+        compression = build(model, momentum=0.9)
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        if options or kind is torch.optim.Adam:
+            with pytest.raises(ValueError, match=r"momentum would count twice: 0.9 in this compressor and 0.9"):
+                optimizer.step()
+        else:
             optimizer.step()
-        compression._guard._seen = None
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert compression.stats()["steps"] == 0
 
 
 def test_take_momentum_moves_it_and_back():
@@ -144,7 +147,7 @@ def test_state_of_other_parameters_is_refused():
     state = build(torch.nn.Linear(64, 64)).state_dict()
     with pytest.raises(ValueError, match="different parameters"):
         build().load_state_dict(state)
-    with pytest.raises(ValueError, match="needs 8192 entries, the state has 4096"):
+    with pytest.raises(ValueError, match=r"needs shape \(128, 64\), the state has shape \(64, 64\)"):
         build(torch.nn.Linear(64, 128)).load_state_dict(state)
     with pytest.raises(ValueError, match="the state of Other"):
         build(torch.nn.Linear(64, 64)).load_state_dict({**state, "method": "Other"})
@@ -203,7 +206,7 @@ def test_a_failed_bucket_does_not_survive_a_restart():
     ranks[0].compression.compress(p.grad)
     for r in ranks:
         r.world, r.collectives = fresh, fresh.collectives(r.rank)
-        r.compression._collectives = r.collectives
+        r.compression._collectives = r.compression._driver._collectives = r.collectives
     applied = together(fresh, ranks, [gradients(r.model, 5 + r.rank) for r in ranks], shuffle=1)
     assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
     assert [r.compression.stats()["steps"] for r in ranks] == [1, 1]

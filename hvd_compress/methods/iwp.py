@@ -12,7 +12,8 @@ from ..bucket import Bucket
 from ..budget import apportion, shares
 from ..codecs import codec
 from ..collectives import allgather, allreduce
-from ..compressor import Compressor, Exchange
+from ..compressor import Compressor
+from ..driver import Exchange
 from ..schedule import WarmUp
 from ..selection import SELECTIONS, Rule, Selection, Turn
 
@@ -20,6 +21,8 @@ from ..selection import SELECTIONS, Rule, Selection, Turn
 _TINY = 1e-12
 # mean|w| drifts slowly: it is measured this often, in steps.
 _FLOOR_INTERVAL = 100
+# On a GPU the ranks' agreement is looked at this often, in steps.
+_CHECK_INTERVAL = 100
 
 
 class _Plan:
@@ -31,6 +34,8 @@ class _Plan:
         self.floors = torch.zeros(len(self.sizes), device=bucket.device)
         self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
         self.shape: tuple[object, ...] = ()
+        self.unchecked = True
+        self.sent: tuple[Tensor, Tensor] | None = None
         self.selection: Selection
         self.payload: Tensor
         self.rule: Rule
@@ -60,11 +65,12 @@ class IWP(Compressor):
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
-        density: share of the entries that is sent in a step, in (0, 1].
+        density: slots as a share of the entries, in (0, 1]: what is sent in a step. Where leaders pick the same
+            entry, fewer different ones are.
         values: how values travel: ``"fp16"`` or ``"fp32"``.
         selection: ``"block"`` (m of every 256, one byte an index) or ``"topk"`` (exact within a parameter, four
             bytes, slow).
-        leaders: how many ranks choose the entries of one block; None for all.
+        leaders: how many ranks, on average, choose the entries of one block; None for all.
         explore: share of the choices drawn at random in proportion to importance, in [0, 1].
         floor: the constant under the weights, in units of mean|w|; above 0.
         budget_interval: steps between re-balancings of the layers' shares by importance (within 1/4 and 4 times the
@@ -72,6 +78,7 @@ class IWP(Compressor):
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``.
         momentum: momentum correction (u = momentum u + g enters the residual; sent entries of u are cleared), in [0,
             1). The optimizer's own momentum must then be 0, or it counts twice: :meth:`take_momentum` moves it here.
+            Parameters that travel dense get plain momentum on their averaged gradient.
         seed, min_numel, bucket_mb, process_set, grad_scaler, collectives: see
             :class:`~hvd_compress.compressor.Compressor`.
 
@@ -114,6 +121,7 @@ class IWP(Compressor):
         self._floor, self._budget_interval = floor, budget_interval
         self._momentum = 0.0
         self._plans = [_Plan(bucket) for bucket in self._buckets]
+        self._dense_velocity: dict[str, Tensor] = {}
         if momentum:
             self._set_momentum(momentum)
 
@@ -133,8 +141,10 @@ class IWP(Compressor):
         """Takes the momentum over from an SGD-like ``optimizer``: it becomes momentum correction here and 0 there.
 
         Call it before the first step, on the optimizer that is given to Horovod; returns the momentum taken.
-        :meth:`return_momentum` undoes it. A learning-rate schedule that cycles the momentum would bring it back: an
-        error then.
+        Parameters that travel dense keep theirs, here. Weight decay, which stays in the optimizer and loses its
+        momentum there, is scaled by 1 / (1 - momentum), so that it pulls as before. :meth:`return_momentum` undoes it
+        all. A learning-rate
+        schedule that cycles the momentum would bring it back: an error then.
 
         Raises:
             ValueError: the optimizer has no ``momentum``, its groups disagree, or it uses Nesterov's or dampening.
@@ -147,18 +157,28 @@ class IWP(Compressor):
             )
         if any(group.get("nesterov") or group.get("dampening") for group in optimizer.param_groups):
             raise ValueError("take_momentum knows plain momentum only: nesterov and dampening must be off")
+        if not momentum:
+            raise ValueError("take_momentum: the optimizer has no momentum to take (was it taken before?)")
         self._set_momentum(momentum)
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
+            group["weight_decay"] = group.get("weight_decay", 0.0) / (1.0 - momentum)
         return momentum
 
     def return_momentum(self, optimizer: Optimizer) -> float:
-        """Gives the momentum back to ``optimizer`` and ends the correction; returns the momentum."""
+        """Gives the momentum back to ``optimizer`` and ends the correction; returns the momentum.
+
+        Raises ``ValueError`` if there is none to give.
+        """
         momentum, self._momentum = self._momentum, 0.0
+        if not momentum:
+            raise ValueError("return_momentum: this compressor has no momentum to return")
+        self._dense_velocity.clear()
         for bucket in self._buckets:
             bucket.state.pop("velocity", None)
         for group in optimizer.param_groups:
             group["momentum"] = momentum
+            group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)
         return momentum
 
     def _set_momentum(self, momentum: float) -> None:
@@ -167,7 +187,8 @@ class IWP(Compressor):
             if momentum and "velocity" not in bucket.state:
                 bucket.add_state("velocity")
 
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        super().check_optimizer(optimizer)
         if not self._momentum:
             return
         for group in optimizer.param_groups:
@@ -193,7 +214,10 @@ class IWP(Compressor):
             plan.floors = torch.stack(means) * self._floor + _TINY
         plan.invalid.zero_()
         plan.rule = Rule(plan.floors, self._explore, 1.0 / self._scale, self._momentum, plan.invalid)
-        plan.selection.begin(Turn.draw(self._seed, self._step, bucket.index, ranks))
+        # On the CPU a look costs nothing; a GPU would be waited for, so there only now and then.
+        check = bucket.device.type == "cpu" or plan.unchecked or self._step % _CHECK_INTERVAL == 0
+        plan.selection.begin(Turn.draw(self._seed, self._step, bucket.index, ranks), check)
+        plan.sent, plan.unchecked = None, False
 
     def _lay_out(self, bucket: Bucket, plan: _Plan, density: float) -> None:
         total = max(1, round(density * sum(plan.sizes)))
@@ -219,11 +243,12 @@ class IWP(Compressor):
             yield from self._exchange_everything(bucket, plan, scale, limit)
         else:
             selection.choose(plan.rule)
-            gathered = yield allgather(selection.picks, "indices")
+            gathered = yield allgather(selection.plane, "indices")
             picks = selection.in_slot_order(gathered)
             selection.take(picks, velocity, plan.invalid, plan.payload, limit)
             total = yield allreduce(plan.payload, "values")
             selection.put(picks, total, plan.payload, scale)
+            plan.sent = picks, total
         if importance is not None:
             # Summed on the ring, so that every rank computes its slots from the same bits.
             agreed = yield allreduce(importance, "budget")
@@ -236,12 +261,41 @@ class IWP(Compressor):
         total = yield allreduce(plan.payload, "values")
         finite = total.isfinite()
         bucket.residual.sub_(torch.where(finite, sent.float(), 0.0))
-        if "velocity" in bucket.state:
-            bucket.state["velocity"].masked_fill_(finite, 0.0)
+        # Nothing was held back, so the velocity goes on as in plain momentum: it is not cleared.
+        plan.sent = plan.payload, total
         for segment, grad in zip(bucket.segments, bucket.gradients, strict=True):
             if grad is not None:
                 flat = grad.as_strided((segment.numel,), (1,))
                 flat.copy_(segment.of(total)[: segment.numel].float().mul_(scale))
+
+    def undo(self, bucket: Bucket) -> None:
+        plan = self._plans[bucket.index]
+        if plan.sent is None:
+            return
+        picks, total = plan.sent
+        # What had not come back already: to put, a sum that was lost.
+        lost = torch.where(total.isfinite(), float("nan"), 0.0).to(total.dtype)
+        if plan.everything:
+            bucket.residual.add_(torch.where(lost.isnan(), plan.payload.float(), 0.0))
+        else:
+            bucket.clear()
+            plan.selection.put(picks, lost, plan.payload, 0.0)
+        plan.sent = None
+
+    def settle(self, number: int, grad: Tensor) -> None:
+        if not self._momentum:
+            return
+        name = self._names[number]
+        old = self._dense_velocity.get(name)
+        old = torch.zeros_like(grad, dtype=torch.float32) if old is None else old
+        new = old * self._momentum + grad.float() / self._scale
+        finite = new.isfinite()
+        self._dense_velocity[name] = torch.where(finite, new, old)
+        grad.copy_(torch.where(finite, new * self._scale, grad.float()))
+
+    def restart(self, bucket: Bucket) -> None:
+        plan = self._plans[bucket.index]
+        plan.weights, plan.shape, plan.sent, plan.unchecked = [float(size) for size in plan.sizes], (), None, True
 
     def _budget_due(self) -> bool:
         return self._budget_interval > 0 and self._step % self._budget_interval == self._budget_interval - 1
@@ -257,15 +311,24 @@ class IWP(Compressor):
 
     # Checkpoints.
 
-    def extra_state(self, bucket: Bucket) -> dict[str, Any]:
-        plan = self._plans[bucket.index]
-        return {"weights": list(plan.weights), "floors": plan.floors.clone(), "momentum": self._momentum}
+    def method_state(self) -> dict[str, Any]:
+        weights, floors = {}, {}
+        for bucket, plan in zip(self._buckets, self._plans, strict=True):
+            for segment, weight, floor in zip(bucket.segments, plan.weights, plan.floors, strict=True):
+                weights[segment.name], floors[segment.name] = weight, floor.clone()
+        velocity = {name: tensor.clone() for name, tensor in self._dense_velocity.items()}
+        return {"momentum": self._momentum, "weights": weights, "floors": floors, "dense_velocity": velocity}
 
-    def load_extra_state(self, bucket: Bucket, state: dict[str, Any]) -> None:
+    def load_method_state(self, state: dict[str, Any]) -> None:
         if state["momentum"] != self._momentum:
             raise ValueError(
                 f"the state was made with momentum {state['momentum']}, this compressor has {self._momentum}"
             )
-        plan = self._plans[bucket.index]
-        plan.weights = list(state["weights"])
-        plan.floors.copy_(state["floors"])
+        for bucket, plan in zip(self._buckets, self._plans, strict=True):
+            plan.weights = [state["weights"][segment.name] for segment in bucket.segments]
+            plan.floors = torch.stack([state["floors"][segment.name].to(bucket.device) for segment in bucket.segments])
+            plan.sent, plan.unchecked = None, True
+        parameters = dict(zip(self._names, self._parameters, strict=True))
+        self._dense_velocity = {
+            name: tensor.to(parameters[name].device, copy=True) for name, tensor in state["dense_velocity"].items()
+        }

@@ -110,7 +110,7 @@ def plain():
     job = Job(density=1 / 16, values="fp32")
     names = {name: p for name, p in job.model.named_parameters() if name in job.compression.state_dict()["tensors"]}
     assert len(names) > 8
-    said = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in names.items()}
+    said = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in names.items()}
     applied = copy.deepcopy(said)
     compress = job.compression.compress
     by_id = {id(p): name for name, p in names.items()}
@@ -118,7 +118,7 @@ def plain():
     def spy(grad):
         for name, p in names.items():
             if p.grad is grad:
-                said[name] += grad.detach().double().cpu().flatten()
+                said[name] += grad.detach().double().cpu()
         return compress(grad)
 
     job.compression.compress = spy
@@ -127,7 +127,7 @@ def plain():
         job.loss(step).backward()
         job.optimizer.synchronize()
         for name, p in names.items():
-            applied[name] += hvd.size() * p.grad.double().cpu().flatten()
+            applied[name] += hvd.size() * p.grad.double().cpu()
         with job.optimizer.skip_synchronize():
             job.optimizer.step()
         job.optimizer.zero_grad()
