@@ -30,10 +30,11 @@ case ${1:-} in
     common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 10 --lr 0.3 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
     for share in 64 32 16; do
-      one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share"
+      one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share" --momentum-correction
     done
+    one "iwp-64-plain" "${common[@]}" --compression iwp --density 1/64
     one fp16 "${common[@]}" --compression fp16
-    .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64}.json --plot "$out/accuracy.png"
+    .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain}.json --plot "$out/accuracy.png"
     ;;
   *) sed -n '2,5s/^# \?//p' "$0" >&2; exit 2 ;;
 esac

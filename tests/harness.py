@@ -43,6 +43,11 @@ class Rank:
         self.compression = build(self.model.named_parameters(), collectives=self.collectives, **options)
         self.steps = 0
 
+    def move_to(self, world: LocalWorld, rank: int) -> None:
+        """The ranks were formed anew, as hvd.init() does after a failure."""
+        self.world, self.rank, self.collectives, self.steps = world, rank, world.collectives(rank), 0
+        self.compression._collectives = self.compression._driver._collectives = self.collectives
+
     def exchange(self, grads: Iterable[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
         """Gives the gradients to the compressor in an order of its own and returns what Horovod would leave in
         ``p.grad``.

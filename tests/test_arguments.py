@@ -1,5 +1,7 @@
 """What a user can get wrong, and what the error says."""
 
+import copy
+
 import pytest
 import torch
 from harness import gradients, mixed_model, replicas, together
@@ -195,18 +197,44 @@ def test_adasum_hands_in_parameters_which_go_as_they_are():
     assert torch.equal(payload, model.weight) and ctx is None
 
 
-def test_a_failed_bucket_does_not_survive_a_restart():
-    """Elastic: the ranks are formed anew, handles are void, and every rank counts from zero."""
-    world, ranks = replicas(2, IWP, density=1 / 16)
-    together(world, ranks, [gradients(r.model, r.rank) for r in ranks])
-    fresh = LocalWorld(2, timeout=20)
-    # One rank was in the middle of a step when the others failed.
-    p = ranks[0].model.wide.weight
-    p.grad = torch.ones_like(p)
-    ranks[0].compression.compress(p.grad)
-    for r in ranks:
-        r.world, r.collectives = fresh, fresh.collectives(r.rank)
-        r.compression._collectives = r.compression._driver._collectives = r.collectives
-    applied = together(fresh, ranks, [gradients(r.model, 5 + r.rank) for r in ranks], shuffle=1)
-    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
-    assert [r.compression.stats()["steps"] for r in ranks] == [1, 1]
+def test_one_parameter_under_two_names_is_refused():
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="a and b are one parameter"):
+        IWP([("a", p), ("b", p)], collectives=LocalWorld(1).collectives(0))
+
+
+def test_momentum_is_taken_once_and_returned_once():
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.75, weight_decay=0.01)
+    with pytest.raises(ValueError, match="no momentum to return"):
+        compression.return_momentum(optimizer)
+    compression.take_momentum(optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.04
+    with pytest.raises(ValueError, match="no momentum to take"):
+        compression.take_momentum(optimizer)
+    compression.return_momentum(optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.01
+
+
+def test_a_compressor_of_another_copy_of_the_model_is_refused():
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    optimizer._compression = compression
+    with pytest.raises(ValueError, match="holds none of its compressor's parameters"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="build a new one for a copy"):
+        copy.deepcopy(compression)
+
+
+def test_an_optimizer_and_the_one_around_it_are_one():
+    """hvd.broadcast_optimizer_state() steps the plain optimizer; Horovod's wrapper shares its parameter groups."""
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain.step()
+    wrapper = torch.optim.SGD(plain.param_groups, lr=0.1)
+    assert wrapper.param_groups[0] is plain.param_groups[0]
+    wrapper.step()
+    assert compression.stats()["steps"] == 0

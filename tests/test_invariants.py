@@ -18,7 +18,8 @@ METHODS = {
     "iwp-half": dict(density=0.5, leaders=2),
     "iwp-budget": dict(density=1 / 32, budget_interval=3),
 }
-SMALL = dict(bucket_mb=0.05)
+# Two buckets: one of two parameters, one of one.
+SMALL = dict(bucket_mb=0.08)
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
@@ -49,7 +50,7 @@ def test_nothing_is_lost_and_all_ranks_agree(options, size):
             kept = size * applied[0][number].double() + sum(a[name] for a in after)
             # Sums on the wire round to the payload's precision.
             exact = options.get("values") == "fp32" or p.dim() < 2
-            torch.testing.assert_close(kept, said, rtol=0, atol=1e-5 if exact else 2e-2)
+            torch.testing.assert_close(kept, said, rtol=0, atol=1e-5 if exact else 5e-2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])

@@ -137,9 +137,10 @@ def test_lookup_finds_by_hook_by_scan_and_never_wrongly():
     assert lookup.is_parameter(parameters[1]) and not lookup.is_parameter(parameters[1].data)
 
 
-def test_lookup_finds_the_dense_copy_of_a_sparse_gradient():
-    embedding = torch.nn.Embedding(50, 8, sparse=True)
-    lookup = GradientLookup([embedding.weight])
-    embedding(torch.tensor([1, 2])).sum().backward()
-    assert embedding.weight.grad.is_sparse
-    assert lookup.find(embedding.weight.grad.to_dense()) == 0
+def test_lookup_finds_the_dense_copies_of_sparse_gradients():
+    tables = [torch.nn.Embedding(50, 8, sparse=True) for _ in range(2)]
+    lookup = GradientLookup([table.weight for table in tables])
+    (tables[0](torch.tensor([1, 2])).sum() + tables[1](torch.tensor([3])).sum()).backward()
+    for number in (1, 0):
+        assert tables[number].weight.grad.is_sparse
+        assert lookup.find(tables[number].weight.grad.to_dense()) == number

@@ -286,11 +286,16 @@ class IWP(Compressor):
         if not self._momentum:
             return
         name = self._names[number]
-        old = self._dense_velocity.get(name)
-        old = torch.zeros_like(grad, dtype=torch.float32) if old is None else old
-        new = old * self._momentum + grad.float() / self._scale
+        velocity = self._dense_velocity.get(name)
+        if velocity is None:
+            velocity = self._dense_velocity[name] = torch.zeros_like(grad, dtype=torch.float32)
+        if self._scaler is None:
+            grad.copy_(velocity.mul_(self._momentum).add_(grad))
+            return
+        # A step with an infinity will be skipped: it must not stay in the velocity.
+        new = velocity * self._momentum + grad.float() / self._scale
         finite = new.isfinite()
-        self._dense_velocity[name] = torch.where(finite, new, old)
+        velocity.copy_(torch.where(finite, new, velocity))
         grad.copy_(torch.where(finite, new * self._scale, grad.float()))
 
     def restart(self, bucket: Bucket) -> None:

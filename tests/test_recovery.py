@@ -1,0 +1,185 @@
+"""When something goes wrong: ranks that disagree, steps that are skipped, exchanges that fail, ranks formed anew."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from harness import Rank, gradients, mixed_model, random_steps, replicas, residuals, together
+
+from hvd_compress import IWP
+from hvd_compress.codecs import codec
+from hvd_compress.local import LocalWorld
+
+
+@pytest.mark.parametrize("selection", ["block", "topk"])
+@pytest.mark.parametrize("cause", ["seed", "state"])
+def test_ranks_that_disagree_are_told(selection, cause):
+    """Drawing from different seeds or steps would give every rank another gradient, silently."""
+    world, ranks = replicas(3, IWP, density=1 / 16, selection=selection)
+    if cause == "seed":
+        ranks[1].compression._seed = 1
+    else:
+        state = ranks[0].compression.state_dict()
+        ranks[0].compression.load_state_dict({**state, "step": 3})
+    with pytest.raises(RuntimeError, match="the ranks' compressors disagree: seed, density"):
+        random_steps(world, ranks, range(1))
+
+
+def test_a_new_rank_after_a_restart_agrees_with_the_survivors():
+    """Elastic: a survivor has re-balanced budgets and many steps behind it, its new neighbour has neither."""
+    options = dict(density=1 / 16, budget_interval=3, bucket_mb=0.08)
+    world, ranks = replicas(2, IWP, **options)
+    random_steps(world, ranks, range(10))
+    survivor = ranks[0]
+    assert any(plan.weights != plan.sizes for plan in survivor.compression._plans)
+    # The survivor was in the middle of a step when the other rank died.
+    p = survivor.model.wide.weight
+    p.grad = torch.ones_like(p)
+    survivor.compression.compress(p.grad)
+    formed = LocalWorld(2, timeout=20)
+    survivor.move_to(formed, 0)
+    fresh = Rank(formed, 1, survivor.model, IWP, **options)
+    applied = random_steps(formed, [survivor, fresh], range(20, 25))
+    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
+    assert [r.compression.stats()["steps"] for r in (survivor, fresh)] == [5, 5]
+
+
+def test_a_step_that_is_skipped_takes_nothing_from_any_residual():
+    """An infinity in one bucket: GradScaler skips the step, so what the other buckets sent must come back too."""
+    world, ranks = replicas(2, IWP, density=1 / 16, bucket_mb=0.08)
+    assert len(ranks[0].compression._buckets) > 1
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+
+    def applied() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    random_steps(world, ranks, range(2))
+    applied()
+    before = [residuals(r) for r in ranks]
+    grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
+    grads[1][6].view(-1)[5] = float("inf")
+    given = [[g.double().clone().nan_to_num(posinf=0.0) for g in grad] for grad in grads]
+    together(world, ranks, grads)
+    # No optimizer.step(): the next step begins, with gradients of zero that add nothing.
+    names = [name for name, _ in ranks[0].model.named_parameters()]
+    zeros = [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks]
+    sent = together(world, ranks, zeros)
+    for number, name in enumerate(names):
+        if name not in ranks[0].compression.state_dict()["tensors"]:
+            continue
+        kept = sum(residuals(r)[name] for r in ranks) + 2 * sent[0][number].double()
+        want = sum(b[name] for b in before) + sum(g[number] for g in given)
+        torch.testing.assert_close(kept, want, rtol=0, atol=2e-2)
+
+
+def test_a_step_that_was_taken_is_not_given_back():
+    world, ranks = replicas(2, IWP, density=1 / 16)
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    for step in range(3):
+        random_steps(world, ranks, [step])
+        before = [residuals(r) for r in ranks]
+        for optimizer in optimizers:
+            optimizer.step()
+    together(world, ranks, [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks])
+    for rank, held in zip(ranks, before, strict=True):
+        for name, now in residuals(rank).items():
+            assert now.norm() <= held[name].norm() * (1 + 1e-6)
+
+
+def test_a_failed_exchange_does_not_haunt_the_next_step():
+    world, ranks = replicas(1, IWP, density=1 / 16)
+    (rank,) = ranks
+    start = rank.collectives.start
+
+    def broken(request, name):
+        raise ConnectionError("the network is gone")
+
+    rank.collectives.start = broken
+    rank.model.wide.weight.grad = torch.ones(47, 301)
+    rank.model.conv.weight.grad = torch.ones_like(rank.model.conv.weight)
+    rank.model.deep.weight.grad = torch.ones(64, 64)
+    rank.compression.compress(rank.model.wide.weight.grad)
+    rank.compression.compress(rank.model.conv.weight.grad)
+    with pytest.raises(ConnectionError):
+        rank.compression.compress(rank.model.deep.weight.grad)
+    assert rank.compression.state_dict()["step"] == 0
+    rank.collectives.start = start
+    applied = random_steps(world, ranks, range(2))
+    assert all(g.isfinite().all() for g in applied[0])
+    assert rank.compression.stats()["steps"] == 2
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp32"])
+def test_no_sum_of_clamped_values_overflows(name):
+    values = codec(name)
+    for ranks in range(1, 129):
+        limit = torch.tensor(values.limit(ranks)).to(values.dtype)
+        largest = torch.finfo(values.dtype).max
+        assert 0.99 * largest < limit.double().item() * ranks <= largest
+    # As the ring adds: rank by rank, in the payload's own precision.
+    for ranks in (3, 5, 7, 64):
+        total = torch.zeros((), dtype=values.dtype)
+        for _ in range(ranks):
+            total = total + torch.tensor(values.limit(ranks)).to(values.dtype)
+        assert total.isfinite()
+
+
+def test_huge_gradients_are_clamped_and_drain():
+    world, ranks = replicas(3, IWP, density=1 / 16)
+    grads = [[torch.full_like(g, 30000.0) for g in gradients(r.model, 0)] for r in ranks]
+    applied = together(world, ranks, grads)
+    assert all(g.isfinite().all() for g in applied[0])
+    assert applied[0][6].max() > 20000
+
+
+def test_gradients_are_let_go():
+    """zero_grad(set_to_none=True) frees memory; a compressor must not keep it."""
+    world, ranks = replicas(1, IWP, density=1 / 16)
+    random_steps(world, ranks, range(2))
+    seen = [weakref.ref(p.grad) for p in ranks[0].model.parameters()]
+    for p in ranks[0].model.parameters():
+        p.grad = None
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+
+
+def test_hooks_go_with_the_compressor():
+    model = mixed_model()
+    for _ in range(3):
+        IWP(model.named_parameters(), collectives=LocalWorld(1).collectives(0))
+        gc.collect()
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_state_is_kept_in_logical_order():
+    """Saved by a contiguous model, loaded into a channels_last one."""
+    model = mixed_model().to(memory_format=torch.contiguous_format)
+    world, ranks = replicas(1, IWP, model=model, density=1 / 16)
+    random_steps(world, ranks, range(2))
+    last = mixed_model().to(memory_format=torch.channels_last)
+    world, others = replicas(1, IWP, model=last, density=1 / 16)
+    others[0].compression.load_state_dict(ranks[0].compression.state_dict())
+    for name, residual in residuals(ranks[0]).items():
+        assert torch.equal(residual, residuals(others[0])[name])
+
+
+def test_taking_the_momentum_leaves_the_rest_of_the_model_as_it_was():
+    """A bias, which travels dense, moves as under SGD with momentum; so does everything at density 1."""
+    reference = mixed_model()
+    stock = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9, weight_decay=0.001)
+    world, ranks = replicas(1, IWP, model=reference, density=1.0, values="fp32")
+    (rank,) = ranks
+    ours = torch.optim.SGD(rank.model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.0)
+    rank.compression.take_momentum(ours)
+    stock.param_groups[0]["weight_decay"] = 0.0
+    for step in range(30):
+        grads = gradients(rank.model, seed=step)
+        for p, grad in zip(reference.parameters(), grads, strict=True):
+            p.grad = grad.clone()
+        stock.step()
+        together(world, ranks, [grads])
+        ours.step()
+    for a, b in zip(reference.parameters(), rank.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
