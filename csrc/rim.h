@@ -8,7 +8,9 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "block.h"
@@ -51,10 +53,18 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& re
       dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
       name, " has to be Float, Half or BFloat16, got ", dtype);
   check_device(tensor, name, residual);
-  int64_t span = 1;
-  for (int64_t i = 0; i < tensor.dim(); ++i) span += (tensor.size(i) - 1) * tensor.stride(i);
-  STD_TORCH_CHECK(tensor.numel() == 0 || span == tensor.numel(), name,
-                  " has to be dense in memory, got ", tensor.numel(), " entries over ", span);
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) != 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  for (auto [stride, size] : dims) {
+    STD_TORCH_CHECK(tensor.numel() == 0 || stride == expected, name,
+                    " has to be dense in memory, got a stride of ", stride, " where ", expected,
+                    " is due");
+    expected *= size;
+  }
 }
 
 inline int64_t check_residual(const Tensor& residual, const std::optional<Tensor>& velocity) {

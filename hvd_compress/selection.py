@@ -35,6 +35,8 @@ class Selection(abc.ABC):
 
     #: dtype of a pick on the wire.
     dtype: torch.dtype
+    #: Whether a parameter's picks are made as its gradient comes, while it is in the cache, or by :meth:`choose`.
+    at_once: bool
 
     def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
         self.bucket, self.slots, self.run, self.ranks, self.rank = bucket, slots, run, ranks, rank
@@ -81,9 +83,9 @@ class Selection(abc.ABC):
         return by_rank.index_select(0, order).transpose(0, 1).reshape(-1)[: self.total]
 
     def receive(self, position: int, grad: Tensor, velocity: Tensor | None, rule: "Rule", select: bool) -> None:
-        """A segment's gradient goes into the residual; where picks are made block by block, at once (if ``select``)."""
+        """A segment's gradient goes into the residual, and its picks are made (if ``select``, and :attr:`at_once`)."""
         segment = self.bucket.segments[position]
-        early = select and self.picks.dtype is torch.uint8
+        early = select and self.at_once
         ops.accumulate_select(
             grad,
             segment.of(self.bucket.residual),
@@ -141,6 +143,7 @@ class BlockSelection(Selection):
     """m of every 256: picks are offsets in a block, one byte each, made while the gradient is in the cache."""
 
     dtype = torch.uint8
+    at_once = True
 
     def take(self, picks: Tensor, velocity: Tensor | None, invalid: Tensor, payload: Tensor, limit: float) -> None:
         ops.take(self.bucket.residual, velocity, picks, self.segments, invalid, payload, self.phase, limit)
@@ -156,6 +159,7 @@ class TopkSelection(Selection):
     """
 
     dtype = torch.int32
+    at_once = False
 
     def choose(self, rule: Rule) -> None:
         for position, segment in enumerate(self.bucket.segments):

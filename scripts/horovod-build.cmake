@@ -8,6 +8,10 @@ else()
     set(CMAKE_CXX${_standard}_STANDARD_COMPILE_OPTION "-std=c++20")
     set(CMAKE_CXX${_standard}_EXTENSION_COMPILE_OPTION "-std=gnu++20")
   endforeach()
+  # Open MPI and torch are found from where Horovod is installed, not from where it was built: so one
+  # wheel serves any checkout.
+  set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
+  set(CMAKE_INSTALL_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")
   # GCC 13 and later no longer bring these in by the way.
   set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -include cstdint -include string -include stdexcept")
 endif()

@@ -6,7 +6,9 @@
 #   HVD_COMPRESS_TORCH=torch==2.14.1 setup.sh   another torch than constraints.txt has (a CUDA build, say)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-root=$PWD python=${PYTHON:-python3} torch=${HVD_COMPRESS_TORCH:-}
+root=$PWD python=${PYTHON:-python3}
+# The choice of a torch is kept: a later train.sh or test.sh must not undo it.
+torch=${HVD_COMPRESS_TORCH:-$(cat .venv/.torch 2>/dev/null || true)}
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
 # What this set-up depends on: if nothing of it changed since the last one, there is nothing to do.
@@ -21,11 +23,18 @@ stamp=.venv/.hvd_compress now=$(fingerprint)
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
   { echo "setup.sh: Python 3.10 or later is needed; $python is $("$python" -V 2>&1). Set PYTHON." >&2; exit 1; }
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
-  { echo "setup.sh: a C++ compiler is needed (g++ 10 or later, say)." >&2; exit 1; }
+  { echo "setup.sh: a C++ compiler is needed (g++ 11 or later, say)." >&2; exit 1; }
 
 say "setup: .venv with $("$python" -V)"
 rm -f "$stamp"
-[[ -x .venv/bin/python ]] || "$python" -m venv .venv
+version='import sys; print(sys.version, hasattr(sys, "gettotalrefcount"))'
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
+  [[ $(.venv/bin/python -c "$version") != $("$python" -c "$version") ]]; then
+  rm -rf .venv
+  "$python" -m venv .venv ||
+    { rm -rf .venv; echo "setup.sh: $python cannot make virtual environments (Debian: python3-venv)." >&2; exit 1; }
+fi
+[[ -z $torch ]] || printf '%s\n' "$torch" >.venv/.torch
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 constraints=scripts/constraints.txt
 if [[ $torch ]]; then

@@ -7,5 +7,5 @@ bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/clang-format --dry-run --Werror $(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu')
+find csrc -type f -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
 exec .venv/bin/python -m pytest "$@"

@@ -124,7 +124,7 @@ BAD = {
     "grads strided": (0, lambda x: [torch.zeros(800)[::2], x[1]], "dense in memory"),
     "residual": (1, lambda x: x[:700].clone(), "multiple of 256"),
     "offsets": (2, lambda x: x[:12].clone(), "total has to have 12 entries, got 13"),
-    "segments": (3, lambda x: x.flip(0).contiguous(), "segments have to ascend"),
+    "segments": (3, lambda x: x.flip(0).contiguous(), "segments have to follow"),
     "total": (4, lambda x: x.double(), "total has to be Float or Half, got Double"),
     "sent dtype": (5, lambda x: x.half(), "sent has to be Float, got Half"),
     "sent numel": (5, lambda x: x[:12].clone(), "sent has to have 13 entries, got 12"),

@@ -5,10 +5,12 @@
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
+// Exactly what run_best asks the processor for: a hypervisor may mask one feature of a level.
+#define HVD_V4_FEATURES "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi2"
 #if defined(__clang__)
-#define HVD_V4 __attribute__((target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,fma,bmi2")))
+#define HVD_V4 __attribute__((target(HVD_V4_FEATURES)))
 #else
-#define HVD_V4 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
+#define HVD_V4 __attribute__((target(HVD_V4_FEATURES ",prefer-vector-width=512")))
 #endif
 #define HVD_V3 __attribute__((target("avx2,fma,bmi2")))
 #endif

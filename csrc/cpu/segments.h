@@ -5,17 +5,20 @@
 
 namespace hvd_compress {
 
-// Ascending, inside the residual and the slots: after this no index can leave its tensor.
+// Ascending inside the residual, and dividing up all slots: after this no index can leave its
+// tensor, no slot is left out and none is two threads' at once.
 inline void check_segments(const Segment* segments, int64_t count, int64_t blocks, int64_t slots) {
-  int64_t next = 0;
+  int64_t next = 0, slot = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Segment& s = segments[i];
-    STD_TORCH_CHECK(next <= s.first_block && fits(s, blocks, slots),
-                    "segments have to ascend within ", blocks, " blocks and ", slots,
+    STD_TORCH_CHECK(next <= s.first_block && s.first_slot == slot && fits(s, blocks, slots),
+                    "segments have to follow one another within ", blocks, " blocks and ", slots,
                     " slots, got first block ", s.first_block, ", blocks ", s.blocks,
                     ", first slot ", s.first_slot, ", slots ", s.slots, " in row ", i);
     next = s.first_block + s.blocks;
+    slot += s.slots;
   }
+  STD_TORCH_CHECK(slot == slots, "segments have to hold all ", slots, " slots, got ", slot);
 }
 
 constexpr int64_t kGroup = 64;  // blocks, a few hundred cache lines at most usual densities
