@@ -82,8 +82,8 @@ inline int64_t check_residual(const Tensor& residual, const std::optional<Tensor
 inline void check_slots(const Tensor& offsets, const Tensor& segments, const Tensor& residual) {
   check_flat(offsets, "offsets", ScalarType::Byte, residual);
   check_flat(segments, "segments", ScalarType::Long, residual);
-  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5,
-                  "segments has to be of shape (parameters, 5)");
+  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 4,
+                  "segments has to be of shape (parameters, 4)");
 }
 
 inline void check_payload(const Tensor& payload, const char* name, const Tensor& offsets,

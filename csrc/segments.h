@@ -10,9 +10,8 @@ struct Segment {  // one row of the tensor `segments`
   int64_t blocks;
   int64_t first_slot;
   int64_t slots;
-  int64_t entries;
 };
-static_assert(sizeof(Segment) == 5 * sizeof(int64_t));
+static_assert(sizeof(Segment) == 4 * sizeof(int64_t));
 
 struct Slots {
   int64_t begin;

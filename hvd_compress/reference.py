@@ -137,7 +137,7 @@ def accumulate_select(
 def _positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
     """Where every slot's entry lies in the bucket's flat memory: int64, (slots,)."""
     parts = []
-    for first_block, blocks, first_slot, slots, _ in segments.tolist():
+    for first_block, blocks, first_slot, slots in segments.tolist():
         edges = slot_start(torch.arange(blocks + 1, device=offsets.device), slots, blocks, phase)
         block = torch.repeat_interleave(torch.arange(blocks, device=offsets.device), edges.diff())
         parts.append((first_block + block) * BLOCK + offsets[first_slot : first_slot + slots].long())
@@ -161,7 +161,7 @@ def take(
     nothing else changes.
 
     ``residual``, ``velocity``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order.
-    ``segments``: int64, (parameters, 5): first block, blocks, first slot, slots, entries; ascending.
+    ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending.
     ``payload``: float32 or float16, all slots. ``limit``: > 0.
     """
     take_at(residual, velocity, _positions(offsets, segments, phase), invalid, payload, limit)
@@ -225,7 +225,7 @@ def put_at(
     back = ~total.isfinite() & sent.isfinite()
     place, mine = _last(where[back], sent[back].float(), residual.numel())
     residual[place] = residual[place] + mine
-    for grad, (first_block, _, first_slot, slots, _) in zip(grads, segments.tolist(), strict=True):
+    for grad, (first_block, _, first_slot, slots) in zip(grads, segments.tolist(), strict=True):
         place = where[first_slot : first_slot + slots] - first_block * BLOCK
         inside = place < grad.numel()
         place, mine = place[inside], value[first_slot : first_slot + slots][inside]

@@ -44,7 +44,7 @@ class Selection(abc.ABC):
         first = [sum(slots[:i]) for i in range(len(slots))]
         self.first = first
         self.segments = torch.tensor(
-            [(s.first_block, s.blocks, first[i], slots[i], s.numel) for i, s in enumerate(bucket.segments)],
+            [(s.first_block, s.blocks, first[i], slots[i]) for i, s in enumerate(bucket.segments)],
             dtype=torch.int64,
             device=bucket.device,
         )

@@ -93,7 +93,7 @@ class Bench:
         slots, padded = each * self.blocks, self.blocks * BLOCK
         generator = torch.Generator().manual_seed(1)
         offsets = torch.randint(0, BLOCK, (slots,), generator=generator).to(torch.uint8).to(self.device)
-        segments = torch.tensor([[0, self.blocks, 0, slots, self.n]], device=self.device)
+        segments = torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
         residual, grad = self.random(padded), torch.zeros(self.n, device=self.device)
         invalid = torch.zeros(1, dtype=torch.int32, device=self.device)
         payload = torch.empty(slots, dtype=dtype, device=self.device)

@@ -100,9 +100,10 @@ def slot_counts(draw: st.DrawFn, blocks: int) -> int:
 
 @dataclass
 class Layout:
-    """A bucket: rows of first block, blocks, first slot, slots, entries."""
+    """A bucket: rows of first block, blocks, first slot, slots; and every parameter's entries."""
 
     rows: list[list[int]]
+    entries: list[int]
     blocks: int
     slots: int
 
@@ -112,15 +113,15 @@ class Layout:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    rows, block, slot = [], draw(st.integers(0, 2)), 0
+    rows, entries, block, slot = [], [], draw(st.integers(0, 2)), 0
     for _ in range(draw(st.integers(1, 6))):
         blocks = draw(st.integers(1, 40))
         slots = draw(slot_counts(blocks))
-        entries = draw(st.integers((blocks - 1) * BLOCK + 1, blocks * BLOCK))
-        rows.append([block, blocks, slot, slots, entries])
+        entries.append(draw(st.integers((blocks - 1) * BLOCK + 1, blocks * BLOCK)))
+        rows.append([block, blocks, slot, slots])
         block += blocks + draw(st.integers(0, 2))
         slot += slots
-    return Layout(rows, block, slot)
+    return Layout(rows, entries, block, slot)
 
 
 def offsets_of(layout: Layout, seed: int, spread: int) -> Tensor:

@@ -42,7 +42,7 @@ def gradients(draw: st.DrawFn, entries: int, seed: int) -> torch.Tensor:
 def arguments(draw: st.DrawFn) -> list:
     layout, seed, dtype = draw(layouts()), draw(seeds), draw(payload_dtypes)
     return [
-        [draw(gradients(row[4], seed + i)) for i, row in enumerate(layout.rows)],
+        [draw(gradients(entries, seed + i)) for i, entries in enumerate(layout.entries)],
         values(layout.blocks * BLOCK, draw(kinds), seed + 10),
         offsets_of(layout, seed + 11, draw(st.sampled_from([256, 20, 1]))),
         layout.tensor("cpu"),
@@ -60,7 +60,7 @@ def on(device: str, args: list) -> list:
 
 
 def sample(device: str = "cpu") -> list:
-    segments = torch.tensor([[0, 2, 0, 8, 400], [2, 1, 8, 5, 256]])
+    segments = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
     tensors = [torch.randn(3 * BLOCK), torch.arange(13).to(torch.uint8), segments, torch.randn(13), torch.randn(13)]
     return on(device, [[torch.zeros(400), torch.zeros(256).bfloat16()], *tensors, 3, 0.5])
 
@@ -88,7 +88,7 @@ def test_more_tensors_than_a_launch_takes(device: str) -> None:
     """400 parameters of every dtype: the CUDA kernel gets their addresses in several launches."""
     check_device(device)
     count, kinds_of = 400, [torch.float32, torch.float16, torch.bfloat16]
-    rows = [[3 * i, 3, 7 * i, 7, 700] for i in range(count)]
+    rows = [[3 * i, 3, 7 * i, 7] for i in range(count)]
     grads = [torch.full((700,), float(i)).to(kinds_of[i % 3]) if i % 5 else torch.empty(0) for i in range(count)]
     slots = 7 * count
     total = values(slots, "wild", 3)

@@ -48,7 +48,7 @@ def on(device: str, args: list) -> list:
 
 
 def sample(device: str = "cpu") -> list:
-    segments = torch.tensor([[0, 2, 0, 8, 400], [2, 1, 8, 5, 256]])
+    segments = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
     tensors = [torch.randn(3 * BLOCK), torch.randn(3 * BLOCK), torch.randint(0, 256, (13,)).to(torch.uint8), segments]
     tensors += [torch.zeros(1, dtype=torch.int32), torch.zeros(13, dtype=torch.float16)]
     return on(device, [*tensors, 3, 1.0])
@@ -95,12 +95,12 @@ BAD = {
     "velocity": (1, lambda x: x[:512].clone(), "velocity has to have 768 entries, got 512"),
     "offsets": (2, lambda x: x.long(), "offsets has to be Byte, got Long"),
     "segments dtype": (3, lambda x: x.int(), "segments has to be Long, got Int"),
-    "segments shape": (3, lambda x: x[:, :4].contiguous(), "shape .parameters, 5."),
+    "segments shape": (3, lambda x: x[:, :3].contiguous(), "shape .parameters, 4."),
     "segments order": (3, lambda x: x.flip(0).contiguous(), "segments have to follow"),
-    "segments block": (3, lambda x: x + torch.tensor([1, 0, 0, 0, 0]), "within 3 blocks and 13 slots.*in row 0"),
-    "segments slots": (3, lambda x: x + torch.tensor([0, 0, 1, 0, 0]), "within 3 blocks and 13 slots.*in row 0"),
-    "segments full": (3, lambda x: torch.tensor([[0, 3, 0, 769, 1]]), "segments have to follow"),
-    "segments empty": (3, lambda x: torch.tensor([[0, 0, 0, 0, 0]]), "segments have to follow"),
+    "segments block": (3, lambda x: x + torch.tensor([1, 0, 0, 0]), "within 3 blocks and 13 slots.*in row 1"),
+    "segments slots": (3, lambda x: x + torch.tensor([0, 0, 1, 0]), "within 3 blocks and 13 slots.*in row 0"),
+    "segments full": (3, lambda x: torch.tensor([[0, 3, 0, 769]]), "segments have to follow"),
+    "segments empty": (3, lambda x: torch.tensor([[0, 0, 0, 0]]), "segments have to follow"),
     "invalid": (4, lambda x: x.expand(2).clone(), "invalid has to have 1 entries, got 2"),
     "payload dtype": (5, lambda x: x.bfloat16(), "payload has to be Float or Half, got BFloat16"),
     "payload numel": (5, lambda x: x[:12].clone(), "payload has to have 13 entries, got 12"),
