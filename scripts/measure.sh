@@ -2,7 +2,8 @@
 # The accuracy measurements of docs/results.md: 4 ranks under mpirun, one JSON file a run, then a table and a plot.
 # A run whose file is there is not repeated.
 #   usage: measure.sh digits [OUT]
-#          measure.sh cifar10 DATA_DIR [OUT]     DATA_DIR holds cifar-10-batches-py/
+#          measure.sh cifar10 DATA_DIR [OUT]           DATA_DIR holds cifar-10-batches-py/
+#          measure.sh cifar10-short DATA_DIR [OUT]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -36,5 +37,19 @@ case ${1:-} in
     one fp16 "${common[@]}" --compression fp16
     .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain}.json --plot "$out/accuracy.png"
     ;;
-  *) sed -n '2,5s/^# \?//p' "$0" >&2; exit 2 ;;
+  cifar10-short)
+    # How learning rate and momentum fit together at 1/64, in runs of 4 epochs.
+    data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-short}
+    mkdir -p "$out"
+    common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 4 --channels-last --amp bf16)
+    for lr in 0.1 0.3; do
+      one "none-$lr" "${common[@]}" --lr "$lr" --compression none
+      one "iwp-64-plain-$lr" "${common[@]}" --lr "$lr" --compression iwp --density 1/64
+    done
+    one iwp-64-0.3 "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --momentum-correction
+    one iwp-64-0.3-one-leader "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --momentum-correction --leaders 1
+    one iwp-64-0.3-no-random "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --momentum-correction --explore 0
+    .venv/bin/python scripts/table.py "$out"/*.json
+    ;;
+  *) sed -n '2,7s/^# \?//p' "$0" >&2; exit 2 ;;
 esac
