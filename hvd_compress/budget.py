@@ -18,19 +18,19 @@ def apportion(total: int, weights: Sequence[float], ceilings: Sequence[int]) -> 
     count = range(len(weights))
     mass = sum(weights)
     parts = [min(max(int(total * weights[i] / mass), 1), ceilings[i]) for i in count]
-    while (left := total - sum(parts)) < 0:
+    fraction = [total * weight / mass % 1.0 for weight in weights]
+    while sum(parts) > total:
         parts[max(count, key=lambda i: (parts[i], -i))] -= 1
     while (left := total - sum(parts)) > 0:
         # What ceilings and rounding left over goes to those with room.
         room = [i for i in count if parts[i] < ceilings[i]]
-        mass = sum(weights[i] for i in room)
-        wanted = {i: left * weights[i] / mass for i in room}
         if left <= len(room):
-            for i in sorted(room, key=lambda i: (-((total * weights[i] / sum(weights)) % 1.0), i))[:left]:
+            for i in sorted(room, key=lambda i: (-fraction[i], i))[:left]:
                 parts[i] += 1
         else:
+            mass = sum(weights[i] for i in room)
             for i in room:
-                parts[i] += min(max(int(wanted[i]), 1), ceilings[i] - parts[i], total - sum(parts))
+                parts[i] += min(max(int(left * weights[i] / mass), 1), ceilings[i] - parts[i], total - sum(parts))
     return parts
 
 

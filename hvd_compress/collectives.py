@@ -24,7 +24,7 @@ class Request:
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends, by the ring algorithm (headers of the transport apart)."""
-        return ring_bytes(self.verb, self.tensor.numel() * self.tensor.element_size(), ranks)
+        return ring_bytes(self.verb, self.tensor.nbytes, ranks)
 
 
 def ring_bytes(verb: Verb, size: int, ranks: int) -> float:

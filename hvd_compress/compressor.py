@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -364,8 +365,7 @@ class Compressor(abc.ABC):
         canonical = in_order_of(parameter, grad) if is_dense(parameter) else grad.contiguous()
         if canonical.dtype == torch.bfloat16:
             canonical = canonical.float()
-        size = canonical.numel() * canonical.element_size()
-        self.traffic.count_dense(canonical.numel(), size, self._collectives.size)
+        self.traffic.count_dense(canonical.numel(), canonical.nbytes, self._collectives.size)
         return canonical.as_strided((canonical.numel(),), (1,)), _Dense(number, grad, canonical.stride())
 
     def _pass(self, tensor: Tensor) -> tuple[Tensor, None]:
@@ -377,7 +377,7 @@ class Compressor(abc.ABC):
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
                 "sent as it is; give the compressor all of the optimizer's named parameters"
             )
-            self.traffic.count_dense(tensor.numel(), tensor.numel() * tensor.element_size(), self._collectives.size)
+            self.traffic.count_dense(tensor.numel(), tensor.nbytes, self._collectives.size)
         return tensor.contiguous(), None
 
     def _check_gradient(self, number: int, grad: Tensor) -> None:
@@ -413,8 +413,8 @@ def _checked(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list
         raise ValueError(
             "named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)"
         )
-    names = [name for name, _ in named]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    count = Counter(name for name, _ in named)
+    twice = sorted(name for name in count if count[name] > 1)
     if twice:
         raise ValueError(f"parameter names must be unique; more than once: {', '.join(twice)}")
     first: dict[int, str] = {}

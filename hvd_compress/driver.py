@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Driver:
 
     def _resume(self, running: _Running, result: Tensor | None) -> None:
         bucket = running.bucket
-        with torch.cuda.device(bucket.device) if bucket.device.type == "cuda" else _nowhere:
+        with torch.cuda.device(bucket.device) if bucket.device.type == "cuda" else nullcontext():
             bucket.order.enter()
             try:
                 request = next(running.exchange) if result is None else running.exchange.send(result)
@@ -78,12 +79,3 @@ class Driver:
             self._traffic.count_request(request, self._collectives.size)
             running.handle = self._collectives.start(request, f"{self._label}.{bucket.index}.{running.stage}")
             running.stage += 1
-
-
-class _Nowhere:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_nowhere = _Nowhere()

@@ -7,12 +7,13 @@ anew each step, so that every rank leads the same number of slots and each slot'
 import abc
 import zlib
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from . import ops, reference
-from .bucket import Bucket
+from .bucket import Bucket, Segment
 from .reference import BLOCK
 from .rng import derive, permutation
 
@@ -41,10 +42,9 @@ class Selection(abc.ABC):
     def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
         self.bucket, self.slots, self.run, self.ranks, self.rank = bucket, slots, run, ranks, rank
         self.total = sum(slots)
-        first = [sum(slots[:i]) for i in range(len(slots))]
-        self.first = first
+        self.first = list(accumulate(slots[:-1], initial=0))
         self.segments = torch.tensor(
-            [(s.first_block, s.blocks, first[i], slots[i]) for i, s in enumerate(bucket.segments)],
+            [(s.first_block, s.blocks, self.first[i], slots[i]) for i, s in enumerate(bucket.segments)],
             dtype=torch.int64,
             device=bucket.device,
         )
@@ -139,6 +139,12 @@ class Rule:
         return int(self.explore * 2**32)
 
 
+def importance(bucket: Bucket, segment: Segment, floor: Tensor) -> Tensor:
+    """|residual| / (|weight| + floor) of a segment's entries, in memory order: float32, (entries,)."""
+    weight = segment.parameter.detach().as_strided((segment.numel,), (1,)).float().abs()
+    return segment.of(bucket.residual)[: segment.numel].abs() / (weight + floor)
+
+
 class BlockSelection(Selection):
     """m of every 256: picks are offsets in a block, one byte each, made while the gradient is in the cache."""
 
@@ -165,13 +171,13 @@ class TopkSelection(Selection):
         for position, segment in enumerate(self.bucket.segments):
             edges = torch.tensor([self.first[position], self.first[position] + self.slots[position]])
             low, high = reference.owned(edges, self.run, self.ranks, self.position).tolist()
-            n = segment.numel
-            weight = segment.parameter.detach().as_strided((n,), (1,)).float().abs()
-            score = segment.of(self.bucket.residual)[:n].abs() / (weight + rule.floors[position])
+            score = importance(self.bucket, segment, rule.floors[position])
             random = round((high - low) * rule.explore)
             best = score.topk(high - low - random).indices
             score[best] = -1.0
-            noise = reference.mix(torch.arange(n, device=score.device), int(reference.mix(position, self.turn.key)))
+            noise = reference.mix(
+                torch.arange(segment.numel, device=score.device), int(reference.mix(position, self.turn.key))
+            )
             assert isinstance(noise, Tensor)
             lucky = (score / reference.exponential(noise)).topk(random).indices
             picked = torch.cat([best, lucky]).sort().values + segment.first_block * BLOCK

@@ -127,3 +127,8 @@ def layouts(draw: st.DrawFn) -> Layout:
 def offsets_of(layout: Layout, seed: int, spread: int) -> Tensor:
     """Random offsets below ``spread``: a small one makes several slots share an entry."""
     return torch.randint(0, spread, (layout.slots,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+
+
+def on(device: str, args: list) -> list:
+    """An operator's arguments, its tensors moved to ``device``."""
+    return [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]

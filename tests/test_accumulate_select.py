@@ -12,6 +12,7 @@ from strategies import (
     dtypes,
     kinds,
     needs_compiled,
+    on,
     phases,
     same,
     seeds,
@@ -60,10 +61,6 @@ def arguments(draw: st.DrawFn) -> list:
         draw(st.integers(0, 2**32 - 1)),
         draw(st.sampled_from([0, 2**30, 2**32 - 1, 2**32])),
     ]
-
-
-def on(device: str, args: list) -> list:
-    return [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
 def sample(device: str = "cpu") -> list:

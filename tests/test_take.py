@@ -13,6 +13,7 @@ from strategies import (
     layouts,
     needs_compiled,
     offsets_of,
+    on,
     payload_dtypes,
     phases,
     same,
@@ -41,10 +42,6 @@ def arguments(draw: st.DrawFn) -> list:
         draw(phases),
         draw(st.sampled_from([float("inf"), 65504.0, 1.0, 1e-3])),
     ]
-
-
-def on(device: str, args: list) -> list:
-    return [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
 def sample(device: str = "cpu") -> list:

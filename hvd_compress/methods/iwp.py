@@ -15,7 +15,7 @@ from ..collectives import allgather, allreduce
 from ..compressor import Compressor
 from ..driver import Exchange
 from ..schedule import WarmUp
-from ..selection import SELECTIONS, Rule, Selection, Turn
+from ..selection import SELECTIONS, Rule, Selection, Turn, importance
 
 # Under this, a weight counts as zero; it only keeps an all-zero parameter's scores finite.
 _TINY = 1e-12
@@ -143,8 +143,7 @@ class IWP(Compressor):
         Call it before the first step, on the optimizer that is given to Horovod; returns the momentum taken.
         Parameters that travel dense keep theirs, here. Weight decay, which stays in the optimizer and loses its
         momentum there, is scaled by 1 / (1 - momentum), so that it pulls as before. :meth:`return_momentum` undoes it
-        all. A learning-rate
-        schedule that cycles the momentum would bring it back: an error then.
+        all. A learning-rate schedule that cycles the momentum would bring it back: an error then.
 
         Raises:
             ValueError: the optimizer has no ``momentum``, its groups disagree, or it uses Nesterov's or dampening.
@@ -184,7 +183,7 @@ class IWP(Compressor):
     def _set_momentum(self, momentum: float) -> None:
         self._momentum = momentum
         for bucket in self._buckets:
-            if momentum and "velocity" not in bucket.state:
+            if "velocity" not in bucket.state:
                 bucket.add_state("velocity")
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -206,9 +205,10 @@ class IWP(Compressor):
         plan = self._plans[bucket.index]
         ranks, rank = self._collectives.size, self._collectives.rank
         density = self._density(self._step)
-        if plan.shape != (density, ranks, rank, tuple(plan.weights)):
+        shape = (density, ranks, rank, tuple(plan.weights))
+        if plan.shape != shape:
             self._lay_out(bucket, plan, density)
-            plan.shape = (density, ranks, rank, tuple(plan.weights))
+            plan.shape = shape
         if self._step % _FLOOR_INTERVAL == 0:
             means = [segment.parameter.abs().mean(dtype=torch.float32) for segment in bucket.segments]
             plan.floors = torch.stack(means) * self._floor + _TINY
@@ -238,7 +238,7 @@ class IWP(Compressor):
         selection, velocity = plan.selection, bucket.state.get("velocity")
         scale = self._scale / self._collectives.size
         limit = self._codec.limit(self._collectives.size)
-        importance = self._importance(bucket, plan) if self._budget_due() else None
+        summed = self._importance(bucket, plan) if self._budget_due() else None
         if plan.everything:
             yield from self._exchange_everything(bucket, plan, scale, limit)
         else:
@@ -249,9 +249,9 @@ class IWP(Compressor):
             total = yield allreduce(plan.payload, "values")
             selection.put(picks, total, plan.payload, scale)
             plan.sent = picks, total
-        if importance is not None:
+        if summed is not None:
             # Summed on the ring, so that every rank computes its slots from the same bits.
-            agreed = yield allreduce(importance, "budget")
+            agreed = yield allreduce(summed, "budget")
             plan.weights = shares(agreed.tolist(), plan.sizes)
 
     def _exchange_everything(self, bucket: Bucket, plan: _Plan, scale: float, limit: float) -> Exchange:
@@ -307,11 +307,10 @@ class IWP(Compressor):
 
     def _importance(self, bucket: Bucket, plan: _Plan) -> Tensor:
         """Each parameter's summed importance on this rank: float64, (segments,)."""
-        sums = []
-        for segment, floor in zip(bucket.segments, plan.floors, strict=True):
-            weight = segment.parameter.detach().as_strided((segment.numel,), (1,)).float().abs()
-            residual = segment.of(bucket.residual)[: segment.numel].abs()
-            sums.append((residual / (weight + floor)).sum(dtype=torch.float64))
+        sums = [
+            importance(bucket, segment, floor).sum(dtype=torch.float64)
+            for segment, floor in zip(bucket.segments, plan.floors, strict=True)
+        ]
         return torch.stack(sums).nan_to_num_(nan=0.0, posinf=0.0)
 
     # Checkpoints.

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hvd_compress.collectives import ring_bytes
+
 
 class Compression(Protocol):
     """What Horovod calls (`compress`, `decompress`), and the account that a run reports (`stats`)."""
@@ -50,8 +52,7 @@ class Counted:
 
     def __init__(self, stock: Any, ranks: int):
         self.stock = stock
-        # A ring allreduce sends every byte (N-1)/N times to reduce and as often to distribute.
-        self.ring = 2 * (ranks - 1) / ranks
+        self.ranks = ranks
         self.pending = 0  # gradients handed to Horovod that have not come back
         self.seconds = 0.0
         self.current = {"dense": 0, "wire": 0}
@@ -98,12 +99,13 @@ class Counted:
         self.seconds = 0.0
 
     def _account(self, count: dict[str, int]) -> dict[str, float]:
+        dense, wire = (ring_bytes("allreduce", count[kind], self.ranks) for kind in ("dense", "wire"))
         return {
-            "dense_bytes": self.ring * count["dense"],
-            "wire_bytes": self.ring * count["wire"],
+            "dense_bytes": dense,
+            "wire_bytes": wire,
             "values_bytes": 0.0,
             "indices_bytes": 0.0,
-            "dense_tensor_bytes": self.ring * count["wire"],
+            "dense_tensor_bytes": wire,
             "budget_bytes": 0.0,
             "wire_ratio": count["dense"] / count["wire"] if count["wire"] else 1.0,
         }
