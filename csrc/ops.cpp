@@ -1,16 +1,41 @@
-// Every operator's schema. What they compute: hvd_compress/reference.py.
+// Every operator's schema. What they compute: hvd_compress/reference/.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hvd_compress, library) {
+  // Blocks: reference/blocks.py.
   library.def(
-      "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor weight, "
+      "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor? weight, "
       "Tensor(c!)? velocity, Tensor floor, Tensor(d!) offsets, Tensor(e!) invalid, "
       "float scale, float momentum, int slots, int first_slot, int phase, "
       "int run, int ranks, int position, int key, int explore) -> ()");
   library.def(
-      "take(Tensor(a!) residual, Tensor(b!)? velocity, Tensor offsets, Tensor segments, "
-      "Tensor invalid, Tensor(c!) payload, int phase, float limit) -> ()");
+      "select(Tensor score, Tensor(a!) offsets, int slots, int first_slot, int phase, "
+      "int run, int ranks, int position, int key, int explore) -> ()");
   library.def(
-      "put(Tensor(a!)[] grads, Tensor(b!) residual, Tensor offsets, Tensor segments, "
-      "Tensor total, Tensor sent, int phase, float scale) -> ()");
+      "take(Tensor residual, Tensor offsets, Tensor segments, Tensor(a!) values, "
+      "int phase) -> ()");
+  library.def(
+      "put(Tensor(a!)[] grads, Tensor(b!) residual, Tensor(c!)? velocity, Tensor offsets, "
+      "Tensor segments, Tensor mean, Tensor lost, int phase, float scale) -> ()");
+
+  // Codes: reference/codes.py.
+  library.def("moments(Tensor values, Tensor edges, Tensor(a!) out) -> ()");
+  library.def(
+      "lanes_encode(Tensor values, Tensor scale, Tensor edges, Tensor(a!) words, "
+      "Tensor(b!) lost, int bits, int width, int key) -> ()");
+  library.def(
+      "lanes_decode(Tensor words, Tensor scale, Tensor edges, Tensor(a!) values, int width, "
+      "float factor) -> ()");
+  library.def(
+      "codebook_encode(Tensor values, Tensor scale, Tensor edges, Tensor book, Tensor kind, "
+      "Tensor(a!) codes, Tensor(b!) lost, int bits) -> ()");
+  library.def(
+      "codebook_decode(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind, "
+      "Tensor(a!) values, int bits, bool add) -> ()");
+  library.def(
+      "range_encode(Tensor values, Tensor base, Tensor edges, Tensor(a!) codes, "
+      "Tensor(b!) lost, int bits, int mantissa, int positive) -> ()");
+  library.def(
+      "range_decode(Tensor codes, Tensor base, Tensor edges, Tensor(a!) values, int bits, "
+      "int mantissa, int positive, bool add) -> ()");
 }

@@ -28,16 +28,16 @@ inline void check_dtype(const Tensor& tensor, const char* name, ScalarType dtype
                   tensor.scalar_type());
 }
 
-inline void check_device(const Tensor& tensor, const char* name, const Tensor& residual) {
-  STD_TORCH_CHECK(tensor.device() == residual.device(), name,
-                  " has to be on the device of the residual, got another one");
+inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
+  STD_TORCH_CHECK(tensor.device() == other.device(), name,
+                  " has to be on the device of the other tensors, got another one");
 }
 
-// A flat buffer of the package itself: one dtype, contiguous, on the residual's device.
+// A flat buffer of the package itself: one dtype, contiguous, on the device of another.
 inline void check_flat(const Tensor& tensor, const char* name, ScalarType dtype,
-                       const Tensor& residual) {
+                       const Tensor& other) {
   check_dtype(tensor, name, dtype);
-  check_device(tensor, name, residual);
+  check_device(tensor, name, other);
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " has to be contiguous");
 }
 
@@ -47,12 +47,12 @@ inline void check_numel(const Tensor& tensor, const char* name, int64_t numel) {
 }
 
 // A user's tensor, in any order of memory as long as it fills it: then entry i is data[i].
-inline void check_dense(const Tensor& tensor, const char* name, const Tensor& residual) {
+inline void check_dense(const Tensor& tensor, const char* name, const Tensor& other) {
   ScalarType dtype = tensor.scalar_type();
   STD_TORCH_CHECK(
       dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
       name, " has to be Float, Half or BFloat16, got ", dtype);
-  check_device(tensor, name, residual);
+  check_device(tensor, name, other);
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     if (tensor.size(i) != 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
@@ -67,32 +67,19 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& re
   }
 }
 
-inline int64_t check_residual(const Tensor& residual, const std::optional<Tensor>& velocity) {
-  check_flat(residual, "residual", ScalarType::Float, residual);
-  STD_TORCH_CHECK(residual.numel() % kBlock == 0,
-                  "residual has to have a multiple of 256 entries, got ", residual.numel());
+// A flat buffer of whole blocks.
+inline void check_blocks(const Tensor& tensor, const char* name) {
+  check_flat(tensor, name, ScalarType::Float, tensor);
+  STD_TORCH_CHECK(tensor.numel() % kBlock == 0, name,
+                  " has to have a multiple of 256 entries, got ", tensor.numel());
+}
+
+inline void check_residual(const Tensor& residual, const std::optional<Tensor>& velocity) {
+  check_blocks(residual, "residual");
   if (velocity) {
     check_flat(*velocity, "velocity", ScalarType::Float, residual);
     check_numel(*velocity, "velocity", residual.numel());
   }
-  return residual.numel() / kBlock;
-}
-
-// `offsets` and `segments` of take and put. What the segments hold cannot be read here on CUDA.
-inline void check_slots(const Tensor& offsets, const Tensor& segments, const Tensor& residual) {
-  check_flat(offsets, "offsets", ScalarType::Byte, residual);
-  check_flat(segments, "segments", ScalarType::Long, residual);
-  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 4,
-                  "segments has to be of shape (parameters, 4)");
-}
-
-inline void check_payload(const Tensor& payload, const char* name, const Tensor& offsets,
-                          const Tensor& residual) {
-  ScalarType dtype = payload.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half, name,
-                  " has to be Float or Half, got ", dtype);
-  check_flat(payload, name, dtype, residual);
-  check_numel(payload, name, offsets.numel());
 }
 
 template <typename T>
@@ -109,8 +96,19 @@ inline float* velocity_data(const std::optional<Tensor>& velocity) {
   return velocity ? data<float>(*velocity) : nullptr;
 }
 
-inline const Segment* segment_data(const Tensor& segments) {
-  return static_cast<const Segment*>(segments.const_data_ptr());
+// The slots of take and put. What the segments hold cannot be read here on CUDA.
+inline Picks checked_picks(const Tensor& residual, const Tensor& offsets, const Tensor& segments,
+                           int64_t phase) {
+  check_flat(offsets, "offsets", ScalarType::Byte, residual);
+  check_flat(segments, "segments", ScalarType::Long, residual);
+  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 4,
+                  "segments has to be of shape (parameters, 4)");
+  return {const_data<uint8_t>(offsets),
+          const_data<Segment>(segments),
+          segments.size(0),
+          residual.numel() / kBlock,
+          offsets.numel(),
+          phase};
 }
 
 // Calls f with a value of the C++ type of a dtype that was checked before.

@@ -13,9 +13,14 @@ struct Segment {  // one row of the tensor `segments`
 };
 static_assert(sizeof(Segment) == 4 * sizeof(int64_t));
 
-struct Slots {
-  int64_t begin;
-  int64_t end;
+// A bucket's slots, as take and put get them.
+struct Picks {
+  const uint8_t* offsets;
+  const Segment* segments;
+  int64_t segment_count;
+  int64_t blocks;  // of the whole bucket
+  int64_t slots;   // likewise
+  int64_t phase;
 };
 
 // Whether no index made from this row can leave a bucket of so many blocks and slots.
@@ -38,14 +43,6 @@ HVD_BODY int64_t find_segment(const Segment* segments, int64_t count, int64_t bl
     }
   }
   return low - 1;
-}
-
-// The bucket's slots that a block holds.
-HVD_BODY Slots slots_of(const Segment& segment, int64_t block, int64_t phase) {
-  int64_t shift = modulo(phase, segment.blocks);
-  int64_t local = block - segment.first_block;
-  return {segment.first_slot + slot_start(local, segment.slots, segment.blocks, shift),
-          segment.first_slot + slot_start(local + 1, segment.slots, segment.blocks, shift)};
 }
 
 }  // namespace hvd_compress

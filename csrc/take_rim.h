@@ -2,29 +2,22 @@
 #pragma once
 
 #include "rim.h"
-#include "take.h"
 
 namespace hvd_compress {
 
-inline Take checked(const Tensor& residual, const std::optional<Tensor>& velocity,
-                    const Tensor& offsets, const Tensor& segments, const Tensor& invalid,
-                    const Tensor& payload, int64_t phase, double limit) {
-  int64_t blocks = check_residual(residual, velocity);
-  check_slots(offsets, segments, residual);
-  check_flat(invalid, "invalid", ScalarType::Int, residual);
-  check_numel(invalid, "invalid", 1);
-  check_payload(payload, "payload", offsets, residual);
-  STD_TORCH_CHECK(limit > 0, "limit has to be > 0, got ", limit);
-  return {data<float>(residual),
-          velocity_data(velocity),
-          const_data<uint8_t>(offsets),
-          segment_data(segments),
-          const_data<int32_t>(invalid),
-          segments.size(0),
-          blocks,
-          offsets.numel(),
-          phase,
-          static_cast<float>(limit)};
+struct Take {
+  Picks picks;
+  const float* residual;
+  float* values;
+};
+
+inline Take checked(const Tensor& residual, const Tensor& offsets, const Tensor& segments,
+                    const Tensor& values, int64_t phase) {
+  check_residual(residual, std::nullopt);
+  Picks picks = checked_picks(residual, offsets, segments, phase);
+  check_flat(values, "values", ScalarType::Float, residual);
+  check_numel(values, "values", picks.slots);
+  return {picks, const_data<float>(residual), data<float>(values)};
 }
 
 }  // namespace hvd_compress

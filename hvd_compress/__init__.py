@@ -2,6 +2,8 @@
 
 from ._version import __version__
 from .compressor import Compressor
+from .methods.fft import FFT
 from .methods.iwp import IWP
+from .methods.mipd import MIPD
 
-__all__ = ["IWP", "Compressor", "__version__"]
+__all__ = ["FFT", "IWP", "MIPD", "Compressor", "__version__"]

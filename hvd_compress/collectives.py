@@ -16,11 +16,15 @@ Kind = Literal["values", "indices", "dense_tensor", "budget"]
 
 @dataclass(frozen=True)
 class Request:
-    """A tensor that wants to cross the network: by which verb, and what it counts as in ``stats()``."""
+    """A tensor that wants to cross the network: by which verb, and what it counts as in ``stats()``.
+
+    ``name``: of what is not sent in every step, so that it shifts no other's name; names stand for constant shapes.
+    """
 
     verb: Verb
     tensor: torch.Tensor
     kind: Kind
+    name: str = "step"
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends, by the ring algorithm (headers of the transport apart)."""
@@ -33,10 +37,10 @@ def ring_bytes(verb: Verb, size: int, ranks: int) -> float:
     return {"allreduce": 2 * share * size, "allgather": (ranks - 1) * size, "alltoall": share * size}[verb]
 
 
-def allreduce(tensor: torch.Tensor, kind: Kind = "values") -> Request:
+def allreduce(tensor: torch.Tensor, kind: Kind = "values", name: str = "step") -> Request:
     """The sum over ranks; float16, float32, float64, int32 or int64, of one shape on all ranks. ``tensor`` stays as
     it is."""
-    return Request("allreduce", tensor, kind)
+    return Request("allreduce", tensor, kind, name)
 
 
 def allgather(tensor: torch.Tensor, kind: Kind = "indices") -> Request:

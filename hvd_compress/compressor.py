@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .bucket import Bucket, fill, in_order_of, is_dense
+from .bucket import Bucket, Segment, fill, in_order_of, is_dense
 from .collectives import Collectives, HorovodCollectives
 from .driver import Driver, Exchange
 from .guard import OptimizerGuard
@@ -44,11 +44,13 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A parameter's gradient that travels as it is, flat; ``strides`` are those of the payload's memory order."""
+    """A parameter's gradient that travels as it is, flat; ``strides`` are those of the payload's memory order, and
+    ``scale`` is what it was divided by."""
 
     number: int
     grad: Tensor
     strides: tuple[int, ...]
+    scale: float
 
 
 class Compressor(abc.ABC):
@@ -63,6 +65,7 @@ class Compressor(abc.ABC):
         seed: of all randomness; equal on all ranks. torch's own generators are never touched.
         min_numel: smallest tensor that is compressed, in entries.
         bucket_mb: a bucket's capacity in MiB of float32 gradients; each bucket is one exchange.
+        dense_values: how the tensors travel that are not compressed: ``"fp32"``, or ``"fp16"`` for half their bytes.
         process_set: the one given to Horovod's optimizer, if any.
         grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units.
         collectives: what carries the exchanges; Horovod by default.
@@ -80,6 +83,7 @@ class Compressor(abc.ABC):
         seed: int = 0,
         min_numel: int = 1024,
         bucket_mb: float = 16.0,
+        dense_values: str = "fp32",
         process_set: Any = None,
         grad_scaler: Any = None,
         collectives: Collectives | None = None,
@@ -87,9 +91,12 @@ class Compressor(abc.ABC):
         named = _checked(named_parameters)
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb must be above 0, got {bucket_mb}")
+        if dense_values not in ("fp16", "fp32"):
+            raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
         if min_numel < 1:
             raise ValueError(f"min_numel must be at least 1, got {min_numel}")
         self._seed = seed
+        self._dense_half = dense_values == "fp16"
         self._scaler = grad_scaler
         self._collectives: Collectives = collectives or HorovodCollectives(process_set)
         self._names = [name for name, _ in named]
@@ -143,6 +150,15 @@ class Compressor(abc.ABC):
 
     def restart(self, bucket: Bucket) -> None:
         """The ranks were formed anew: forget what new ranks cannot know. The residual may stay."""
+
+    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
+        """What this rank holds back of a parameter's gradients, in the parameter's shape: float32."""
+        return segment.shaped(bucket.residual)
+
+    def saved(self, segment: Segment, flat: Tensor) -> Tensor:
+        """What a checkpoint holds of a bucket-wide tensor: a view of the segment's part, as the method understands
+        it."""
+        return segment.shaped(flat)
 
     def method_state(self) -> dict[str, Any]:
         """What a checkpoint needs beyond the buckets' ``state``, by parameter name where it belongs to one."""
@@ -206,10 +222,22 @@ class Compressor(abc.ABC):
             assert isinstance(ctx, _Dense)
             if tensor.data_ptr() != ctx.grad.data_ptr():
                 ctx.grad.copy_(tensor.as_strided(ctx.grad.shape, ctx.strides))
+                if ctx.scale != 1.0:
+                    ctx.grad.mul_(ctx.scale)
             self.settle(ctx.number, ctx.grad)
             return ctx.grad
 
     # The user's view.
+
+    def residual(self, name: str) -> Tensor:
+        """What this rank holds back of the gradients of parameter ``name``: float32, of its shape, a copy; zeros for
+        one that travels dense. Raises ``KeyError`` for an unknown name."""
+        for bucket in self._buckets:
+            for segment in bucket.segments:
+                if segment.name == name:
+                    return self.held(bucket, segment).clone()
+        parameter = dict(zip(self._names, self._parameters, strict=True))[name]
+        return torch.zeros_like(parameter, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps: residuals and the like, by parameter name, and the step.
@@ -219,7 +247,7 @@ class Compressor(abc.ABC):
         if self._collecting:
             raise RuntimeError("state_dict() in the middle of a step; call it after optimizer.step()")
         tensors = {
-            segment.name: {key: segment.shaped(flat).clone() for key, flat in bucket.state.items()}
+            segment.name: {key: self.saved(segment, flat).clone() for key, flat in bucket.state.items()}
             for bucket in self._buckets
             for segment in bucket.segments
         }
@@ -254,13 +282,13 @@ class Compressor(abc.ABC):
             for key in bucket.state:
                 loaded = state["tensors"][segment.name].get(key)
                 got = "nothing" if loaded is None else f"shape {tuple(loaded.shape)}"
-                if loaded is None or loaded.shape != segment.parameter.shape:
-                    shape = tuple(segment.parameter.shape)
+                shape = tuple(self.saved(segment, bucket.state[key]).shape)
+                if loaded is None or loaded.shape != shape:
                     raise ValueError(f"{segment.name}: {key} needs shape {shape}, the state has {got}")
         self.load_method_state(state["extra"])
         for bucket, segment in places:
             for key, flat in bucket.state.items():
-                segment.shaped(flat).copy_(state["tensors"][segment.name][key])
+                self.saved(segment, flat).copy_(state["tensors"][segment.name][key])
         self._step = state["step"]
         self.traffic.load_state_dict(state["traffic"])
 
@@ -286,6 +314,11 @@ class Compressor(abc.ABC):
         norms = [bucket.residual.norm() for bucket in self._buckets]
         norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
         return {"steps": self._step, **self.traffic.report(), "residual_norm": norm}
+
+    @property
+    def scale(self) -> float:
+        """Of this step's gradients: the ``GradScaler``'s, or 1."""
+        return self._scale
 
     def parameters_text(self) -> str:
         """How many parameters are compressed, for ``__repr__``."""
@@ -363,10 +396,15 @@ class Compressor(abc.ABC):
         """A payload that Horovod accepts: contiguous, not bfloat16."""
         parameter = self._parameters[number]
         canonical = in_order_of(parameter, grad) if is_dense(parameter) else grad.contiguous()
-        if canonical.dtype == torch.bfloat16:
+        scale = 1.0
+        if self._dense_half and canonical.dtype in (torch.float32, torch.bfloat16):
+            # In unscaled units: a GradScaler's 65536 would leave float16 no room.
+            scale = self._scale
+            canonical = (canonical / scale).half()
+        elif canonical.dtype == torch.bfloat16:
             canonical = canonical.float()
         self.traffic.count_dense(canonical.numel(), canonical.nbytes, self._collectives.size)
-        return canonical.as_strided((canonical.numel(),), (1,)), _Dense(number, grad, canonical.stride())
+        return canonical.as_strided((canonical.numel(),), (1,)), _Dense(number, grad, canonical.stride(), scale)
 
     def _pass(self, tensor: Tensor) -> tuple[Tensor, None]:
         """Not a gradient of ours: as it is, and counted if it comes in the middle of a step."""

@@ -1,6 +1,7 @@
 """Runs exchanges: starts what they yield, resumes them when it is done, and waits only when told to."""
 
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import nullcontext
 
@@ -19,15 +20,15 @@ class _Running:
 
     def __init__(self, bucket: Bucket, exchange: Exchange) -> None:
         self.bucket, self.exchange = bucket, exchange
-        self.stage = 0
+        self.stages: Counter[str] = Counter()
         self.handle: Handle | None = None
 
 
 class Driver:
     """All exchanges of a step. ``label`` begins the names of their collectives, the same on all ranks.
 
-    A collective is named by its bucket and its place in the exchange: names are the same in every step, as Horovod's
-    response cache wants them, and ranks may start them in any order.
+    A collective is named by its bucket and its place among the exchange's collectives of that ``Request.name``: names
+    are the same in every step, as Horovod's response cache wants them, and ranks may start them in any order.
     """
 
     def __init__(self, collectives: Collectives, traffic: Traffic, label: str) -> None:
@@ -77,5 +78,6 @@ class Driver:
             finally:
                 bucket.order.leave()
             self._traffic.count_request(request, self._collectives.size)
-            running.handle = self._collectives.start(request, f"{self._label}.{bucket.index}.{running.stage}")
-            running.stage += 1
+            name = f"{self._label}.{bucket.index}.{request.name}.{running.stages[request.name]}"
+            running.handle = self._collectives.start(request, name)
+            running.stages[request.name] += 1

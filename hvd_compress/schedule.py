@@ -1,6 +1,29 @@
 """Density over time."""
 
+import math
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch.optim import Optimizer
+
+
+@runtime_checkable
+class Density(Protocol):
+    """The share of the entries that is sent in a step: the same on all ranks, and the same for many steps on end."""
+
+    def __call__(self, step: int) -> float:
+        """The density of step ``step``, counted from 0: in (0, 1]."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must carry."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+
+
+def _check(density: float) -> None:
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"density must lie in (0, 1], got {density}")
 
 
 @dataclass(frozen=True)
@@ -15,13 +38,11 @@ class WarmUp:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density must lie in (0, 1], got {self.density}")
+        _check(self.density)
         if self.steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.steps}")
 
     def __call__(self, step: int) -> float:
-        """The density of step ``step``, counted from 0."""
         stages = []
         stage = 0.25
         while stage > self.density * 1.001:
@@ -30,3 +51,45 @@ class WarmUp:
         if step >= self.steps or not stages:
             return self.density
         return stages[step * len(stages) // self.steps]
+
+    def __str__(self) -> str:
+        return f"1/{1 / self.density:g}" + (f", warm-up {self.steps} steps" if self.steps else "")
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """There is none."""
+
+
+class Diminishing:
+    """What is dropped shrinks with the learning rate: ``1 - density(t) = (1 - density) lr(t) / max lr`` (the
+    diminishing compression ratio of Wang et al., HPDC 2020, with which SGD keeps its rate).
+
+    The density rises to 1 as the rate falls to 0, and so do the bytes. It moves in steps of a factor 2**(1/2), since
+    every change is a new shape on the wire.
+
+    Args:
+        density: at the highest learning rate, in (0, 1].
+        optimizer: whose first parameter group's ``lr`` counts; the same on all ranks.
+    """
+
+    def __init__(self, density: float, optimizer: Optimizer) -> None:
+        _check(density)
+        self.density, self._optimizer, self._highest = density, optimizer, 0.0
+
+    def __call__(self, step: int) -> float:
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        self._highest = max(self._highest, rate)
+        kept = 1.0 - (1.0 - self.density) * (rate / self._highest if self._highest else 1.0)
+        halvings = math.floor(2 * math.log2(kept / self.density) + 1e-6) / 2
+        return min(self.density * math.pow(2.0, halvings), 1.0)
+
+    def __str__(self) -> str:
+        return f"1/{1 / self.density:g} and more as the learning rate falls"
+
+    def state(self) -> dict[str, Any]:
+        return {"highest": self._highest}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._highest = state["highest"]

@@ -1,11 +1,18 @@
-"""Which entries of a bucket are sent, and who decides: one allgather of picks gives every rank the same list.
+"""Which entries of a bucket are sent, and who decides.
 
-Slots (see :mod:`~hvd_compress.reference`) are dealt to the ranks in runs of ``run``, in an order of ranks that is drawn
-anew each step, so that every rank leads the same number of slots and each slot's leader is random.
+Slots (see :mod:`~hvd_compress.reference`) are either led, or shared, or all there are:
+
+- :class:`BlockSelection`, :class:`TopkSelection`: dealt to the ranks in runs of ``run``, in an order of ranks that is
+  drawn anew each step, so that every rank leads the same number of slots and each slot's leader is random. One
+  allgather of picks gives every rank the same list.
+- :class:`SharedSelection`: from scores that all ranks hold alike, without a message.
+- :class:`Everything`: density 1.
 """
 
 import abc
+import math
 import zlib
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,121 +21,40 @@ from torch import Tensor
 
 from . import ops, reference
 from .bucket import Bucket, Segment
+from .collectives import Request, allgather
 from .reference import BLOCK
 from .rng import derive, permutation
+
+Agreement = Generator[Request, Tensor, None]
 
 
 @dataclass
 class Turn:
     """What all ranks draw alike for one bucket's step: the key of its randomness and who stands where."""
 
+    step: int
     key: int
     order: list[int]
 
     @classmethod
     def draw(cls, seed: int, step: int, bucket: int, ranks: int) -> "Turn":
         key = derive(seed, step, bucket)
-        return cls(key, permutation(key, ranks))
-
-
-class Selection(abc.ABC):
-    """One bucket's picks. ``slots[i]`` are those of segment i; ``run`` is how many a leader picks in a row."""
-
-    #: dtype of a pick on the wire.
-    dtype: torch.dtype
-    #: Whether a parameter's picks are made as its gradient comes, while it is in the cache, or by :meth:`choose`.
-    at_once: bool
-
-    def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
-        self.bucket, self.slots, self.run, self.ranks, self.rank = bucket, slots, run, ranks, rank
-        self.total = sum(slots)
-        self.first = list(accumulate(slots[:-1], initial=0))
-        self.segments = torch.tensor(
-            [(s.first_block, s.blocks, self.first[i], slots[i]) for i, s in enumerate(bucket.segments)],
-            dtype=torch.int64,
-            device=bucket.device,
-        )
-        mine = -(-self.total // (run * ranks)) * run
-        self.head = 4 // self.dtype.itemsize
-        #: What the allgather carries: four bytes that must be the same on all ranks, then this rank's picks.
-        self.plane = torch.zeros(self.head + mine, dtype=self.dtype, device=bucket.device)
-        self.picks = self.plane[self.head :]
-
-    def begin(self, turn: Turn, check: bool) -> None:
-        """A new step. ``check``: whether to find out if all ranks are in the same one (a look at the result: it waits
-        for a GPU)."""
-        self.turn, self.check = turn, check
-        self.position = turn.order.index(self.rank)
-        if check:
-            stamp = zlib.crc32(repr((turn.key, self.run, self.slots)).encode()) & 0x7FFFFFFF
-            self.plane[: self.head].view(torch.int32).fill_(stamp)
+        return cls(step, key, permutation(key, ranks))
 
     @property
     def phase(self) -> int:
-        return self.turn.key & 0xFFFF
-
-    def in_slot_order(self, gathered: Tensor) -> Tensor:
-        """All ranks' picks, as the allgather lined them up by rank, put into the order of the slots.
-
-        Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
-        """
-        planes = gathered.view(self.ranks, -1)
-        if self.check and not bool((planes[:, : self.head] == planes[0, : self.head]).all()):
-            raise RuntimeError(
-                "the ranks' compressors disagree: seed, density, leaders and step must be the same on all (was a state "
-                "loaded on some ranks only? was the seed made from the rank?)"
-            )
-        by_rank = planes[:, self.head :].reshape(self.ranks, -1, self.run)
-        order = torch.tensor(self.turn.order, device=gathered.device)
-        return by_rank.index_select(0, order).transpose(0, 1).reshape(-1)[: self.total]
-
-    def receive(self, position: int, grad: Tensor, velocity: Tensor | None, rule: "Rule", select: bool) -> None:
-        """A segment's gradient goes into the residual, and its picks are made (if ``select``, and :attr:`at_once`)."""
-        segment = self.bucket.segments[position]
-        early = select and self.at_once
-        ops.accumulate_select(
-            grad,
-            segment.of(self.bucket.residual),
-            segment.parameter.detach(),
-            None if velocity is None else segment.of(velocity),
-            rule.floors[position : position + 1],
-            self.picks if early else self.picks.new_empty(0, dtype=torch.uint8),
-            rule.invalid,
-            rule.scale,
-            rule.momentum,
-            self.slots[position] if early else 0,
-            self.first[position],
-            self.phase,
-            self.run,
-            self.ranks,
-            self.position,
-            int(reference.mix(position, self.turn.key)),
-            rule.threshold,
-        )
-
-    def choose(self, rule: "Rule") -> None:
-        """The last chance to fill ``picks``, with the whole residual at hand."""
-
-    @abc.abstractmethod
-    def take(self, picks: Tensor, velocity: Tensor | None, invalid: Tensor, payload: Tensor, limit: float) -> None:
-        """See :func:`hvd_compress.reference.take`; ``picks`` are all slots', in slot order."""
-
-    @abc.abstractmethod
-    def put(self, picks: Tensor, total: Tensor, sent: Tensor, scale: float) -> None:
-        """See :func:`hvd_compress.reference.put`."""
-
-    def gradients(self) -> list[Tensor]:
-        empty = torch.empty(0, device=self.bucket.device)
-        return [empty if grad is None else grad for grad in self.bucket.gradients]
+        return self.key & 0xFFFF
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How entries are scored: ``floors`` (float32, (segments,)) under the weights, the share ``explore`` of random
-    picks, ``scale`` of incoming gradients, ``momentum``, and the flag for gradients that are not finite (int32,
-    (1,))."""
+    """How entries are scored: |residual| / (|weight| + floor), or |residual| where ``floors`` is None.
 
-    floors: Tensor
+    ``floors``: float32, (segments,). ``explore``: the share of random picks. ``scale`` of incoming gradients,
+    ``momentum``, and the flag for gradients that are not finite (int32, (1,)).
+    """
+
+    floors: Tensor | None
     explore: float
     scale: float
     momentum: float
@@ -138,56 +64,345 @@ class Rule:
     def threshold(self) -> int:
         return int(self.explore * 2**32)
 
+    def score(self, bucket: Bucket, position: int) -> Tensor:
+        """Of a segment's entries, in memory order: float32, (entries,)."""
+        segment = bucket.segments[position]
+        magnitude = segment.of(bucket.residual)[: segment.numel].abs()
+        if self.floors is None:
+            return magnitude
+        weight = segment.parameter.detach().as_strided((segment.numel,), (1,)).float().abs()
+        return magnitude / (weight + self.floors[position])
 
-def importance(bucket: Bucket, segment: Segment, floor: Tensor) -> Tensor:
-    """|residual| / (|weight| + floor) of a segment's entries, in memory order: float32, (entries,)."""
-    weight = segment.parameter.detach().as_strided((segment.numel,), (1,)).float().abs()
-    return segment.of(bucket.residual)[: segment.numel].abs() / (weight + floor)
+
+class Selection(abc.ABC):
+    """One bucket's entries of this step. ``slots[i]`` are those of segment i."""
+
+    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
+        self.bucket, self.slots = bucket, slots
+        self.total = sum(slots)
+        self.first = list(accumulate(slots[:-1], initial=0))
+        self.values = torch.empty(self.total, device=bucket.device)
+
+    def begin(self, turn: Turn, check: bool) -> None:
+        """A new step. ``check``: whether to find out if all ranks are in the same one (a look at the result: it waits
+        for a GPU)."""
+        self.turn, self.check = turn, check
+
+    def receive(self, position: int, grad: Tensor, velocity: Tensor | None, rule: Rule) -> None:
+        """A segment's gradient goes into the residual and becomes zero."""
+        self._accumulate(position, grad, velocity, rule, 0, grad.new_empty(0, dtype=torch.uint8))
+
+    def agree(self, rule: Rule) -> Agreement:
+        """An exchange that ends with the same entries on every rank."""
+        yield from ()
+
+    @abc.abstractmethod
+    def take(self, memory: Tensor) -> Tensor:
+        """The entries' values in a bucket-wide tensor: float32, (slots,), memory of the selection."""
+
+    @abc.abstractmethod
+    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+        """See :func:`hvd_compress.reference.put`; ``targets``: one a segment, to be assigned to, or empty."""
+
+    def _accumulate(
+        self,
+        position: int,
+        grad: Tensor,
+        velocity: Tensor | None,
+        rule: Rule,
+        slots: int,
+        picks: Tensor,
+        run: int = 1,
+        ranks: int = 1,
+        place: int = 0,
+    ) -> None:
+        segment = self.bucket.segments[position]
+        weighted = rule.floors is not None
+        ops.accumulate_select(
+            grad,
+            segment.of(self.bucket.residual),
+            segment.parameter.detach() if weighted else None,
+            None if velocity is None else segment.of(velocity),
+            rule.floors[position : position + 1] if rule.floors is not None else _zero(grad.device),
+            picks,
+            rule.invalid,
+            rule.scale,
+            rule.momentum,
+            slots,
+            self.first[position],
+            self.turn.phase,
+            run,
+            ranks,
+            place,
+            self.key(position),
+            rule.threshold,
+        )
+
+    def key(self, position: int) -> int:
+        """Of a segment's randomness in this step."""
+        return int(reference.mix(position, self.turn.key))
 
 
-class BlockSelection(Selection):
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device)
+
+
+def _rows(bucket: Bucket, slots: list[int], first: list[int]) -> Tensor:
+    """The operators' table: first block, blocks, first slot, slots of every segment."""
+    rows = [(s.first_block, s.blocks, first[i], slots[i]) for i, s in enumerate(bucket.segments)]
+    return torch.tensor(rows, dtype=torch.int64, device=bucket.device)
+
+
+class Led(Selection):
+    """Leaders pick. ``run`` is how many slots a leader picks in a row."""
+
+    #: dtype of a pick on the wire.
+    dtype: torch.dtype
+
+    def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
+        super().__init__(bucket, slots)
+        self.run, self.ranks, self.rank = run, ranks, rank
+        self.segments = _rows(bucket, slots, self.first)
+        mine = -(-self.total // (run * ranks)) * run
+        self.head = 4 // self.dtype.itemsize
+        #: What the allgather carries: four bytes that must be the same on all ranks, then this rank's picks.
+        self.plane = torch.zeros(self.head + mine, dtype=self.dtype, device=bucket.device)
+        self.own = self.plane[self.head :]
+
+    def begin(self, turn: Turn, check: bool) -> None:
+        super().begin(turn, check)
+        self.position = turn.order.index(self.rank)
+        if check:
+            stamp = zlib.crc32(repr((turn.key, self.run, self.slots)).encode()) & 0x7FFFFFFF
+            self.plane[: self.head].view(torch.int32).fill_(stamp)
+
+    def choose(self, rule: Rule) -> None:
+        """The last chance to fill ``own``, with the whole residual at hand."""
+
+    def agree(self, rule: Rule) -> Agreement:
+        self.choose(rule)
+        gathered = yield allgather(self.plane, "indices")
+        self.picks = self.in_slot_order(gathered)
+
+    def in_slot_order(self, gathered: Tensor) -> Tensor:
+        """All ranks' picks, as the allgather lined them up by rank, put into the order of the slots.
+
+        Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
+        """
+        planes = gathered.view(self.ranks, -1)
+        if self.check and not bool((planes[:, : self.head] == planes[0, : self.head]).all()):
+            raise disagreement()
+        by_rank = planes[:, self.head :].reshape(self.ranks, -1, self.run)
+        order = torch.tensor(self.turn.order, device=gathered.device)
+        return by_rank.index_select(0, order).transpose(0, 1).reshape(-1)[: self.total]
+
+
+def disagreement() -> RuntimeError:
+    """What to raise where the ranks do not draw from the same seed and step."""
+    return RuntimeError(
+        "the ranks' compressors disagree: seed, density, leaders and step must be the same on all (was a state "
+        "loaded on some ranks only? was the seed made from the rank?)"
+    )
+
+
+class BlockSelection(Led):
     """m of every 256: picks are offsets in a block, one byte each, made while the gradient is in the cache."""
 
     dtype = torch.uint8
-    at_once = True
 
-    def take(self, picks: Tensor, velocity: Tensor | None, invalid: Tensor, payload: Tensor, limit: float) -> None:
-        ops.take(self.bucket.residual, velocity, picks, self.segments, invalid, payload, self.phase, limit)
+    def receive(self, position: int, grad: Tensor, velocity: Tensor | None, rule: Rule) -> None:
+        slots = self.slots[position]
+        self._accumulate(position, grad, velocity, rule, slots, self.own, self.run, self.ranks, self.position)
 
-    def put(self, picks: Tensor, total: Tensor, sent: Tensor, scale: float) -> None:
-        ops.put(self.gradients(), self.bucket.residual, picks, self.segments, total, sent, self.phase, scale)
+    def take(self, memory: Tensor) -> Tensor:
+        ops.take(memory, self.picks, self.segments, self.values, self.turn.phase)
+        return self.values
+
+    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+        phase = self.turn.phase
+        ops.put(targets, self.bucket.residual, velocity, self.picks, self.segments, mean, lost, phase, scale)
 
 
-class TopkSelection(Selection):
+class TopkSelection(Led):
     """Exact: every leader picks its share of a whole parameter's entries, the largest scores. Four bytes a pick.
 
     The oracle for :class:`BlockSelection`, in plain torch: slow and without an upper bound on how far it looks.
     """
 
     dtype = torch.int32
-    at_once = False
 
     def choose(self, rule: Rule) -> None:
         for position, segment in enumerate(self.bucket.segments):
             edges = torch.tensor([self.first[position], self.first[position] + self.slots[position]])
             low, high = reference.owned(edges, self.run, self.ranks, self.position).tolist()
-            score = importance(self.bucket, segment, rule.floors[position])
+            score = rule.score(self.bucket, position)
             random = round((high - low) * rule.explore)
             best = score.topk(high - low - random).indices
             score[best] = -1.0
-            noise = reference.mix(
-                torch.arange(segment.numel, device=score.device), int(reference.mix(position, self.turn.key))
-            )
+            noise = reference.mix(torch.arange(segment.numel, device=score.device), self.key(position))
             assert isinstance(noise, Tensor)
             lucky = (score / reference.exponential(noise)).topk(random).indices
             picked = torch.cat([best, lucky]).sort().values + segment.first_block * BLOCK
-            self.picks[low:high] = picked.to(torch.int32)
+            self.own[low:high] = picked.to(torch.int32)
 
-    def take(self, picks: Tensor, velocity: Tensor | None, invalid: Tensor, payload: Tensor, limit: float) -> None:
-        reference.take_at(self.bucket.residual, velocity, picks.long(), invalid, payload, limit)
+    def take(self, memory: Tensor) -> Tensor:
+        return torch.index_select(memory, 0, self.picks, out=self.values)
 
-    def put(self, picks: Tensor, total: Tensor, sent: Tensor, scale: float) -> None:
-        reference.put_at(self.gradients(), self.bucket.residual, picks.long(), self.segments, total, sent, scale)
+    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+        where = self.picks.long()
+        reference.put_at(targets, self.bucket.residual, velocity, where, self.segments, mean, lost, scale)
 
 
-SELECTIONS: dict[str, type[Selection]] = {"block": BlockSelection, "topk": TopkSelection}
+class Unled(Selection):
+    """The same entries on all ranks without a leader, and every entry at most once."""
+
+    #: Whether only half of the entries have their turn in a step.
+    halves = False
+
+    @abc.abstractmethod
+    def turns(self) -> list["Part"]:
+        """Whose turn it is: the part of each segment that may be sent."""
+
+    @abc.abstractmethod
+    def read(self, memory: Tensor) -> Tensor:
+        """As :meth:`take`, in memory of its own."""
+
+    @abc.abstractmethod
+    def write(self, memory: Tensor, values: Tensor) -> None:
+        """The inverse of :meth:`read`."""
+
+
+class Everything(Unled):
+    """Every entry, padding included: no indices are needed, and nothing waits."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket, [segment.blocks * BLOCK for segment in bucket.segments])
+
+    def turns(self) -> list["Part"]:
+        return [whole(segment) for segment in self.bucket.segments]
+
+    def take(self, memory: Tensor) -> Tensor:
+        return self.values.copy_(memory)
+
+    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+        # The velocity goes on as in plain momentum: nothing was held back.
+        residual = self.bucket.residual
+        residual.copy_(torch.where(mean.isfinite(), lost, residual))
+        for segment, target in zip(self.bucket.segments, targets, strict=True):
+            if target.numel():
+                flat = target.as_strided((target.numel(),), (1,))
+                flat.copy_(segment.of(mean)[: target.numel()] * scale)
+
+    def read(self, memory: Tensor) -> Tensor:
+        return memory.clone()
+
+    def write(self, memory: Tensor, values: Tensor) -> None:
+        memory.copy_(values)
+
+
+class SharedSelection(Unled):
+    """m of every 256 by scores that are equal on all ranks; with ``halves``, in that half of every parameter whose turn
+    it is: its first or its last blocks. A single block is always its own half."""
+
+    def __init__(self, bucket: Bucket, slots: list[int], halves: bool) -> None:
+        super().__init__(bucket, slots)
+        self.halves = halves
+
+    def begin(self, turn: Turn, check: bool) -> None:
+        super().begin(turn, check)
+        segments = enumerate(self.bucket.segments)
+        self.parts = [half(s, (turn.step + i) % 2) if self.halves else whole(s) for i, s in segments]
+        rows = [(p.first, p.blocks, self.first[i], self.slots[i]) for i, p in enumerate(self.parts)]
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=self.bucket.device)
+        self.picks = torch.zeros(self.total, dtype=torch.uint8, device=self.bucket.device)
+        self.base = reference.positions(self.picks, self.rows, turn.phase)
+
+    def turns(self) -> list["Part"]:
+        return self.parts
+
+    def pick(self, position: int, score: Tensor, explore: float) -> None:
+        """A segment's picks, by the ``score`` of its entries: float32, (entries,)."""
+        slots, first, key = self.slots[position], self.first[position], self.key(position)
+        part = self.parts[position]
+        mine = part.of(score)
+        mine = torch.nn.functional.pad(mine, (0, part.blocks * BLOCK - mine.numel()))
+        ops.select(mine, self.picks, slots, first, self.turn.phase, 1, 1, 0, key, int(explore * 2**32))
+
+    def take(self, memory: Tensor) -> Tensor:
+        self.where = self.base + self.picks
+        return torch.index_select(memory, 0, self.where, out=self.values)
+
+    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+        parts = [p.of(target) if target.numel() else target for p, target in zip(self.parts, targets, strict=True)]
+        phase = self.turn.phase
+        ops.put(parts, self.bucket.residual, velocity, self.picks, self.rows, mean, lost, phase, scale)
+
+    def read(self, memory: Tensor) -> Tensor:
+        return memory[self.where]
+
+    def write(self, memory: Tensor, values: Tensor) -> None:
+        memory[self.where] = values
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some blocks of a segment: ``first`` counts in the bucket, ``skipped`` in the segment."""
+
+    first: int
+    skipped: int
+    blocks: int
+
+    def of(self, target: Tensor) -> Tensor:
+        """Its entries in a tensor of the whole segment, in memory order, flat; the last may lack padding."""
+        begin, end = self.skipped * BLOCK, (self.skipped + self.blocks) * BLOCK
+        return target.as_strided((target.numel(),), (1,))[begin:end]
+
+    def of_bucket(self, flat: Tensor) -> Tensor:
+        """Its entries in a bucket-wide tensor, padding included."""
+        return flat[self.first * BLOCK : (self.first + self.blocks) * BLOCK]
+
+
+def whole(segment: Segment) -> Part:
+    """All of it."""
+    return Part(segment.first_block, 0, segment.blocks)
+
+
+def half(segment: Segment, turn: int) -> Part:
+    """The first (0) or the last (1) half of a segment's blocks."""
+    early = segment.blocks // 2
+    if not early:
+        return whole(segment)
+    if turn:
+        return Part(segment.first_block + early, early, segment.blocks - early)
+    return Part(segment.first_block, 0, early)
+
+
+def smaller_half(segment: Segment) -> int:
+    """Entries of the half that has fewer."""
+    early = segment.blocks // 2 * BLOCK
+    return min(early, segment.numel - early) if early else segment.numel
+
+
+LED: dict[str, type[Led]] = {"block": BlockSelection, "topk": TopkSelection}
+
+
+def run_length(leaders: int | None, density: float, ranks: int) -> int:
+    """How many slots a leader picks in a row, so that ``leaders`` (None: all ranks) share a block's on average."""
+    return 1 if leaders is None else max(1, math.ceil(density * BLOCK / min(leaders, ranks)))
+
+
+def check_leaders(leaders: int | None) -> None:
+    """Raises ``ValueError``."""
+    if leaders is not None and leaders < 1:
+        raise ValueError(f"leaders must be at least 1, or None for all ranks, got {leaders}")
+
+
+def check_explore(explore: float) -> None:
+    """Raises ``ValueError``."""
+    if not 0.0 <= explore <= 1.0:
+        raise ValueError(f"explore must lie in [0, 1], got {explore}")
+
+
+def leaders_text(leaders: int | None) -> str:
+    """For a ``__repr__``."""
+    return "all ranks lead" if leaders is None else f"{leaders} random leader(s) a block"

@@ -19,10 +19,10 @@ fi
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 mkdir "$copy/hvd_compress" "$copy/tests"
-cp hvd_compress/{ops,reference,_version}.py "$copy/hvd_compress/"
+cp -r hvd_compress/{ops,reference,_version.py} "$copy/hvd_compress/"
 cp "$binary" "$copy/hvd_compress/_C.abi3.so"
 touch "$copy/hvd_compress/__init__.py"
-cp tests/strategies.py tests/test_{accumulate_select,take,put}.py "$copy/tests/"
+cp tests/operators/*.py "$copy/tests/"
 cd "$copy"
 
 echo "sha256 $(sha256sum hvd_compress/_C.abi3.so | cut -c1-16)"

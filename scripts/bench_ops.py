@@ -56,11 +56,12 @@ class Bench:
         print(f"| {name} | {seconds * 1e3:.2f} | {rate:.1f} | {share:.0%} | {ratio} | {wrong} |", flush=True)
 
     def accumulate_select(
-        self, name: str, dtype: torch.dtype, each: int, ranks: int, explore: int, velocity: bool
+        self, name: str, dtype: torch.dtype, each: int, ranks: int, explore: int, velocity: bool, weighted: bool = True
     ) -> None:
         """``each`` slots a block, dealt one by one to ``ranks``; each = 0 accumulates only."""
         padded = self.blocks * BLOCK
-        grad, weight, residual = self.random(self.n, dtype), self.random(self.n, dtype), self.random(padded)
+        grad, residual = self.random(self.n, dtype), self.random(padded)
+        weight = self.random(self.n, dtype) if weighted else None
         residual[self.n :] = 0
         momentum = self.random(padded) if velocity else None
         floor = torch.tensor([1e-3], device=self.device)
@@ -71,10 +72,10 @@ class Bench:
 
         mine = [None if tensor is None else tensor.clone() for tensor in tensors]
         wanted = [None if tensor is None else tensor.clone() for tensor in tensors]
-        ops.accumulate_select(*mine, *numbers)  # type: ignore[arg-type]
-        reference.accumulate_select(*wanted, *numbers)  # type: ignore[arg-type]
+        ops.accumulate_select(*mine, *numbers)  # type: ignore[arg-type, call-arg]
+        reference.accumulate_select(*wanted, *numbers)  # type: ignore[arg-type, call-arg]
         wrong = sum(int((a != b).sum()) for a, b in zip(mine, wanted, strict=True) if a is not None and b is not None)
-        seconds = self.time(lambda: ops.accumulate_select(*tensors, *numbers))  # type: ignore[arg-type]
+        seconds = self.time(lambda: ops.accumulate_select(*tensors, *numbers))  # type: ignore[arg-type, call-arg]
 
         def obvious() -> None:
             flat = residual[: self.n]
@@ -82,53 +83,68 @@ class Bench:
             flat += step
             grad.zero_()
             if each:
-                torch.topk(flat.abs() / (weight.float().abs() + floor), max(1, self.blocks * each // ranks))
+                score = flat.abs() if weight is None else flat.abs() / (weight.float().abs() + floor)
+                torch.topk(score, max(1, self.blocks * each // ranks))
 
-        read_weight = each >= ranks  # then this rank leads in every block
+        read_weight = weighted and each >= ranks  # then this rank leads in every block
         size = self.n * (8 + grad.element_size() * (1 + read_weight) + 8 * velocity)
         self.row(f"accumulate_select {name}", seconds, size, self.time(obvious, 3), wrong)
 
-    def take_put(self, each: int, dtype: torch.dtype) -> None:
-        """``each`` slots a block. The obvious code sends the same entries by flat int64 indices."""
+    def select(self, name: str, each: int, ranks: int, explore: int) -> None:
+        """``each`` slots a block, dealt one by one to ``ranks``; this rank leads in every block."""
+        score = self.random(self.blocks * BLOCK).abs()
+        offsets = torch.zeros(self.blocks * each // ranks + 1, dtype=torch.uint8, device=self.device)
+        wanted = offsets.clone()
+        numbers = (each * self.blocks, 0, 0, 1, ranks, 0, 1234, explore)
+        ops.select(score, offsets, *numbers)
+        reference.select(score, wanted, *numbers)
+        wrong = int((offsets != wanted).sum())
+        seconds = self.time(lambda: ops.select(score, offsets, *numbers))
+        torch_seconds = self.time(lambda: torch.topk(score, self.blocks * each // ranks), 3)
+        self.row(f"select {name}", seconds, 4 * score.numel(), torch_seconds, wrong)
+
+    def take_put(self, each: int, velocity: bool) -> None:
+        """``each`` slots a block. The obvious code reaches the same entries by flat int64 indices."""
         slots, padded = each * self.blocks, self.blocks * BLOCK
         generator = torch.Generator().manual_seed(1)
         offsets = torch.randint(0, BLOCK, (slots,), generator=generator).to(torch.uint8).to(self.device)
         segments = torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
         residual, grad = self.random(padded), torch.zeros(self.n, device=self.device)
-        invalid = torch.zeros(1, dtype=torch.int32, device=self.device)
-        payload = torch.empty(slots, dtype=dtype, device=self.device)
-        indices = reference._positions(offsets, segments, 0).clamp(max=self.n - 1)
-
-        mine, wanted, sent = residual.clone(), residual.clone(), payload.clone()
-        ops.take(mine, None, offsets, segments, invalid, payload, 0, 65504.0)
-        reference.take(wanted, None, offsets, segments, invalid, sent, 0, 65504.0)
-        wrong = int((mine != wanted).sum()) + int((payload != sent).sum())
+        momentum = torch.ones(padded, device=self.device) if velocity else None
+        values, wanted = (torch.empty(slots, device=self.device) for _ in range(2))
+        indices = reference.positions(offsets, segments, 0).clamp(max=self.n - 1)
+        mine = residual.clone()
 
         def again() -> None:
             mine.copy_(residual)
 
-        seconds = self.time(lambda: ops.take(mine, None, offsets, segments, invalid, payload, 0, 65504.0), before=again)
+        name = f"{each} of 256{', velocity' if velocity else ''}"
+        if not velocity:
+            ops.take(mine, offsets, segments, values, 0)
+            reference.take(mine, offsets, segments, wanted, 0)
+            wrong = int((values != wanted).sum())
+            seconds = self.time(lambda: ops.take(mine, offsets, segments, values, 0), before=again)
+            torch_seconds = self.time(lambda: torch.index_select(mine, 0, indices, out=values), before=again)
+            self.row(f"take {name}", seconds, slots * (1 + 4 + 4), torch_seconds, wrong)
 
-        def obvious_take() -> None:
-            value = mine[indices]
-            payload.copy_(value)
-            mine[indices] = value - payload.float()
-
-        size = slots * (1 + 8 + payload.element_size())
-        self.row(f"take {each} of 256, {dtype}", seconds, size, self.time(obvious_take, before=again), wrong)
-
-        other = grad.clone()
-        mine.copy_(wanted)
-        ops.put([grad], mine, offsets, segments, payload, payload, 0, 0.25)
-        reference.put([other], wanted, offsets, segments, payload, payload, 0, 0.25)
-        wrong = int((grad != other).sum()) + int((mine != wanted).sum())
-        seconds = self.time(lambda: ops.put([grad], mine, offsets, segments, payload, payload, 0, 0.25), before=again)
+        mean, lost = self.random(slots), self.random(slots) * 1e-3
+        others = [tensor if tensor is None else tensor.clone() for tensor in (grad, residual, momentum)]
+        ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25)
+        reference.put([others[0]], others[1], others[2], offsets, segments, mean, lost, 0, 0.25)  # type: ignore[list-item, arg-type]
+        got = (grad, mine, momentum)
+        wrong = sum(int((a != b).sum()) for a, b in zip(got, others, strict=True) if a is not None and b is not None)
+        seconds = self.time(
+            lambda: ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25), before=again
+        )
 
         def obvious_put() -> None:
-            grad[indices] = payload.float() * 0.25
+            grad[indices] = mean * 0.25
+            mine[indices] = lost
+            if momentum is not None:
+                momentum[indices] = 0.0
 
-        size = slots * (1 + 4 + payload.element_size())
-        self.row(f"put {each} of 256, {dtype}", seconds, size, self.time(obvious_put, before=again), wrong)
+        size = slots * (1 + 8 + 8 + 4 * velocity)
+        self.row(f"put {name}", seconds, size, self.time(obvious_put, before=again), wrong)
 
 
 def main() -> None:
@@ -154,8 +170,11 @@ def main() -> None:
     bench.accumulate_select("fp32, no slots", torch.float32, 0, 1, 0, False)
     bench.accumulate_select("bf16, 1 of 4 slots", torch.bfloat16, 4, 4, 0, False)
     bench.accumulate_select("fp16, 1 of 4 slots", torch.float16, 4, 4, 0, False)
-    bench.take_put(4, torch.float32)
-    bench.take_put(4, torch.float16)
+    bench.accumulate_select("fp32, 1 of 4 slots, no weight", torch.float32, 4, 4, 0, False, False)
+    bench.select("1 of 4 slots", 4, 4, 0)
+    bench.select("1 of 4 slots, explored", 4, 4, every)
+    bench.take_put(4, False)
+    bench.take_put(4, True)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ step "loads" loads.txt "$python" -c \
   'from hvd_compress import ops; assert ops.COMPILED and ops.COMPILED_CUDA; print("both extensions")'
 
 pytest=("$python" -m pytest -q -p no:cacheprovider --rootdir "$copy")
-tests=(tests/test_accumulate_select.py tests/test_take.py tests/test_put.py)
+tests=(tests/operators)
 step "operators on cuda = reference" ops.txt "${pytest[@]}" "${tests[@]}" -k "cuda"
 step "operators on cpu = reference" cpu.txt "${pytest[@]}" "${tests[@]}" -k "not cuda"
 
@@ -131,9 +131,11 @@ else
   row "compute-sanitizer" "not run" "it is not in $CUDA_HOME/bin"
 fi
 
-if step "benchmark" bench.txt "$python" scripts/bench_ops.py --device cuda; then
-  cp "$work/bench.txt" "$work/bench.log"
-fi
+for bench in bench_ops bench_codes; do
+  if step "$bench" "$bench.txt" "$python" "scripts/$bench.py" --device cuda; then
+    cat "$work/$bench.txt" >>"$work/bench.log"
+  fi
+done
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 if ((${#sdists[@]} == 0)); then
@@ -181,7 +183,8 @@ chmod +x "$work/rank.sh"
 # shellcheck disable=SC2329
 train() {
   env HOROVOD_STALL_CHECK_TIME_SECONDS=20 HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 NCCL_DEBUG=WARN \
-    "$work/venv/bin/horovodrun" --gloo -np 2 "$work/rank.sh" "$1" "$python" tests/parallel/check_training.py
+    "$work/venv/bin/horovodrun" --gloo -np 2 "$work/rank.sh" "$1" "$python" tests/parallel/check_training.py iwp fft mipd iwp-lanes4:plain iwp-lloyd4:plain iwp-range8:plain \
+    fft-gather:plain mipd-compensated:plain
 }
 export -f train
 

@@ -4,6 +4,8 @@
 #   usage: measure.sh digits [OUT]
 #          measure.sh cifar10 DATA_DIR [OUT]           DATA_DIR holds cifar-10-batches-py/
 #          measure.sh cifar10-short DATA_DIR [OUT]
+#          measure.sh cifar10-budgets DATA_DIR [OUT]   every method at 1/64 and 1/16 of the dense bytes
+#          measure.sh gradients DATA_DIR [OUT]         errors against bits, on gradients recorded from both
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -21,7 +23,7 @@ case ${1:-} in
       common=(--data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 --seed "$seed")
       one "none-$seed" "${common[@]}" --compression none
       one "fp16-$seed" "${common[@]}" --compression fp16
-      one "iwp-64-$seed" "${common[@]}" --compression iwp --density 1/64
+      one "iwp-64-$seed" "${common[@]}" --compression iwp --density 1/64 --values fp16
     done
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
@@ -31,9 +33,9 @@ case ${1:-} in
     common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 10 --lr 0.3 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
     for share in 64 32 16; do
-      one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share" --momentum-correction
+      one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share" --values fp16 --momentum-correction
     done
-    one "iwp-64-plain" "${common[@]}" --compression iwp --density 1/64
+    one "iwp-64-plain" "${common[@]}" --compression iwp --density 1/64 --values fp16
     one fp16 "${common[@]}" --compression fp16
     .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain}.json --plot "$out/accuracy.png"
     ;;
@@ -44,12 +46,39 @@ case ${1:-} in
     common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 4 --channels-last --amp bf16)
     for lr in 0.1 0.3; do
       one "none-$lr" "${common[@]}" --lr "$lr" --compression none
-      one "iwp-64-plain-$lr" "${common[@]}" --lr "$lr" --compression iwp --density 1/64
+      one "iwp-64-plain-$lr" "${common[@]}" --lr "$lr" --compression iwp --density 1/64 --values fp16
     done
-    one iwp-64-0.3 "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --momentum-correction
-    one iwp-64-0.3-one-leader "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --momentum-correction --leaders 1
-    one iwp-64-0.3-no-random "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --momentum-correction --explore 0
+    one iwp-64-0.3 "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --values fp16 --momentum-correction
+    one iwp-64-0.3-one-leader "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --values fp16 --momentum-correction --leaders 1
+    one iwp-64-0.3-no-random "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --values fp16 --momentum-correction --explore 0
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
-  *) sed -n '2,7s/^# \?//p' "$0" >&2; exit 2 ;;
+  cifar10-budgets)
+    # Densities such that all bytes together, tensors that travel dense included, are the budget's share of dense float32.
+    data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-budgets}
+    mkdir -p "$out"
+    common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 4 --lr 0.3 --channels-last --amp bf16)
+    ours=(--momentum-correction --dense-values fp16)
+    one none "${common[@]}" --compression none
+    one fp16 "${common[@]}" --compression fp16
+    one 64-iwp-lanes4 "${common[@]}" --compression iwp "${ours[@]}" --density 1/29.3
+    one 64-iwp-fp16 "${common[@]}" --compression iwp "${ours[@]}" --density 1/56 --values fp16
+    one 64-fft "${common[@]}" --compression fft "${ours[@]}" --density 1/29.3
+    one 64-mipd "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2
+    one 64-mipd-whole "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2 --whole-model
+    one 16-iwp-lanes4 "${common[@]}" --compression iwp "${ours[@]}" --density 1/5.58
+    one 16-iwp-fp16 "${common[@]}" --compression iwp "${ours[@]}" --density 1/10.7 --values fp16
+    one 16-fft "${common[@]}" --compression fft "${ours[@]}" --density 1/5.58
+    one 16-mipd "${common[@]}" --compression mipd "${ours[@]}" --density 1/3.44
+    .venv/bin/python scripts/table.py "$out"/{none,fp16,64-*,16-*}.json --plot "$out/accuracy.png"
+    ;;
+  gradients)
+    data=${2:?DATA_DIR} out=${3:-results/gradients}
+    bash scripts/run.sh 4 scripts/record_gradients.py --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \
+      --out "$out/digits"
+    bash scripts/run.sh 4 scripts/record_gradients.py --data cifar10 --data-dir "$data" --model resnet20 --epochs 3 \
+      --lr 0.3 --channels-last --amp bf16 --out "$out/cifar10"
+    .venv/bin/python scripts/gradient_errors.py "$out"/{cifar10,digits}
+    ;;
+  *) sed -n '2,9s/^# \?//p' "$0" >&2; exit 2 ;;
 esac

@@ -26,14 +26,18 @@ from experiment import data as datasets
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """The options of a run, and those of `more`, which a script that builds on this one brings."""
     # The method comes first: it decides which further options there are.
     method = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     method.add_argument("--compression", choices=compressors.METHODS, default="none")
     chosen = method.parse_known_args(argv)[0].compression
 
     parser = argparse.ArgumentParser(
-        description=__doc__, parents=[method], formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=more.description if more else __doc__,
+        parents=[method, more] if more else [method],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--data", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds {datasets.CIFAR_FOLDER}/")
@@ -105,7 +109,7 @@ class Run:
             self.model.parameters(), lr=0.0, momentum=args.momentum, weight_decay=args.weight_decay
         )
         setting = compressors.Setting(self.model, optimizer, self.steps_per_epoch, hvd.size())
-        self.compression = compressors.METHODS[args.compression].build(args, setting)
+        self.compression = self.build_compression(setting)
         self.optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
@@ -119,6 +123,9 @@ class Run:
         self.accuracy = float("nan")  # at the latest test
         self.step_seconds: list[float] = []
         self.data_seconds: list[float] = []
+
+    def build_compression(self, setting: compressors.Setting) -> compressors.Compression:
+        return compressors.METHODS[self.args.compression].build(self.args, setting)
 
     def train_epoch(self, epoch: int, bar: tqdm) -> float:
         """One epoch; the mean loss of this rank."""
@@ -237,17 +244,16 @@ def _line(entry: dict[str, Any], epochs: int, ratio: float) -> str:
     )
 
 
-def main() -> int:
-    args = parse(sys.argv[1:])
+def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
     # Ranks share the machine's cores: more threads each would only take turns.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     hvd.init()
     if args.device == "cuda":
         torch.cuda.set_device(hvd.local_rank())
     try:
-        run = Run(args)
+        run = kind(args)
     except (ValueError, FileNotFoundError) as error:  # an argument that does not fit; the traceback says no more
-        print(f"train.py: rank {hvd.rank()}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: rank {hvd.rank()}: {error}", file=sys.stderr)
         return 2
     if hvd.rank() == 0:
         print(
@@ -265,4 +271,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse(sys.argv[1:])))

@@ -106,8 +106,4 @@ def random_steps(world: LocalWorld, ranks: list[Rank], steps: Iterable[int], ord
 
 def residuals(rank: Rank) -> dict[str, Tensor]:
     """By parameter name, in the parameter's shape and double precision; zeros where it travels dense."""
-    held = rank.compression.state_dict()["tensors"]
-    return {
-        name: held[name]["residual"].double() if name in held else torch.zeros_like(p, dtype=torch.float64).detach()
-        for name, p in rank.model.named_parameters()
-    }
+    return {name: rank.compression.residual(name).double() for name, _ in rank.model.named_parameters()}

@@ -20,7 +20,12 @@ def build(model=None, **options):
     [
         ({"density": 0.0}, r"density must lie in \(0, 1\], got 0.0"),
         ({"density": 1.5}, "got 1.5"),
-        ({"values": "fp8"}, "values must be one of fp16, fp32, got 'fp8'"),
+        ({"values": "fp8"}, "values must be one of fp32, fp16, lanes2 to lanes16.*got 'fp8'"),
+        ({"values": "lanes17"}, "lanes take 2 to 16 bits, got 17"),
+        ({"values": "lloyd9"}, "lloyd takes 1 to 8 bits, got 9"),
+        ({"values": "range3"}, "range takes 4 to 16 bits, got 3"),
+        ({"values": "lanes4-gather"}, "got 'lanes4-gather'"),
+        ({"dense_values": "int8"}, "dense_values must be fp16 or fp32, got 'int8'"),
         ({"selection": "magic"}, "selection must be one of block, topk, got 'magic'"),
         ({"leaders": 0}, "leaders must be at least 1"),
         ({"explore": 1.1}, r"explore must lie in \[0, 1\], got 1.1"),
@@ -166,7 +171,8 @@ def test_state_dict_in_the_middle_of_a_step_is_refused():
 
 def test_repr_says_what_it_does():
     text = repr(build(density=1 / 64, warmup_steps=10, leaders=2, momentum=0.9))
-    for part in ("IWP(density 1/64", "warm-up 10 steps", "2 random leader", "fp16", "correction 0.9", "3 of 9 tensors"):
+    parts = "IWP(density 1/64", "warm-up 10 steps", "2 random leader", "lanes4", "correction 0.9", "3 of 9 tensors"
+    for part in parts:
         assert part in text, text
 
 

@@ -230,6 +230,49 @@ def test_density_is_a_number_or_a_fraction(text, value):
         parser.parse_args(["--density", "2"])
 
 
+# Recording.
+
+
+@pytest.fixture
+def record():
+    pytest.importorskip("horovod.torch")
+    return importlib.import_module("record_gradients")
+
+
+def test_recorder_keeps_the_local_gradients_of_large_parameters(record, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Flatten(), torch.nn.Linear(64, 5))
+    model.to(memory_format=torch.channels_last)
+    weight = model[0].weight
+    recorder = record.Recorder(model, ranks=4)
+    model(torch.randn(2, 8, 4, 4)).sum().backward()
+    before = weight.grad.clone()
+
+    recorder.start()
+    for parameter in model.parameters():
+        payload, ctx = recorder.compress(parameter.grad)
+        parameter.grad.set_(recorder.decompress(payload.mul_(2), ctx))  # as an allreduce would, in place
+    assert torch.equal(weight.grad, 2 * before)
+    torch.save(recorder.take(), tmp_path / "file.pt")
+    kept = torch.load(tmp_path / "file.pt", weights_only=True)
+
+    assert list(kept["gradients"]) == list(kept["weights"]) == ["0.weight"]  # 5 * 64 entries are too few
+    shape, stride = kept["shapes"]["0.weight"], kept["strides"]["0.weight"]
+    assert torch.equal(kept["gradients"]["0.weight"].as_strided(shape, stride), before)
+    assert torch.equal(kept["weights"]["0.weight"], weight.detach().permute(0, 2, 3, 1).flatten())  # memory order
+    with pytest.raises(RuntimeError, match="every large parameter"):
+        recorder.take()
+
+
+def test_recording_takes_the_options_of_train_and_its_own(record, capsys):
+    args = record.parse(["--out", "there", "--model", "mlp", "--moments", "0,1"])
+    assert (args.out, args.model, args.moments) == (Path("there"), "mlp", [0.0, 1.0])
+    assert record.parse(["--out", "there"]).moments == [0.05, 0.5, 0.95]
+    for wrong in (["--moments", "2"], ["--compression", "fp16"], ["--moments", "late"]):
+        with pytest.raises(SystemExit):
+            record.parse(["--out", "there", *wrong])
+    capsys.readouterr()
+
+
 # The table.
 
 

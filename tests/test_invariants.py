@@ -2,36 +2,31 @@
 order."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together
+from methods import CLASSES, METHODS, SMALL
 
-from hvd_compress import IWP
-
-METHODS = {
-    "iwp": dict(density=1 / 64),
-    "iwp-fp32": dict(density=1 / 64, values="fp32"),
-    "iwp-one-leader": dict(density=1 / 16, leaders=1),
-    "iwp-topk": dict(density=1 / 64, selection="topk"),
-    "iwp-sparse": dict(density=1 / 1000, explore=0.5),
-    "iwp-half": dict(density=0.5, leaders=2),
-    "iwp-budget": dict(density=1 / 32, budget_interval=3),
-}
-# Two buckets: one of two parameters, one of one.
-SMALL = dict(bucket_mb=0.08)
+from hvd_compress import FFT
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
-def options(request):
-    return {**SMALL, **request.param}
+def method(request):
+    return partial(request.param, **SMALL)
+
+
+@pytest.fixture(params=CLASSES.values(), ids=CLASSES.keys())
+def kind(request):
+    return request.param
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_nothing_is_lost_and_all_ranks_agree(options, size):
+def test_nothing_is_lost_and_all_ranks_agree(method, size):
     """Sum of (residual before + gradient) = ranks * applied + sum of residuals after; bit-equal gradients on all
     ranks."""
-    world, ranks = replicas(size, IWP, **options)
+    world, ranks = replicas(size, method)
     assert len(ranks[0].compression._buckets) > 1
     for step in range(5):
         grads = [gradients(r.model, seed=100 * step + r.rank) for r in ranks]
@@ -48,14 +43,16 @@ def test_nothing_is_lost_and_all_ranks_agree(options, size):
             said = sum(b[name] for b in before)
             said = said + sum(g[number] for g in given if g[number] is not None)
             kept = size * applied[0][number].double() + sum(a[name] for a in after)
-            # Sums on the wire round to the payload's precision.
-            exact = options.get("values") == "fp32" or p.dim() < 2
-            torch.testing.assert_close(kept, said, rtol=0, atol=1e-5 if exact else 5e-2)
+            # Floats of 16 bits round as the ring adds them; nothing else does.
+            rounded = method.keywords.get("values") == "fp16"
+            dense = p.dim() < 2 or p.numel() < 1024
+            rounded = method.keywords.get("dense_values") == "fp16" if dense else rounded
+            torch.testing.assert_close(kept, said, rtol=0, atol=5e-2 if rounded else 1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
-def test_density_one_is_dense_training(size):
-    world, ranks = replicas(size, IWP, density=1.0, values="fp32", **SMALL)
+def test_density_one_is_dense_training(kind, size):
+    world, ranks = replicas(size, kind, density=1.0, values="fp32", **SMALL)
     for step in range(3):
         grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
         mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
@@ -66,17 +63,17 @@ def test_density_one_is_dense_training(size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_hook_order_does_not_matter(options, size):
+def test_hook_order_does_not_matter(method, size):
     """Two runs with different orders on every rank give the same bits."""
     results = []
     for order in (1, 2):
-        world, ranks = replicas(size, IWP, **options)
+        world, ranks = replicas(size, method)
         results.append(random_steps(world, ranks, range(4), order=order * 100)[0])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_replicas_stay_bit_equal_over_1000_steps():
-    world, ranks = replicas(4, IWP, model=_toy(), density=1 / 64, budget_interval=50, warmup_steps=100, momentum=0.9)
+def test_replicas_stay_bit_equal_over_1000_steps(kind):
+    world, ranks = replicas(4, kind, model=_toy(), density=1 / 64, budget_interval=50, warmup_steps=100, momentum=0.9)
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]
 
     def train(i: int) -> torch.Tensor:
@@ -105,9 +102,9 @@ def _toy() -> torch.nn.Module:
     )
 
 
-def test_payload_shapes_are_constant(options):
+def test_payload_shapes_are_constant(method):
     """A changing shape would miss Horovod's response cache on every rank."""
-    world, ranks = replicas(3, IWP, **options)
+    world, ranks = replicas(3, method)
     seen: dict[str, set[tuple[torch.Size, torch.dtype]]] = {}
     start = ranks[0].collectives.start
 
@@ -122,15 +119,15 @@ def test_payload_shapes_are_constant(options):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_checkpoint_resumes_bit_exactly(options, momentum, tmp_path):
-    options = {**options, "momentum": momentum, "warmup_steps": 4}
-    world, ranks = replicas(2, IWP, **options)
+def test_a_checkpoint_resumes_bit_exactly(method, momentum, tmp_path):
+    method = partial(method, momentum=momentum, warmup_steps=4)
+    world, ranks = replicas(2, method)
     random_steps(world, ranks, range(6))
     for r in ranks:
         torch.save(r.compression.state_dict(), tmp_path / f"{r.rank}.pt")
     straight = random_steps(world, ranks, range(6, 12))[0]
 
-    world, fresh = replicas(2, IWP, **options)
+    world, fresh = replicas(2, method)
     for r in fresh:
         r.compression.load_state_dict(torch.load(tmp_path / f"{r.rank}.pt", weights_only=True))
     resumed = random_steps(world, fresh, range(6, 12))[0]
@@ -138,12 +135,14 @@ def test_a_checkpoint_resumes_bit_exactly(options, momentum, tmp_path):
     for one, other in zip(ranks, fresh, strict=True):
         for name, residual in residuals(one).items():
             assert torch.equal(residual, residuals(other)[name])
-        assert one.compression.stats()["total"] == other.compression.stats()["total"]
+        # What was loaded is checked once among the ranks: a few bytes more under "budget".
+        for kind in ("dense_bytes", "values_bytes", "indices_bytes", "dense_tensor_bytes"):
+            assert one.compression.stats()["total"][kind] == other.compression.stats()["total"][kind]
 
 
-def test_a_bad_gradient_loses_nothing(options):
+def test_a_bad_gradient_loses_nothing(method):
     """An infinity on one rank reaches every rank, as with dense training, and no residual is damaged."""
-    world, ranks = replicas(3, IWP, **options)
+    world, ranks = replicas(3, method)
     first = [gradients(r.model, seed=r.rank) for r in ranks]
     together(world, ranks, first, shuffle=1)
     before = [residuals(r) for r in ranks]
@@ -166,13 +165,13 @@ def test_a_bad_gradient_loses_nothing(options):
     assert all(g.isfinite().all() for rank in applied for g in rank)
 
 
-def test_uncompressed_parameters_are_averaged_exactly():
-    world, ranks = replicas(2, IWP, density=1 / 64)
+def test_uncompressed_parameters_are_averaged_exactly(kind):
+    world, ranks = replicas(2, kind, density=1 / 64)
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
     applied = together(world, ranks, grads)
     for (name, p), got, want in zip(mixed_model().named_parameters(), applied[0], mean, strict=True):
         if p.dim() < 2 or p.numel() < 1024:
             torch.testing.assert_close(got, want)
-        else:
+        elif kind is not FFT:  # its few coefficients make many entries
             assert 0 < (got != 0).sum() < got.numel() / 10, name

@@ -1,30 +1,50 @@
-"""Real Horovod, real ranks: every case of parallel/check_training.py under mpirun and horovodrun."""
+"""Real Horovod, real ranks: every method through parallel/check_training.py, under mpirun and horovodrun."""
 
 import re
+import sys
 
 import pytest
 from launch import PARALLEL, launch
-
-SCRIPT = PARALLEL / "check_training.py"
-CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
-LAUNCHES = {"mpi-2": ["2"], "mpi-4": ["4"], "gloo-3": ["--gloo", "3"]}
+from methods import METHODS
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+sys.path.insert(0, str(PARALLEL))
+from check_training import cases_of
+
+SCRIPT = PARALLEL / "check_training.py"
+LAUNCHES = {"mpi-2": ["2"], "mpi-4": ["4"], "gloo-3": ["--gloo", "3"]}
+WHOLE = ("iwp", "fft", "mipd")
+# Options change the exchange, not how it meets Horovod: a few cases for each.
+SHORT = ("plain", "grad_scaler", "channels_last")
+
 on_every_launch = pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
 
 
-def check(output: str, cases: list[str]) -> None:
-    assert cases
-    for name in cases:
-        assert re.search(rf"(^|>:)ok {name}$", output, re.MULTILINE), f"{name} did not finish:\n{output[-3000:]}"
+def run(ranks: list[str], plan: dict[str, list[str]], timeout: float, **environment: str) -> None:
+    """Runs cases by method, and checks that every one of them says it is done."""
+    arguments = [f"{method}:{','.join(cases)}" for method, cases in plan.items()]
+    output = launch("run.sh", [*ranks, str(SCRIPT), *arguments], timeout, **environment)
+    for method, cases in plan.items():
+        assert cases
+        for case in cases:
+            done = re.search(rf"(^|>:)ok {method} {case}$", output, re.MULTILINE)
+            assert done, f"{method} {case} did not finish:\n{output[-3000:]}"
 
 
 @on_every_launch
-def test_training_on_real_horovod(ranks):
-    check(launch("run.sh", [*ranks, str(SCRIPT)], timeout=420), [name for name in CASES if name != "checkpoint"])
+@pytest.mark.parametrize("method", WHOLE)
+def test_training_on_real_horovod(ranks, method):
+    run(ranks, {method: cases_of(method)}, timeout=420)
+
+
+@on_every_launch
+def test_every_option_on_real_horovod(ranks):
+    run(ranks, {method: list(SHORT) for method in METHODS if method not in WHOLE}, timeout=420)
 
 
 @on_every_launch
 def test_a_checkpoint_resumes_bit_exactly(ranks):
-    output = launch("run.sh", [*ranks, str(SCRIPT), "checkpoint"], timeout=120, HOROVOD_FUSION_THRESHOLD="0")
-    check(output, ["checkpoint"])
+    methods = (*WHOLE, "iwp-lanes4", "iwp-lloyd4", "fft-gather", "mipd-compensated")
+    # See there why not with fusion.
+    plan = {method: ["checkpoint"] for method in methods}
+    run(ranks, plan, timeout=240, HOROVOD_FUSION_THRESHOLD="0")

@@ -2,21 +2,25 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from harness import Rank, gradients, mixed_model, random_steps, replicas, residuals, together
+from methods import METHODS
 
 from hvd_compress import IWP
 from hvd_compress.codecs import codec
 from hvd_compress.local import LocalWorld
 
+DISAGREEING = ["iwp", "iwp-topk", "iwp-lanes4", "fft", "fft-gather", "mipd"]
 
-@pytest.mark.parametrize("selection", ["block", "topk"])
+
+@pytest.mark.parametrize("name", DISAGREEING)
 @pytest.mark.parametrize("cause", ["seed", "state"])
-def test_ranks_that_disagree_are_told(selection, cause):
+def test_ranks_that_disagree_are_told(name, cause):
     """Drawing from different seeds or steps would give every rank another gradient, silently."""
-    world, ranks = replicas(3, IWP, density=1 / 16, selection=selection)
+    world, ranks = replicas(3, METHODS[name])
     if cause == "seed":
         ranks[1].compression._seed = 1
     else:
@@ -26,10 +30,11 @@ def test_ranks_that_disagree_are_told(selection, cause):
         random_steps(world, ranks, range(1))
 
 
-def test_a_new_rank_after_a_restart_agrees_with_the_survivors():
+@pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "mipd", "mipd-compensated"])
+def test_a_new_rank_after_a_restart_agrees_with_the_survivors(name):
     """Elastic: a survivor has re-balanced budgets and many steps behind it, its new neighbour has neither."""
-    options = dict(density=1 / 16, budget_interval=3, bucket_mb=0.08)
-    world, ranks = replicas(2, IWP, **options)
+    method = partial(METHODS[name], density=1 / 16, budget_interval=3, bucket_mb=0.08)
+    world, ranks = replicas(2, method)
     random_steps(world, ranks, range(10))
     survivor = ranks[0]
     assert any(plan.weights != plan.sizes for plan in survivor.compression._plans)
@@ -39,15 +44,16 @@ def test_a_new_rank_after_a_restart_agrees_with_the_survivors():
     survivor.compression.compress(p.grad)
     formed = LocalWorld(2, timeout=20)
     survivor.move_to(formed, 0)
-    fresh = Rank(formed, 1, survivor.model, IWP, **options)
+    fresh = Rank(formed, 1, survivor.model, method)
     applied = random_steps(formed, [survivor, fresh], range(20, 25))
     assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
     assert [r.compression.stats()["steps"] for r in (survivor, fresh)] == [5, 5]
 
 
-def test_a_step_that_is_skipped_takes_nothing_from_any_residual():
+@pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "fft-gather", "mipd", "mipd-compensated"])
+def test_a_step_that_is_skipped_takes_nothing_from_any_residual(name):
     """An infinity in one bucket: GradScaler skips the step, so what the other buckets sent must come back too."""
-    world, ranks = replicas(2, IWP, density=1 / 16, bucket_mb=0.08)
+    world, ranks = replicas(2, partial(METHODS[name], density=1 / 16, bucket_mb=0.08))
     assert len(ranks[0].compression._buckets) > 1
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
 

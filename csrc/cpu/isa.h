@@ -36,8 +36,8 @@ struct Isa {
 #endif
 };
 
-template <typename Body, typename... A>
-auto run_best(A... args) {
+// 4 or 3 for the level of this processor, 0 for one below both.
+inline int isa_level() {
 #ifdef HVD_V4
   static const int level = [] {
     __builtin_cpu_init();
@@ -48,8 +48,17 @@ auto run_best(A... args) {
               __builtin_cpu_supports("avx512vl");
     return v4 ? 4 : v3 ? 3 : 0;
   }();
-  if (level == 4) return Isa<Body>::v4(args...);
-  if (level == 3) return Isa<Body>::v3(args...);
+  return level;
+#else
+  return 0;
+#endif
+}
+
+template <typename Body, typename... A>
+auto run_best(A... args) {
+#ifdef HVD_V4
+  if (isa_level() == 4) return Isa<Body>::v4(args...);
+  if (isa_level() == 3) return Isa<Body>::v3(args...);
 #endif
   return Isa<Body>::plain(args...);
 }

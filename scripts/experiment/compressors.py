@@ -127,44 +127,102 @@ def _fp16(args: argparse.Namespace, setting: Setting) -> Compression:
     return Counted(hvd.Compression.fp16, setting.ranks)
 
 
-def _density_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every method that sends a share of the entries."""
-    parser.add_argument("--density", type=_fraction, default=1 / 64, help="share of entries sent, as 0.01 or 1/64")
+def _sparse_arguments(parser: argparse.ArgumentParser, values: str, budget_interval: int, explore: float) -> None:
+    """The options of every method that sends a share of the entries.
+
+    The defaults are the methods' own; written out, they are on record in the JSON file.
+    """
+    parser.add_argument("--density", type=_fraction, default=1 / 32, help="share of entries sent, as 0.01 or 1/64")
     parser.add_argument("--warmup-epochs", type=float, default=0, help="epochs in which the density falls to --density")
-
-
-def _iwp_arguments(parser: argparse.ArgumentParser) -> None:
-    _density_arguments(parser)
-    # The defaults are IWP's own; written out, they are on record in the JSON file.
-    parser.add_argument("--leaders", type=_count_or_all, default=None, help="ranks that choose a block: N or all")
-    parser.add_argument("--explore", type=float, default=0.05, metavar="RHO", help="share of the choice made at random")
-    parser.add_argument("--floor", type=float, default=0.5, help="constant under the weights, in units of mean |w|")
-    parser.add_argument("--values", choices=("fp16", "fp32"), default="fp16", help="how values travel")
-    parser.add_argument("--selection", choices=("block", "topk"), default="block")
-    parser.add_argument("--budget-interval", type=int, default=100, metavar="STEPS", help="between budget updates")
+    parser.add_argument("--values", default=values, help="how values travel: fp16, fp32, lanes4, lloyd4, range10, ...")
+    parser.add_argument("--dense-values", choices=("fp16", "fp32"), default="fp32", help="likewise, of small tensors")
+    parser.add_argument(
+        "--explore", type=float, default=explore, metavar="RHO", help="share of the choice made at random"
+    )
+    parser.add_argument(
+        "--budget-interval", type=int, default=budget_interval, metavar="STEPS", help="between budget updates"
+    )
     parser.add_argument(
         "--momentum-correction", action="store_true", help="take the momentum over from the optimizer, as DGC does"
     )
 
 
-def _iwp(args: argparse.Namespace, setting: Setting) -> Compression:
-    import hvd_compress
+def _leader_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--leaders", type=_count_or_all, default=None, help="ranks that choose a block: N or all")
 
-    compression = hvd_compress.IWP(
+
+def _sparse(kind: Any, args: argparse.Namespace, setting: Setting, density: Any = None, **options: Any) -> Compression:
+    """Builds a method from the options that all of them have, and its own."""
+    warmup = round(args.warmup_epochs * setting.steps_per_epoch)
+    compression = kind(
         setting.model.named_parameters(),
-        density=args.density,
-        warmup_steps=round(args.warmup_epochs * setting.steps_per_epoch),
-        leaders=args.leaders,
-        explore=args.explore,
-        floor=args.floor,
+        density=args.density if density is None else density,
+        warmup_steps=warmup,
         values=args.values,
-        selection=args.selection,
+        dense_values=args.dense_values,
+        explore=args.explore,
         budget_interval=args.budget_interval,
         seed=args.seed,
+        **options,
     )
     if args.momentum_correction:
         compression.take_momentum(setting.optimizer)
-    return compression
+    built: Compression = compression
+    return built
+
+
+def _iwp_arguments(parser: argparse.ArgumentParser) -> None:
+    _sparse_arguments(parser, values="lanes4", budget_interval=100, explore=0.05)
+    _leader_arguments(parser)
+    parser.add_argument("--floor", type=float, default=0.5, help="constant under the weights, in units of mean |w|")
+    parser.add_argument("--selection", choices=("block", "topk"), default="block")
+
+
+def _iwp(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    return _sparse(hvd_compress.IWP, args, setting, leaders=args.leaders, floor=args.floor, selection=args.selection)
+
+
+def _fft_arguments(parser: argparse.ArgumentParser) -> None:
+    _sparse_arguments(parser, values="lanes4", budget_interval=100, explore=0.0)
+    _leader_arguments(parser)
+    parser.add_argument("--exchange", choices=("ring", "gather"), default="ring", help="gather: the paper's form")
+    parser.add_argument(
+        "--diminishing", action="store_true", help="the density rises as the learning rate falls, as in the paper"
+    )
+
+
+def _fft(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+    from hvd_compress.schedule import Diminishing
+
+    density = Diminishing(args.density, setting.optimizer) if args.diminishing else None
+    return _sparse(hvd_compress.FFT, args, setting, density, leaders=args.leaders, exchange=args.exchange)
+
+
+def _mipd_arguments(parser: argparse.ArgumentParser) -> None:
+    _sparse_arguments(parser, values="lanes4", budget_interval=100, explore=0.05)
+    parser.add_argument("--floor", type=float, default=0.5, help="constant under |w| and |e|, in units of their rms")
+    parser.add_argument("--significance", choices=("taylor", "fisher"), default="taylor")
+    parser.add_argument("--compensation", type=float, default=0.0, metavar="GAMMA", help="share of the guess applied")
+    parser.add_argument("--smoothing", type=float, default=0.9, metavar="BETA", help="weight of the past in the guess")
+    parser.add_argument("--whole-model", action="store_true", help="one scale for all layers: the rival")
+
+
+def _mipd(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    return _sparse(
+        hvd_compress.MIPD,
+        args,
+        setting,
+        floor=args.floor,
+        significance=args.significance,
+        compensation=args.compensation,
+        smoothing=args.smoothing,
+        layerwise=not args.whole_model,
+    )
 
 
 def _fraction(text: str) -> float:
@@ -183,4 +241,6 @@ METHODS: dict[str, Method] = {
     "none": Method(_no_arguments, _none),
     "fp16": Method(_no_arguments, _fp16),
     "iwp": Method(_iwp_arguments, _iwp),
+    "fft": Method(_fft_arguments, _fft),
+    "mipd": Method(_mipd_arguments, _mipd),
 }

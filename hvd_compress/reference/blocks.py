@@ -1,8 +1,4 @@
-"""What every operator computes, in plain PyTorch: the specification.
-
-The compiled operators (``csrc/``) are tested against these functions to the last bit, and the package
-falls back on them where the extension was not built. Read this file to know what an operator does;
-read ``csrc/`` only to know how it does it fast.
+"""Gradients in, picks out, values taken and put back: the operators on blocks of 256 entries.
 
 Vocabulary
 ----------
@@ -67,7 +63,7 @@ def owned(slot: Tensor, run: int, ranks: int, position: int) -> Tensor:
 def accumulate_select(
     grad: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     velocity: Tensor | None,
     floor: Tensor,
     offsets: Tensor,
@@ -89,20 +85,17 @@ def accumulate_select(
 
         velocity <- momentum * velocity + g      (only with a velocity; else velocity stands for g)
         residual <- residual + velocity
-        score     = |residual| / (|weight| + floor)
+        score     = |residual| / (|weight| + floor)      (without a weight: |residual|)
 
     and ``grad`` is zeroed. An entry whose new residual would not be finite keeps its residual and velocity,
-    and sets ``invalid`` to 1. A NaN score counts as 0. Then, in every block in which this rank leads ``c > 0`` slots,
-    the ``c`` largest scores (the lower offset first among equals) are written in ascending order of offset.
-    In an explored block (a share ``explore / 2**32`` of them) each score is first divided by a draw from
-    an exponential distribution, which makes the choice a sample without replacement in proportion to the score.
+    and sets ``invalid`` to 1. Then :func:`select` by that score, 0 in the padding.
 
     ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16.
     ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0.
     ``offsets``: uint8, this rank's whole plane.
     ``invalid``: int32, (1,). ``slots`` 0 accumulates only.
     """
-    n, blocks = grad.numel(), residual.numel() // BLOCK
+    n = grad.numel()
     flat = grad.as_strided((n,), (1,))
     step = flat.float() * scale
     old = residual[:n]
@@ -117,26 +110,54 @@ def accumulate_select(
     flat.zero_()
     if slots == 0:
         return
+    score = torch.zeros_like(residual)
+    score[:n] = residual[:n].abs()
+    if weight is not None:
+        score[:n] /= weight.as_strided((n,), (1,)).float().abs() + floor
+    select(score, offsets, slots, first_slot, phase, run, ranks, position, key, explore)
 
-    score = torch.zeros(blocks * BLOCK, device=residual.device)
-    score[:n] = residual[:n].abs() / (weight.as_strided((n,), (1,)).float().abs() + floor)
-    score = score.nan_to_num_(nan=0.0, posinf=float("inf")).view(blocks, BLOCK)
-    block = torch.arange(blocks + 1, device=residual.device)
+
+def select(
+    score: Tensor,
+    offsets: Tensor,
+    slots: int,
+    first_slot: int,
+    phase: int,
+    run: int,
+    ranks: int,
+    position: int,
+    key: int,
+    explore: int,
+) -> None:
+    """Write the offsets of the entries that this rank, as leader, picks by ``score`` (>= 0; a NaN counts as 0).
+
+    In every block in which it leads ``c > 0`` slots, the ``c`` largest scores (the lower offset first among equals)
+    are written in ascending order of offset. In an explored block (a share ``explore / 2**32`` of them) each score is
+    first divided by a draw from an exponential distribution, which makes the choice a sample without replacement in
+    proportion to the score.
+
+    ``score``: float32, (blocks * 256,). ``offsets``: uint8, this rank's whole plane.
+    """
+    if slots == 0:
+        return
+    device, blocks = score.device, score.numel() // BLOCK
+    score = score.nan_to_num(nan=0.0, posinf=float("inf")).view(blocks, BLOCK)
+    block = torch.arange(blocks + 1, device=device)
     explored = mix(block[:-1], key ^ 0x5BD1E995) < explore
     if explored.any():
-        entry = (block[:-1][explored, None] * BLOCK + torch.arange(BLOCK, device=residual.device)) & _MASK
+        entry = (block[:-1][explored, None] * BLOCK + torch.arange(BLOCK, device=device)) & _MASK
         score[explored] /= exponential(mix(entry, key))
     place = owned(first_slot + slot_start(block, slots, blocks, phase), run, ranks, position)
     count = place.diff()
     ranking = score.sort(dim=1, descending=True, stable=True).indices
     chosen = torch.zeros_like(score, dtype=torch.bool)
-    chosen.scatter_(1, ranking, torch.arange(BLOCK, device=residual.device) < count[:, None])
+    chosen.scatter_(1, ranking, torch.arange(BLOCK, device=device) < count[:, None])
     offsets[place[0] : place[-1]] = chosen.nonzero()[:, 1].to(torch.uint8)
 
 
-def _positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
+def positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
     """Where every slot's entry lies in the bucket's flat memory: int64, (slots,)."""
-    parts = []
+    parts = [offsets.new_empty(0, dtype=torch.int64)]
     for first_block, blocks, first_slot, slots in segments.tolist():
         edges = slot_start(torch.arange(blocks + 1, device=offsets.device), slots, blocks, phase)
         block = torch.repeat_interleave(torch.arange(blocks, device=offsets.device), edges.diff())
@@ -144,40 +165,14 @@ def _positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
     return torch.cat(parts)
 
 
-def take(
-    residual: Tensor,
-    velocity: Tensor | None,
-    offsets: Tensor,
-    segments: Tensor,
-    invalid: Tensor,
-    payload: Tensor,
-    phase: int,
-    limit: float,
-) -> None:
-    """Move the entries at ``offsets`` from the residual into ``payload``; what the cast lost stays behind.
+def take(residual: Tensor, offsets: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
+    """Read the entries at ``offsets`` into ``values``; the residual stays as it is until :func:`put`.
 
-    Per slot: ``payload <- cast(clamp(residual, -limit, limit))``, ``residual <- residual - payload``,
-    ``velocity <- 0``. Two slots of one entry both carry it. If ``invalid`` is set, the payload is NaN and
-    nothing else changes.
-
-    ``residual``, ``velocity``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order.
+    ``residual``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order.
     ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending.
-    ``payload``: float32 or float16, all slots. ``limit``: > 0.
+    ``values``: float32, all slots.
     """
-    take_at(residual, velocity, _positions(offsets, segments, phase), invalid, payload, limit)
-
-
-def take_at(
-    residual: Tensor, velocity: Tensor | None, where: Tensor, invalid: Tensor, payload: Tensor, limit: float
-) -> None:
-    """:func:`take` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
-    value = residual[where]
-    bad = invalid != 0
-    sent = value.clamp(-limit, limit).to(payload.dtype)
-    payload.copy_(torch.where(bad, float("nan"), sent))
-    residual[where] = torch.where(bad, value, value - sent.float())
-    if velocity is not None:
-        velocity[where] = torch.where(bad, velocity[where], 0.0)
+    values.copy_(residual[positions(offsets, segments, phase)])
 
 
 def _last(place: Tensor, value: Tensor, entries: int) -> tuple[Tensor, Tensor]:
@@ -192,39 +187,44 @@ def _last(place: Tensor, value: Tensor, entries: int) -> tuple[Tensor, Tensor]:
 def put(
     grads: list[Tensor],
     residual: Tensor,
+    velocity: Tensor | None,
     offsets: Tensor,
     segments: Tensor,
-    total: Tensor,
-    sent: Tensor,
+    mean: Tensor,
+    lost: Tensor,
     phase: int,
     scale: float,
 ) -> None:
-    """Assign ``total * scale`` to the gradients' entries at ``offsets``; entries in the padding are passed over.
+    """What the ranks agreed on arrives: the gradients' entries at ``offsets`` become ``mean * scale``.
 
-    A total that is not finite is assigned too (every rank then sees it, as with dense training), but what this rank
-    had ``sent`` for it, if finite, goes back into its residual. Of two slots of one entry, the later is assigned,
-    and the later of those that go back is added (both carried the same value: it goes back once).
+    Where the mean is finite, the residual's entry becomes ``lost``, what the wire did not carry of this rank's value,
+    and the velocity's 0. Where it is not, the gradient gets it all the same (every rank then sees it, as with dense
+    training), and nothing leaves the residual. The slots act one after the other: of two for one entry, the later has
+    the last word. Entries in a gradient's padding are passed over.
 
-    ``grads``: one dense tensor a segment, in memory order, or an empty one to skip it. ``total``, ``sent``: the
-    payload's dtype, all slots. The rest as in :func:`take`.
+    ``grads``: a dense tensor a segment, in memory order, or an empty one to skip it. ``mean``, ``lost``: float32, all
+    slots. The rest as in :func:`take`.
     """
-    put_at(grads, residual, _positions(offsets, segments, phase), segments, total, sent, scale)
+    put_at(grads, residual, velocity, positions(offsets, segments, phase), segments, mean, lost, scale)
 
 
 def put_at(
     grads: list[Tensor],
     residual: Tensor,
+    velocity: Tensor | None,
     where: Tensor,
     segments: Tensor,
-    total: Tensor,
-    sent: Tensor,
+    mean: Tensor,
+    lost: Tensor,
     scale: float,
 ) -> None:
     """:func:`put` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
-    value = total.float() * scale
-    back = ~total.isfinite() & sent.isfinite()
-    place, mine = _last(where[back], sent[back].float(), residual.numel())
-    residual[place] = residual[place] + mine
+    finite = mean.isfinite()
+    place, kept = _last(where[finite], lost[finite], residual.numel())
+    residual[place] = kept
+    if velocity is not None:
+        velocity[place] = 0.0
+    value = mean * scale
     for grad, (first_block, _, first_slot, slots) in zip(grads, segments.tolist(), strict=True):
         place = where[first_slot : first_slot + slots] - first_block * BLOCK
         inside = place < grad.numel()

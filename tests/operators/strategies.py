@@ -1,6 +1,10 @@
 """What the operators' tests share: random sizes, values and segments, and equality to the last bit."""
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
@@ -8,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_compress import ops
+from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -25,6 +29,17 @@ def check_device(device: str) -> None:
 
 def bounded(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """The operators share out their blocks to so many threads; else it is one in the tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def same(got: Tensor | None, want: Tensor | None) -> bool:
@@ -48,7 +63,6 @@ KINDS = ["normal", "normal", "equal", "zero", "tiny", "huge", "wild"]
 kinds = st.sampled_from(KINDS)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
-payload_dtypes = st.sampled_from([torch.float32, torch.float16])
 phases = st.one_of(st.integers(0, 1000), st.integers(-1000, 2**40))
 
 
@@ -124,6 +138,15 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(rows, entries, block, slot)
 
 
+# More blocks than one thread takes at a time: less than a slot a block, none at all, one block, and a few to each.
+MANY = Layout(
+    rows=[[0, 3000, 0, 701], [3000, 2, 701, 0], [3003, 1, 701, 256], [3004, 4001, 957, 17_203]],
+    entries=[3000 * BLOCK, 300, 7, 4001 * BLOCK - 5],
+    blocks=7010,
+    slots=18_160,
+)
+
+
 def offsets_of(layout: Layout, seed: int, spread: int) -> Tensor:
     """Random offsets below ``spread``: a small one makes several slots share an entry."""
     return torch.randint(0, spread, (layout.slots,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
@@ -132,3 +155,78 @@ def offsets_of(layout: Layout, seed: int, spread: int) -> Tensor:
 def on(device: str, args: list) -> list:
     """An operator's arguments, its tensors moved to ``device``."""
     return [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+# Groups whose ends are no multiples of anything, small ones next to one another, and more than one thread takes.
+MANY_EDGES = torch.tensor([0, 0, 40_001, 40_002, 40_002, 40_009, 99_000, 100_003])
+
+
+@st.composite
+def group_edges(draw: st.DrawFn) -> Tensor:
+    """0 to 12 groups, some empty, of 0 to some 5000 values together."""
+    small, middle = st.integers(0, 9), st.integers(0, 400)
+    wide = st.one_of(st.sampled_from([31, 32, 33, 511, 512, 513, 1024]), st.integers(0, 2000))
+    sizes = draw(st.lists(st.one_of(small, middle, small, wide), max_size=12).filter(lambda sizes: sum(sizes) <= 6000))
+    return torch.tensor([0, *accumulate(sizes)])
+
+
+def scales(value: Tensor, groups: int, seed: int, bits: int) -> Tensor:
+    """A scale for each group: from far above the values to far below, half of them powers of two; denormals too."""
+    generator = torch.Generator().manual_seed(seed)
+    finite = value[value.isfinite()].abs()
+    most = float(finite.max()) if len(finite) else 1.0
+    power = torch.rand(groups, generator=generator) * (bits + 3) - bits - 1
+    power = torch.where(torch.rand(groups, generator=generator) < 0.5, power.round(), power)
+    return (power + torch.frexp(torch.tensor(most)).exponent).clamp(-127, 127).exp2()
+
+
+def bytes_of(n: int, seed: int) -> Tensor:
+    return torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+
+
+def agrees(name: str, args: list, device: str) -> list:
+    """Runs the operator and its reference: all tensors have to be the same afterwards. Returns the operator's."""
+    check_device(device)
+    got, want = on(device, clone(args)), clone(args)
+    getattr(ops, name)(*got)
+    getattr(reference, name)(*want)
+    for parameter, mine, theirs in zip(inspect.signature(getattr(ops, name)).parameters, got, want, strict=True):
+        assert not isinstance(mine, Tensor) or same(mine, theirs), parameter
+    return got
+
+
+def agrees_within(name: str, args: list, device: str) -> None:
+    """The same with tensors in the middle of other memory, not aligned, where nothing else may be written."""
+    check_device(device)
+    for before in (1, 2, 3, 7):
+        got, want = on(device, clone(args)), clone(args)
+        memories = []
+        for i, arg in enumerate(got):
+            if isinstance(arg, Tensor):
+                memory = torch.full((arg.numel() + before + 64,), 77, dtype=arg.dtype, device=device)
+                memories.append((memory, before, before + arg.numel()))
+                got[i] = memory[before : before + arg.numel()].view(arg.shape).copy_(arg)
+        getattr(ops, name)(*got)
+        getattr(reference, name)(*want)
+        for mine, theirs in zip(got, want, strict=True):
+            assert not isinstance(mine, Tensor) or same(mine, theirs)
+        for memory, begin, end in memories:
+            assert bool((memory[:begin] == 77).all()) and bool((memory[end:] == 77).all())
+
+
+def nothing_vanishes(value: Tensor, decoded: Tensor, lost: Tensor) -> None:
+    """What is decoded and what is lost make up the value, to the rounding of the loss."""
+    rest = (value.cpu().double() - decoded.cpu().double()).float()
+    torch.testing.assert_close(lost.cpu(), rest, rtol=2.0**-23, atol=0.0, equal_nan=True)
+
+
+def refuses(name: str, args: list, change: tuple) -> None:
+    """``change``: which argument, what becomes of it, and the error's message. Nothing may have been written."""
+    index, becomes, message = change
+    args = clone(args)
+    args[index] = becomes(args[index])
+    before = clone(args)
+    with pytest.raises(RuntimeError, match=message):
+        getattr(ops, name)(*args)
+    for mine, theirs in zip(args, before, strict=True):
+        assert not isinstance(mine, Tensor) or same(mine, theirs.view(mine.shape)) or not mine.is_contiguous()

@@ -1,4 +1,4 @@
-"""accumulate_select against hvd_compress/reference.py, to the last bit."""
+"""accumulate_select against hvd_compress/reference/blocks.py, to the last bit."""
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from strategies import (
     shaped,
     shapes,
     slot_counts,
+    threads,
     values,
 )
 
@@ -45,7 +46,7 @@ def arguments(draw: st.DrawFn) -> list:
     return [
         shaped(values(n, draw(kinds), seed).to(dtype), shape),
         residual,
-        shaped(values(n, draw(kinds), seed + 3).to(dtype), shape),
+        shaped(values(n, draw(kinds), seed + 3).to(dtype), shape) if draw(st.booleans()) else None,
         velocity,
         torch.tensor([draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))]),
         torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # nothing else may be written
@@ -85,17 +86,35 @@ def test_equals_reference(device: str, args: list) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 8, 9, 31, 33, 64, 100, 255, 256])
 @pytest.mark.parametrize("kind", ["normal", "equal", "zero"])
-def test_every_number_of_picks(device: str, count: int, kind: str) -> None:
+@pytest.mark.parametrize("weighted", [True, False])
+def test_every_number_of_picks(device: str, count: int, kind: str, weighted: bool) -> None:
     check_device(device)
     n, blocks = 19 * BLOCK + 3, 20
     residual = torch.zeros(blocks * BLOCK)
-    weight, floor, invalid = values(n, "normal", 1), torch.tensor([0.1]), torch.zeros(1, dtype=torch.int32)
+    weight, floor = values(n, "normal", 1) if weighted else None, torch.tensor([0.1])
+    invalid = torch.zeros(1, dtype=torch.int32)
     args = [values(n, kind, 2), residual, weight, None, floor, torch.zeros(blocks * count, dtype=torch.uint8), invalid]
     args += [1.0, 0.0, blocks * count, 0, 3, 1, 1, 0, 11, 2**31]
     got, want = on(device, clone(args)), clone(args)
     ops.accumulate_select(*got)
     reference.accumulate_select(*want)
     assert same(got[5], want[5])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_blocks(device: str) -> None:
+    check_device(device)
+    n = 2000 * BLOCK
+    for phase in (0, -77, 2500):
+        tensors = [values(n, "normal", 1), values(n, "normal", 2), values(n, "equal", 3), None, torch.tensor([0.1])]
+        tensors += [torch.zeros(4000, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)]
+        args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31]
+        got, want = on(device, clone(args)), clone(args)
+        with threads(3):
+            ops.accumulate_select(*got)
+        reference.accumulate_select(*want)
+        for name, mine, theirs in zip(NAMES, got, want, strict=False):
+            assert same(mine, theirs), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,9 +138,10 @@ def test_unaligned_gradient(device: str) -> None:
 def test_opcheck(device: str) -> None:
     check_device(device)
     torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)))
-    without = sample(device)
-    without[3] = None
-    torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
+    for optional in (2, 3):
+        without = sample(device)
+        without[optional] = None
+        torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
 
 
 BAD = {

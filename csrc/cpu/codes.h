@@ -1,0 +1,182 @@
+// Codes into bytes and back on the CPU, a chunk at a time: its digits never leave the L1 cache.
+//
+// A Code has `groups`, `size`, `bits`, and for the values of one group
+//   encode(group, values, lost, digits, count)
+//   decode(group, digits, values, count, add)
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <bit>
+
+#include "../pack.h"
+#include "groups.h"
+#include "isa.h"
+#include "wide.h"
+
+// A lambda does not inherit HVD_BODY from the function it is written in.
+#define HVD_INLINE __attribute__((always_inline))
+
+namespace hvd_compress {
+
+static_assert(std::endian::native == std::endian::little);
+
+constexpr int kChunk = 512;  // values
+constexpr int kUnits = kChunk / 8;
+constexpr int64_t kGrain = 4096;  // units or words a thread takes at least
+
+// Units are read and written as whole words: so many bytes of theirs lie over the last one's end.
+constexpr int kOver = 16;
+
+// These pack and unpack a chunk.
+class Plain {
+ public:
+  HVD_BODY explicit Plain(int bits) : bits_(bits) {}
+
+  HVD_BODY void pack(const uint16_t* digits, uint8_t* codes) const {
+    alignas(64) uint64_t low[kUnits], high[kUnits];
+    for (int i = 0; i < kUnits; ++i) {
+      Unit unit = pack_unit(digits + 8 * i, bits_);
+      low[i] = unit.low;
+      high[i] = unit.high;
+    }
+    for (int i = 0, bits = bits_; i < kUnits; ++i, codes += bits) {
+      memcpy(codes, low + i, sizeof(uint64_t));
+      memcpy(codes + sizeof(uint64_t), high + i, sizeof(uint64_t));
+    }
+  }
+
+  HVD_BODY void unpack(const uint8_t* codes, int units, uint16_t* digits) const {
+    uint8_t packed[kChunk * 2 + kOver] = {};
+    memcpy(packed, codes, units * bits_);
+    for (int i = 0; i < kUnits; ++i) {
+      const uint8_t* unit = packed + i * bits_;
+      unpack_unit({load_word(unit), load_word(unit + sizeof(uint64_t))}, bits_, digits + 8 * i);
+    }
+  }
+
+ private:
+  int bits_;
+};
+
+#ifdef HVD_V4
+class Wide {
+ public:
+  explicit Wide(int bits) : bits_(bits), fields_(bits, [=](int i) { return i * bits; }) {}
+
+  HVD_V4 void pack(const uint8_t* digits, uint8_t* codes) const {
+    int bits = bits_;
+    uint64_t mask = digit_mask<uint8_t>(bits);
+#pragma GCC unroll 8
+    for (int i = 0; i < kUnits; ++i, codes += bits) {
+      uint64_t unit = fold_wide(digits + 8 * i, mask);
+      memcpy(codes, &unit, sizeof(unit));
+    }
+  }
+
+  HVD_V4 void pack(const uint16_t* digits, uint8_t* codes) const {
+    int bits = bits_;
+    uint64_t mask = digit_mask<uint16_t>(bits);
+#pragma GCC unroll 8
+    for (int i = 0; i < kUnits; ++i, digits += 8, codes += bits) {
+      Unit unit = join(fold_wide(digits, mask), fold_wide(digits + 4, mask), bits);
+      memcpy(codes, &unit, sizeof(unit));
+    }
+  }
+
+  template <typename Digit>
+  HVD_V4 void unpack(const uint8_t* codes, int units, Digit* digits) const {
+    FieldReader read(fields_);
+    int size = units * bits_;
+    for (int place = 0; place < size; place += 2 * bits_, digits += 16) {
+      int bytes = size - place < 2 * bits_ ? size - place : 2 * bits_;
+      __mmask64 inside = (__mmask64{1} << bytes) - 1;
+      store_digits(digits, read(_mm512_maskz_loadu_epi8(inside, codes + place)), 16);
+    }
+  }
+
+ private:
+  int bits_;
+  Fields fields_;
+};
+#endif
+
+// Both from unit `begin` to unit `end`.
+
+template <typename Code, typename Digit, typename Packing>
+struct Encode {
+  static HVD_BODY void run(const Code* code, const float* values, float* lost, uint8_t* codes,
+                           int64_t begin, int64_t end) {
+    alignas(64) Digit digits[kChunk] = {};
+    uint8_t last_codes[kChunk * 2 + kOver];
+    Packing packing(code->bits);
+    int64_t group = code->groups.find(begin * 8);
+    for (; begin < end; begin += kUnits) {
+      int units = static_cast<int>(end - begin < kUnits ? end - begin : kUnits);
+      int64_t first = begin * 8, last = first + units * 8;
+      for (; last > code->size; --last) digits[last - 1 - first] = 0;
+      for_runs(code->groups, group, first, last,
+               [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
+                 code->encode(group, values + from, lost + from, digits + (from - first),
+                              static_cast<int>(to - from));
+               });
+      uint8_t* to = codes + begin * code->bits;
+      if ((end - begin - kUnits) * code->bits >= kOver) {
+        packing.pack(digits, to);
+      } else {
+        packing.pack(digits, last_codes);
+        memcpy(to, last_codes, units * code->bits);
+      }
+    }
+  }
+};
+
+template <typename Code, typename Packing>
+struct Decode {
+  static HVD_BODY void run(const Code* code, const uint8_t* codes, float* values, bool add,
+                           int64_t begin, int64_t end) {
+    alignas(64) uint16_t digits[kChunk];
+    Packing packing(code->bits);
+    int64_t group = code->groups.find(begin * 8);
+    for (; begin < end; begin += kUnits) {
+      int units = static_cast<int>(end - begin < kUnits ? end - begin : kUnits);
+      int64_t first = begin * 8, last = first + units * 8;
+      last = last < code->size ? last : code->size;
+      packing.unpack(codes + begin * code->bits, units, digits);
+      for_runs(code->groups, group, first, last,
+               [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
+                 code->decode(group, digits + (from - first), values + from,
+                              static_cast<int>(to - from), add);
+               });
+    }
+  }
+};
+
+template <typename Code>
+void encode_all(const Code& code, const float* values, float* lost, uint8_t* codes) {
+  torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
+#ifdef HVD_V4
+    if (isa_level() == 4 && code.bits <= 8) {
+      return Isa<Encode<Code, uint8_t, Wide>>::v4(&code, values, lost, codes, begin, end);
+    }
+    if (isa_level() == 4) {
+      return Isa<Encode<Code, uint16_t, Wide>>::v4(&code, values, lost, codes, begin, end);
+    }
+#endif
+    run_best<Encode<Code, uint16_t, Plain>>(&code, values, lost, codes, begin, end);
+  });
+}
+
+template <typename Code>
+void decode_all(const Code& code, const uint8_t* codes, float* values, bool add) {
+  torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
+#ifdef HVD_V4
+    if (isa_level() == 4) {
+      return Isa<Decode<Code, Wide>>::v4(&code, codes, values, add, begin, end);
+    }
+#endif
+    run_best<Decode<Code, Plain>>(&code, codes, values, add, begin, end);
+  });
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,35 @@
+// What only the CPU can do with groups: check them, and walk them.
+#pragma once
+
+#include "../codes_rim.h"
+
+namespace hvd_compress {
+
+// After this no value's group is outside the table.
+inline void check_edges(const Groups& groups, int64_t size) {
+  int64_t last = 0;
+  for (int64_t i = 0; i <= groups.count; ++i) {
+    int64_t edge = groups.edges[i];
+    STD_TORCH_CHECK(last <= edge && edge <= size && (i > 0 || edge == 0),
+                    "edges has to ascend from 0 to ", size, ", got ", edge, " in entry ", i,
+                    " after ", last);
+    last = edge;
+  }
+  STD_TORCH_CHECK(last == size, "edges has to end at ", size, ", got ", last);
+}
+
+// Calls work(group, first, last) for the values from begin to end, a run of one group at a time.
+// `group` is that of `begin` or one before it, and becomes that of the last.
+template <typename Work>
+HVD_BODY void for_runs(const Groups& groups, int64_t& group, int64_t begin, int64_t end,
+                       const Work& work) {
+  while (begin < end) {
+    while (groups.edges[group + 1] <= begin) ++group;
+    int64_t edge = groups.edges[group + 1];
+    int64_t stop = edge < end ? edge : end;
+    work(group, begin, stop);
+    begin = stop;
+  }
+}
+
+}  // namespace hvd_compress

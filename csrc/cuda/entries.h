@@ -1,0 +1,45 @@
+// A block's entries in a warp's registers: 8 neighbouring ones to a lane.
+#pragma once
+
+#include "warp.h"
+
+namespace hvd_compress {
+
+inline bool on_16_bytes(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+// 16 bytes at a time where the memory allows it; zeros beyond `inside`.
+template <typename T>
+__device__ __forceinline__ void load(T (&to)[kEach], const T* from, int inside, bool aligned) {
+  if (aligned && inside == kEach) {
+    uint4 words[sizeof(to) / sizeof(uint4)];
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(to) / sizeof(uint4)); ++i) {
+      words[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+    memcpy(static_cast<void*>(to), words, sizeof(to));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) to[i] = i < inside ? from[i] : static_cast<T>(0.0f);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* to, const T (&from)[kEach], int inside, bool aligned) {
+  if (aligned && inside == kEach) {
+    uint4 words[sizeof(from) / sizeof(uint4)];
+    memcpy(words, static_cast<const void*>(from), sizeof(from));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(from) / sizeof(uint4)); ++i) {
+      reinterpret_cast<uint4*>(to)[i] = words[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (i < inside) to[i] = from[i];
+    }
+  }
+}
+
+}  // namespace hvd_compress

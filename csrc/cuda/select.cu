@@ -1,0 +1,42 @@
+// select on CUDA: a warp to a block.
+#include "../select_rim.h"
+#include "entries.h"
+#include "select.h"
+
+namespace hvd_compress {
+namespace {
+
+__global__ void __launch_bounds__(kThreads)
+    select_kernel(const __grid_constant__ Select args, const float* __restrict__ score,
+                  bool aligned) {
+  int64_t block = warp_id();
+  if (block >= args.blocks) return;
+  Led leads = led(args, block);
+  if (leads.count == 0) return;  // only a leader reads the score
+  float mine[kEach];
+  int32_t scores[kEach];
+  load(mine, score + block * kBlock + lane_id() * kEach, kEach, aligned);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) scores[i] = score_bits(mine[i]);
+  pick(args, block, scores, leads);
+}
+
+void select_cuda(Tensor score, Tensor offsets, int64_t slots, int64_t first_slot, int64_t phase,
+                 int64_t run, int64_t ranks, int64_t position, int64_t key, int64_t explore) {
+  check_blocks(score, "score");
+  Select args =
+      checked_select(score, offsets, slots, first_slot, phase, run, ranks, position, key, explore);
+  if (args.slots == 0) return;
+  Launch launch(score);
+  const float* scores = const_data<float>(score);
+  select_kernel<<<grid_for(args.blocks), kThreads, 0, launch.stream()>>>(args, scores,
+                                                                         on_16_bytes(scores));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+}  // namespace hvd_compress
+
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+  library.impl("select", TORCH_BOX(&hvd_compress::select_cuda));
+}

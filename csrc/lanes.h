@@ -1,0 +1,67 @@
+// One value of lanes_encode and lanes_decode.
+#pragma once
+
+#include "groups.h"
+
+namespace hvd_compress {
+
+struct Lanes {
+  const float* scale;
+  Groups groups;
+  int64_t size;  // of values
+  int bits;
+  int width;
+  int count;  // of a word
+  uint32_t key;
+  float factor;
+
+  // What is added to a word so that its signed digits become fields of `width` bits.
+  HVD_BODY uint64_t bias() const {
+    uint64_t sum = 0;
+    for (int lane = 0; lane < count; ++lane) sum += uint64_t{1} << (width * lane + width - 1);
+    return sum;
+  }
+};
+
+// Whole: an integer that holds all of -top to top.
+template <typename Whole>
+struct Rounded {
+  Whole digit;
+  float lost;
+};
+
+struct Grid {  // a group's
+  float step;
+  float inverse;
+  float top;
+
+  HVD_BODY Grid(const Lanes& args, int64_t group)
+      : step(args.scale[group]),
+        inverse(1.0f / step),
+        top(static_cast<float>((int64_t{1} << (args.bits - 1)) - 1)) {}
+
+  // Clamped before it is rounded down, which is the same, `top` being whole: then it fits.
+  template <typename Whole>
+  HVD_BODY Rounded<Whole> encode(float value, float draw) const {
+    float scaled = value * inverse + draw;
+    scaled = scaled == scaled ? scaled : 0.0f;
+    scaled = scaled > -top ? scaled : -top;
+    scaled = scaled < top ? scaled : top;
+    Whole digit = static_cast<Whole>(scaled);
+    digit -= static_cast<float>(digit) > scaled;
+    return {digit, value - static_cast<float>(digit) * step};
+  }
+};
+
+// Uniform in [0, 1).
+HVD_BODY float uniform(int64_t index, uint32_t key) {
+  return static_cast<float>(static_cast<int32_t>(mix(static_cast<uint32_t>(index), key) >> 8)) *
+         0x1p-24f;
+}
+
+// The value of a lane's sum, whose field has `half` a lane's range added.
+HVD_BODY float as_value(uint32_t field, uint32_t half, float step) {
+  return static_cast<float>(static_cast<int32_t>(field - half)) * step;
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,65 @@
+// Fields of a few bits, next to one another: how several digits become fields at once.
+#pragma once
+
+#include "block.h"
+
+namespace hvd_compress {
+
+HVD_BODY uint64_t low_bits(int count) {
+  return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+}
+
+HVD_BODY uint64_t load_word(const void* memory) {
+  uint64_t word;
+  memcpy(&word, memory, sizeof(word));
+  return word;
+}
+
+// The digits of a word, of 8 or 16 bits with zeros above the field's, become fields of `bits` bits.
+// The third argument says what a digit is; digits of 64 bits are fields already.
+HVD_BODY uint64_t fold(uint64_t word, int bits, uint16_t) {
+  constexpr uint64_t kPairs = 0x0000FFFF0000FFFF, kHalf = 0xFFFFFFFF;
+  word = (word & kPairs) | ((word >> 16) & kPairs) << bits;
+  return (word & kHalf) | (word >> 32) << (2 * bits);
+}
+
+HVD_BODY uint64_t fold(uint64_t word, int bits, uint8_t) {
+  constexpr uint64_t kPairs = 0x00FF00FF00FF00FF;
+  word = (word & kPairs) | ((word >> 8) & kPairs) << bits;
+  return fold(word, 2 * bits, uint16_t());
+}
+
+HVD_BODY uint64_t fold(uint64_t word, int, uint64_t) { return word; }
+
+// The way back; wants zeros above the last field.
+HVD_BODY uint64_t unfold(uint64_t word, int bits) {
+  uint64_t fields = low_bits(bits) * 0x0000000100000001;
+  word = (word & low_bits(2 * bits)) | (word >> (2 * bits)) << 32;
+  return (word & fields) | ((word >> bits) & fields) << 16;
+}
+
+// Eight codes as one number of 8 * bits bits.
+struct Unit {
+  uint64_t low;
+  uint64_t high;
+};
+
+// Of two numbers of 4 * bits bits each, for at most 16 bits. In two steps: one could shift by 64.
+HVD_BODY Unit join(uint64_t first, uint64_t second, int bits) {
+  return {first | (second << (4 * bits - 1)) << 1, second >> (64 - 4 * bits)};
+}
+
+HVD_BODY Unit pack_unit(const uint16_t* digits, int bits) {
+  return join(fold(load_word(digits), bits, uint16_t()),
+              fold(load_word(digits + 4), bits, uint16_t()), bits);
+}
+
+// What lies above the unit in its words does not matter.
+HVD_BODY void unpack_unit(Unit unit, int bits, uint16_t* digits) {
+  uint64_t mask = low_bits(4 * bits);
+  uint64_t second = (unit.low >> (4 * bits - 1)) >> 1 | unit.high << (64 - 4 * bits);
+  uint64_t words[2] = {unfold(unit.low & mask, bits), unfold(second & mask, bits)};
+  memcpy(digits, words, sizeof(words));
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,63 @@
+// One value of range_encode and range_decode.
+#pragma once
+
+#include "groups.h"
+
+namespace hvd_compress {
+
+struct Range {
+  const int64_t* base;
+  Groups groups;
+  int64_t size;  // of values
+  int bits;
+  int shift;
+  uint32_t positive;  // codes
+
+  HVD_BODY uint32_t negative() const { return (1u << bits) - 1 - positive; }
+};
+
+struct Ranged {
+  uint32_t code;
+  float lost;
+};
+
+// A group's window. A magnitude is a float's bits without its sign: they order like the floats.
+struct Window {
+  uint32_t before;  // of the first magnitude, in steps
+  uint32_t least;   // magnitude that is not nearer to zero
+  uint32_t positive;
+  uint32_t negative;
+  int shift;
+
+  HVD_BODY Window(const Range& args, int64_t group)
+      : before(static_cast<uint32_t>(args.base[group]) - 1),
+        least(bits_as<uint32_t>(bits_as<float>((before + 1) << args.shift) * 0.5f)),
+        positive(args.positive),
+        negative(args.negative()),
+        shift(args.shift) {}
+
+  HVD_BODY Ranged encode(float value) const {
+    constexpr uint32_t kInfinity = 0x7f800000u;
+    uint32_t word = bits_as<uint32_t>(value);
+    uint32_t magnitude = word & 0x7fffffffu;
+    uint32_t sign = word & 0x80000000u;
+    bool coded = magnitude - least <= kInfinity - least;  // neither below, nor a NaN
+    int32_t last = static_cast<int32_t>(sign ? negative : positive);
+    int32_t step = static_cast<int32_t>((magnitude + (1u << (shift - 1))) >> shift) -
+                   static_cast<int32_t>(before);
+    step = step < 1 ? 1 : step;
+    step = step > last ? last : step;
+    uint32_t decoded = (before + static_cast<uint32_t>(step)) << shift | sign;
+    uint32_t code = static_cast<uint32_t>(step) + (sign ? positive : 0);
+    return {coded ? code : 0, value - bits_as<float>(coded ? decoded : 0)};
+  }
+
+  HVD_BODY float decode(uint32_t code) const {
+    bool below = code > positive;
+    uint32_t step = below ? code - positive : code;
+    uint32_t word = (before + step) << shift | (below ? 0x80000000u : 0);
+    return bits_as<float>(code ? word : 0);
+  }
+};
+
+}  // namespace hvd_compress

@@ -1,0 +1,73 @@
+"""The best levels for values of unit variance: codebooks (Lloyd 1982, Max 1960) and grids, Gaussian and Laplacian.
+
+All ranks must hold the same levels to the last bit, and ``erf`` and ``exp`` differ in theirs from machine to machine:
+so levels are rounded to a multiple of 2**-14, and a grid's step is one of a few.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+#: The distributions, in the order of a book's rows.
+DISTRIBUTIONS = ("gauss", "laplace")
+#: Between a Gaussian's kurtosis, 3, and a Laplacian's, 6.
+KURTOSIS = 4.5
+_FINE = 2.0**14
+
+
+def _mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
+    """Of the positive half, between 0 and each edge: probability, and mean of the value."""
+    if distribution == "gauss":
+        return torch.erf(edges / math.sqrt(2)) / 2, (1 - torch.exp(-edges * edges / 2)) / math.sqrt(2 * math.pi)
+    s = math.sqrt(0.5)
+    tail = torch.exp(-edges / s)
+    far = torch.where(edges.isinf(), 0.0, (edges.nan_to_num(posinf=0.0) + s) * tail)
+    return (1 - tail) / 2, (s - far) / 2
+
+
+@lru_cache
+def codebook(bits: int) -> Tensor:
+    """The ``2**bits`` levels of least mean squared error for each of :data:`DISTRIBUTIONS`: float32, (2, 2**bits),
+    ascending, symmetric."""
+    rows = []
+    for distribution in DISTRIBUTIONS:
+        half = 2 ** (bits - 1)
+        # Start as a compander does: levels as dense as the cube root of the probability density.
+        rank = (torch.arange(half, dtype=torch.float64) + 0.5) / half
+        wide = math.sqrt(3) if distribution == "gauss" else 3
+        levels = (
+            torch.erfinv(rank) * math.sqrt(2) * wide if distribution == "gauss" else -torch.log1p(-rank) * wide / 2**0.5
+        )
+        for _ in range(4000):
+            middle = (levels[1:] + levels[:-1]) / 2
+            edges = torch.cat([levels.new_zeros(1), middle, levels.new_full((1,), math.inf)])
+            mass, moment = _mass_and_moment(edges, distribution)
+            better = moment.diff() / mass.diff()
+            if bool((better - levels).abs().max() < 1e-9):
+                break
+            levels = better
+        levels = ((levels * _FINE).round() / _FINE).float()
+        rows.append(torch.cat([-levels.flip(0), levels]))
+    return torch.stack(rows)
+
+
+@lru_cache
+def grid_step(top: int, stochastic: bool) -> Tensor:
+    """The step of the grid ``-top .. top`` that has the least mean squared error, rounding and clipping together, for
+    each of :data:`DISTRIBUTIONS`: float32, (2,)."""
+    x = (torch.arange(40000, dtype=torch.float64) + 0.5) * (16.0 / 40000)
+    best = []
+    for distribution in DISTRIBUTIONS:
+        mass, _ = _mass_and_moment(torch.cat([x - 0.5 * 16 / 40000, x[-1:] + 0.5 * 16 / 40000]), distribution)
+        weight = mass.diff()
+        steps = [2.0 ** (k / 16) / top for k in range(-32, 65)]
+        errors = []
+        for step in steps:
+            scaled = (x / step).clamp(max=top)
+            part = scaled - scaled.floor()
+            square = part * (1 - part) if stochastic else torch.minimum(part, 1 - part) ** 2
+            errors.append(float(((square * step * step + (x - scaled * step) ** 2) * weight).sum()))
+        best.append(steps[min(range(len(steps)), key=errors.__getitem__)])
+    return torch.tensor(best, dtype=torch.float32)

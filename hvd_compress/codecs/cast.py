@@ -1,0 +1,56 @@
+"""Values as plain floats, which Horovod's ring adds."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..collectives import allreduce
+from .base import Averaged, Channel, Codec
+
+_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Floats of 16 or 32 bits: ``Cast("fp16")``, ``Cast("fp32")``."""
+
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.kind]
+
+    def limit(self, ranks: int) -> float:
+        """The largest value of which ``ranks`` can be added in this dtype: what is above it stays in the residual."""
+        largest = torch.finfo(self.dtype).max
+        limit = torch.tensor(largest / ranks, dtype=torch.float64).to(self.dtype)
+        if limit.double().item() * ranks > largest:
+            # The cast rounded up.
+            limit = torch.nextafter(limit, torch.zeros_like(limit))
+        return limit.item()
+
+    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
+        return _CastChannel(self, groups, ranks, rank, device)
+
+
+class _CastChannel(Channel):
+    def __init__(self, codec: Cast, groups: int, ranks: int, rank: int, device: torch.device) -> None:
+        super().__init__(groups, ranks, rank, device)
+        self.dtype, self.limit = codec.dtype, codec.limit(ranks)
+
+    def deal(self, slots: list[int]) -> None:
+        super().deal(slots)
+        self.payload = torch.empty(self.count, dtype=self.dtype, device=self.device)
+
+    def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
+        torch.clamp(values, -self.limit, self.limit, out=self.mean)
+        self.payload.copy_(self.mean)
+        torch.sub(values, self.payload, out=self.lost)
+        self.payload.masked_fill_(invalid != 0, float("nan"))
+        total = yield allreduce(self.payload)
+        return self.mean.copy_(total).mul_(1.0 / self.ranks), self.lost

@@ -1,0 +1,153 @@
+"""Codes of a few bits that are packed into bytes: codebooks, and range-based floats."""
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .books import codebook
+
+
+class Code(abc.ABC):
+    """Values to bytes and back, given each group's scale and kind of distribution (see Scales)."""
+
+    bits: int
+    #: Whether the scale is the largest magnitude rather than the root mean square.
+    peak: bool
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+    def size(self, count: int) -> int:
+        """Bytes of ``count`` codes."""
+        return -(-count // 8) * self.bits
+
+    @abc.abstractmethod
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
+        """Writes ``codes``, uint8, (size(count),), and what they do not carry."""
+
+    @abc.abstractmethod
+    def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
+        """Writes what the codes stand for to ``values``, or adds it."""
+
+
+@dataclass(frozen=True)
+class Lloyd(Code):
+    """The Lloyd-Max codebook of ``2**bits`` levels (1 to 8 bits) for the group's distribution, times its root mean
+    square (Max 1960, Lloyd 1982)."""
+
+    bits: int
+    peak = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"lloyd takes 1 to 8 bits, got {self.bits}")
+
+    @property
+    def name(self) -> str:
+        return f"lloyd{self.bits}"
+
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
+        book = codebook(self.bits).to(values.device)
+        ops.codebook_encode(values, scale.float(), edges, book, kind, codes, lost, self.bits)
+
+    def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
+        book = codebook(self.bits).to(values.device)
+        ops.codebook_decode(codes, scale.float(), edges, book, kind, values, self.bits, add)
+
+
+@dataclass(frozen=True)
+class Plain(Code):
+    """Floats as they are, in 16 or 32 bits: for messages that nobody adds on the way."""
+
+    bits: int
+    peak = True
+
+    @property
+    def name(self) -> str:
+        return f"fp{self.bits}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.bits == 16 else torch.float32
+
+    def size(self, count: int) -> int:
+        return count * self.bits // 8
+
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
+        limit = torch.finfo(self.dtype).max
+        written = values.clamp(-limit, limit).to(self.dtype)
+        codes.copy_(written.view(torch.uint8))
+        torch.sub(values, written, out=lost)
+
+    def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
+        # A copy: a message's codes may begin anywhere, floats may not.
+        written = codes.clone().view(self.dtype)
+        if add:
+            values.add_(written)
+        else:
+            values.copy_(written)
+
+
+# Fraction bits with the least relative error on Student-t(3) values (RangeFloat.fit; tests/test_codecs.py).
+_MANTISSA = {4: 1, 5: 1, 6: 2, 7: 3, 8: 4, 9: 4, 10: 5, 11: 6, 12: 7, 13: 8, 14: 9, 15: 10, 16: 11}
+
+
+@dataclass(frozen=True)
+class RangeFloat(Code):
+    """Range-based floats of ``bits`` bits (4 to 16): float32's exponent and first ``mantissa`` bits of fraction, in a
+    window that ends at the group's largest magnitude (Wang et al., HPDC 2020; the definition is our reading)."""
+
+    bits: int
+    mantissa: int = 0
+    peak = True
+
+    def __post_init__(self) -> None:
+        if not 4 <= self.bits <= 16:
+            raise ValueError(f"range takes 4 to 16 bits, got {self.bits}")
+        if not self.mantissa:
+            object.__setattr__(self, "mantissa", _MANTISSA[self.bits])
+        if not self.least_mantissa(self.bits) <= self.mantissa <= 22:
+            least = self.least_mantissa(self.bits)
+            raise ValueError(f"mantissa must lie in {least} to 22, or be 0 for the usual one, got {self.mantissa}")
+
+    @staticmethod
+    def least_mantissa(bits: int) -> int:
+        """With fewer bits of fraction the window would be wider than all of float32's 254 exponents."""
+        return max(1, (((1 << bits) - 1) // 2 // 254).bit_length())
+
+    @classmethod
+    def fit(cls, values: Tensor, bits: int) -> "RangeFloat":
+        """The one whose ``mantissa`` has the least squared error on these values, float32, (n,)."""
+
+        def error(mantissa: int) -> float:
+            code = cls(bits, mantissa)
+            codes, lost = values.new_empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
+            edges = torch.tensor([0, len(values)], device=values.device)
+            code.encode(values, values.abs().max().view(1), edges[:1], edges, codes, lost)
+            return float(lost.double().square().sum())
+
+        return cls(bits, min(range(cls.least_mantissa(bits), bits), key=error))
+
+    @property
+    def name(self) -> str:
+        return f"range{self.bits}"
+
+    @property
+    def positive(self) -> int:
+        """Codes for positive values; the negative ones have as many."""
+        return ((1 << self.bits) - 1) // 2
+
+    def base(self, scale: Tensor) -> Tensor:
+        """The first magnitude's exponent and fraction, so that the last one's is the scale's: int64, (groups,)."""
+        top = scale.float().view(torch.int32).long() >> (23 - self.mantissa)
+        return (top - self.positive + 1).clamp(min=1)
+
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
+        ops.range_encode(values, self.base(scale), edges, codes, lost, self.bits, self.mantissa, self.positive)
+
+    def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
+        ops.range_decode(codes, self.base(scale), edges, values, self.bits, self.mantissa, self.positive, add)

@@ -1,0 +1,149 @@
+"""Codes that Horovod cannot add: averaged by their owners (the coded ring), or by everybody (the coded gather)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import allgather, alltoall
+from .base import Averaged, Channel, Codec
+from .code import Code
+from .scales import Moments, Scales, bounded
+
+
+@dataclass(frozen=True)
+class CodedRing(Codec):
+    """Every rank owns a part of the slots: it gets all ranks' codes for it, averages them, and sends the average to
+    all, coded again. What the second coding loses, the owner keeps in its residual.
+
+    Two collectives of ``bits / 8`` bytes a value each (alltoall, allgather), as in CGX (Markov et al., 2022), and 4
+    bytes a group for the scale that counts from the next step on.
+    """
+
+    code: Code
+
+    @property
+    def name(self) -> str:
+        return self.code.name
+
+    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
+        return _RingChannel(self.code, groups, ranks, rank, device)
+
+
+@dataclass(frozen=True)
+class CodedGather(Codec):
+    """Every rank sends its codes to all others, with its own scales: exact, but the bytes grow with the ranks."""
+
+    code: Code
+
+    @property
+    def name(self) -> str:
+        return f"{self.code.name}-gather"
+
+    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "GatherChannel":
+        return GatherChannel(self.code, groups, ranks, rank, device)
+
+
+class _CodedChannel(Channel):
+    """A message is a header of one float32 a group, the sender's scale or NaN if it is invalid, and codes."""
+
+    def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
+        super().__init__(groups, ranks, rank, device)
+        self.code = code
+        self.scales = Scales(groups, device, code.peak)
+        self.head = 4 * groups
+
+    def header(self, scale: Tensor, invalid: Tensor) -> Tensor:
+        return scale.float().masked_fill(invalid != 0, float("nan")).view(torch.uint8)
+
+    def headers(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' scales, float64, (ranks, groups), and whether one was invalid."""
+        # A copy: headers may begin anywhere, floats may not.
+        scales = rows[:, : self.head].flatten().clone().view(torch.float32).view(self.ranks, -1).double()
+        return scales, scales.isnan().any()
+
+    def restart(self) -> None:
+        self.scales.restart()
+
+    def state(self) -> dict[str, Any]:
+        return self.scales.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.scales.load_state(state)
+
+
+class _RingChannel(_CodedChannel):
+    def deal(self, slots: list[int]) -> None:
+        super().deal(slots)
+        # Whole bytes for everybody: the parts are multiples of eight values.
+        part = -(-self.count // (8 * self.ranks)) * 8
+        self.begin = min(self.rank * part, self.count)
+        self.end = min(self.begin + part, self.count)
+        self.own_edges = (self.edges - self.begin).clamp(0, self.end - self.begin)
+        self.codes = torch.zeros(self.ranks * self.code.size(part), dtype=torch.uint8, device=self.device)
+        self.reply = torch.zeros(self.head + self.code.size(part), dtype=torch.uint8, device=self.device)
+
+    def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
+        moments = Moments(values, self.edges)
+        if not self.scales.known:
+            yield from self.scales.first(moments, self.ranks)
+        code, edges, kind = self.code, self.edges, self.scales.kind
+        everything, own = code.size(self.count), code.size(self.end - self.begin)
+        code.encode(values, self.scales.local, kind, edges, self.codes[:everything], self.lost)
+        theirs = yield alltoall(self.codes)
+        part = torch.zeros(self.end - self.begin, device=self.device)
+        for row in theirs.view(self.ranks, -1):
+            code.decode(row[:own], self.scales.local, kind, self.own_edges, part, add=True)
+        part *= 1.0 / self.ranks
+        error = torch.empty_like(part)
+        reply = self.reply[self.head :][:own]
+        code.encode(part, self.scales.mean, kind, self.own_edges, reply, error)
+        # An average that is off by e leaves a sum that is off by ranks * e: it is the owner's to say next time.
+        self.lost[self.begin : self.end].add_(error, alpha=self.ranks)
+        self.reply[: self.head] = self.header(self.scales.of(moments), invalid)
+        rows = (yield allgather(self.reply, "values")).view(self.ranks, -1)
+        codes = rows[:, self.head :].reshape(-1)[:everything]
+        code.decode(codes, self.scales.mean, kind, edges, self.mean, add=False)
+        local, bad = self.headers(rows)
+        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), self.mean, edges)
+        self.mean.masked_fill_(bad, float("nan"))
+        return self.mean, self.lost
+
+
+class GatherChannel(_CodedChannel):
+    """Also of use by itself, for values that are not the same entries on every rank: :meth:`write`, send, and
+    :meth:`read`."""
+
+    def deal(self, slots: list[int]) -> None:
+        super().deal(slots)
+        size = self.head + self.code.size(self.count)
+        self.message = torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def write(self, values: Tensor, invalid: Tensor) -> Tensor:
+        """This rank's message; ``lost`` is what it does not carry."""
+        # As the receivers will see it: rounded to float32.
+        scale = bounded(self.scales.of(Moments(values, self.edges))).float().double()
+        self.code.encode(values, scale, self.scales.kind, self.edges, self.message[self.head :], self.lost)
+        self.message[: self.head] = self.header(scale, invalid)
+        return self.message
+
+    def read(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
+        """A rank's values, of all ranks' messages."""
+        row = gathered.view(self.ranks, -1)[rank]
+        scale = bounded(row[: self.head].clone().view(torch.float32).double())
+        self.code.decode(row[self.head :], scale, self.scales.kind, self.edges, into, add)
+
+    def any_invalid(self, gathered: Tensor) -> Tensor:
+        """Whether one of the messages is from an invalid rank: bool, ()."""
+        return self.headers(gathered.view(self.ranks, -1))[1]
+
+    def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
+        gathered = yield allgather(self.write(values, invalid), "values")
+        for rank in range(self.ranks):
+            self.read(gathered, rank, self.mean, add=rank > 0)
+        self.mean *= 1.0 / self.ranks
+        local, bad = self.headers(gathered.view(self.ranks, -1))
+        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), self.mean, self.edges)
+        self.mean.masked_fill_(bad, float("nan"))
+        return self.mean, self.lost

@@ -1,0 +1,89 @@
+"""What all ranks know of the size and the distribution of each group's values, from messages they exchanged anyway."""
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..collectives import Request, allreduce
+from .books import KURTOSIS
+
+# A scale below this is taken for it, so that its reciprocal and its products stay finite.
+_SMALLEST = 1e-20
+_LARGEST = 1e20
+# The share of a new observation in a running scale: a group of few slots is noisy.
+_NEW = 0.25
+# What the next step's largest magnitude may be, in units of this step's.
+_ROOM = 1.5
+
+
+class Moments:
+    """Of one tensor of values: per group the count, root mean square, kurtosis and largest magnitude, float64."""
+
+    def __init__(self, values: Tensor, edges: Tensor) -> None:
+        table = torch.empty(len(edges) - 1, 3, dtype=torch.float64, device=values.device)
+        ops.moments(values, edges, table)
+        self.count = edges.diff()
+        self.square, fourth, self.peak = table.unbind(1)
+        self.rms = (self.square / self.count.clamp(min=1)).sqrt()
+        self.kurtosis = self.count * fourth / self.square.square().clamp(min=1e-300)
+
+
+def bounded(scale: Tensor) -> Tensor:
+    """Within what the operators can divide by."""
+    return scale.nan_to_num(nan=_SMALLEST, posinf=_LARGEST).clamp(_SMALLEST, _LARGEST)
+
+
+class Scales:
+    """The running scales of a channel, float64, (groups,), the same bits on every rank.
+
+    ``local``: of the values a rank sends (root mean square, or the largest magnitude where ``peak``). ``mean``: of
+    their average, likewise. ``kind``: 0 where the averages look Gaussian, 1 where Laplacian (int64).
+    """
+
+    def __init__(self, groups: int, device: torch.device, peak: bool = False) -> None:
+        self.groups, self.device, self.peak = groups, device, peak
+        self.restart()
+
+    def restart(self) -> None:
+        self.known = False
+        self.local = torch.ones(self.groups, dtype=torch.float64, device=self.device)
+        self.mean = torch.ones(self.groups, dtype=torch.float64, device=self.device)
+        self.kind = torch.zeros(self.groups, dtype=torch.int64, device=self.device)
+
+    def of(self, moments: Moments) -> Tensor:
+        """The scale of these values alone."""
+        return moments.peak if self.peak else moments.rms
+
+    def first(self, moments: Moments, ranks: int) -> Generator[Request, Tensor, None]:
+        """Nothing is known yet: one small sum tells. The largest of the ranks' peaks is not a sum: their root mean
+        square, which is within a factor sqrt(ranks), has to do for one step."""
+        mine = moments.peak.square() if self.peak else moments.square / moments.count.clamp(min=1)
+        total = yield allreduce(torch.where(moments.count > 0, mine, 0.0), "budget", "scales")
+        self.local = bounded((total / ranks).sqrt())
+        self.mean = bounded(self.local / ranks**0.5)
+        self.known = True
+
+    def follow(self, local: Tensor, mean: Tensor, edges: Tensor) -> None:
+        """After a step: ``local`` as all ranks agreed on it, and the ``mean`` values themselves."""
+        moments = Moments(mean, edges)
+        here = moments.count > 0
+        self.local = torch.where(here, self._running(self.local, local), self.local)
+        self.mean = torch.where(here, self._running(self.mean, self.of(moments)), self.mean)
+        self.kind = torch.where(here, (moments.kurtosis > KURTOSIS).long(), self.kind)
+
+    def _running(self, old: Tensor, new: Tensor) -> Tensor:
+        # A root mean square is followed on average; a peak at once upwards and with room, or every other value that
+        # sets a new one would be cut off.
+        slow = old * (1 - _NEW)
+        return bounded(torch.maximum(slow, new * _ROOM) if self.peak else slow + new * _NEW)
+
+    def state(self) -> dict[str, Any]:
+        return {"known": self.known, **{name: getattr(self, name).clone() for name in ("local", "mean", "kind")}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.known = state["known"]
+        for name in ("local", "mean", "kind"):
+            setattr(self, name, state[name].to(self.device, copy=True))

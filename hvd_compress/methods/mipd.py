@@ -1,0 +1,240 @@
+"""Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bucket import Bucket
+from ..codecs import Codec
+from ..codecs.scales import Moments
+from ..collectives import allreduce
+from ..driver import Exchange
+from ..rng import derive
+from ..schedule import Density
+from ..selection import Rule, Selection, SharedSelection, Turn, Unled, check_explore, disagreement, smaller_half
+from ..sparse import Plan, Sparse
+
+_SIGNIFICANCE = ("taylor", "fisher")
+# Under this, a mean square counts as zero: it only keeps the scores of what is all zero apart from nothing.
+_TINY = 1e-12
+# The ranks' agreement is looked at this often, in steps.
+_CHECK_INTERVAL = 100
+
+
+class MIPD(Sparse):
+    r"""Significance from what all ranks know: which entries are sent needs no message at all.
+
+    Implements the published idea of Zhang & Wang, *MIPD: An Adaptive Gradient Sparsification Framework for Distributed
+    DNNs Training* (IEEE TPDS 33(11), 2022): the significance of a parameter comes from the model's interpretability,
+    not from the gradient's size alone; layers are encoded one by one, by their distributions; half of the parameters
+    are updated each step; exponential smoothing makes up for what was not sent. With weights w, the smoothed average
+    gradient e (per step), and t steps since an entry was last sent, all of them equal on all ranks::
+
+        s   = (|w| + floor rms(w)) (|e| + floor rms(e)) t       significance of what is waiting
+        S   = the m largest s of every 256, in that half of the layer whose turn it is
+        p   = compensation e                                    shared prediction, in that half
+        g   = p + mean_i (a_i - p)[S] on S, p off it, 0 in the other half
+        r_i = a_i - what was applied of it                      a wrong guess is paid back
+        e   = smoothing e + (1 - smoothing) (what arrived / t)  on S
+
+    The paper's: significance by interpretability, layer-wise budgets and encoding, half of the parameters a step,
+    smoothing. Ours: |w e| (first-order attribution) as significance, from shared state; the factor t; halves as first
+    and last blocks of a layer; the residual beside the smoothing; the codecs.
+
+    Args:
+        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
+        density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves.
+        values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`. Lanes and Lloyd-Max codebooks fit
+            each layer's distribution.
+        layerwise: encode each layer by its own distribution; False takes a bucket for one (the rival that the paper
+            argues against).
+        significance: ``"taylor"``, |w e|, or ``"fisher"``, e^2.
+        compensation: the share of the smoothed gradient that is applied where nothing was sent, in [0, 1].
+        smoothing: weight of the past in e, in [0, 1).
+        floor: the constant under |w| and |e|, in units of their root mean square; above 0.
+        explore: share of blocks whose entries are drawn at random in proportion to significance, in [0, 1].
+        budget_interval: steps between re-balancings of the layers' shares by significance (within 1/4 and 4 times the
+            density, the total constant), and between checks that all ranks agree; 0 keeps the shares equal.
+        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
+        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
+            :class:`~hvd_compress.compressor.Compressor`.
+
+    Raises:
+        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
+        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        density: float | Density = 1 / 64,
+        *,
+        values: str | Codec = "lanes4",
+        layerwise: bool = True,
+        significance: str = "taylor",
+        compensation: float = 0.0,
+        smoothing: float = 0.9,
+        floor: float = 0.5,
+        explore: float = 0.05,
+        budget_interval: int = 100,
+        warmup_steps: int = 0,
+        momentum: float = 0.0,
+        **common: Any,
+    ) -> None:
+        if significance not in _SIGNIFICANCE:
+            raise ValueError(f"significance must be one of {', '.join(_SIGNIFICANCE)}, got {significance!r}")
+        if not 0.0 <= compensation <= 1.0:
+            raise ValueError(f"compensation must lie in [0, 1], got {compensation}")
+        if not 0.0 <= smoothing < 1.0:
+            raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}")
+        if not floor > 0.0:
+            raise ValueError(f"floor must be above 0, got {floor}")
+        check_explore(explore)
+        super().__init__(
+            named_parameters,
+            density,
+            values=values,
+            layerwise=layerwise,
+            budget_interval=budget_interval,
+            warmup_steps=warmup_steps,
+            momentum=momentum,
+            **common,
+        )
+        self._significance, self._compensation, self._smoothing = significance, compensation, smoothing
+        self._floor, self._explore = floor, explore
+        self._floors: dict[int, tuple[Tensor, Tensor]] = {}
+        for bucket in self._buckets:
+            bucket.add_state("smoothed")
+            bucket.add_state("last_sent").fill_(-1.0)
+
+    def __repr__(self) -> str:
+        return (
+            f"MIPD(density {self._density}, {self._significance} significance, compensation {self._compensation:g}, "
+            f"{self._codec.name} values{'' if self._layerwise else ' over whole buckets'}{self.momentum_text()}; "
+            f"{self.parameters_text()})"
+        )
+
+    # A step's plan.
+
+    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
+        return SharedSelection(bucket, slots, halves=density <= 0.5)
+
+    def room(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
+        return [smaller_half(s) if density <= 0.5 else s.numel for s in bucket.segments]
+
+    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
+        # Only accumulates: scores come from shared state.
+        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
+
+    def draw(self, bucket: Bucket, plan: Plan, turn: Turn, check: bool) -> None:
+        super().draw(bucket, plan, turn, plan.unchecked or self._step % _CHECK_INTERVAL == 0)
+        # Often at first, while the smoothed gradient takes shape.
+        if self._step & (self._step - 1) == 0 or self._step % 64 == 0:
+            self._floors[bucket.index] = self._measure(bucket)
+
+    def _measure(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """``floor`` times the root mean squares of weights and smoothed gradients: float32, (segments,), the same bits
+        on all ranks (a torch.mean() is not, on different processors)."""
+        parts = []
+        for segment in bucket.segments:
+            weight = segment.parameter.detach().as_strided((segment.numel,), (1,)).float()
+            both = torch.cat([weight, segment.of(bucket.state["smoothed"])[: segment.numel]])
+            edges = torch.tensor([0, segment.numel, 2 * segment.numel], device=bucket.device)
+            parts.append(Moments(both, edges).rms)
+        weights, smoothed = (torch.stack(parts) * self._floor).float().unbind(1)
+        return weights + _TINY, smoothed + _TINY
+
+    def significance(self, bucket: Bucket, position: int) -> Tensor:
+        """Of a segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
+        segment, (weights, smoothed) = bucket.segments[position], self._floors[bucket.index]
+        n = segment.numel
+        score = segment.of(bucket.state["smoothed"])[:n].abs() + smoothed[position]
+        if self._significance == "fisher":
+            score.mul_(score)
+        else:
+            score.mul_(segment.parameter.detach().as_strided((n,), (1,)).float().abs() + weights[position])
+        return score.mul_(self._step - segment.of(bucket.state["last_sent"])[:n])
+
+    def method_state(self) -> dict[str, Any]:
+        return {**super().method_state(), "floors": {i: (w.clone(), e.clone()) for i, (w, e) in self._floors.items()}}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        super().load_method_state(state)
+        self._floors = {
+            i: (weights.to(self._buckets[i].device, copy=True), smoothed.to(self._buckets[i].device, copy=True))
+            for i, (weights, smoothed) in state["floors"].items()
+        }
+
+    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
+        sums = [self.significance(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]
+        return torch.stack(sums)
+
+    # The algorithm.
+
+    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
+        selection, state = _unled(plan), bucket.state
+        if selection.check:
+            yield from self._check_agreement(bucket, plan)
+        if isinstance(selection, SharedSelection):
+            for position in range(len(bucket.segments)):
+                selection.pick(position, self.significance(bucket, position), self._explore)
+        values, smoothed = selection.take(bucket.residual), selection.read(state["smoothed"])
+        guess = smoothed * self._compensation
+        key = derive(selection.turn.key, self._collectives.rank)
+        mean, lost = yield from plan.channel.average(values - guess, plan.invalid, key)
+        arrived = mean[:1].isfinite()
+        if self._compensation:
+            self._apply_guess(bucket, plan, arrived)
+        selection.put(self.targets(bucket, plan), state.get("velocity"), mean + guess, lost, self._scale)
+        self._learn(bucket, plan, mean, smoothed, arrived)
+        plan.sent = True
+
+    def _check_agreement(self, bucket: Bucket, plan: Plan) -> Exchange:
+        """No message of this method would show that the ranks draw differently, so now and then they compare."""
+        stamp = zlib.crc32(repr((plan.selection.turn.key, self._step, plan.selection.slots)).encode()) & 0xFFFFF
+        mine = torch.tensor([stamp, stamp * stamp], dtype=torch.float64, device=bucket.device)
+        total, squares = (yield allreduce(mine, "budget", "agreement")).tolist()
+        if squares * self._collectives.size != total * total:
+            raise disagreement()
+
+    def _apply_guess(self, bucket: Bucket, plan: Plan, arrived: Tensor, sign: float = 1.0) -> None:
+        """The guess stands for every entry whose turn it is; what was sent is then assigned over it."""
+        turns = _unled(plan).turns()
+        for turn, target in zip(turns, self.targets(bucket, plan), strict=True):
+            if not target.numel():
+                continue
+            guess = turn.of_bucket(bucket.state["smoothed"]) * (sign * self._compensation)
+            guess.masked_fill_(~arrived, 0.0)
+            turn.of_bucket(bucket.residual).sub_(guess)
+            here = turn.of(target)
+            here.copy_(guess[: here.numel()] * self._scale)
+
+    def _learn(self, bucket: Bucket, plan: Plan, mean: Tensor, smoothed: Tensor, arrived: Tensor) -> None:
+        """The gradient per step since an entry was last sent: what arrived, and what had been guessed meanwhile."""
+        selection, state = _unled(plan), bucket.state
+        last = selection.read(state["last_sent"])
+        share = 0.5 if selection.halves else 1.0
+        rate = mean / (self._step - last) + smoothed * (share * self._compensation)
+        new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
+        selection.write(state["smoothed"], torch.where(arrived, new, smoothed))
+        selection.write(state["last_sent"], torch.where(arrived, float(self._step), last))
+
+    def undo(self, bucket: Bucket) -> None:
+        # What was learnt from the step stays: it was the gradient, though it was not applied.
+        plan = self._plans[bucket.index]
+        if plan.sent and self._compensation:
+            self._apply_guess(bucket, plan, torch.ones(1, dtype=torch.bool, device=bucket.device), sign=-1.0)
+        super().undo(bucket)
+
+    def restart(self, bucket: Bucket) -> None:
+        super().restart(bucket)
+        bucket.state["smoothed"].zero_()
+        bucket.state["last_sent"].fill_(-1.0)
+
+
+def _unled(plan: Plan) -> Unled:
+    assert isinstance(plan.selection, Unled)
+    return plan.selection

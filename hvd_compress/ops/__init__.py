@@ -1,0 +1,36 @@
+"""The compiled operators: a typed wrapper each.
+
+What each operator computes is written in :mod:`hvd_compress.reference`, which also takes over where the extension
+was not built (slow: a warning says so once). ``COMPILED`` tells which; ``COMPILED_CUDA`` tells it for CUDA tensors.
+
+Every operator mutates its arguments and returns nothing. Tensors are of one device; a bad argument raises a
+``RuntimeError`` that says what was got and what is allowed (from the compiled operators; the reference checks nothing).
+"""
+
+from ._load import COMPILED, COMPILED_CUDA
+from .blocks import accumulate_select, put, select, take
+from .codes import (
+    codebook_decode,
+    codebook_encode,
+    lanes_decode,
+    lanes_encode,
+    moments,
+    range_decode,
+    range_encode,
+)
+
+__all__ = [
+    "COMPILED",
+    "COMPILED_CUDA",
+    "accumulate_select",
+    "codebook_decode",
+    "codebook_encode",
+    "lanes_decode",
+    "lanes_encode",
+    "moments",
+    "put",
+    "range_decode",
+    "range_encode",
+    "select",
+    "take",
+]

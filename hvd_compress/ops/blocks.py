@@ -1,0 +1,92 @@
+"""Operators on blocks of 256 entries: see :mod:`hvd_compress.reference.blocks`."""
+
+from torch import Tensor
+
+from ._load import implementation, register
+
+
+def accumulate_select(
+    grad: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    velocity: Tensor | None,
+    floor: Tensor,
+    offsets: Tensor,
+    invalid: Tensor,
+    scale: float,
+    momentum: float,
+    slots: int,
+    first_slot: int,
+    phase: int,
+    run: int,
+    ranks: int,
+    position: int,
+    key: int,
+    explore: int,
+) -> None:
+    """Take a gradient into the residual, zero it, and write the offsets of the entries that this rank picks as leader.
+
+    ``grad``, ``weight``: n entries, dense, in one memory order; float32, float16 or bfloat16, both the same. Without a
+    weight, the score is the residual's magnitude.
+    ``residual``, ``velocity``: float32, (blocks * 256,), contiguous, blocks * 256 >= n. ``floor``: float32, (1,), >= 0.
+    ``offsets``: uint8, this rank's whole plane. ``invalid``: int32, (1,), set to 1 by an entry that is not finite.
+    ``slots``: 0 (accumulate only) to blocks * 256. ``0 <= position < ranks``, ``run >= 1``, ``0 <= explore <= 2**32``.
+    Raises RuntimeError for another dtype, device or size, or if the picks would not fit in ``offsets``.
+    """
+    # fmt: off
+    implementation.accumulate_select(grad, residual, weight, velocity, floor, offsets, invalid, scale, momentum,
+                                      slots, first_slot, phase, run, ranks, position, key, explore)
+    # fmt: on
+
+
+def select(
+    score: Tensor,
+    offsets: Tensor,
+    slots: int,
+    first_slot: int,
+    phase: int,
+    run: int,
+    ranks: int,
+    position: int,
+    key: int,
+    explore: int,
+) -> None:
+    """Write the offsets of the entries that this rank picks as leader, by a ``score`` that is already there.
+
+    ``score``: float32, (blocks * 256,), contiguous. The rest as in :func:`accumulate_select`, and so are the errors.
+    """
+    implementation.select(score, offsets, slots, first_slot, phase, run, ranks, position, key, explore)
+
+
+def take(residual: Tensor, offsets: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
+    """Read the entries at ``offsets`` into ``values``.
+
+    ``residual``: float32, the whole bucket, a multiple of 256 entries. ``offsets``: uint8, all slots.
+    ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending. ``values``: float32, all
+    slots. Raises RuntimeError for another dtype, device or size (what ``segments`` holds is checked on the CPU only).
+    """
+    implementation.take(residual, offsets, segments, values, phase)
+
+
+def put(
+    grads: list[Tensor],
+    residual: Tensor,
+    velocity: Tensor | None,
+    offsets: Tensor,
+    segments: Tensor,
+    mean: Tensor,
+    lost: Tensor,
+    phase: int,
+    scale: float,
+) -> None:
+    """Assign ``mean * scale`` to the gradients' entries at ``offsets``, whose other entries stay as they are, and
+    ``lost`` to the residual's.
+
+    ``grads``: a dense tensor a segment, float32, float16 or bfloat16, written in memory order; an empty one is skipped.
+    ``velocity``: as the residual. ``mean``, ``lost``: float32, all slots. ``residual``, ``offsets``, ``segments`` as in
+    :func:`take`. Raises RuntimeError for another dtype, device, size or number of gradients.
+    """
+    implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale)
+
+
+register("accumulate_select", "select", "take", "put")

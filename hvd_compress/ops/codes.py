@@ -1,0 +1,78 @@
+"""Operators on values as they are written on the wire: see :mod:`hvd_compress.reference.codes`.
+
+Common to all: ``values``, ``lost``: float32, (n,). ``scale``: float32, (groups,), > 0. ``edges``: int64, (groups + 1,),
+ascending from 0 to n (checked on the CPU only). ``codes``: uint8, (ceil(n / 8) * bits,). All are contiguous, and
+``lost`` is other memory than ``values``. Raises RuntimeError for another dtype, device, size or range.
+"""
+
+from torch import Tensor
+
+from ._load import implementation, register
+
+
+def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
+    """Per group the sum of squares, of fourth powers, and the largest magnitude: ``out``, float64, (groups, 3)."""
+    implementation.moments(values, edges, out)
+
+
+def lanes_encode(
+    values: Tensor, scale: Tensor, edges: Tensor, words: Tensor, lost: Tensor, bits: int, width: int, key: int
+) -> None:
+    """Write values as integers of ``bits`` bits into lanes of ``width`` bits of ``words``, int64,
+    (ceil(n / (64 // width)),).
+
+    ``2 <= bits <= 24``, ``bits <= width <= 32``. ``key``: 0 to 2**32 - 1 rounds stochastically, -1 to nearest.
+    """
+    implementation.lanes_encode(values, scale, edges, words, lost, bits, width, key)
+
+
+def lanes_decode(words: Tensor, scale: Tensor, edges: Tensor, values: Tensor, width: int, factor: float) -> None:
+    """Read the sums of lanes: ``values`` become ``sum * (scale * factor)``."""
+    implementation.lanes_decode(words, scale, edges, values, width, factor)
+
+
+def codebook_encode(
+    values: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tensor, codes: Tensor, lost: Tensor, bits: int
+) -> None:
+    """Write the number of the nearest level of ``book[kind] * scale``.
+
+    ``book``: float32, (kinds, 2**bits), rows ascending. ``kind``: int64, (groups,), a row each (checked on the CPU
+    only). ``1 <= bits <= 8``.
+    """
+    implementation.codebook_encode(values, scale, edges, book, kind, codes, lost, bits)
+
+
+def codebook_decode(
+    codes: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tensor, values: Tensor, bits: int, add: bool
+) -> None:
+    """Write the levels to ``values``, or ``add`` them."""
+    implementation.codebook_decode(codes, scale, edges, book, kind, values, bits, add)
+
+
+def range_encode(
+    values: Tensor, base: Tensor, edges: Tensor, codes: Tensor, lost: Tensor, bits: int, mantissa: int, positive: int
+) -> None:
+    """Write range-based floats of ``bits`` bits, ``mantissa`` of them the fraction.
+
+    ``base``: int64, (groups,), >= 1 (not checked on CUDA). ``4 <= bits <= 16``, ``1 <= mantissa <= 22``,
+    ``1 <= positive <= 2**bits - 2``.
+    """
+    implementation.range_encode(values, base, edges, codes, lost, bits, mantissa, positive)
+
+
+def range_decode(
+    codes: Tensor, base: Tensor, edges: Tensor, values: Tensor, bits: int, mantissa: int, positive: int, add: bool
+) -> None:
+    """Write what range-based floats stand for to ``values``, or ``add`` it."""
+    implementation.range_decode(codes, base, edges, values, bits, mantissa, positive, add)
+
+
+register(
+    "moments",
+    "lanes_encode",
+    "lanes_decode",
+    "codebook_encode",
+    "codebook_decode",
+    "range_encode",
+    "range_decode",
+)

@@ -1,0 +1,89 @@
+"""Every rank sends entries of its own choice to all others: what papers without a ring do.
+
+Two allgathers: which entries, as one byte each or as a bitmap of the blocks, whichever is shorter; and their values.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket
+from .codecs.coded import GatherChannel
+from .collectives import allgather
+from .driver import Exchange
+from .reference import BLOCK, positions
+from .selection import BlockSelection, Turn, disagreement
+
+if TYPE_CHECKING:
+    from .sparse import Plan, Sparse
+
+
+class OwnSelection(BlockSelection):
+    """m of every 256 for this rank alone: as if there were no other."""
+
+    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
+        super().__init__(bucket, slots, run=1, ranks=1, rank=0)
+        #: A bit for every entry of the bucket, if that is shorter than a byte a slot.
+        self.as_bitmap = self.total * 8 > bucket.blocks * BLOCK
+
+    def begin(self, turn: Turn, check: bool) -> None:
+        super().begin(Turn(turn.step, turn.key, [0]), check)
+        #: Where each slot's block begins, in the bucket's flat memory: the same on all ranks.
+        self.base = positions(torch.zeros_like(self.own[: self.total]), self.segments, self.turn.phase)
+
+    @property
+    def stamp(self) -> Tensor:
+        return self.plane[: self.head]
+
+    def message(self) -> Tensor:
+        """The stamp that all ranks share, and this rank's entries."""
+        self.picks = self.own[: self.total]
+        if not self.as_bitmap:
+            return self.plane
+        bits = torch.zeros(self.bucket.blocks * BLOCK, dtype=torch.uint8, device=self.bucket.device)
+        bits[self.base + self.picks] = 1
+        weight = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
+        return torch.cat([self.stamp, (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
+
+    def places(self, gathered: Tensor, ranks: int) -> list[Tensor]:
+        """Each rank's entries in the bucket's flat memory, in slot order: int64, (slots,).
+
+        Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
+        """
+        rows = gathered.view(ranks, -1)
+        if self.check and not bool((rows[:, : self.head] == rows[0, : self.head]).all()):
+            raise disagreement()
+        if not self.as_bitmap:
+            return [self.base + row[self.head :][: self.total] for row in rows]
+        shift = torch.arange(8, device=rows.device, dtype=torch.uint8)
+        bits = (rows[:, self.head :, None] >> shift) & 1
+        # A block's slots are in ascending order of offset, and blocks ascend: so are the set bits.
+        return [row.view(-1).nonzero().view(-1) for row in bits]
+
+
+def average_own(method: "Sparse", bucket: Bucket, plan: "Plan") -> Exchange:
+    """The mean over ranks of what each has picked, zero where it has not; assigned, and cleared from the residual."""
+    selection, channel = plan.selection, plan.channel
+    assert isinstance(selection, OwnSelection) and isinstance(channel, GatherChannel)
+    ranks = channel.ranks
+    gathered = yield allgather(selection.message(), "indices")
+    places = selection.places(gathered, ranks)
+    values = selection.take(bucket.residual)
+    gathered = yield allgather(channel.write(values, plan.invalid), "values")
+    mean = torch.zeros_like(bucket.residual)
+    theirs = torch.empty_like(values)
+    for rank, place in enumerate(places):
+        channel.read(gathered, rank, theirs, add=False)
+        mean[place] += theirs
+    mean *= 1.0 / ranks
+    # One bad rank makes the step bad for all.
+    mean.masked_fill_(channel.any_invalid(gathered), float("nan"))
+    arrived = mean[:1].isfinite().expand(selection.total)
+    nowhere = [torch.empty(0, device=bucket.device)] * len(bucket.segments)
+    fine = torch.where(arrived, 0.0, float("nan"))
+    selection.put(nowhere, bucket.state.get("velocity"), fine, channel.lost, 0.0)
+    for segment, target in zip(bucket.segments, method.targets(bucket, plan), strict=True):
+        if target.numel():
+            target.as_strided((target.numel(),), (1,)).copy_(segment.of(mean)[: target.numel()] * method.scale)
+    plan.sent = True

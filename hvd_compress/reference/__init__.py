@@ -1,0 +1,58 @@
+"""What every operator computes, in plain PyTorch: the specification.
+
+The compiled operators (``csrc/``) are tested against these functions to the last bit, and the package
+falls back on them where the extension was not built. Read these files to know what an operator does;
+read ``csrc/`` only to know how it does it fast.
+
+``blocks``: residuals, picks, and what is taken and put. ``codes``: how values are written on the wire.
+"""
+
+from .blocks import (
+    BLOCK,
+    accumulate_select,
+    exponential,
+    mix,
+    owned,
+    positions,
+    put,
+    put_at,
+    select,
+    slot_start,
+    take,
+)
+from .codes import (
+    LANES,
+    codebook_decode,
+    codebook_encode,
+    lanes_decode,
+    lanes_encode,
+    moments,
+    pack,
+    range_decode,
+    range_encode,
+    unpack,
+)
+
+__all__ = [
+    "BLOCK",
+    "LANES",
+    "accumulate_select",
+    "codebook_decode",
+    "codebook_encode",
+    "exponential",
+    "lanes_decode",
+    "lanes_encode",
+    "mix",
+    "moments",
+    "owned",
+    "pack",
+    "positions",
+    "put",
+    "put_at",
+    "range_decode",
+    "range_encode",
+    "select",
+    "slot_start",
+    "take",
+    "unpack",
+]

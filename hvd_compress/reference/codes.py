@@ -1,0 +1,192 @@
+"""Values as bits on the wire: integer lanes, codebooks, range-based floats, and the moments that scale them.
+
+Vocabulary
+----------
+group
+    a run of slots with one scale: those of one parameter. Group ``g`` is ``edges[g]`` to ``edges[g + 1]``; the edges
+    ascend from 0 to the number of values, and a group may be empty.
+lost
+    what a code does not carry of a value: ``value - decoded``, in float32.
+codes
+    numbers of ``bits`` bits, written one after the other into bytes, lowest bit first, padded with zeros to a multiple
+    of eight codes: eight codes fill ``bits`` bytes.
+
+All arithmetic is float32, operation by operation as written (no fused multiply-add), so that all back ends agree.
+Products with a scale are with the scale as given, quotients are products with ``1 / scale``. Scales are > 0, finite,
+and so is their reciprocal.
+"""
+
+import torch
+from torch import Tensor
+
+from .blocks import mix
+
+#: Running sums in :func:`moments`.
+LANES = 32
+
+
+def _each(table: Tensor, edges: Tensor) -> Tensor:
+    """A group's row for each of its values."""
+    return torch.repeat_interleave(table, edges.diff(), dim=0)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """``codes``: integers below ``2**bits``, (n,). Returns uint8, (ceil(n / 8) * bits,)."""
+    padded = torch.nn.functional.pad(codes.long(), (0, -len(codes) % 8)).view(-1, 8)
+    stream = (padded[:, :, None] >> torch.arange(bits, device=codes.device)) & 1
+    weight = 1 << torch.arange(8, device=codes.device)
+    return (stream.view(-1, bits, 8) * weight).sum(2).to(torch.uint8).view(-1)
+
+
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """The first ``n`` codes: int64, (n,)."""
+    stream = (packed.long().view(-1, bits, 1) >> torch.arange(8, device=packed.device)) & 1
+    weight = 1 << torch.arange(bits, device=packed.device)
+    return (stream.reshape(-1, 8, bits) * weight).sum(2).view(-1)[:n]
+
+
+def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
+    """Per group: the sum of squares, the sum of fourth powers, and the largest magnitude.
+
+    The sums are of float64 products (``square = v * v``, ``square * square``) in an order of their own, equal on every
+    machine: value ``i`` of a group goes into running sum ``i % 32``; then the upper half is added to the lower until
+    one is left. A NaN takes no part in the largest magnitude. An empty group has zeros.
+
+    ``values``: float32, (n,). ``edges``: int64, (groups + 1,). ``out``: float64, (groups, 3).
+    """
+    for group, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
+        mine = values[begin:end]
+        square = mine.double() ** 2
+        terms = torch.stack([square, square * square])
+        terms = torch.nn.functional.pad(terms, (0, -(end - begin) % LANES)).view(2, -1, LANES)
+        # Row by row: a sum() may add in any order.
+        sums = torch.zeros(2, LANES, dtype=torch.float64, device=values.device)
+        for row in range(terms.shape[1]):
+            sums = sums + terms[:, row]
+        width = LANES
+        while width > 1:
+            width //= 2
+            sums = sums[:, :width] + sums[:, width:]
+        out[group, :2] = sums[:, 0]
+        out[group, 2] = torch.where(mine.isnan(), 0.0, mine.abs()).max() if end > begin else 0.0
+
+
+def lanes_encode(
+    values: Tensor, scale: Tensor, edges: Tensor, words: Tensor, lost: Tensor, bits: int, width: int, key: int
+) -> None:
+    """Write values as ``bits``-bit integers into lanes of ``width`` bits, ready to be added as int64.
+
+    With ``Q = 2**(bits - 1) - 1``::
+
+        q    = clamp(floor(value * (1 / scale) + u), -Q, Q)       (0 for a NaN)
+        word = sum over its lanes of q << (width * lane)
+
+    ``u`` is uniform in [0, 1), drawn from (key, index): stochastic rounding; with ``key`` -1 it is 1/2: to nearest.
+    Lane ``i % L`` of word ``i // L`` holds value ``i``, ``L = 64 // width``; what is over holds 0.
+
+    **No carry crosses.** Let N words be added, ``N * Q < 2**(width - 1)``: so it is for ``width = bits +
+    ceil(log2(N))``. Every lane's sum s then lies in (-2**(width - 1), 2**(width - 1)), and the sum of words is exactly
+    the number with these signed digits in base ``2**width``; its magnitude is below ``2**(width * L - 1) <= 2**63``, so
+    not even a signed int64 overflows, in whatever order ranks are added. Adding ``2**(width - 1)`` to every digit makes
+    all of them positive, and so their bits are the word's bits: that is how :func:`lanes_decode` reads them.
+
+    ``values``, ``lost``: float32, (n,). ``scale``: float32, (groups,), one step of the grid. ``words``: int64,
+    (ceil(n / L),). ``2 <= bits <= 24``, so that float32 holds every q; ``bits <= width <= 32``.
+    """
+    count, top = 64 // width, 2 ** (bits - 1) - 1
+    step = _each(scale, edges)
+    index = torch.arange(len(values), device=values.device)
+    draw = torch.full_like(values, 0.5) if key == -1 else (mix(index & 0xFFFFFFFF, key) >> 8).float() * 2.0**-24
+    q = (values * (1.0 / step) + draw).floor().clamp(-top, top).nan_to_num(nan=0.0)
+    lost.copy_(values - q * step)
+    lanes = torch.nn.functional.pad(q.long(), (0, -len(values) % count)).view(-1, count)
+    words.copy_((lanes << (width * torch.arange(count, device=values.device))).sum(1))
+
+
+def lanes_decode(words: Tensor, scale: Tensor, edges: Tensor, values: Tensor, width: int, factor: float) -> None:
+    """Read summed lanes: ``value = sum * (scale * factor)``; ``factor`` is 1 / ranks for the mean.
+
+    ``words``: int64, (ceil(n / L),). ``values``: float32, (n,), is written. See :func:`lanes_encode`.
+    """
+    count, n = 64 // width, len(values)
+    shift = width * torch.arange(count, device=words.device)
+    half = 1 << (width - 1)
+    digits = ((words + (torch.tensor(half, device=words.device) << shift).sum())[:, None] >> shift) & ((1 << width) - 1)
+    values.copy_((digits - half).view(-1)[:n].float() * _each(scale * factor, edges))
+
+
+def codebook_encode(
+    values: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tensor, codes: Tensor, lost: Tensor, bits: int
+) -> None:
+    """Write the number of the nearest level: ``level * scale`` is what arrives.
+
+    With ``levels = book[kind]`` of the value's group, the code is the number of midpoints ``(levels[i] + levels[i + 1])
+    * 0.5`` below ``value * (1 / scale)`` (0 for a NaN).
+
+    ``values``, ``lost``: float32, (n,). ``scale``: float32, (groups,). ``book``: float32, (kinds, 2**bits), rows
+    ascending. ``kind``: int64, (groups,). ``codes``: uint8, (ceil(n / 8) * bits,). ``1 <= bits <= 8``.
+    """
+    each, number = _each(scale, edges), _each(kind, edges)
+    scaled = values * (1.0 / each)
+    code = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    for row, levels in enumerate(book):
+        midpoints = (levels[:-1] + levels[1:]) * 0.5
+        below = (midpoints < scaled[:, None]).sum(1)
+        code = torch.where(number == row, below, code)
+    codes.copy_(pack(code, bits))
+    lost.copy_(values - book[number, code] * each)
+
+
+def codebook_decode(
+    codes: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tensor, values: Tensor, bits: int, add: bool
+) -> None:
+    """Write ``level * scale`` to ``values``, or add it; see :func:`codebook_encode`."""
+    level = book[_each(kind, edges), unpack(codes, bits, len(values))]
+    _store(values, level * _each(scale, edges), add)
+
+
+def range_encode(
+    values: Tensor, base: Tensor, edges: Tensor, codes: Tensor, lost: Tensor, bits: int, mantissa: int, positive: int
+) -> None:
+    """Write range-based floats: of float32's exponent and first ``mantissa`` bits, a window of ``2**bits`` codes.
+
+    With ``s = 23 - mantissa``, P = ``positive`` codes for positive values and ``2**bits - 1 - P`` for negative ones::
+
+        magnitude m(c) = float32 of the bit pattern (base + c - 1) << s          c = 1 .. P (or the negatives' count)
+        code          = clamp(((bits(|value|) + 2**(s - 1)) >> s) - base + 1, 1, P)         (+ P for a negative value)
+        code          = 0       where |value| < m(1) * 0.5, and for a NaN
+
+    ``values``, ``lost``: float32, (n,). ``base``: int64, (groups,), >= 1, so that every ``m(c)`` is finite.
+    ``codes``: uint8, (ceil(n / 8) * bits,). ``4 <= bits <= 16``, ``1 <= mantissa <= 22``, ``1 <= P <= 2**bits - 2``.
+    """
+    shift, each = 23 - mantissa, _each(base, edges)
+    word = values.view(torch.int32).long() & 0x7FFFFFFF
+    code = ((word + (1 << (shift - 1))) >> shift) - each + 1
+    negative = values.signbit()
+    code = torch.where(negative, code.clamp(1, 2**bits - 1 - positive) + positive, code.clamp(1, positive))
+    smallest = (each << shift).to(torch.int32).view(torch.float32)
+    code = torch.where((values.abs() < smallest * 0.5) | values.isnan(), 0, code)
+    codes.copy_(pack(code, bits))
+    lost.copy_(values - _range_value(code, each, shift, positive))
+
+
+def range_decode(
+    codes: Tensor, base: Tensor, edges: Tensor, values: Tensor, bits: int, mantissa: int, positive: int, add: bool
+) -> None:
+    """Write what the codes stand for to ``values``, or add it; see :func:`range_encode`."""
+    code = unpack(codes, bits, len(values))
+    _store(values, _range_value(code, _each(base, edges), 23 - mantissa, positive), add)
+
+
+def _range_value(code: Tensor, base: Tensor, shift: int, positive: int) -> Tensor:
+    negative = code > positive
+    word = (base + torch.where(negative, code - positive, code) - 1) << shift
+    value = word.to(torch.int32).view(torch.float32)
+    return torch.where(code == 0, 0.0, torch.where(negative, -value, value))
+
+
+def _store(values: Tensor, decoded: Tensor, add: bool) -> None:
+    if add:
+        values.add_(decoded)
+    else:
+        values.copy_(decoded)

@@ -1,0 +1,204 @@
+"""What all methods share that send a few entries a step: residual, density, layers' shares, codec, momentum."""
+
+import abc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket
+from .budget import apportion, shares
+from .codecs import Channel, Codec, codec
+from .collectives import allreduce
+from .driver import Exchange
+from .momentum import MomentumCorrected
+from .rng import derive
+from .schedule import Density, WarmUp
+from .selection import Everything, Rule, Selection, Turn
+
+# On a GPU the ranks' agreement is looked at this often, in steps.
+_CHECK_INTERVAL = 100
+
+
+class Plan:
+    """One bucket's share of the method: how many slots each parameter has now, and what was drawn for this step."""
+
+    def __init__(self, bucket: Bucket, channel: Channel) -> None:
+        self.channel = channel
+        self.sizes = [segment.numel for segment in bucket.segments]
+        self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        #: Whether the last step's values were taken: then the selection still has them.
+        self.sent = False
+        self.selection: Selection
+        self.rule: Rule
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is agreed on with the other ranks."""
+        self.weights = [float(size) for size in self.sizes]
+        self.shape: tuple[object, ...] = ()
+        self.unchecked, self.sent = True, False
+
+
+class Sparse(MomentumCorrected):
+    """A method that sends a few entries of the residual; a subclass says which.
+
+    Args:
+        density: slots as a share of the entries, in (0, 1], or a function of the step (:mod:`hvd_compress.schedule`).
+        values: how values travel (:mod:`hvd_compress.codecs`).
+        layerwise: a scale for each parameter's values, or one for the bucket.
+        budget_interval: steps between re-balancings of the layers' shares; 0 keeps them equal.
+        warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        density: float | Density,
+        *,
+        values: str | Codec,
+        layerwise: bool = True,
+        budget_interval: int,
+        warmup_steps: int,
+        **common: Any,
+    ) -> None:
+        if callable(density) and warmup_steps:
+            raise ValueError("warmup_steps goes with a density that is a number, not with a schedule")
+        self._density = density if callable(density) else WarmUp(density, warmup_steps)
+        self._codec = codec(values)
+        if budget_interval < 0:
+            raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
+        super().__init__(named_parameters, **common)
+        self._layerwise, self._budget_interval = layerwise, budget_interval
+        self._plans = [Plan(bucket, self._channel(bucket)) for bucket in self._buckets]
+
+    # What a method says.
+
+    @abc.abstractmethod
+    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
+        """A selection of so many slots for each parameter."""
+
+    @abc.abstractmethod
+    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
+        """How entries are scored in this step."""
+
+    @abc.abstractmethod
+    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
+        """Each parameter's summed importance on this rank: float64, (segments,)."""
+
+    def room(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
+        """The most slots that each parameter can have."""
+        return plan.sizes
+
+    def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
+        """What the averages are assigned to, one tensor a segment, empty where there is none."""
+        empty = torch.empty(0, device=bucket.device)
+        return [empty if grad is None else grad for grad in bucket.gradients]
+
+    # A step.
+
+    def begin(self, bucket: Bucket) -> None:
+        plan = self._plans[bucket.index]
+        ranks, rank = self._collectives.size, self._collectives.rank
+        density = self._density(self._step)
+        shape = (density, ranks, rank, tuple(plan.weights))
+        if plan.shape != shape:
+            if plan.shape and plan.shape[1:3] != shape[1:3]:
+                plan.channel = self._channel(bucket)
+            self._lay_out(bucket, plan, density)
+            plan.shape = shape
+        plan.invalid.zero_()
+        plan.rule = self.rule(bucket, plan)
+        # On the CPU a look costs nothing; a GPU would be waited for, so there only now and then.
+        check = bucket.device.type == "cpu" or plan.unchecked or self._step % _CHECK_INTERVAL == 0
+        self.draw(bucket, plan, Turn.draw(self._seed, self._step, bucket.index, ranks), check)
+        plan.sent, plan.unchecked = False, False
+
+    def draw(self, bucket: Bucket, plan: Plan, turn: Turn, check: bool) -> None:
+        """The selection's step begins."""
+        plan.selection.begin(turn, check)
+
+    def _channel(self, bucket: Bucket) -> Channel:
+        groups = len(bucket.segments) if self._layerwise else 1
+        return self._codec.channel(groups, self._collectives.size, self._collectives.rank, bucket.device)
+
+    def _lay_out(self, bucket: Bucket, plan: Plan, density: float) -> None:
+        total = max(1, round(density * sum(plan.sizes)))
+        if total == sum(plan.sizes):
+            plan.selection = Everything(bucket)
+        else:
+            slots = apportion(total, plan.weights, self.room(bucket, plan, density))
+            plan.selection = self.select(bucket, plan, slots, density)
+        slots = plan.selection.slots
+        plan.channel.deal(slots if self._layerwise else [sum(slots)])
+
+    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
+        plan = self._plans[bucket.index]
+        plan.selection.receive(position, grad, bucket.state.get("velocity"), plan.rule)
+
+    def exchange(self, bucket: Bucket) -> Exchange:
+        plan = self._plans[bucket.index]
+        summed = self.importance(bucket, plan) if self._budget_due() else None
+        yield from self.communicate(bucket, plan)
+        if summed is not None:
+            # Summed on the ring, so that every rank computes its slots from the same bits.
+            agreed = yield allreduce(summed.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
+            plan.weights = shares(agreed.tolist(), plan.sizes)
+
+    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
+        """The algorithm: agree on the entries, average them, assign the average."""
+        selection = plan.selection
+        yield from selection.agree(plan.rule)
+        values = selection.take(bucket.residual)
+        key = derive(selection.turn.key, self._collectives.rank)
+        mean, lost = yield from plan.channel.average(values, plan.invalid, key)
+        selection.put(self.targets(bucket, plan), bucket.state.get("velocity"), mean, lost, self._scale)
+        plan.sent = True
+
+    def undo(self, bucket: Bucket) -> None:
+        plan = self._plans[bucket.index]
+        if not plan.sent:
+            return
+        # Put what was taken back into the residual, and into no gradient.
+        nowhere = [torch.empty(0, device=bucket.device)] * len(bucket.segments)
+        taken = plan.selection.values
+        plan.selection.put(nowhere, bucket.state.get("velocity"), torch.zeros_like(taken), taken, 0.0)
+        plan.sent = False
+
+    def restart(self, bucket: Bucket) -> None:
+        plan = self._plans[bucket.index]
+        plan.forget()
+        plan.channel.restart()
+
+    def _budget_due(self) -> bool:
+        return self._budget_interval > 0 and self._step % self._budget_interval == self._budget_interval - 1
+
+    def density_text(self) -> str:
+        """For ``__repr__``."""
+        return str(self._density)
+
+    # Checkpoints.
+
+    def method_state(self) -> dict[str, Any]:
+        weights = {
+            segment.name: weight
+            for bucket, plan in zip(self._buckets, self._plans, strict=True)
+            for segment, weight in zip(bucket.segments, plan.weights, strict=True)
+        }
+        channels = [plan.channel.state() for plan in self._plans]
+        schedule = self._density.state()
+        return {**super().method_state(), "weights": weights, "channels": channels, "density": schedule}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        if len(state["channels"]) != len(self._plans):
+            raise ValueError(
+                f"the state was made with {len(state['channels'])} buckets, this compressor has {len(self._plans)}: "
+                "give it the same bucket_mb"
+            )
+        super().load_method_state(state)
+        self._density.load_state(state["density"])
+        for bucket, plan, channel in zip(self._buckets, self._plans, state["channels"], strict=True):
+            plan.weights = [state["weights"][segment.name] for segment in bucket.segments]
+            plan.channel.load_state(channel)
+            plan.sent, plan.unchecked = False, True

@@ -1,0 +1,59 @@
+"""The real Fourier transform as an orthonormal change of basis: n numbers in, n numbers out.
+
+Of every chunk's ``rfft(norm="ortho")`` the two purely real bins, the mean and the highest frequency, come first, side
+by side; then real and imaginary part of every interior bin, times sqrt(2), since it stands for its mirror image too.
+So the transform keeps lengths (Parseval) and its inverse is its transpose: the error of a gradient is that of its
+coefficients, and the largest coefficients are those that matter most.
+"""
+
+import torch
+from torch import Tensor
+
+CHUNK = 4096
+_TWICE = 2.0**0.5
+
+
+def padded(numel: int) -> int:
+    """Coefficients of a tensor of ``numel`` entries: one more if that is odd."""
+    return numel + numel % 2
+
+
+def forward(flat: Tensor, out: Tensor) -> None:
+    """``flat``: (n,), of any floating dtype. ``out``: float32, (padded(n),), is written: chunks of 4096, and a shorter
+    last one."""
+    n = flat.numel()
+    whole = n - n % CHUNK
+    if whole:
+        _forward(flat[:whole].view(-1, CHUNK), out[:whole].view(-1, CHUNK))
+    if n > whole:
+        _forward(torch.nn.functional.pad(flat[whole:], (0, n % 2))[None], out[None, whole:])
+
+
+def inverse(spectrum: Tensor, flat: Tensor) -> None:
+    """The inverse of :func:`forward`: ``spectrum``, float32, (padded(n),); ``flat``, (n,), is written."""
+    n = flat.numel()
+    whole = n - n % CHUNK
+    if whole:
+        flat[:whole].view(-1, CHUNK).copy_(_inverse(spectrum[:whole].view(-1, CHUNK)))
+    if n > whole:
+        flat[whole:].copy_(_inverse(spectrum[None, whole:])[0, : n - whole])
+
+
+def _forward(rows: Tensor, out: Tensor) -> None:
+    bins = torch.fft.rfft(rows.float(), norm="ortho")
+    out[:, 0], out[:, 1] = bins[:, 0].real, bins[:, -1].real
+    torch.mul(torch.view_as_real(bins[:, 1:-1]), _TWICE, out=_pairs(out[:, 2:]))
+
+
+def _inverse(rows: Tensor) -> Tensor:
+    length = rows.shape[1]
+    bins = torch.zeros(len(rows), length // 2 + 1, 2, device=rows.device)
+    bins[:, 0, 0], bins[:, -1, 0] = rows[:, 0], rows[:, 1]
+    torch.mul(_pairs(rows[:, 2:]), 1 / _TWICE, out=bins[:, 1:-1])
+    flat: Tensor = torch.fft.irfft(torch.view_as_complex(bins), n=length, norm="ortho")
+    return flat
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    """Real and imaginary parts: (rows, n, 2)."""
+    return rows.as_strided((len(rows), rows.shape[1] // 2, 2), (rows.stride(0), 2, 1))

@@ -1,0 +1,38 @@
+"""Every method, with the options that change how it works: what the invariants are tested on."""
+
+from functools import partial
+
+from hvd_compress import FFT, IWP, MIPD
+
+# Two buckets of the harness's model: one of two parameters, one of one.
+SMALL = dict(bucket_mb=0.08)
+
+METHODS = {
+    "iwp": partial(IWP, density=1 / 64),
+    "iwp-fp16": partial(IWP, density=1 / 64, values="fp16"),
+    "iwp-fp32": partial(IWP, density=1 / 64, values="fp32"),
+    "iwp-one-leader": partial(IWP, density=1 / 16, leaders=1),
+    "iwp-topk": partial(IWP, density=1 / 64, selection="topk"),
+    "iwp-sparse": partial(IWP, density=1 / 1000, explore=0.5),
+    "iwp-half": partial(IWP, density=0.5, leaders=2),
+    "iwp-dense-fp16": partial(IWP, density=1 / 64, dense_values="fp16"),
+    "iwp-lanes2": partial(IWP, density=1 / 16, values="lanes2"),
+    "iwp-lanes4": partial(IWP, density=1 / 16, budget_interval=3),
+    "iwp-lanes16": partial(IWP, density=1 / 16, values="lanes16"),
+    "iwp-range8": partial(IWP, density=1 / 16, values="range8"),
+    "iwp-range10-gather": partial(IWP, density=1 / 16, values="range10-gather"),
+    "iwp-lloyd1": partial(IWP, density=1 / 16, values="lloyd1"),
+    "iwp-lloyd4": partial(IWP, density=1 / 16, values="lloyd4", budget_interval=3),
+    "iwp-fp16-gather": partial(IWP, density=1 / 16, values="fp16-gather"),
+    "fft": partial(FFT, density=1 / 32),
+    "fft-range10": partial(FFT, density=1 / 16, values="range10", leaders=1, budget_interval=3, explore=0.1),
+    "fft-gather": partial(FFT, density=1 / 32, exchange="gather"),
+    "fft-gather-bitmap": partial(FFT, density=0.15, exchange="gather", values="fp32-gather"),
+    "mipd": partial(MIPD, density=1 / 16),
+    "mipd-compensated": partial(MIPD, density=1 / 16, values="lloyd4", compensation=0.5, budget_interval=3),
+    "mipd-fisher": partial(MIPD, density=1 / 64, values="fp32", significance="fisher"),
+    "mipd-whole": partial(MIPD, density=0.6, layerwise=False),
+}
+
+#: One of each class, for what does not depend on the options.
+CLASSES = {"iwp": IWP, "fft": FFT, "mipd": MIPD}

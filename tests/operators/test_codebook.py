@@ -1,0 +1,263 @@
+"""codebook_encode and codebook_decode against hvd_compress/reference/codes.py, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DEVICES,
+    MANY_EDGES,
+    agrees,
+    agrees_within,
+    bounded,
+    bytes_of,
+    check_device,
+    group_edges,
+    kinds,
+    needs_compiled,
+    nothing_vanishes,
+    on,
+    refuses,
+    scales,
+    seeds,
+    threads,
+    values,
+)
+from torch import Tensor
+
+from hvd_compress import ops, reference
+
+pytestmark = needs_compiled
+
+
+def bytes_for(n: int, bits: int) -> int:
+    return -(-n // 8) * bits
+
+
+def levels_of(rows: int, kind: str, seed: int, bits: int) -> Tensor:
+    """equal: many levels are the same, and many values lie on a midpoint."""
+    return values(rows << bits, kind, seed).view(rows, -1).sort(1).values.contiguous()
+
+
+def tables(edges: Tensor, kind: str, seed: int, bits: int, rows: int) -> list:
+    """The book, and each group's row of it."""
+    generator = torch.Generator().manual_seed(seed)
+    number = torch.randint(0, rows, (len(edges) - 1,), generator=generator)
+    return [levels_of(rows, kind, seed + 1, bits), number]
+
+
+def encode_arguments(edges: Tensor, kind: str, book_kind: str, seed: int, bits: int, rows: int) -> list:
+    value = values(int(edges[-1]), kind, seed)
+    scale = scales(value, len(edges) - 1, seed + 1, 4)
+    codes = torch.full((bytes_for(len(value), bits),), 170, dtype=torch.uint8)
+    return [value, scale, edges, *tables(edges, book_kind, seed, bits, rows), codes, torch.full_like(value, 7.0), bits]
+
+
+def decode_arguments(edges: Tensor, kind: str, book_kind: str, seed: int, bits: int, rows: int, add: bool) -> list:
+    n = int(edges[-1])
+    value = values(n, kind, seed)
+    scale = scales(value, len(edges) - 1, seed + 1, 4)
+    codes = bytes_of(bytes_for(n, bits), seed + 2)
+    return [codes, scale, edges, *tables(edges, book_kind, seed, bits, rows), value, bits, add]
+
+
+bit_counts = st.integers(1, 8)
+row_counts = st.integers(1, 3)
+book_kinds = st.sampled_from(["normal", "normal", "equal", "zero", "tiny", "huge"])
+
+
+@st.composite
+def to_encode(draw: st.DrawFn) -> list:
+    edges, kind, book_kind, seed = draw(group_edges()), draw(kinds), draw(book_kinds), draw(seeds)
+    return encode_arguments(edges, kind, book_kind, seed, draw(bit_counts), draw(row_counts))
+
+
+@st.composite
+def to_decode(draw: st.DrawFn) -> list:
+    edges, kind, book_kind, seed = draw(group_edges()), draw(kinds), draw(book_kinds), draw(seeds)
+    return decode_arguments(edges, kind, book_kind, seed, draw(bit_counts), draw(row_counts), draw(st.booleans()))
+
+
+def decode(codes: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tensor, bits: int) -> Tensor:
+    value = torch.empty(int(edges[-1]), device=codes.device)
+    ops.codebook_decode(codes, scale, edges, book, kind, value, bits, False)
+    return value
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(150)
+@given(args=to_encode())
+def test_encode_equals_reference(device: str, args: list) -> None:
+    value, scale, edges, book, kind, codes, lost, bits = agrees("codebook_encode", args, device)
+    nothing_vanishes(value, decode(codes, scale, edges, book, kind, bits), lost)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(120)
+@given(args=to_decode())
+def test_decode_equals_reference(device: str, args: list) -> None:
+    agrees("codebook_decode", args, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_many_values(device: str, bits: int) -> None:
+    with threads(3):
+        if bits in (1, 4):  # the reference takes long
+            agrees("codebook_encode", encode_arguments(MANY_EDGES, "normal", "normal", 5, bits, 2), device)
+        agrees("codebook_decode", decode_arguments(MANY_EDGES, "normal", "normal", 5, bits, 2, True), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_within_other_memory(device: str, bits: int) -> None:
+    edges = torch.tensor([0, 0, 33, 999])
+    agrees_within("codebook_encode", encode_arguments(edges, "normal", "normal", 5, bits, 2), device)
+    agrees_within("codebook_decode", decode_arguments(edges, "normal", "normal", 5, bits, 2, False), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_nearest_level(device: str, bits: int) -> None:
+    check_device(device)
+    edges = torch.tensor([0, 1500, 1500, 4003])
+    args = on(device, encode_arguments(edges, "normal", "normal", 5, bits, 3))
+    value, scale, _, book, kind, codes, lost, _ = args
+    scale.copy_(torch.tensor([0.5, 1.0, 1.7]))
+    ops.codebook_encode(*args)
+    value, scale, book, kind, lost, codes = on("cpu", [value, scale, book, kind, lost, codes])
+    number = torch.repeat_interleave(torch.arange(3), edges.diff())
+    distance = (value.double()[:, None] - book.double()[kind[number]] * scale.double()[number][:, None]).abs()
+    torch.testing.assert_close(lost.abs().double(), distance.min(1).values, rtol=0.0, atol=1e-6)
+    assert torch.equal(reference.unpack(codes, bits, len(value)).unique(), torch.arange(1 << bits))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_bit_is_a_32nd(device: str) -> None:
+    check_device(device)
+    value, book = values(4096, "normal", 3), torch.tensor([[-0.75, 0.75]])
+    codes, lost = torch.empty(4096 // 8, dtype=torch.uint8), torch.empty(4096)
+    assert codes.nbytes * 32 == value.nbytes
+    tensors = [value, torch.ones(1), torch.tensor([0, 4096]), book, torch.zeros(1, dtype=torch.int64), codes, lost]
+    args = [*on(device, tensors), 1]
+    ops.codebook_encode(*args)
+    # Lowest bit first: a bit says that the value is positive.
+    bit = (args[5].cpu()[:, None] >> torch.arange(8)) & 1
+    assert torch.equal(bit.view(-1).bool(), value > 0)
+    got = decode(args[5], *args[1:5], 1).cpu()
+    assert torch.equal(got, torch.where(value > 0, 0.75, -0.75))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_padding_is_zero(device: str, bits: int) -> None:
+    check_device(device)
+    for n in range(1, 17):
+        codes, lost = torch.full((bytes_for(n, bits),), 255, dtype=torch.uint8), torch.empty(n)
+        tensors = [torch.ones(n), torch.ones(1), torch.tensor([0, n])]
+        tensors += [torch.arange(1 << bits).float().view(1, -1) / 128, torch.zeros(1, dtype=torch.int64), codes, lost]
+        args = [*on(device, tensors), bits]
+        ops.codebook_encode(*args)
+        padded = reference.unpack(args[5].cpu(), bits, len(codes) // bits * 8)
+        assert padded.tolist() == [min(128, (1 << bits) - 1)] * n + [0] * (-n % 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_add_adds(device: str, bits: int) -> None:
+    check_device(device)
+    edges = torch.tensor([0, 333, 1001])
+    args = on(device, decode_arguments(edges, "normal", "normal", 5, bits, 2, True))
+    before, alone = args[5].clone(), decode(*args[:5], bits)
+    ops.codebook_decode(*args)
+    assert not torch.equal(args[5], before) and torch.equal(args[5], before + alone)
+    ops.codebook_decode(*args)
+    assert torch.equal(args[5], before + alone + alone)
+    args[-1] = False
+    ops.codebook_decode(*args)
+    assert torch.equal(args[5], alone)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties_and_what_is_no_number(device: str) -> None:
+    """A value on a midpoint is not above it; a NaN has code 0; infinities have the last levels."""
+    check_device(device)
+    value = torch.tensor([-1.0, 0.0, 1.0, torch.nan, torch.inf, -torch.inf, 1.0000001])
+    tensors = [value, torch.full((1,), 2.0), torch.tensor([0, 7]), torch.tensor([[-0.5, -0.5, 0.5, 0.5]])]
+    tensors += [torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8), torch.zeros(7)]
+    args = [*on(device, tensors), 2]
+    ops.codebook_encode(*args)
+    assert reference.unpack(args[5].cpu(), 2, 7).tolist() == [0, 1, 2, 0, 3, 0, 3]
+    lost = args[6].tolist()
+    assert lost[:3] == [0.0, 1.0, 0.0] and lost[3] != lost[3] and lost[4:6] == [torch.inf, -torch.inf]
+
+
+def sample_encode() -> list:
+    """13 values in 3 groups, of 3 bits; 2 rows."""
+    return encode_arguments(torch.tensor([0, 5, 5, 13]), "normal", "normal", 3, 3, 2)
+
+
+def sample_decode() -> list:
+    return decode_arguments(torch.tensor([0, 5, 5, 13]), "normal", "normal", 3, 3, 2, True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    check_device(device)
+    for name, args in (("codebook_encode", sample_encode()), ("codebook_decode", sample_decode())):
+        torch.library.opcheck(getattr(torch.ops.hvd_compress, name).default, tuple(on(device, args)))
+
+
+BAD_BOTH = {
+    "scale dtype": (1, lambda x: x.double(), "scale has to be Float, got Double"),
+    "scale numel": (1, lambda x: x[:2].clone(), "scale has to have 3 entries, got 2"),
+    "edges dtype": (2, lambda x: x.int(), "edges has to be Long, got Int"),
+    "edges few": (2, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 13 values"),
+    "edges descend": (2, lambda x: torch.tensor([0, 5, 4, 13]), "edges .* from 0 to 13, got 4 in entry 2 after 5"),
+    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges has to end at 13, got 12"),
+    "book dtype": (3, lambda x: x.double(), "book has to be Float, got Double"),
+    "book shape": (3, lambda x: x[:, :4].contiguous(), "book has to be of shape .kinds, 8."),
+    "book flat": (3, lambda x: x.view(-1), "book has to be of shape .kinds, 8."),
+    "book empty": (3, lambda x: x[:0].clone(), "book has to have a row at least"),
+    "book descends": (3, lambda x: x.flip(1).contiguous(), "every row of book has to ascend, got .* in row 0"),
+    "book NaN": (3, lambda x: torch.where(x == x[1, 4], torch.nan, x), "has to ascend, got nan after .* in row 1"),
+    "kind dtype": (4, lambda x: x.int(), "kind has to be Long, got Int"),
+    "kind numel": (4, lambda x: x[:2].clone(), "kind has to have 3 entries, got 2"),
+    "kind > rows": (4, lambda x: torch.tensor([0, 2, 1]), "every kind has to be 0 to 1, got 2"),
+    "kind < 0": (4, lambda x: torch.tensor([0, 1, -1]), "every kind has to be 0 to 1, got -1"),
+}
+BAD_ENCODE = BAD_BOTH | {
+    "values dtype": (0, lambda x: x.half(), "values has to be Float, got Half"),
+    "values strided": (0, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
+    "codes dtype": (5, lambda x: x.int(), "codes has to be Byte, got Int"),
+    "codes numel": (5, lambda x: x[:5].clone(), "codes has to have 6 entries, got 5"),
+    "lost dtype": (6, lambda x: x.half(), "lost has to be Float, got Half"),
+    "lost numel": (6, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
+    "bits 0": (7, lambda x: 0, "bits has to be 1 to 8, got 0"),
+    "bits 9": (7, lambda x: 9, "bits has to be 1 to 8, got 9"),
+}
+BAD_DECODE = BAD_BOTH | {
+    "codes dtype": (0, lambda x: x.int(), "codes has to be Byte, got Int"),
+    "codes numel": (0, lambda x: x[:5].clone(), "codes has to have 6 entries, got 5"),
+    "values dtype": (5, lambda x: x.half(), "values has to be Float, got Half"),
+    "values strided": (5, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
+    "bits 0": (6, lambda x: 0, "bits has to be 1 to 8, got 0"),
+    "bits 9": (6, lambda x: 9, "bits has to be 1 to 8, got 9"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ENCODE)
+def test_encode_refuses(case: str) -> None:
+    refuses("codebook_encode", sample_encode(), BAD_ENCODE[case])
+
+
+@pytest.mark.parametrize("case", BAD_DECODE)
+def test_decode_refuses(case: str) -> None:
+    refuses("codebook_decode", sample_decode(), BAD_DECODE[case])
+
+
+def test_lost_is_other_memory() -> None:
+    args = sample_encode()
+    args[6] = args[0]
+    with pytest.raises(RuntimeError, match="lost has to be other memory than values"):
+        ops.codebook_encode(*args)

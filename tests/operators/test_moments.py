@@ -1,0 +1,129 @@
+"""moments against hvd_compress/reference/codes.py, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DEVICES,
+    MANY_EDGES,
+    agrees,
+    agrees_within,
+    bounded,
+    check_device,
+    group_edges,
+    kinds,
+    needs_compiled,
+    on,
+    refuses,
+    seeds,
+    threads,
+    values,
+)
+
+from hvd_compress import ops
+
+pytestmark = needs_compiled
+
+
+def arguments_of(edges: torch.Tensor, kind: str, seed: int) -> list:
+    return [values(int(edges[-1]), kind, seed), edges, torch.full((len(edges) - 1, 3), 7.0, dtype=torch.float64)]
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> list:
+    return arguments_of(draw(group_edges()), draw(kinds), draw(seeds))
+
+
+def sample(device: str = "cpu") -> list:
+    return on(device, arguments_of(torch.tensor([0, 40, 40, 141]), "normal", 3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(150)
+@given(args=arguments())
+def test_equals_reference(device: str, args: list) -> None:
+    agrees("moments", args, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["normal", "huge", "wild"])
+def test_many_values(device: str, kind: str) -> None:
+    with threads(3):
+        agrees("moments", arguments_of(MANY_EDGES, kind, 5), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_within_other_memory(device: str) -> None:
+    agrees_within("moments", arguments_of(torch.tensor([0, 0, 33, 999]), "normal", 5), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_close_to_plain_sums(device: str) -> None:
+    args = on(device, arguments_of(MANY_EDGES, "normal", 5))
+    check_device(device)
+    ops.moments(*args)
+    value, edges, out = on("cpu", args)
+    for got, begin, end in zip(out, edges, edges[1:], strict=False):
+        mine = value[begin:end].double()
+        want = torch.stack([(mine**2).sum(), (mine**4).sum(), mine.abs().max() if begin < end else mine.sum()])
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_order_of_the_sums(device: str) -> None:
+    """Where the order decides: beside 2**54, a one that is added alone is lost, and three together count as four."""
+    check_device(device)
+    value = torch.zeros(128)
+    value[0] = 2.0**27
+    value[[32, 64, 96]] = 1.0  # into sum 0, one by one
+    value[[1, 17, 33]] = 1.0  # sums 1 and 17 have 3 together
+    out = torch.empty(1, 3, dtype=torch.float64, device=device)
+    ops.moments(*on(device, [value, torch.tensor([0, 128])]), out)
+    # Rounded once it would be 2**54 + 8, added from the first to the last 2**54.
+    assert out[0].tolist() == [2.0**54 + 4, 2.0**108, 2.0**27]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
+def test_nan_and_infinity(device: str, count: int) -> None:
+    """A NaN is in the sums, wherever it stands, but never the largest magnitude; an infinity is both."""
+    check_device(device)
+    for place in range(count):
+        value = torch.full((count,), -2.0)
+        value[place] = torch.nan
+        more = value.clone()
+        more[place] = -torch.inf
+        args = on(device, [torch.cat([value, more]), torch.tensor([0, count, 2 * count])])
+        out = torch.empty(2, 3, dtype=torch.float64, device=device)
+        ops.moments(*args, out)
+        assert bool(out[0, :2].isnan().all()) and out[0, 2] == (2.0 if count > 1 else 0.0)
+        assert out[1].tolist() == [torch.inf] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    check_device(device)
+    torch.library.opcheck(torch.ops.hvd_compress.moments.default, tuple(sample(device)))
+
+
+BAD = {
+    "values dtype": (0, lambda x: x.double(), "values has to be Float, got Double"),
+    "values strided": (0, lambda x: torch.rand(282)[::2], "values has to be contiguous"),
+    "edges dtype": (1, lambda x: x.int(), "edges has to be Long, got Int"),
+    "edges none": (1, lambda x: x[:0].clone(), "edges has to have an entry more .*, got 0 for 141 values"),
+    "edges one": (1, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 141 values"),
+    "edges begin": (1, lambda x: torch.tensor([1, 40, 40, 141]), "edges .* from 0 to 141, got 1 in entry 0"),
+    "edges descend": (1, lambda x: torch.tensor([0, 40, 39, 141]), "from 0 to 141, got 39 in entry 2 after 40"),
+    "edges beyond": (1, lambda x: torch.tensor([0, 40, 142, 142]), "from 0 to 141, got 142 in entry 2"),
+    "edges short": (1, lambda x: torch.tensor([0, 40, 40, 140]), "edges has to end at 141, got 140"),
+    "edges < 0": (1, lambda x: torch.tensor([0, -1, 40, 141]), "from 0 to 141, got -1 in entry 1"),
+    "out dtype": (2, lambda x: x.float(), "out has to be Double, got Float"),
+    "out shape": (2, lambda x: x.view(-1), "out has to be of shape .groups, 3."),
+    "out numel": (2, lambda x: x[:2].clone(), "out has to have 9 entries, got 6"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(case: str) -> None:
+    refuses("moments", sample(), BAD[case])

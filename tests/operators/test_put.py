@@ -1,0 +1,174 @@
+"""put against hvd_compress/reference/blocks.py, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DEVICES,
+    MANY,
+    bounded,
+    check_device,
+    clone,
+    dtypes,
+    kinds,
+    layouts,
+    needs_compiled,
+    offsets_of,
+    phases,
+    same,
+    seeds,
+    shaped,
+    threads,
+    values,
+)
+
+from hvd_compress import ops, reference
+from hvd_compress.reference import BLOCK
+
+pytestmark = needs_compiled
+NAMES = ["grads", "residual", "velocity", "offsets", "segments", "mean", "lost"]
+
+
+@st.composite
+def gradients(draw: st.DrawFn, entries: int, seed: int) -> torch.Tensor:
+    dtype = draw(dtypes)
+    if draw(st.integers(0, 4)) == 0:
+        return torch.empty(0, dtype=dtype)
+    shape = (1, entries // 4, 2, 2) if entries % 4 == 0 else (entries,)
+    return shaped(values(entries, "normal", seed).to(dtype), shape)
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> list:
+    layout, seed = draw(layouts()), draw(seeds)
+    n = layout.blocks * BLOCK
+    return [
+        [draw(gradients(entries, seed + i)) for i, entries in enumerate(layout.entries)],
+        values(n, draw(kinds), seed + 10),
+        values(n, "normal", seed + 11) if draw(st.booleans()) else None,
+        offsets_of(layout, seed + 12, draw(st.sampled_from([256, 20, 1]))),
+        layout.tensor("cpu"),
+        values(layout.slots, draw(st.sampled_from(["normal", "huge", "wild"])), seed + 13),
+        values(layout.slots, draw(kinds), seed + 14),
+        draw(phases),
+        draw(st.sampled_from([1.0, 0.25, 1 / 3])),
+    ]
+
+
+def on(device: str, args: list) -> list:
+    moved = [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    moved[0] = [grad.to(device) for grad in args[0]]
+    return moved
+
+
+def sample(device: str = "cpu") -> list:
+    segments = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
+    tensors = [torch.randn(3 * BLOCK), torch.randn(3 * BLOCK), torch.arange(13).to(torch.uint8), segments]
+    tensors += [torch.randn(13), torch.randn(13)]
+    return on(device, [[torch.zeros(400), torch.zeros(256).bfloat16()], *tensors, 3, 0.5])
+
+
+def check(args: list, device: str) -> None:
+    check_device(device)
+    got, want = on(device, clone(args)), clone(args)
+    ops.put(*got)
+    reference.put(*want)
+    for i, (mine, theirs) in enumerate(zip(got[0], want[0], strict=True)):
+        assert same(mine, theirs), f"gradient {i}"
+    for name, mine, theirs in zip(NAMES[1:], got[1:], want[1:], strict=False):
+        assert same(mine, theirs), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(250)
+@given(args=arguments())
+def test_equals_reference(device: str, args: list) -> None:
+    check(args, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_blocks(device: str) -> None:
+    for phase in (0, 1, -77, 2500, 2**40):
+        grads = [torch.zeros(entries) for entries in MANY.entries]
+        n, slots = MANY.blocks * BLOCK, MANY.slots
+        tensors = [values(n, "normal", 1), values(n, "normal", 2), offsets_of(MANY, 3, 256), MANY.tensor("cpu")]
+        with threads(3):
+            check([grads, *tensors, values(slots, "wild", 4), values(slots, "normal", 5), phase, 0.25], device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_tensors_than_a_launch_takes(device: str) -> None:
+    """400 parameters of every dtype: the CUDA kernel gets their addresses in several launches."""
+    count, kinds_of = 400, [torch.float32, torch.float16, torch.bfloat16]
+    rows = [[3 * i, 3, 7 * i, 7] for i in range(count)]
+    grads = [torch.full((700,), float(i)).to(kinds_of[i % 3]) if i % 5 else torch.empty(0) for i in range(count)]
+    slots = 7 * count
+    offsets = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    residual = values(count * 3 * BLOCK, "normal", 2)
+    tensors = [residual, residual.flip(0), offsets, torch.tensor(rows)]
+    check([grads, *tensors, values(slots, "wild", 3), values(slots, "normal", 4), 1, 0.25], device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [7, 40, 200])
+def test_the_later_slot_has_the_last_word(device: str, slots: int) -> None:
+    """All slots are of one entry. The last mean is not finite: only the gradient gets it."""
+    check_device(device)
+    mean, lost = torch.arange(slots).float(), torch.arange(slots).float() + 0.5
+    mean[-1] = float("inf")
+    offsets, segments = torch.full((slots,), 9, dtype=torch.uint8), torch.tensor([[0, 1, 0, slots]])
+    tensors = [torch.full((BLOCK,), -1.0), torch.full((BLOCK,), -2.0), offsets, segments, mean, lost]
+    args = on(device, [[torch.zeros(100)], *tensors, 0, 0.5])
+    ops.put(*args)
+    (grad,), residual, velocity = args[:3]
+    assert (grad[9].item(), residual[9].item(), velocity[9].item()) == (float("inf"), slots - 1.5, 0.0)
+    assert (int((grad != 0).sum()), int((residual != -1).sum()), int((velocity != -2).sum())) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_skipped_gradient(device: str) -> None:
+    """An empty gradient is skipped, but what was taken still leaves the residual."""
+    check_device(device)
+    args = sample(device)
+    args[0] = [torch.empty(0, device=device)] * 2
+    where = reference.positions(args[3], args[4], args[7])
+    ops.put(*args)
+    assert torch.equal(args[1][where], args[6])
+    assert args[2][where].eq(0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    check_device(device)
+    torch.library.opcheck(torch.ops.hvd_compress.put.default, tuple(sample(device)))
+    without = sample(device)
+    without[2] = None
+    torch.library.opcheck(torch.ops.hvd_compress.put.default, tuple(without))
+
+
+BAD = {
+    "grads number": (0, lambda x: x[:1], "grads has to have 2 tensors, one a segment, got 1"),
+    "grads dtype": (0, lambda x: [x[0].double(), x[1]], "has to be Float, Half or BFloat16, got Double"),
+    "grads strided": (0, lambda x: [torch.zeros(800)[::2], x[1]], "dense in memory"),
+    "residual": (1, lambda x: x[:700].clone(), "residual has to have a multiple of 256 entries, got 700"),
+    "velocity": (2, lambda x: x[:512].clone(), "velocity has to have 768 entries, got 512"),
+    "velocity dtype": (2, lambda x: x.half(), "velocity has to be Float, got Half"),
+    "offsets": (3, lambda x: x[:12].clone(), "mean has to have 12 entries, got 13"),
+    "segments": (4, lambda x: x.flip(0).contiguous(), "segments have to follow"),
+    "mean": (5, lambda x: x.double(), "mean has to be Float, got Double"),
+    "lost dtype": (6, lambda x: x.half(), "lost has to be Float, got Half"),
+    "lost numel": (6, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(case: str) -> None:
+    index, change, message = BAD[case]
+    args = sample()
+    args[index] = change(args[index])
+    before = clone(args)
+    with pytest.raises(RuntimeError, match=message):
+        ops.put(*args)
+    for mine, theirs in zip([*args[0], *args[1:7]], [*before[0], *before[1:7]], strict=True):
+        assert torch.equal(mine, theirs)

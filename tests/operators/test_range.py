@@ -1,0 +1,334 @@
+"""range_encode and range_decode against hvd_compress/reference/codes.py, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DEVICES,
+    MANY_EDGES,
+    agrees,
+    agrees_within,
+    bounded,
+    bytes_of,
+    check_device,
+    group_edges,
+    kinds,
+    needs_compiled,
+    nothing_vanishes,
+    on,
+    refuses,
+    same,
+    seeds,
+    threads,
+    values,
+)
+from torch import Tensor
+
+from hvd_compress import ops, reference
+
+pytestmark = needs_compiled
+LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
+
+
+def bytes_for(n: int, bits: int) -> int:
+    return -(-n // 8) * bits
+
+
+def most_codes(bits: int, positive: int) -> int:
+    return max(positive, 2**bits - 1 - positive)
+
+
+def highest_base(bits: int, mantissa: int, positive: int) -> int:
+    return (LARGEST >> (23 - mantissa)) - most_codes(bits, positive) + 1
+
+
+@st.composite
+def formats(draw: st.DrawFn) -> tuple[int, int, int]:
+    """bits, mantissa and positive codes, for which there is a base."""
+    bits = draw(st.integers(4, 16))
+    half = 2 ** (bits - 1) - 1
+    positive = draw(st.one_of(st.just(half), st.just(half), st.integers(1, 2**bits - 2)))
+    least = next(mantissa for mantissa in range(1, 23) if highest_base(bits, mantissa, positive) >= 1)
+    return bits, draw(st.integers(least, 22)), positive
+
+
+def bases(value: Tensor, groups: int, seed: int, bits: int, mantissa: int, positive: int) -> Tensor:
+    """Windows that end with the values, or lie anywhere, also at both ends of what there is."""
+    generator = torch.Generator().manual_seed(seed)
+    highest = highest_base(bits, mantissa, positive)
+    anywhere = torch.randint(1, highest + 1, (groups,), generator=generator)
+    finite = value[value.isfinite()].abs()
+    top = int(finite.max().view(torch.int32)) >> (23 - mantissa) if len(finite) else 1
+    fitting = torch.randint(-3, 4, (groups,), generator=generator) + top - most_codes(bits, positive) + 1
+    base = torch.where(torch.rand(groups, generator=generator) < 0.6, fitting, anywhere)
+    place = torch.randint(0, 12, (groups,), generator=generator)
+    return torch.where(place == 0, 1, torch.where(place == 1, highest, base)).clamp(1, highest)
+
+
+def near_half(value: Tensor, base: Tensor, edges: Tensor, seed: int, mantissa: int) -> Tensor:
+    """Some values become half the least magnitude of their window, below which a value is zero, or a neighbour of it."""
+    generator = torch.Generator().manual_seed(seed)
+    least = (torch.repeat_interleave(base, edges.diff()) << (23 - mantissa)).to(torch.int32).view(torch.float32)
+    word = (least * 0.5).view(torch.int32) + torch.randint(-1, 2, value.shape, generator=generator)
+    near = torch.copysign(word.to(torch.int32).view(torch.float32), value)
+    return torch.where(torch.rand(len(value), generator=generator) < 0.1, near, value)
+
+
+def encode_arguments(edges: Tensor, kind: str, seed: int, bits: int, mantissa: int, positive: int) -> list:
+    value = values(int(edges[-1]), kind, seed)
+    base = bases(value, len(edges) - 1, seed + 1, bits, mantissa, positive)
+    value = near_half(value, base, edges, seed + 2, mantissa)
+    codes = torch.full((bytes_for(len(value), bits),), 170, dtype=torch.uint8)
+    return [value, base, edges, codes, torch.full_like(value, 7.0), bits, mantissa, positive]
+
+
+def decode_arguments(edges: Tensor, kind: str, seed: int, bits: int, mantissa: int, positive: int, add: bool) -> list:
+    value = values(int(edges[-1]), kind, seed)
+    base = bases(value, len(edges) - 1, seed + 1, bits, mantissa, positive)
+    return [bytes_of(bytes_for(len(value), bits), seed), base, edges, value, bits, mantissa, positive, add]
+
+
+@st.composite
+def to_encode(draw: st.DrawFn) -> list:
+    return encode_arguments(draw(group_edges()), draw(kinds), draw(seeds), *draw(formats()))
+
+
+@st.composite
+def to_decode(draw: st.DrawFn) -> list:
+    return decode_arguments(draw(group_edges()), draw(kinds), draw(seeds), *draw(formats()), draw(st.booleans()))
+
+
+def encode(value: Tensor, base: Tensor, edges: Tensor, format: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """The packed codes, and what is lost."""
+    codes = torch.empty(bytes_for(len(value), format[0]), dtype=torch.uint8, device=value.device)
+    lost = torch.empty_like(value)
+    ops.range_encode(value, base, edges, codes, lost, *format)
+    return codes, lost
+
+
+def decode(codes: Tensor, base: Tensor, edges: Tensor, format: tuple[int, int, int]) -> Tensor:
+    value = torch.empty(int(edges[-1]), device=codes.device)
+    ops.range_decode(codes, base, edges, value, *format, False)
+    return value
+
+
+def one_window(n: int, base: int, device: str) -> tuple[Tensor, Tensor]:
+    return torch.tensor([base], device=device), torch.tensor([0, n], device=device)
+
+
+def magnitudes(base: int, format: tuple[int, int, int], count: int) -> Tensor:
+    """m(1) to m(count), of which the specification speaks."""
+    return ((base + torch.arange(count)) << (23 - format[1])).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(200)
+@given(args=to_encode())
+def test_encode_equals_reference(device: str, args: list) -> None:
+    value, base, edges, codes, lost, *format = agrees("range_encode", args, device)
+    nothing_vanishes(value, decode(codes, base, edges, format), lost)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(150)
+@given(args=to_decode())
+def test_decode_equals_reference(device: str, args: list) -> None:
+    agrees("range_decode", args, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(4, 17))
+def test_many_values(device: str, bits: int) -> None:
+    format = (bits, max(4, bits - 6), 2 ** (bits - 1) - 1)
+    with threads(3):
+        agrees("range_encode", encode_arguments(MANY_EDGES, "normal", 5, *format), device)
+        agrees("range_decode", decode_arguments(MANY_EDGES, "normal", 5, *format, True), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(4, 17))
+def test_within_other_memory(device: str, bits: int) -> None:
+    edges, format = torch.tensor([0, 0, 33, 999]), (bits, max(4, bits - 6), 2 ** (bits - 1) - 1)
+    agrees_within("range_encode", encode_arguments(edges, "normal", 5, *format), device)
+    agrees_within("range_decode", decode_arguments(edges, "normal", 5, *format, False), device)
+
+
+# bits, mantissa, positive; denormals, the least and the greatest windows, few codes of one sign.
+FORMATS = [(4, 1, 7), (4, 22, 1), (8, 4, 127), (8, 4, 200), (8, 1, 254), (10, 5, 511), (12, 7, 3), (16, 10, 32_767)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("where", ["low", "one", "high"])
+def test_every_code_stands_for_itself(device: str, format: tuple[int, int, int], where: str) -> None:
+    check_device(device)
+    bits, mantissa, positive = format
+    count, highest = 2**bits, highest_base(*format)
+    base = {"low": 1, "one": min((127 << mantissa) - 3, highest), "high": highest}[where]
+    codes = reference.pack(torch.arange(count), bits).to(device)
+    window = one_window(count, base, device)
+    value = decode(codes, *window, format)
+    want = torch.cat([magnitudes(base, format, positive), -magnitudes(base, format, count - 1 - positive)])
+    assert same(value[1:], want) and same(value[:1], torch.zeros(1))
+    assert len(value.unique()) == count and bool(value.isfinite().all())
+    again, lost = encode(value, *window, format)
+    assert torch.equal(again, codes) and not bool(lost.any())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_relative_error(device: str, format: tuple[int, int, int]) -> None:
+    check_device(device)
+    bits, mantissa, positive = format
+    base = min((120 << mantissa) + 1, highest_base(*format))
+    for sign, count in ((1, positive), (-1, 2**bits - 1 - positive)):
+        ends = magnitudes(base, format, count)[[0, -1]].view(torch.int32)
+        generator = torch.Generator().manual_seed(3)
+        word = torch.randint(int(ends[0]), int(ends[1]) + 1, (20_000,), generator=generator)
+        value = (word.to(torch.int32).view(torch.float32) * sign).to(device)
+        window = one_window(len(value), base, device)
+        codes, _ = encode(value, *window, format)
+        error = ((decode(codes, *window, format) - value).double() / value.double()).abs()
+        assert float(error.max()) <= 2.0 ** -(mantissa + 1)
+        # And no smaller where there is a step: the bound is one.
+        assert count < 5 or mantissa > 15 or float(error.max()) > 2.0 ** -(mantissa + 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ends_of_the_window(device: str) -> None:
+    """Half of the least magnitude is one, what is below is zero; above the greatest, and infinite, is the greatest."""
+    check_device(device)
+    format, base = (8, 4, 100), 1500
+    least, below = float(magnitudes(base, format, 1)), 155
+    half = torch.tensor(least / 2)
+    under = torch.nextafter(half, torch.zeros(()))
+    value = torch.stack([half, -half, under, -under, half * 0, half * -0.0, torch.tensor(torch.nan), -half * torch.nan])
+    value = torch.cat([value, torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])]).to(device)
+    window = one_window(len(value), base, device)
+    codes, lost = encode(value, *window, format)
+    assert reference.unpack(codes.cpu(), 8, 12).tolist() == [1, 101, 0, 0, 0, 0, 0, 0, 100, 255, 100, 255]
+    most, most_negative = magnitudes(base, format, 100)[-1], -magnitudes(base, format, below)[-1]
+    got = decode(codes, *window, format).cpu()
+    zeros = torch.zeros(6)
+    assert same(got, torch.cat([torch.tensor([least, -least]), zeros, torch.stack([most, most_negative] * 2)]))
+    assert bool(lost[6:8].isnan().all()) and lost[8:10].tolist() == [torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("bits", "mantissa", "most"), [(8, 4, 0.028), (10, 5, 0.007), (12, 7, 0.0018)])
+def test_student_t(device: str, bits: int, mantissa: int, most: float) -> None:
+    """Gradients have heavy tails: the relative error of a vector of Student-t(3) values."""
+    check_device(device)
+    generator = torch.Generator().manual_seed(8)
+    normal = torch.randn(4, 100_000, generator=generator)
+    value = normal[0] / (normal[1:].square().sum(0) / 3).sqrt()
+    positive = (2**bits - 1) // 2
+    top = int(value.abs().max().view(torch.int32)) >> (23 - mantissa)
+    window = one_window(len(value), max(1, top - positive + 1), device)
+    value = value.to(device)
+    codes, lost = encode(value, *window, (bits, mantissa, positive))
+    assert codes.nbytes * 32 == value.nbytes * bits
+    error = decode(codes, *window, (bits, mantissa, positive)) - value
+    assert torch.equal(error, -lost)
+    assert 0.5 * most < float(error.double().norm() / value.double().norm()) <= most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(4, 17))
+def test_padding_is_zero(device: str, bits: int) -> None:
+    check_device(device)
+    format = (bits, 10, 2 ** (bits - 1) - 1)
+    for n in range(1, 17):
+        value = torch.full((n,), -3e38, device=device)
+        codes, _ = encode(value, *one_window(n, 7, device), format)
+        padded = reference.unpack(codes.cpu(), bits, len(codes) // bits * 8)
+        assert padded.tolist() == [2**bits - 1] * n + [0] * (-n % 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [4, 9, 16])
+def test_add_adds(device: str, bits: int) -> None:
+    check_device(device)
+    format = (bits, 10, 2 ** (bits - 1) - 1)
+    args = on(device, decode_arguments(torch.tensor([0, 333, 1001]), "normal", 5, *format, True))
+    args[1].fill_(127 << 10)
+    before, alone = args[3].clone(), decode(*args[:3], format)
+    ops.range_decode(*args)
+    assert not torch.equal(args[3], before) and torch.equal(args[3], before + alone)
+    ops.range_decode(*args)
+    assert torch.equal(args[3], before + alone + alone)
+    args[-1] = False
+    ops.range_decode(*args)
+    assert torch.equal(args[3], alone)
+
+
+def sample_encode() -> list:
+    """13 values in 3 groups, of 10 bits."""
+    return encode_arguments(torch.tensor([0, 5, 5, 13]), "normal", 3, 10, 5, 511)
+
+
+def sample_decode() -> list:
+    return decode_arguments(torch.tensor([0, 5, 5, 13]), "normal", 3, 10, 5, 511, True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    check_device(device)
+    for name, args in (("range_encode", sample_encode()), ("range_decode", sample_decode())):
+        torch.library.opcheck(getattr(torch.ops.hvd_compress, name).default, tuple(on(device, args)))
+
+
+BAD_BOTH = {
+    "base dtype": (1, lambda x: x.int(), "base has to be Long, got Int"),
+    "base numel": (1, lambda x: x[:2].clone(), "base has to have 3 entries, got 2"),
+    "base 0": (1, lambda x: torch.tensor([1, 0, 1]), "every base has to be 1 to 7648, got 0"),
+    "base too high": (1, lambda x: torch.tensor([1, 1, 7649]), "every base has to be 1 to 7648, got 7649"),
+    "edges dtype": (2, lambda x: x.int(), "edges has to be Long, got Int"),
+    "edges few": (2, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 13 values"),
+    "edges descend": (2, lambda x: torch.tensor([0, 5, 4, 13]), "edges .* from 0 to 13, got 4 in entry 2 after 5"),
+    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges has to end at 13, got 12"),
+}
+BAD_ENCODE = BAD_BOTH | {
+    "values dtype": (0, lambda x: x.half(), "values has to be Float, got Half"),
+    "values strided": (0, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
+    "codes dtype": (3, lambda x: x.int(), "codes has to be Byte, got Int"),
+    "codes numel": (3, lambda x: x[:19].clone(), "codes has to have 20 entries, got 19"),
+    "lost dtype": (4, lambda x: x.half(), "lost has to be Float, got Half"),
+    "lost numel": (4, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
+    "bits 3": (5, lambda x: 3, "bits has to be 4 to 16, got 3"),
+    "bits 17": (5, lambda x: 17, "bits has to be 4 to 16, got 17"),
+    "mantissa 0": (6, lambda x: 0, "mantissa has to be 1 to 22, got 0"),
+    "mantissa 23": (6, lambda x: 23, "mantissa has to be 1 to 22, got 23"),
+    "positive 0": (7, lambda x: 0, "positive has to be 1 to 1022, got 0"),
+    "positive all": (7, lambda x: 1023, "positive has to be 1 to 1022, got 1023"),
+}
+BAD_DECODE = BAD_BOTH | {
+    "codes dtype": (0, lambda x: x.int(), "codes has to be Byte, got Int"),
+    "codes numel": (0, lambda x: x[:19].clone(), "codes has to have 20 entries, got 19"),
+    "values dtype": (3, lambda x: x.half(), "values has to be Float, got Half"),
+    "values strided": (3, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
+    "bits 3": (4, lambda x: 3, "bits has to be 4 to 16, got 3"),
+    "bits 17": (4, lambda x: 17, "bits has to be 4 to 16, got 17"),
+    "mantissa 0": (5, lambda x: 0, "mantissa has to be 1 to 22, got 0"),
+    "mantissa 23": (5, lambda x: 23, "mantissa has to be 1 to 22, got 23"),
+    "positive 0": (6, lambda x: 0, "positive has to be 1 to 1022, got 0"),
+    "positive all": (6, lambda x: 1023, "positive has to be 1 to 1022, got 1023"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ENCODE)
+def test_encode_refuses(case: str) -> None:
+    refuses("range_encode", sample_encode(), BAD_ENCODE[case])
+
+
+@pytest.mark.parametrize("case", BAD_DECODE)
+def test_decode_refuses(case: str) -> None:
+    refuses("range_decode", sample_decode(), BAD_DECODE[case])
+
+
+def test_lost_is_other_memory() -> None:
+    args = sample_encode()
+    args[4] = args[0]
+    with pytest.raises(RuntimeError, match="lost has to be other memory than values"):
+        ops.range_encode(*args)

@@ -1,0 +1,104 @@
+"""take against hvd_compress/reference/blocks.py, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DEVICES,
+    MANY,
+    Layout,
+    bounded,
+    check_device,
+    clone,
+    kinds,
+    layouts,
+    needs_compiled,
+    offsets_of,
+    on,
+    phases,
+    same,
+    seeds,
+    threads,
+    values,
+)
+
+from hvd_compress import ops, reference
+from hvd_compress.reference import BLOCK
+
+pytestmark = needs_compiled
+NAMES = ["residual", "offsets", "segments", "values"]
+
+
+def arguments_of(layout: Layout, kind: str, seed: int, spread: int, phase: int) -> list:
+    residual, offsets = values(layout.blocks * BLOCK, kind, seed), offsets_of(layout, seed + 1, spread)
+    return [residual, offsets, layout.tensor("cpu"), torch.full((layout.slots,), 7.0), phase]
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> list:
+    return arguments_of(draw(layouts()), draw(kinds), draw(seeds), draw(st.sampled_from([256, 20, 1])), draw(phases))
+
+
+def sample(device: str = "cpu") -> list:
+    segments = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
+    tensors = [torch.randn(3 * BLOCK), torch.randint(0, 256, (13,)).to(torch.uint8), segments, torch.zeros(13)]
+    return on(device, [*tensors, 3])
+
+
+def check(args: list, device: str) -> None:
+    check_device(device)
+    got, want = on(device, clone(args)), clone(args)
+    ops.take(*got)
+    reference.take(*want)
+    for name, mine, theirs in zip(NAMES, got, want, strict=False):
+        assert same(mine, theirs), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bounded(250)
+@given(args=arguments())
+def test_equals_reference(device: str, args: list) -> None:
+    check(args, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_blocks(device: str) -> None:
+    for phase in (0, 1, -77, 2500, 2**40):
+        with threads(3):
+            check(arguments_of(MANY, "normal", 5, 256, phase), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    check_device(device)
+    torch.library.opcheck(torch.ops.hvd_compress.take.default, tuple(sample(device)))
+
+
+BAD = {
+    "residual": (0, lambda x: x.double(), "residual has to be Float, got Double"),
+    "residual size": (0, lambda x: x[:700].clone(), "residual has to have a multiple of 256 entries, got 700"),
+    "offsets": (1, lambda x: x.long(), "offsets has to be Byte, got Long"),
+    "segments dtype": (2, lambda x: x.int(), "segments has to be Long, got Int"),
+    "segments shape": (2, lambda x: x[:, :3].contiguous(), "shape .parameters, 4."),
+    "segments order": (2, lambda x: x.flip(0).contiguous(), "segments have to follow"),
+    "segments block": (2, lambda x: x + torch.tensor([1, 0, 0, 0]), "within 3 blocks and 13 slots.*in row 1"),
+    "segments slots": (2, lambda x: x + torch.tensor([0, 0, 1, 0]), "within 3 blocks and 13 slots.*in row 0"),
+    "segments full": (2, lambda x: torch.tensor([[0, 3, 0, 769]]), "segments have to follow"),
+    "segments empty": (2, lambda x: torch.tensor([[0, 0, 0, 0]]), "segments have to follow"),
+    "segments few": (2, lambda x: x[:1].clone(), "segments have to hold all 13 slots, got 8"),
+    "values dtype": (3, lambda x: x.half(), "values has to be Float, got Half"),
+    "values numel": (3, lambda x: x[:12].clone(), "values has to have 13 entries, got 12"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(case: str) -> None:
+    index, change, message = BAD[case]
+    args = sample()
+    args[index] = change(args[index])
+    before = clone(args)
+    with pytest.raises(RuntimeError, match=message):
+        ops.take(*args)
+    for name, mine, theirs in zip(NAMES, args, before, strict=False):
+        assert torch.equal(mine, theirs), f"{name} was changed"

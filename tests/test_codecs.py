@@ -1,0 +1,172 @@
+"""Channels: what a rank loses it keeps, what arrives is the same everywhere, and it costs what it says."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_compress.codecs import Lanes, RangeFloat, codec
+from hvd_compress.codecs.books import DISTRIBUTIONS, codebook, grid_step
+from hvd_compress.local import LocalWorld
+
+NAMES = ["fp32", "fp16", "lanes2", "lanes4", "lanes16", "lloyd1", "lloyd4", "lloyd8", "range4", "range10", "range16"]
+NAMES += ["fp16-gather", "fp32-gather", "lloyd4-gather", "range10-gather"]
+# Groups of very different sizes and scales; one is empty.
+SLOTS = [0, 501, 37, 1200, 1]
+SCALES = torch.cat([torch.full((n,), scale) for n, scale in zip(SLOTS, (1.0, 1e-3, 5.0, 0.1, 1e4), strict=True)])
+COUNT = sum(SLOTS)
+
+
+def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[dict[str, list]]:
+    """Runs a channel on every rank: by rank, its values, means and losses of each step, and the bytes it sent."""
+    world = LocalWorld(ranks, timeout=20)
+
+    def body(rank: int) -> dict[str, list]:
+        channel = codec(name).channel(len(SLOTS), ranks, rank, torch.device("cpu"))
+        channel.deal(SLOTS)
+        generator = torch.Generator().manual_seed(rank)
+        seen: dict[str, list] = {"values": [], "mean": [], "lost": [], "bytes": []}
+        for step in range(steps):
+            values = torch.randn(COUNT, generator=generator) * SCALES
+            invalid = torch.tensor([int(step == bad and rank == 0)], dtype=torch.int32)
+            exchange, result, sent = channel.average(values, invalid, 100 * step + rank), None, 0.0
+            for stage in range(9):
+                try:
+                    request = exchange.send(result) if stage else next(exchange)
+                except StopIteration as end:
+                    mean, lost = end.value
+                    break
+                sent += request.wire_bytes(ranks)
+                result = world.join(request, f"{step}.{stage}", rank).result()
+            for key, value in (("values", values), ("mean", mean.clone()), ("lost", lost.clone()), ("bytes", sent)):
+                seen[key].append(value)
+        return seen
+
+    return world.run(body)
+
+
+def scaled_norm(tensor: Tensor) -> float:
+    return float((tensor / SCALES).norm())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_what_is_lost_stays(name, ranks):
+    """Ranks * mean + all that was lost = all that was said; the mean has the same bits on every rank."""
+    seen = averaged(name, ranks, steps=4)
+    for step in range(4):
+        means = [rank["mean"][step] for rank in seen]
+        assert all(torch.equal(means[0], mean) for mean in means)
+        said = sum(rank["values"][step].double() for rank in seen)
+        kept = ranks * means[0].double() + sum(rank["lost"][step].double() for rank in seen)
+        tolerance = 2e-2 if name == "fp16" else 1e-5  # the ring rounds sums of 16-bit floats
+        torch.testing.assert_close(kept / SCALES, said / SCALES, rtol=0, atol=tolerance)
+
+
+ERRORS = {"fp16": 1e-3, "lanes4": 0.25, "lanes16": 3e-3, "lloyd1": 1.0, "lloyd4": 0.2, "lloyd8": 0.03}
+ERRORS |= {"range10": 0.05, "range16": 1e-2, "lloyd4-gather": 0.15, "range10-gather": 0.02, "fp16-gather": 1e-3}
+
+
+@pytest.mark.parametrize(("name", "most"), ERRORS.items())
+def test_the_mean_is_close(name, most):
+    """Relative error of the average, each group in units of its own scale, once the scales are known."""
+    seen = averaged(name, 4, steps=6)
+    want = sum(rank["values"][-1] for rank in seen) / 4
+    error = scaled_norm(seen[0]["mean"][-1] - want) / scaled_norm(want)
+    assert most / 100 < error <= most, error
+
+
+COSTS = {"fp32": 6.0, "fp16": 3.0, "lanes4": 1.5 * 64 / 10 / 8, "lanes2": 1.5 * 64 / 16 / 8, "lloyd1": 1.5 / 8}
+COSTS |= {"lloyd4": 1.5 * 4 / 8, "range10": 1.5 * 10 / 8, "range10-gather": 3 * 10 / 8, "fp16-gather": 6.0}
+
+
+@pytest.mark.parametrize(("name", "each"), COSTS.items())
+def test_the_wire_costs_what_the_table_says(name, each):
+    """Bytes a value on 4 ranks; a group's scale costs at most 12 bytes beside."""
+    sent = averaged(name, 4, steps=2)[0]["bytes"][1]
+    assert 0 <= sent - each * COUNT <= 12 * len(SLOTS) + 40
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_bad_rank_is_everybodys(name):
+    seen = averaged(name, 3, steps=3, bad=1)
+    for rank in seen:
+        assert rank["mean"][1].isnan().all()
+        assert rank["mean"][2].isfinite().all(), "the step after it is good again"
+
+
+def test_lanes_are_unbiased_and_nearest_is_closer():
+    errors = {}
+    for stochastic in (True, False):
+        channel = Lanes(3, stochastic).channel(1, 1, 0, torch.device("cpu"))
+        channel.deal([1000])
+        world, values = LocalWorld(1), torch.linspace(-1, 1, 1000)
+        means = []
+        for step in range(200):
+            exchange, result = channel.average(values, torch.zeros(1, dtype=torch.int32), step), None
+            for stage in range(3):
+                try:
+                    request = exchange.send(result) if stage else next(exchange)
+                except StopIteration as end:
+                    means.append(end.value[0].clone())
+                    break
+                result = world.join(request, f"{step}.{stage}", 0).result()
+        errors[stochastic] = (torch.stack(means).mean(0) - values).abs().max(), (means[-1] - values).norm()
+    assert errors[True][0] < errors[False][0], "the average over draws comes closer than any one grid point"
+    assert errors[False][1] < errors[True][1]
+
+
+def test_scales_follow_values_that_grow_and_shrink():
+    """A thousand times larger from one step to the next: clipped at first, then fitted; nothing is lost meanwhile."""
+    for name in ("lanes4", "lloyd4", "range10"):
+        channel = codec(name).channel(1, 1, 0, torch.device("cpu"))
+        channel.deal([5000])
+        world, generator = LocalWorld(1), torch.Generator().manual_seed(0)
+        for step in range(105):
+            scale = 1e-3 if step < 35 or step >= 70 else 1.0
+            values = torch.randn(5000, generator=generator) * scale
+            exchange, result = channel.average(values, torch.zeros(1, dtype=torch.int32), step), None
+            for stage in range(4):
+                try:
+                    request = exchange.send(result) if stage else next(exchange)
+                except StopIteration as end:
+                    mean, lost = end.value
+                    break
+                result = world.join(request, f"{step}.{stage}", 0).result()
+            torch.testing.assert_close(mean + lost, values, rtol=1e-5, atol=1e-6)
+            if step in (34, 69, 104):
+                assert (mean - values).norm() < 0.3 * values.norm(), (name, step)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codebooks_are_lloyds_fixed_point(bits):
+    """Every level is the mean of the values that are nearest to it (by integration on a fine grid)."""
+    x = (torch.arange(-400_000, 400_000, dtype=torch.float64) + 0.5) / 20_000
+    densities = {"gauss": torch.exp(-x * x / 2), "laplace": torch.exp(-x.abs() * math.sqrt(2))}
+    for levels, distribution in zip(codebook(bits).double(), DISTRIBUTIONS, strict=True):
+        assert torch.equal(levels, -levels.flip(0)) and bool((levels.diff() > 0).all())
+        nearest = torch.searchsorted((levels[1:] + levels[:-1]) / 2, x)
+        weight = densities[distribution]
+        mass = torch.zeros(2**bits, dtype=torch.float64).index_add_(0, nearest, weight)
+        centre = torch.zeros(2**bits, dtype=torch.float64).index_add_(0, nearest, weight * x) / mass
+        torch.testing.assert_close(centre, levels, rtol=0, atol=2e-2 if bits > 6 else 2e-3)
+
+
+def test_known_codebooks_and_grids():
+    """Max's table of 1960, and the Laplacian's."""
+    torch.testing.assert_close(codebook(1)[:, 1], torch.tensor([0.7979, 0.7071]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(codebook(2)[0, 2:], torch.tensor([0.4528, 1.5104]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(codebook(2)[1, 2:], torch.tensor([0.4196, 1.8338]), rtol=0, atol=4e-4)
+    # A uniform quantizer of 15 levels for a Gaussian: steps near 0.35.
+    assert 0.3 < float(grid_step(7, False)[0]) < 0.4
+    assert bool((grid_step(7, False) > grid_step(7, True)).all()), "rounding at random errs more, so its grid is finer"
+
+
+def test_the_range_floats_fit_is_the_best_of_all():
+    values = torch.distributions.StudentT(3.0).sample((20_000,))
+    for bits in (8, 10):
+        best = RangeFloat.fit(values, bits)
+        assert best.mantissa == RangeFloat(bits).mantissa
+        spread = RangeFloat.fit(values.sign() * values.abs() ** 4, bits)
+        assert spread.mantissa <= best.mantissa, "wider values need more exponents"
