@@ -17,8 +17,13 @@ inline Codebook checked(const Tensor& values, const Tensor& scale, const Tensor&
                   "book has to be of shape (kinds, ", int64_t{1} << bits, ")");
   STD_TORCH_CHECK(book.size(0) > 0 || groups.count == 0, "book has to have a row at least");
   check_codes(codes, bits, values);
-  return {const_data<float>(scale), const_data<float>(book), const_data<int64_t>(kind), groups,
-          values.numel(),           book.size(0),            static_cast<int>(bits)};
+  return {const_data<float>(scale),
+          const_data<float>(book),
+          const_data<int64_t>(kind),
+          groups,
+          values.numel(),
+          book.size(0),
+          static_cast<int>(bits)};
 }
 
 }  // namespace hvd_compress

@@ -36,26 +36,26 @@ struct Window {
         negative(args.negative()),
         shift(args.shift) {}
 
+  // Conditions are masks: as branches they would be guessed wrong half of the time.
   HVD_BODY Ranged encode(float value) const {
-    constexpr uint32_t kInfinity = 0x7f800000u;
+    constexpr uint32_t kInfinity = 0x7f800000u, kSign = 0x80000000u;
     uint32_t word = bits_as<uint32_t>(value);
-    uint32_t magnitude = word & 0x7fffffffu;
-    uint32_t sign = word & 0x80000000u;
-    bool coded = magnitude - least <= kInfinity - least;  // neither below, nor a NaN
-    int32_t last = static_cast<int32_t>(sign ? negative : positive);
+    uint32_t magnitude = word & ~kSign;
+    uint32_t below = 0u - (word >> 31);
+    uint32_t coded = 0u - static_cast<uint32_t>(magnitude - least <= kInfinity - least);  // no NaN
+    int32_t last = static_cast<int32_t>((positive & ~below) | (negative & below));
     int32_t step = static_cast<int32_t>((magnitude + (1u << (shift - 1))) >> shift) -
                    static_cast<int32_t>(before);
     step = step < 1 ? 1 : step;
     step = step > last ? last : step;
-    uint32_t decoded = (before + static_cast<uint32_t>(step)) << shift | sign;
-    uint32_t code = static_cast<uint32_t>(step) + (sign ? positive : 0);
-    return {coded ? code : 0, value - bits_as<float>(coded ? decoded : 0)};
+    uint32_t decoded = (before + static_cast<uint32_t>(step)) << shift | (word & kSign);
+    return {(static_cast<uint32_t>(step) + (positive & below)) & coded,
+            value - bits_as<float>(decoded & coded)};
   }
 
   HVD_BODY float decode(uint32_t code) const {
-    bool below = code > positive;
-    uint32_t step = below ? code - positive : code;
-    uint32_t word = (before + step) << shift | (below ? 0x80000000u : 0);
+    uint32_t below = 0u - static_cast<uint32_t>(code > positive);
+    uint32_t word = (before + code - (positive & below)) << shift | below << 31;
     return bits_as<float>(code ? word : 0);
   }
 };

@@ -14,9 +14,12 @@ inline Range checked(const Tensor& values, const Tensor& base, const Tensor& edg
   check_range("mantissa", 1, mantissa, 22);
   check_range("positive", 1, positive, (int64_t{1} << bits) - 2);
   check_codes(codes, bits, values);
-  return {const_data<int64_t>(base), groups,
-          values.numel(),            static_cast<int>(bits),
-          static_cast<int>(23 - mantissa), static_cast<uint32_t>(positive)};
+  return {const_data<int64_t>(base),
+          groups,
+          values.numel(),
+          static_cast<int>(bits),
+          static_cast<int>(23 - mantissa),
+          static_cast<uint32_t>(positive)};
 }
 
 }  // namespace hvd_compress

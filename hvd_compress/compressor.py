@@ -65,7 +65,8 @@ class Compressor(abc.ABC):
         seed: of all randomness; equal on all ranks. torch's own generators are never touched.
         min_numel: smallest tensor that is compressed, in entries.
         bucket_mb: a bucket's capacity in MiB of float32 gradients; each bucket is one exchange.
-        dense_values: how the tensors travel that are not compressed: ``"fp32"``, or ``"fp16"`` for half their bytes.
+        dense_values: how the tensors travel that are not compressed: ``"fp32"``, or ``"fp16"`` for half their bytes,
+            rounded as Horovod's own fp16 compression rounds them: what is lost of these is lost.
         process_set: the one given to Horovod's optimizer, if any.
         grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units.
         collectives: what carries the exchanges; Horovod by default.
@@ -240,12 +241,15 @@ class Compressor(abc.ABC):
         return torch.zeros_like(parameter, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between steps: residuals and the like, by parameter name, and the step.
+        """This rank's state between steps: residuals and the like, by parameter name, and the step. Call it after
+        ``optimizer.step()``: a step that was averaged but not taken counts as skipped.
 
         Residuals differ from rank to rank: every rank saves its own.
         """
         if self._collecting:
             raise RuntimeError("state_dict() in the middle of a step; call it after optimizer.step()")
+        if self._guard.stepped is False:
+            self._undo()
         tensors = {
             segment.name: {key: self.saved(segment, flat).clone() for key, flat in bucket.state.items()}
             for bucket in self._buckets
@@ -293,9 +297,12 @@ class Compressor(abc.ABC):
         self.traffic.load_state_dict(state["traffic"])
 
     def reset(self) -> None:
-        """After a failure: forgets the step under way; the next gradient begins a new one. Residuals stay."""
+        """After a failure: forgets the step under way; the next gradient begins a new one. What buckets have sent in
+        that step goes back into the residuals."""
         with self._lock:
             self._driver.abandon()
+            if self._collecting:
+                self._undo()
             self._collecting = False
             for bucket in self._buckets:
                 bucket.clear()
@@ -333,9 +340,7 @@ class Compressor(abc.ABC):
 
     def _begin_step(self) -> None:
         if self._guard.stepped is False:
-            # Averaged, but no optimizer took it: nothing was said after all.
-            for bucket in self._buckets:
-                self.undo(bucket)
+            self._undo()
         self._collecting = True
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         self.traffic.begin_step()
@@ -344,6 +349,13 @@ class Compressor(abc.ABC):
             bucket.clear()
             bucket.order.enter()
             self.begin(bucket)
+            bucket.order.leave()
+
+    def _undo(self) -> None:
+        """The step was averaged, but no optimizer took it: nothing was said after all."""
+        for bucket in self._buckets:
+            bucket.order.enter()
+            self.undo(bucket)
             bucket.order.leave()
 
     def _finish_step(self) -> None:
@@ -361,12 +373,15 @@ class Compressor(abc.ABC):
         self.traffic.end_step()
         self._collecting = False
         self._step += 1
-        if self._guard.stepped is not None:
+        # Without an optimizer (a test, a user's own loop) nobody steps; a GradScaler skips from the first step on.
+        if self._guard.stepped is not None or self._scaler is not None:
             self._guard.stepped = False
 
     def _restart(self) -> None:
         """The ranks were formed anew (elastic): old handles are void, and all ranks count from zero again."""
         self._generation = self._collectives.generation()
+        if not self._collecting and self._guard.stepped is False:
+            self._undo()
         self.reset()
         self._step = 0
         self._guard.stepped = None

@@ -23,19 +23,17 @@ class _Meeting:
 class _LocalHandle:
     def __init__(self, meeting: _Meeting, rank: int, world: "LocalWorld", name: str) -> None:
         self._meeting, self._rank, self._world, self._name = meeting, rank, world, name
+        self._deadline = time.monotonic() + world.timeout
 
     def done(self) -> bool:
         self._world.check()
+        if self._meeting.results is None and time.monotonic() > self._deadline:
+            missing = [rank for rank, tensor in enumerate(self._meeting.given) if tensor is None]
+            raise TimeoutError(f"{self._name}: rank {self._rank} waited {self._world.timeout} s for ranks {missing}")
         return self._meeting.results is not None
 
     def result(self) -> torch.Tensor:
-        deadline = time.monotonic() + self._world.timeout
         while not self.done():
-            if time.monotonic() > deadline:
-                missing = [rank for rank, tensor in enumerate(self._meeting.given) if tensor is None]
-                raise TimeoutError(
-                    f"{self._name}: rank {self._rank} waited {self._world.timeout} s for ranks {missing}"
-                )
             time.sleep(50e-6)
         assert self._meeting.results is not None
         return self._meeting.results[self._rank]

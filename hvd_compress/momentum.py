@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .bucket import Bucket
 from .compressor import Compressor
 
 
 class MomentumCorrected(Compressor):
     """A compressor with a ``velocity`` beside each residual while momentum is on, and the plain velocities of the
-    parameters that travel dense."""
+    parameters that travel dense (in these, the finite part of a step that a ``GradScaler`` skips remains)."""
 
     def __init__(self, *args: Any, momentum: float = 0.0, **common: Any) -> None:
         if not 0.0 <= momentum < 1.0:
@@ -107,6 +108,11 @@ class MomentumCorrected(Compressor):
         finite = new.isfinite()
         velocity.copy_(torch.where(finite, new, velocity))
         grad.copy_(torch.where(finite, new * self._scale, grad.float()))
+
+    def restart(self, bucket: Bucket) -> None:
+        # A new rank has none, and replicas would drift apart.
+        self._dense_velocity.clear()
+        super().restart(bucket)
 
     def method_state(self) -> dict[str, Any]:
         velocity = {name: tensor.clone() for name, tensor in self._dense_velocity.items()}

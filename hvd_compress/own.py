@@ -3,6 +3,7 @@
 Two allgathers: which entries, as one byte each or as a bitmap of the blocks, whichever is shorter; and their values.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,13 +29,9 @@ class OwnSelection(BlockSelection):
         self.as_bitmap = self.total * 8 > bucket.blocks * BLOCK
 
     def begin(self, turn: Turn, check: bool) -> None:
-        super().begin(Turn(turn.step, turn.key, [0]), check)
+        super().begin(replace(turn, order=[0]), check)
         #: Where each slot's block begins, in the bucket's flat memory: the same on all ranks.
         self.base = positions(torch.zeros_like(self.own[: self.total]), self.segments, self.turn.phase)
-
-    @property
-    def stamp(self) -> Tensor:
-        return self.plane[: self.head]
 
     def message(self) -> Tensor:
         """The stamp that all ranks share, and this rank's entries."""
@@ -44,7 +41,7 @@ class OwnSelection(BlockSelection):
         bits = torch.zeros(self.bucket.blocks * BLOCK, dtype=torch.uint8, device=self.bucket.device)
         bits[self.base + self.picks] = 1
         weight = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
-        return torch.cat([self.stamp, (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
+        return torch.cat([self.plane[: self.head], (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
 
     def places(self, gathered: Tensor, ranks: int) -> list[Tensor]:
         """Each rank's entries in the bucket's flat memory, in slot order: int64, (slots,).

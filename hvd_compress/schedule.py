@@ -14,6 +14,9 @@ class Density(Protocol):
     def __call__(self, step: int) -> float:
         """The density of step ``step``, counted from 0: in (0, 1]."""
 
+    def restart(self) -> None:
+        """The ranks were formed anew: forget what new ones cannot know."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must carry."""
 
@@ -55,6 +58,9 @@ class WarmUp:
     def __str__(self) -> str:
         return f"1/{1 / self.density:g}" + (f", warm-up {self.steps} steps" if self.steps else "")
 
+    def restart(self) -> None:
+        """There is nothing."""
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -81,12 +87,17 @@ class Diminishing:
     def __call__(self, step: int) -> float:
         rate = float(self._optimizer.param_groups[0]["lr"])
         self._highest = max(self._highest, rate)
+        if rate == 0.0 and self._highest:
+            return 1.0
         kept = 1.0 - (1.0 - self.density) * (rate / self._highest if self._highest else 1.0)
         halvings = math.floor(2 * math.log2(kept / self.density) + 1e-6) / 2
         return min(self.density * math.pow(2.0, halvings), 1.0)
 
     def __str__(self) -> str:
         return f"1/{1 / self.density:g} and more as the learning rate falls"
+
+    def restart(self) -> None:
+        self._highest = 0.0
 
     def state(self) -> dict[str, Any]:
         return {"highest": self._highest}

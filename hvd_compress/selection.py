@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import ops, reference
 from .bucket import Bucket, Segment
-from .collectives import Request, allgather
+from .collectives import Request, allgather, allreduce
 from .reference import BLOCK
 from .rng import derive, permutation
 
@@ -35,11 +35,13 @@ class Turn:
     step: int
     key: int
     order: list[int]
+    #: A hash of the method's options.
+    settings: int
 
     @classmethod
-    def draw(cls, seed: int, step: int, bucket: int, ranks: int) -> "Turn":
+    def draw(cls, seed: int, step: int, bucket: int, ranks: int, settings: int) -> "Turn":
         key = derive(seed, step, bucket)
-        return cls(step, key, permutation(key, ranks))
+        return cls(step, key, permutation(key, ranks), settings)
 
     @property
     def phase(self) -> int:
@@ -138,6 +140,10 @@ class Selection(abc.ABC):
             rule.threshold,
         )
 
+    def stamp(self) -> int:
+        """A hash of 32 bits of what must be the same on all ranks."""
+        return zlib.crc32(repr((self.turn.key, self.turn.step, self.turn.settings, self.slots)).encode())
+
     def key(self, position: int) -> int:
         """Of a segment's randomness in this step."""
         return int(reference.mix(position, self.turn.key))
@@ -173,7 +179,7 @@ class Led(Selection):
         super().begin(turn, check)
         self.position = turn.order.index(self.rank)
         if check:
-            stamp = zlib.crc32(repr((turn.key, self.run, self.slots)).encode()) & 0x7FFFFFFF
+            stamp = self.stamp() & 0x7FFFFFFF
             self.plane[: self.head].view(torch.int32).fill_(stamp)
 
     def choose(self, rule: Rule) -> None:
@@ -200,8 +206,8 @@ class Led(Selection):
 def disagreement() -> RuntimeError:
     """What to raise where the ranks do not draw from the same seed and step."""
     return RuntimeError(
-        "the ranks' compressors disagree: seed, density, leaders and step must be the same on all (was a state "
-        "loaded on some ranks only? was the seed made from the rank?)"
+        "the ranks' compressors disagree: seed, density, all other options and step must be the same on all (was a "
+        "state loaded on some ranks only? was the seed made from the rank? were the parameters broadcast?)"
     )
 
 
@@ -259,6 +265,18 @@ class Unled(Selection):
     #: Whether only half of the entries have their turn in a step.
     halves = False
 
+    def agree(self, rule: Rule) -> Agreement:
+        """No message of this selection would show that the ranks choose differently, so they compare hashes. In every
+        step: if only some ranks knew when to compare, the others would wait for ever."""
+        mark = self.fingerprint().double()
+        total = yield allreduce(torch.cat([torch.ones_like(mark), mark, mark * mark]), "budget")
+        if self.check and not bool(total[0] * total[2] == total[1] * total[1]):
+            raise disagreement()
+
+    def fingerprint(self) -> Tensor:
+        """Of what all ranks must choose alike: int64, (1,), below 2**20, so that sums of squares are exact."""
+        return torch.tensor([self.stamp() & 0xFFFFF], device=self.bucket.device)
+
     @abc.abstractmethod
     def turns(self) -> list["Part"]:
         """Whose turn it is: the part of each segment that may be sent."""
@@ -315,22 +333,23 @@ class SharedSelection(Unled):
         rows = [(p.first, p.blocks, self.first[i], self.slots[i]) for i, p in enumerate(self.parts)]
         self.rows = torch.tensor(rows, dtype=torch.int64, device=self.bucket.device)
         self.picks = torch.zeros(self.total, dtype=torch.uint8, device=self.bucket.device)
-        self.base = reference.positions(self.picks, self.rows, turn.phase)
+
+    def fingerprint(self) -> Tensor:
+        place = torch.arange(self.total, device=self.bucket.device) % 4093 + 1
+        return (super().fingerprint() + (self.picks * place).sum()) % 2**20
 
     def turns(self) -> list["Part"]:
         return self.parts
 
     def pick(self, position: int, score: Tensor, explore: float) -> None:
-        """A segment's picks, by the ``score`` of its entries: float32, (entries,)."""
+        """A segment's picks, by the ``score`` of those entries whose turn it is: float32, (entries,)."""
         slots, first, key = self.slots[position], self.first[position], self.key(position)
-        part = self.parts[position]
-        mine = part.of(score)
-        mine = torch.nn.functional.pad(mine, (0, part.blocks * BLOCK - mine.numel()))
-        ops.select(mine, self.picks, slots, first, self.turn.phase, 1, 1, 0, key, int(explore * 2**32))
+        score = torch.nn.functional.pad(score, (0, self.parts[position].blocks * BLOCK - score.numel()))
+        ops.select(score, self.picks, slots, first, self.turn.phase, 1, 1, 0, key, int(explore * 2**32))
 
     def take(self, memory: Tensor) -> Tensor:
-        self.where = self.base + self.picks
-        return torch.index_select(memory, 0, self.where, out=self.values)
+        ops.take(memory, self.picks, self.rows, self.values, self.turn.phase)
+        return self.values
 
     def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
         parts = [p.of(target) if target.numel() else target for p, target in zip(self.parts, targets, strict=True)]
@@ -338,10 +357,14 @@ class SharedSelection(Unled):
         ops.put(parts, self.bucket.residual, velocity, self.picks, self.rows, mean, lost, phase, scale)
 
     def read(self, memory: Tensor) -> Tensor:
-        return memory[self.where]
+        values = torch.empty_like(self.values)
+        ops.take(memory, self.picks, self.rows, values, self.turn.phase)
+        return values
 
     def write(self, memory: Tensor, values: Tensor) -> None:
-        memory[self.where] = values
+        # As what is left in a residual.
+        nowhere = [values.new_empty(0)] * len(self.parts)
+        ops.put(nowhere, memory, None, self.picks, self.rows, values, values, self.turn.phase, 0.0)
 
 
 @dataclass(frozen=True)

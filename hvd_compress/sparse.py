@@ -1,6 +1,7 @@
 """What all methods share that send a few entries a step: residual, density, layers' shares, codec, momentum."""
 
 import abc
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,7 +46,7 @@ class Sparse(MomentumCorrected):
     """A method that sends a few entries of the residual; a subclass says which.
 
     Args:
-        density: slots as a share of the entries, in (0, 1], or a function of the step (:mod:`hvd_compress.schedule`).
+        density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
         values: how values travel (:mod:`hvd_compress.codecs`).
         layerwise: a scale for each parameter's values, or one for the bucket.
         budget_interval: steps between re-balancings of the layers' shares; 0 keeps them equal.
@@ -63,9 +64,11 @@ class Sparse(MomentumCorrected):
         warmup_steps: int,
         **common: Any,
     ) -> None:
-        if callable(density) and warmup_steps:
+        if isinstance(density, Density) and warmup_steps:
             raise ValueError("warmup_steps goes with a density that is a number, not with a schedule")
-        self._density = density if callable(density) else WarmUp(density, warmup_steps)
+        if not isinstance(density, Density | int | float):
+            raise TypeError(f"density must be a number or a schedule (hvd_compress.schedule), got {density!r}")
+        self._density = density if isinstance(density, Density) else WarmUp(density, warmup_steps)
         self._codec = codec(values)
         if budget_interval < 0:
             raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
@@ -91,6 +94,10 @@ class Sparse(MomentumCorrected):
         """The most slots that each parameter can have."""
         return plan.sizes
 
+    def settings(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks, beside seed, step and slots: they compare it."""
+        return type(self).__name__, self._codec, self._layerwise, self._budget_interval, self._momentum
+
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
         """What the averages are assigned to, one tensor a segment, empty where there is none."""
         empty = torch.empty(0, device=bucket.device)
@@ -104,15 +111,14 @@ class Sparse(MomentumCorrected):
         density = self._density(self._step)
         shape = (density, ranks, rank, tuple(plan.weights))
         if plan.shape != shape:
-            if plan.shape and plan.shape[1:3] != shape[1:3]:
-                plan.channel = self._channel(bucket)
             self._lay_out(bucket, plan, density)
             plan.shape = shape
         plan.invalid.zero_()
         plan.rule = self.rule(bucket, plan)
         # On the CPU a look costs nothing; a GPU would be waited for, so there only now and then.
         check = bucket.device.type == "cpu" or plan.unchecked or self._step % _CHECK_INTERVAL == 0
-        self.draw(bucket, plan, Turn.draw(self._seed, self._step, bucket.index, ranks), check)
+        settings = zlib.crc32(repr(self.settings()).encode())
+        self.draw(bucket, plan, Turn.draw(self._seed, self._step, bucket.index, ranks, settings), check)
         plan.sent, plan.unchecked = False, False
 
     def draw(self, bucket: Bucket, plan: Plan, turn: Turn, check: bool) -> None:
@@ -169,7 +175,9 @@ class Sparse(MomentumCorrected):
     def restart(self, bucket: Bucket) -> None:
         plan = self._plans[bucket.index]
         plan.forget()
-        plan.channel.restart()
+        plan.channel = self._channel(bucket)
+        self._density.restart()
+        super().restart(bucket)
 
     def _budget_due(self) -> bool:
         return self._budget_interval > 0 and self._step % self._budget_interval == self._budget_interval - 1
@@ -186,16 +194,30 @@ class Sparse(MomentumCorrected):
             for bucket, plan in zip(self._buckets, self._plans, strict=True)
             for segment, weight in zip(bucket.segments, plan.weights, strict=True)
         }
-        channels = [plan.channel.state() for plan in self._plans]
-        schedule = self._density.state()
-        return {**super().method_state(), "weights": weights, "channels": channels, "density": schedule}
+        return {
+            **super().method_state(),
+            "made_with": self._made_with(),
+            "weights": weights,
+            "channels": [plan.channel.state() for plan in self._plans],
+            "density": self._density.state(),
+        }
+
+    def _made_with(self) -> dict[str, Any]:
+        """What a state's tensors depend on."""
+        return {
+            "values": self._codec.name,
+            "layerwise": self._layerwise,
+            "density schedule": type(self._density).__name__,
+            "buckets (bucket_mb)": [[segment.name for segment in bucket.segments] for bucket in self._buckets],
+        }
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        if len(state["channels"]) != len(self._plans):
-            raise ValueError(
-                f"the state was made with {len(state['channels'])} buckets, this compressor has {len(self._plans)}: "
-                "give it the same bucket_mb"
-            )
+        for what, ours in self._made_with().items():
+            theirs = state.get("made_with", {}).get(what)
+            if theirs != ours:
+                raise ValueError(
+                    f"the state was made with other {what}: {theirs!r:.200}, and this compressor has {ours!r:.200}"
+                )
         super().load_method_state(state)
         self._density.load_state(state["density"])
         for bucket, plan, channel in zip(self._buckets, self._plans, state["channels"], strict=True):

@@ -85,9 +85,7 @@ class Codes(Bench):
             words.copy_((torch.nn.functional.pad(q.long(), (0, -self.n % count)).view(-1, count) << shift).sum(1))
 
         encode()
-        reference.lanes_encode(
-            self.values[: self.first], self.scale, self.first_edges, want, lost, *numbers
-        )
+        reference.lanes_encode(self.values[: self.first], self.scale, self.first_edges, want, lost, *numbers)
         wrong = differ(words, want) + differ(self.lost, lost)
         name = f"lanes_encode {bits} bits in {width}{', stochastic' if key >= 0 else ''}"
         self.show(name, "encode", 8 + 8 / count, wrong, encode, plain_encode)

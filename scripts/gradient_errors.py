@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hvd_compress import ops, spectrum
-from hvd_compress.codecs.books import DISTRIBUTIONS, KURTOSIS, grid_step
+from hvd_compress.codecs.books import DISTRIBUTIONS, grid_step
 from hvd_compress.codecs.code import Code, Lloyd, RangeFloat
 from hvd_compress.codecs.scales import Moments, bounded
 from hvd_compress.reference import BLOCK
@@ -57,14 +57,14 @@ def coded(code: Code, values: Tensor, edges: Tensor) -> Tensor:
     moments = Moments(values, edges)
     scale = bounded(moments.peak if code.peak else moments.rms)
     codes, lost = torch.empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
-    code.encode(values, scale, (moments.kurtosis > KURTOSIS).long(), edges, codes, lost)
+    code.encode(values, scale, moments.kind, edges, codes, lost)
     return lost
 
 
 def lanes(bits: int, stochastic: bool, values: Tensor, edges: Tensor) -> Tensor:
     moments = Moments(values, edges)
     steps = grid_step(2 ** (bits - 1) - 1, stochastic).double()
-    scale = bounded(moments.rms * steps[(moments.kurtosis > KURTOSIS).long()]).float()
+    scale = bounded(moments.rms * steps[moments.kind]).float()
     width = lane_width(bits)
     words, lost = torch.empty(-(-len(values) // (64 // width)), dtype=torch.int64), torch.empty_like(values)
     ops.lanes_encode(values, scale, edges, words, lost, bits, width, 1 if stochastic else -1)

@@ -83,9 +83,9 @@ COSTS |= {"lloyd4": 1.5 * 4 / 8, "range10": 1.5 * 10 / 8, "range10-gather": 3 * 
 
 @pytest.mark.parametrize(("name", "each"), COSTS.items())
 def test_the_wire_costs_what_the_table_says(name, each):
-    """Bytes a value on 4 ranks; a group's scale costs at most 12 bytes beside."""
+    """Bytes a value on 4 ranks; a group's scales cost at most 24 bytes beside."""
     sent = averaged(name, 4, steps=2)[0]["bytes"][1]
-    assert 0 <= sent - each * COUNT <= 12 * len(SLOTS) + 40
+    assert 0 <= sent - each * COUNT <= 24 * len(SLOTS) + 60
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,9 +164,38 @@ def test_known_codebooks_and_grids():
 
 
 def test_the_range_floats_fit_is_the_best_of_all():
+    torch.manual_seed(0)
     values = torch.distributions.StudentT(3.0).sample((20_000,))
     for bits in (8, 10):
         best = RangeFloat.fit(values, bits)
-        assert best.mantissa == RangeFloat(bits).mantissa
+        assert abs(best.mantissa - RangeFloat(bits).mantissa) <= 1
         spread = RangeFloat.fit(values.sign() * values.abs() ** 4, bits)
         assert spread.mantissa <= best.mantissa, "wider values need more exponents"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_error_feedback_stays_bounded(name):
+    """What is lost comes back in the next step, for 200 steps: it must not pile up, nor the scales run away."""
+    ranks, world = 3, LocalWorld(3, timeout=20)
+
+    def body(rank: int) -> list[float]:
+        channel = codec(name).channel(1, ranks, rank, torch.device("cpu"))
+        channel.deal([400])
+        generator, kept, norms = torch.Generator().manual_seed(rank), torch.zeros(400), []
+        for step in range(200):
+            values = torch.randn(400, generator=generator) + kept
+            exchange, result = channel.average(values, torch.zeros(1, dtype=torch.int32), 1000 * step + rank), None
+            for stage in range(4):
+                try:
+                    request = exchange.send(result) if stage else next(exchange)
+                except StopIteration as end:
+                    kept = end.value[1].clone()
+                    break
+                result = world.join(request, f"{step}.{stage}", rank).result()
+            norms.append(float(kept.norm() / 20))
+        return norms
+
+    for norms in world.run(body):
+        # A value that is larger than all before is clipped once in a while: 0.05 for that.
+        assert max(norms[100:]) < 2 * max(norms[20:60]) + 0.05, (norms[20:60:10], norms[100::20])
+        assert norms[-1] < 12

@@ -10,7 +10,7 @@ from harness import Rank, gradients, mixed_model, random_steps, replicas, residu
 from methods import METHODS
 
 from hvd_compress import IWP
-from hvd_compress.codecs import codec
+from hvd_compress.codecs import Lanes, codec
 from hvd_compress.local import LocalWorld
 
 DISAGREEING = ["iwp", "iwp-topk", "iwp-lanes4", "fft", "fft-gather", "mipd"]
@@ -69,15 +69,164 @@ def test_a_step_that_is_skipped_takes_nothing_from_any_residual(name):
     given = [[g.double().clone().nan_to_num(posinf=0.0) for g in grad] for grad in grads]
     together(world, ranks, grads)
     # No optimizer.step(): the next step begins, with gradients of zero that add nothing.
-    names = [name for name, _ in ranks[0].model.named_parameters()]
     zeros = [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks]
     sent = together(world, ranks, zeros)
-    for number, name in enumerate(names):
-        if name not in ranks[0].compression.state_dict()["tensors"]:
+    for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
+        if p.dim() < 2 or p.numel() < 1024:
             continue
         kept = sum(residuals(r)[name] for r in ranks) + 2 * sent[0][number].double()
         want = sum(b[name] for b in before) + sum(g[number] for g in given)
         torch.testing.assert_close(kept, want, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["iwp", "iwp-fp32", "iwp-lloyd4", "iwp-range10-gather", "fft", "mipd"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_more_or_fewer_ranks_after_a_restart(name, before, after, momentum):
+    """Elastic: the last of the old ranks becomes the first of the new; nothing is lost, and all agree."""
+    method = partial(METHODS[name], density=1 / 16, bucket_mb=0.08, momentum=momentum)
+    world, ranks = replicas(before, method)
+    random_steps(world, ranks, range(5))
+    survivor = ranks[-1]
+    formed = LocalWorld(after, timeout=20)
+    survivor.move_to(formed, 0)
+    everyone = [survivor, *(Rank(formed, i, survivor.model, method) for i in range(1, after))]
+    for step in range(20, 24):
+        held = [residuals(r) for r in everyone]
+        grads = [gradients(r.model, seed=1000 * step + r.rank) for r in everyone]
+        given = [[g.double().clone() for g in grad] for grad in grads]
+        applied = together(formed, everyone, grads)
+        for other in applied[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(applied[0], other, strict=True))
+        if momentum:
+            continue
+        for number, (key, p) in enumerate(survivor.model.named_parameters()):
+            if p.dim() > 1:
+                said = sum(h[key] for h in held) + sum(g[number] for g in given)
+                kept = after * applied[0][number].double() + sum(residuals(r)[key] for r in everyone)
+                torch.testing.assert_close(kept, said, rtol=0, atol=1e-4)
+
+
+def test_a_guess_is_taken_back_with_the_step():
+    """MIPD's prediction is applied to half of every layer: a skipped step gives it back, in the bad bucket none."""
+    method = partial(METHODS["mipd-compensated"], bucket_mb=0.08)
+    world, ranks = replicas(2, method)
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    steady = gradients(ranks[0].model, seed=7)
+    for _ in range(30):
+        together(world, ranks, [[g.clone() for g in steady] for _ in ranks])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(bucket.state["smoothed"].norm() > 1 for bucket in ranks[0].compression._buckets)
+    before = [residuals(r) for r in ranks]
+    grads = [[g.clone() for g in steady] for _ in ranks]
+    grads[1][6].view(-1)[5] = float("inf")
+    given = [[g.double().clone().nan_to_num(posinf=0.0) for g in grad] for grad in grads]
+    applied = together(world, ranks, grads)
+    assert not applied[0][6].isfinite().all() and applied[0][4].isfinite().all()
+    for rank in ranks:
+        rank.compression.state_dict()  # undoes what was not taken
+    for i, rank in enumerate(ranks):
+        for number, (name, p) in enumerate(rank.model.named_parameters()):
+            if p.dim() > 1 and p.numel() >= 1024:
+                want = before[i][name] + given[i][number]
+                torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["iwp", "fft", "mipd-compensated"])
+def test_a_skip_before_the_first_step_is_a_skip(name):
+    """A GradScaler skips its first steps, before any optimizer has stepped: and a checkpoint then holds everything."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    world, ranks = replicas(2, partial(METHODS[name], grad_scaler=scaler))
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    given = [[g.double().clone() for g in grad] for grad in grads]
+    together(world, ranks, grads)
+    for rank, mine in zip(ranks, given, strict=True):
+        rank.compression.state_dict()
+        for number, (key, p) in enumerate(rank.model.named_parameters()):
+            if p.dim() > 1 and p.numel() >= 1024:
+                torch.testing.assert_close(residuals(rank)[key], mine[number], rtol=0, atol=1e-4)
+
+
+def test_a_bucket_that_was_done_gives_back_when_another_fails():
+    world, ranks = replicas(1, METHODS["iwp-fp32"], bucket_mb=0.08)
+    (rank,) = ranks
+    assert len(rank.compression._buckets) == 2
+    random_steps(world, ranks, range(2))
+    before = residuals(rank)
+    start, calls = rank.collectives.start, []
+
+    def broken(request, name):
+        calls.append(name)
+        if ".0.step" in name:
+            raise ConnectionError("the network is gone")
+        return start(request, name)
+
+    rank.collectives.start = broken
+    grads = gradients(rank.model, seed=9)
+    given = [g.double().clone() for g in grads]
+    with pytest.raises(ConnectionError):
+        together(world, ranks, [grads])
+    assert sum(".1.step" in name for name in calls) == 2, "both of its messages"
+    names = [segment.name for segment in rank.compression._buckets[1].segments]
+    for number, (name, _) in enumerate(rank.model.named_parameters()):
+        if name in names:
+            want = before[name] + given[number]
+            torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("iwp", {"explore": 0.1}),
+        ("iwp", {"momentum": 0.5}),
+        ("iwp", {"values": Lanes(4, stochastic=False)}),
+        ("fft", {"leaders": 1}),
+        ("mipd", {"compensation": 0.5}),
+        ("mipd", {"smoothing": 0.5}),
+    ],
+)
+def test_ranks_with_other_options_are_told(name, options):
+    world = LocalWorld(2, timeout=10)
+    model = mixed_model()
+    ranks = [Rank(world, 0, model, METHODS[name]), Rank(world, 1, model, METHODS[name], **options)]
+    with pytest.raises(RuntimeError, match="the ranks' compressors disagree"):
+        random_steps(world, ranks, range(1))
+
+
+def test_ranks_with_other_weights_are_told():
+    """MIPD chooses by the weights: where they were not broadcast, it would average other entries."""
+    world = LocalWorld(2, timeout=10)
+    ranks = [Rank(world, rank, mixed_model(seed=rank), METHODS["mipd"]) for rank in range(2)]
+    with pytest.raises(RuntimeError, match="were the parameters broadcast"):
+        random_steps(world, ranks, range(1))
+
+
+def test_a_rank_that_loads_alone_does_not_hang_the_others():
+    """Its own state, in mid-run: the number of messages must not depend on it."""
+    world, ranks = replicas(2, METHODS["mipd"])
+    random_steps(world, ranks, range(3))
+    ranks[0].compression.load_state_dict(ranks[0].compression.state_dict())
+    applied = random_steps(world, ranks, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "says"),
+    [
+        ("iwp-fp16", "iwp", "made with other values: 'fp16'"),
+        ("iwp", "iwp-fp16", "made with other values: 'lanes4'"),
+        ("mipd", "mipd-whole", "made with other layerwise: True"),
+    ],
+)
+def test_a_state_of_other_options_is_refused_whole(saved, loaded, says):
+    world, ranks = replicas(1, METHODS[saved], density=1 / 16)
+    random_steps(world, ranks, range(3))
+    _, (other,) = replicas(1, METHODS[loaded], density=1 / 16)
+    with pytest.raises(ValueError, match=says):
+        other.compression.load_state_dict(ranks[0].compression.state_dict())
+    assert other.compression.state_dict()["step"] == 0
+    assert all(not held.any() for held in residuals(other).values())
 
 
 def test_a_step_that_was_taken_is_not_given_back():

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kMostLevels = 256;
 
-// A row of the book, ready to be searched: midpoint `node` of `tree` is compared, and then the one
-// at 2 * node or, if the value is above, at 2 * node + 1; the first is at 1.
+// A row of the book, ready to be searched: the first midpoint to compare is node 1 of `tree`; after
+// node i comes 2 * i or, if the value is above, 2 * i + 1. The last one is the code + 2**bits.
 struct Row {
   alignas(64) float tree[kMostLevels] = {};
   alignas(64) float levels[kMostLevels] = {};
@@ -39,17 +39,26 @@ struct PlainCode : Rows {
                        Digit* __restrict digits, int count) const {
     const Row& mine = row(group);
     float step = scale[group], inverse = 1.0f / step;
-    uint32_t nodes[kChunk];
-    for (int i = 0; i < count; ++i) nodes[i] = 1;
-    for (int depth = 0; depth < bits; ++depth) {
-      for (int i = 0; i < count; ++i) {
-        nodes[i] = 2 * nodes[i] + (mine.tree[nodes[i]] < values[i] * inverse);
-      }
+    uint32_t found[kChunk];
+    switch (bits) {
+      case 1:
+        compare_all<1>(mine.levels, values, inverse, found, count);
+        break;
+      case 2:
+        compare_all<3>(mine.levels, values, inverse, found, count);
+        break;
+      case 3:
+        compare_all<7>(mine.levels, values, inverse, found, count);
+        break;
+      case 4:
+        compare_all<15>(mine.levels, values, inverse, found, count);
+        break;
+      default:
+        search(mine.tree, values, inverse, found, count);
     }
     for (int i = 0; i < count; ++i) {
-      uint32_t code = nodes[i] - (1u << bits);
-      digits[i] = static_cast<Digit>(code);
-      lost[i] = values[i] - mine.levels[code] * step;
+      digits[i] = static_cast<Digit>(found[i]);
+      lost[i] = values[i] - mine.levels[found[i]] * step;
     }
   }
 
@@ -62,28 +71,53 @@ struct PlainCode : Rows {
       values[i] = add ? values[i] + value : value;
     }
   }
+
+ private:
+  // Few midpoints are all compared, which the vectoriser likes.
+  template <int kMidpoints>
+  static HVD_BODY void compare_all(const float* levels, const float* __restrict values,
+                                   float inverse, uint32_t* __restrict found, int count) {
+    float middles[kMidpoints];
+    for (int k = 0; k < kMidpoints; ++k) middles[k] = midpoint(levels, k);
+    for (int i = 0; i < count; ++i) {
+      float scaled = values[i] * inverse;
+      uint32_t below = 0;
+      for (int k = 0; k < kMidpoints; ++k) below += middles[k] < scaled;
+      found[i] = below;
+    }
+  }
+
+  // Depth by depth for all values: one value's steps would have to wait for one another.
+  HVD_BODY void search(const float* tree, const float* __restrict values, float inverse,
+                       uint32_t* __restrict found, int count) const {
+    for (int i = 0; i < count; ++i) found[i] = 1;
+    for (int depth = 0; depth < bits; ++depth) {
+      for (int i = 0; i < count; ++i) {
+        found[i] = 2 * found[i] + (tree[found[i]] < values[i] * inverse);
+      }
+    }
+    for (int i = 0; i < count; ++i) found[i] -= 1u << bits;
+  }
 };
 
 #ifdef HVD_V4
 // Levels and midpoints from registers. Calls, not inlined: the drivers belong to no level.
 template <int kBits>
 struct PermuteCode : Rows {
-  template <typename Digit>
-  HVD_V4 void encode(int64_t group, const float* values, float* lost, Digit* digits,
+  HVD_V4 void encode(int64_t group, const float* values, float* lost, uint8_t* digits,
                      int count) const {
     const Row& mine = row(group);
     permute_encode<kBits>(mine.tree, mine.levels, scale[group], values, lost, digits, count);
   }
 
-  HVD_V4 void decode(int64_t group, const uint16_t* digits, float* values, int count, bool add) const {
+  HVD_V4 void decode(int64_t group, const uint16_t* digits, float* values, int count,
+                     bool add) const {
     permute_decode<kBits>(row(group).levels, scale[group], digits, values, count, add);
   }
 };
 #endif
 
-// Calls f with the Code of these arguments that is best here.
-template <typename F>
-void with_code(const Codebook& args, const F& f) {
+std::vector<Row> checked_rows(const Codebook& args) {
   check_edges(args.groups, args.size);
   for (int64_t group = 0; group < args.groups.count; ++group) {
     check_range("every kind", 0, args.kind[group], args.kinds - 1);
@@ -97,36 +131,64 @@ void with_code(const Codebook& args, const F& f) {
     }
     rows.emplace_back(levels, args.bits);
   }
-#ifdef HVD_V4
-  if (isa_level() == 4) {
-    switch (args.bits) {
-      case 1: return f(PermuteCode<1>{{args, rows.data()}});
-      case 2: return f(PermuteCode<2>{{args, rows.data()}});
-      case 3: return f(PermuteCode<3>{{args, rows.data()}});
-      case 4: return f(PermuteCode<4>{{args, rows.data()}});
-      case 5: return f(PermuteCode<5>{{args, rows.data()}});
-      case 6: return f(PermuteCode<6>{{args, rows.data()}});
-      case 7: return f(PermuteCode<7>{{args, rows.data()}});
-      case 8: return f(PermuteCode<8>{{args, rows.data()}});
-    }
-  }
-#endif
-  f(PlainCode{{args, rows.data()}});
+  return rows;
 }
+
+#ifdef HVD_V4
+// Calls f with the Code for these bits.
+template <typename F>
+void with_permute(const Rows& rows, const F& f) {
+  switch (rows.bits) {
+    case 1:
+      return f(PermuteCode<1>{rows});
+    case 2:
+      return f(PermuteCode<2>{rows});
+    case 3:
+      return f(PermuteCode<3>{rows});
+    case 4:
+      return f(PermuteCode<4>{rows});
+    case 5:
+      return f(PermuteCode<5>{rows});
+    case 6:
+      return f(PermuteCode<6>{rows});
+    case 7:
+      return f(PermuteCode<7>{rows});
+    case 8:
+      return f(PermuteCode<8>{rows});
+  }
+}
+#endif
 
 void codebook_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor book, Tensor kind,
                          Tensor codes, Tensor lost, int64_t bits) {
+  Codebook args = checked(values, scale, edges, book, kind, codes, bits);
   check_lost(lost, values);
-  with_code(checked(values, scale, edges, book, kind, codes, bits), [&](auto code) {
-    encode_all(code, const_data<float>(values), data<float>(lost), data<uint8_t>(codes));
-  });
+  std::vector<Row> table = checked_rows(args);
+  Rows rows{args, table.data()};
+  const float* from = const_data<float>(values);
+  float* rest = data<float>(lost);
+  uint8_t* to = data<uint8_t>(codes);
+#ifdef HVD_V4
+  if (isa_level() == 4) {
+    return with_permute(rows, [&](auto code) { encode_wide<uint8_t>(code, from, rest, to); });
+  }
+#endif
+  encode_plain(PlainCode{rows}, from, rest, to);
 }
 
 void codebook_decode_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind,
                          Tensor values, int64_t bits, bool add) {
-  with_code(checked(values, scale, edges, book, kind, codes, bits), [&](auto code) {
-    decode_all(code, const_data<uint8_t>(codes), data<float>(values), add);
-  });
+  Codebook args = checked(values, scale, edges, book, kind, codes, bits);
+  std::vector<Row> table = checked_rows(args);
+  Rows rows{args, table.data()};
+  const uint8_t* from = const_data<uint8_t>(codes);
+  float* to = data<float>(values);
+#ifdef HVD_V4
+  if (isa_level() == 4) {
+    return with_permute(rows, [&](auto code) { decode_wide(code, from, to, add); });
+  }
+#endif
+  decode_plain(PlainCode{rows}, from, to, add);
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 // Codes into bytes and back on the CPU, a chunk at a time: its digits never leave the L1 cache.
 //
-// A Code has `groups`, `size`, `bits`, and for the values of one group
+// A Code has `groups`, `size`, `bits`, and for values of one group
 //   encode(group, values, lost, digits, count)
 //   decode(group, digits, values, count, add)
+// Digits are the codes before they are packed: of 8 bits where that is enough and faster, or 16.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -25,10 +26,10 @@ constexpr int kChunk = 512;  // values
 constexpr int kUnits = kChunk / 8;
 constexpr int64_t kGrain = 4096;  // units or words a thread takes at least
 
-// Units are read and written as whole words: so many bytes of theirs lie over the last one's end.
+// Units are read and written as whole words: so many bytes lie over the last one's end.
 constexpr int kOver = 16;
 
-// These pack and unpack a chunk.
+// How a chunk is packed and unpacked.
 class Plain {
  public:
   HVD_BODY explicit Plain(int bits) : bits_(bits) {}
@@ -108,7 +109,7 @@ struct Encode {
   static HVD_BODY void run(const Code* code, const float* values, float* lost, uint8_t* codes,
                            int64_t begin, int64_t end) {
     alignas(64) Digit digits[kChunk] = {};
-    uint8_t last_codes[kChunk * 2 + kOver];
+    uint8_t packed[kChunk * 2 + kOver];
     Packing packing(code->bits);
     int64_t group = code->groups.find(begin * 8);
     for (; begin < end; begin += kUnits) {
@@ -123,9 +124,9 @@ struct Encode {
       uint8_t* to = codes + begin * code->bits;
       if ((end - begin - kUnits) * code->bits >= kOver) {
         packing.pack(digits, to);
-      } else {
-        packing.pack(digits, last_codes);
-        memcpy(to, last_codes, units * code->bits);
+      } else {  // the end, or what follows is another thread's
+        packing.pack(digits, packed);
+        memcpy(to, packed, units * code->bits);
       }
     }
   }
@@ -152,31 +153,36 @@ struct Decode {
   }
 };
 
+// All units, by the best code for any processor, or for one of AVX-512.
+
 template <typename Code>
-void encode_all(const Code& code, const float* values, float* lost, uint8_t* codes) {
+void encode_plain(const Code& code, const float* values, float* lost, uint8_t* codes) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-#ifdef HVD_V4
-    if (isa_level() == 4 && code.bits <= 8) {
-      return Isa<Encode<Code, uint8_t, Wide>>::v4(&code, values, lost, codes, begin, end);
-    }
-    if (isa_level() == 4) {
-      return Isa<Encode<Code, uint16_t, Wide>>::v4(&code, values, lost, codes, begin, end);
-    }
-#endif
     run_best<Encode<Code, uint16_t, Plain>>(&code, values, lost, codes, begin, end);
   });
 }
 
 template <typename Code>
-void decode_all(const Code& code, const uint8_t* codes, float* values, bool add) {
+void decode_plain(const Code& code, const uint8_t* codes, float* values, bool add) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-#ifdef HVD_V4
-    if (isa_level() == 4) {
-      return Isa<Decode<Code, Wide>>::v4(&code, codes, values, add, begin, end);
-    }
-#endif
     run_best<Decode<Code, Plain>>(&code, codes, values, add, begin, end);
   });
 }
+
+#ifdef HVD_V4
+template <typename Digit, typename Code>
+void encode_wide(const Code& code, const float* values, float* lost, uint8_t* codes) {
+  torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
+    Isa<Encode<Code, Digit, Wide>>::v4(&code, values, lost, codes, begin, end);
+  });
+}
+
+template <typename Code>
+void decode_wide(const Code& code, const uint8_t* codes, float* values, bool add) {
+  torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
+    Isa<Decode<Code, Wide>>::v4(&code, codes, values, add, begin, end);
+  });
+}
+#endif
 
 }  // namespace hvd_compress

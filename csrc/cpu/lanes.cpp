@@ -37,10 +37,14 @@ class Joiner {
 #ifdef HVD_V4
   HVD_V4 void wide(const Digit* digits, int64_t* words) const {
     switch ((lanes_ + kPer - 1) / kPer) {
-      case 1: return wide_parts<1>(digits, words);
-      case 2: return wide_parts<2>(digits, words);
-      case 3: return wide_parts<3>(digits, words);
-      case 4: return wide_parts<4>(digits, words);
+      case 1:
+        return wide_parts<1>(digits, words);
+      case 2:
+        return wide_parts<2>(digits, words);
+      case 3:
+        return wide_parts<3>(digits, words);
+      case 4:
+        return wide_parts<4>(digits, words);
     }
   }
 #endif
@@ -110,7 +114,7 @@ struct EncodeWords {
                                                 digits + (from - first),
                                                 static_cast<int>(to - from));
                });
-      if constexpr (kWide) {
+      if constexpr (kWide && sizeof(Digit) < sizeof(uint64_t)) {
         join.wide(digits, joined);
       } else {
         join.plain(digits, joined);
@@ -148,10 +152,9 @@ class WideLanes {
   using Digit = uint16_t;
 
   explicit WideLanes(const Lanes& args)
-      : lanes_(args.count),
-        bias_(args.bias()),
-        fields_(args.width,
-                [&](int i) { return i / args.count * 64 + i % args.count * args.width; }) {}
+      : lanes_(args.count), bias_(args.bias()), fields_(args.width, [&](int i) {
+          return i / args.count * 64 + i % args.count * args.width;
+        }) {}
 
   // What lies over the last lane is covered by the next word's first ones.
   HVD_V4 void split(const int64_t* words, int size, uint16_t* digits) const {

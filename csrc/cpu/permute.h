@@ -65,9 +65,9 @@ struct Descent<kBits, kBits> {
 };
 
 // In two passes: the midpoints and the levels together are more than there are registers.
-template <int kBits, typename Digit>
+template <int kBits>
 HVD_V4 void permute_encode(const float* tree, const float* levels, float step, const float* values,
-                           float* lost, Digit* digits, int count) {
+                           float* lost, uint8_t* digits, int count) {
   __m512 inverse = _mm512_set1_ps(1.0f / step);
   Descent<0, kBits> descend(tree);
   for (int i = 0; i < count; i += 16 * kTogether) {
@@ -79,7 +79,8 @@ HVD_V4 void permute_encode(const float* tree, const float* levels, float step, c
     }
     descend(scaled, node);
     for (int k = 0; k < kTogether; ++k) {
-      store_digits(digits + i + 16 * k, _mm512_sub_epi32(node[k], _mm512_set1_epi32(1 << kBits)), count - i - 16 * k);
+      store_digits(digits + i + 16 * k, _mm512_sub_epi32(node[k], _mm512_set1_epi32(1 << kBits)),
+                   count - i - 16 * k);
     }
   }
   Table<1 << kBits> table(levels);

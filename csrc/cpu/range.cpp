@@ -41,15 +41,29 @@ RangeCode checked_code(const Range& args) {
 
 void range_encode_cpu(Tensor values, Tensor base, Tensor edges, Tensor codes, Tensor lost,
                       int64_t bits, int64_t mantissa, int64_t positive) {
+  RangeCode code = checked_code(checked(values, base, edges, codes, bits, mantissa, positive));
   check_lost(lost, values);
-  encode_all(checked_code(checked(values, base, edges, codes, bits, mantissa, positive)),
-             const_data<float>(values), data<float>(lost), data<uint8_t>(codes));
+  const float* from = const_data<float>(values);
+  float* rest = data<float>(lost);
+  uint8_t* to = data<uint8_t>(codes);
+#ifdef HVD_V4
+  if (isa_level() == 4) {
+    return bits <= 8 ? encode_wide<uint8_t>(code, from, rest, to)
+                     : encode_wide<uint16_t>(code, from, rest, to);
+  }
+#endif
+  encode_plain(code, from, rest, to);
 }
 
 void range_decode_cpu(Tensor codes, Tensor base, Tensor edges, Tensor values, int64_t bits,
                       int64_t mantissa, int64_t positive, bool add) {
-  decode_all(checked_code(checked(values, base, edges, codes, bits, mantissa, positive)),
-             const_data<uint8_t>(codes), data<float>(values), add);
+  RangeCode code = checked_code(checked(values, base, edges, codes, bits, mantissa, positive));
+  const uint8_t* from = const_data<uint8_t>(codes);
+  float* to = data<float>(values);
+#ifdef HVD_V4
+  if (isa_level() == 4) return decode_wide(code, from, to, add);
+#endif
+  decode_plain(code, from, to, add);
 }
 
 }  // namespace

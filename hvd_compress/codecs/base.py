@@ -49,9 +49,6 @@ class Channel(abc.ABC):
         step.
         """
 
-    def restart(self) -> None:
-        """The ranks were formed anew: forget what new ones cannot know."""
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint must carry."""
         return {}

@@ -28,6 +28,12 @@ def _mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache
+def codebook_on(bits: int, device: torch.device) -> Tensor:
+    """:func:`codebook`, copied to a device once."""
+    return codebook(bits).to(device)
+
+
+@lru_cache
 def codebook(bits: int) -> Tensor:
     """The ``2**bits`` levels of least mean squared error for each of :data:`DISTRIBUTIONS`: float32, (2, 2**bits),
     ascending, symmetric."""

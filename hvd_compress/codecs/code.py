@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .books import codebook
+from .books import codebook_on
 
 
 class Code(abc.ABC):
@@ -51,11 +51,11 @@ class Lloyd(Code):
         return f"lloyd{self.bits}"
 
     def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
-        book = codebook(self.bits).to(values.device)
+        book = codebook_on(self.bits, values.device)
         ops.codebook_encode(values, scale.float(), edges, book, kind, codes, lost, self.bits)
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
-        book = codebook(self.bits).to(values.device)
+        book = codebook_on(self.bits, values.device)
         ops.codebook_decode(codes, scale.float(), edges, book, kind, values, self.bits, add)
 
 

@@ -1,6 +1,7 @@
 """Codes that Horovod cannot add: averaged by their owners (the coded ring), or by everybody (the coded gather)."""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ class CodedRing(Codec):
     """Every rank owns a part of the slots: it gets all ranks' codes for it, averages them, and sends the average to
     all, coded again. What the second coding loses, the owner keeps in its residual.
 
-    Two collectives of ``bits / 8`` bytes a value each (alltoall, allgather), as in CGX (Markov et al., 2022), and 4
-    bytes a group for the scale that counts from the next step on.
+    Two collectives of ``bits / 8`` bytes a value each (alltoall, allgather), as in CGX (Markov et al., 2022), and 8
+    bytes a group for the scales that count from the next step on.
     """
 
     code: Code
@@ -45,35 +46,16 @@ class CodedGather(Codec):
         return GatherChannel(self.code, groups, ranks, rank, device)
 
 
-class _CodedChannel(Channel):
-    """A message is a header of one float32 a group, the sender's scale or NaN if it is invalid, and codes."""
+class _RingChannel(Channel):
+    """A reply is a header and an owner's codes. The header has two float32 a group: the sender's own scale, or NaN if
+    it is invalid; and of its part of the average, before it was coded, the sum of squares or the largest magnitude."""
 
     def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
         self.code = code
         self.scales = Scales(groups, device, code.peak)
-        self.head = 4 * groups
+        self.head = 8 * groups
 
-    def header(self, scale: Tensor, invalid: Tensor) -> Tensor:
-        return scale.float().masked_fill(invalid != 0, float("nan")).view(torch.uint8)
-
-    def headers(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' scales, float64, (ranks, groups), and whether one was invalid."""
-        # A copy: headers may begin anywhere, floats may not.
-        scales = rows[:, : self.head].flatten().clone().view(torch.float32).view(self.ranks, -1).double()
-        return scales, scales.isnan().any()
-
-    def restart(self) -> None:
-        self.scales.restart()
-
-    def state(self) -> dict[str, Any]:
-        return self.scales.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.scales.load_state(state)
-
-
-class _RingChannel(_CodedChannel):
     def deal(self, slots: list[int]) -> None:
         super().deal(slots)
         # Whole bytes for everybody: the parts are multiples of eight values.
@@ -97,23 +79,55 @@ class _RingChannel(_CodedChannel):
             code.decode(row[:own], self.scales.local, kind, self.own_edges, part, add=True)
         part *= 1.0 / self.ranks
         error = torch.empty_like(part)
-        reply = self.reply[self.head :][:own]
-        code.encode(part, self.scales.mean, kind, self.own_edges, reply, error)
+        code.encode(part, self.scales.mean, kind, self.own_edges, self.reply[self.head :][:own], error)
         # An average that is off by e leaves a sum that is off by ranks * e: it is the owner's to say next time.
         self.lost[self.begin : self.end].add_(error, alpha=self.ranks)
-        self.reply[: self.head] = self.header(self.scales.of(moments), invalid)
+        self._head(moments, Moments(part, self.own_edges), invalid)
         rows = (yield allgather(self.reply, "values")).view(self.ranks, -1)
-        codes = rows[:, self.head :].reshape(-1)[:everything]
+        codes = rows[:, self.head :].flatten()[:everything].contiguous()
         code.decode(codes, self.scales.mean, kind, edges, self.mean, add=False)
-        local, bad = self.headers(rows)
-        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), self.mean, edges)
-        self.mean.masked_fill_(bad, float("nan"))
+        self._follow(rows)
         return self.mean, self.lost
 
+    def _head(self, moments: Moments, part: Moments, invalid: Tensor) -> None:
+        own = moments.scale(self.code.peak).masked_fill(invalid != 0, float("nan"))
+        header = torch.cat([own, part.peak if self.code.peak else part.square])
+        self.reply[: self.head] = header.float().view(torch.uint8)
 
-class GatherChannel(_CodedChannel):
-    """Also of use by itself, for values that are not the same entries on every rank: :meth:`write`, send, and
-    :meth:`read`."""
+    def _follow(self, rows: Tensor) -> None:
+        local, parts = floats(rows[:, : self.head]).view(self.ranks, 2, -1).unbind(1)
+        bad = local.isnan().any()
+        decoded = Moments(self.mean, self.edges)
+        if self.code.peak:
+            mean = parts.amax(0)
+        else:
+            # One by one: a sum over ranks may add in another order on another processor.
+            total = reduce(torch.add, parts.unbind(0))
+            mean = (total / decoded.count.clamp(min=1)).sqrt()
+        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), decoded, mean)
+        self.mean.masked_fill_(bad, float("nan"))
+
+    def state(self) -> dict[str, Any]:
+        return self.scales.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.scales.load_state(state)
+
+
+def floats(message: Tensor) -> Tensor:
+    """Bytes as the float32 they are, in float64, flat. A copy: headers may begin anywhere, floats may not."""
+    return message.flatten().clone().view(torch.float32).double()
+
+
+class GatherChannel(Channel):
+    """A message is a header of one float32 a group, the sender's own scale, negative for a Laplacian, or NaN if it is
+    invalid; and codes. Also of use by itself, for values that are not the same entries on every rank: :meth:`write`,
+    send, and :meth:`read`."""
+
+    def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
+        super().__init__(groups, ranks, rank, device)
+        self.code = code
+        self.head = 4 * groups
 
     def deal(self, slots: list[int]) -> None:
         super().deal(slots)
@@ -122,28 +136,28 @@ class GatherChannel(_CodedChannel):
 
     def write(self, values: Tensor, invalid: Tensor) -> Tensor:
         """This rank's message; ``lost`` is what it does not carry."""
+        moments = Moments(values, self.edges)
         # As the receivers will see it: rounded to float32.
-        scale = bounded(self.scales.of(Moments(values, self.edges))).float().double()
-        self.code.encode(values, scale, self.scales.kind, self.edges, self.message[self.head :], self.lost)
-        self.message[: self.head] = self.header(scale, invalid)
+        scale = bounded(moments.scale(self.code.peak)).float()
+        self.code.encode(values, scale.double(), moments.kind, self.edges, self.message[self.head :], self.lost)
+        header = torch.where(moments.kind > 0, -scale, scale).masked_fill(invalid != 0, float("nan"))
+        self.message[: self.head] = header.view(torch.uint8)
         return self.message
 
     def read(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
         """A rank's values, of all ranks' messages."""
         row = gathered.view(self.ranks, -1)[rank]
-        scale = bounded(row[: self.head].clone().view(torch.float32).double())
-        self.code.decode(row[self.head :], scale, self.scales.kind, self.edges, into, add)
+        scale = floats(row[: self.head])
+        self.code.decode(row[self.head :], bounded(scale.abs()), (scale < 0).long(), self.edges, into, add)
 
     def any_invalid(self, gathered: Tensor) -> Tensor:
         """Whether one of the messages is from an invalid rank: bool, ()."""
-        return self.headers(gathered.view(self.ranks, -1))[1]
+        return floats(gathered.view(self.ranks, -1)[:, : self.head]).isnan().any()
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         gathered = yield allgather(self.write(values, invalid), "values")
         for rank in range(self.ranks):
             self.read(gathered, rank, self.mean, add=rank > 0)
         self.mean *= 1.0 / self.ranks
-        local, bad = self.headers(gathered.view(self.ranks, -1))
-        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), self.mean, self.edges)
-        self.mean.masked_fill_(bad, float("nan"))
+        self.mean.masked_fill_(self.any_invalid(gathered), float("nan"))
         return self.mean, self.lost

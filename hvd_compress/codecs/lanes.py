@@ -74,17 +74,15 @@ class _LanesChannel(Channel):
         # A sum of ratios stays below 2**31, so that two of them share a word as values share theirs.
         most = 2**31 // self.ranks - 1
         ratio = (moments.rms / shared * _FINE).round().clamp(0, most).long()
-        rest[1:] = torch.nn.functional.pad(ratio, (0, -self.groups % 2)).view(-1, 2) @ ratio.new_tensor([1, 2**32])
+        low, high = torch.nn.functional.pad(ratio, (0, -self.groups % 2)).view(-1, 2).unbind(1)
+        rest[1:] = low + (high << 32)
         total = yield allreduce(self.words)
         ops.lanes_decode(total[: self.body], step, self.edges, self.mean, self.width, 1.0 / self.ranks)
         both = total[self.body + 1 :]
         sums = torch.stack([both & 0xFFFFFFFF, both >> 32], 1).view(-1)[: self.groups]
-        self.scales.follow(shared * sums / (_FINE * self.ranks), self.mean, self.edges)
+        self.scales.follow(shared * sums / (_FINE * self.ranks), Moments(self.mean, self.edges))
         self.mean.masked_fill_(total[self.body] != 0, float("nan"))
         return self.mean, self.lost
-
-    def restart(self) -> None:
-        self.scales.restart()
 
     def state(self) -> dict[str, Any]:
         return self.scales.state()

@@ -20,7 +20,7 @@ _ROOM = 1.5
 
 
 class Moments:
-    """Of one tensor of values: per group the count, root mean square, kurtosis and largest magnitude, float64."""
+    """Of one tensor of values: per group the count, root mean square, kind of distribution and largest magnitude."""
 
     def __init__(self, values: Tensor, edges: Tensor) -> None:
         table = torch.empty(len(edges) - 1, 3, dtype=torch.float64, device=values.device)
@@ -28,7 +28,12 @@ class Moments:
         self.count = edges.diff()
         self.square, fourth, self.peak = table.unbind(1)
         self.rms = (self.square / self.count.clamp(min=1)).sqrt()
-        self.kurtosis = self.count * fourth / self.square.square().clamp(min=1e-300)
+        kurtosis = self.count * fourth / self.square.square().clamp(min=1e-300)
+        #: 0 where the values look Gaussian, 1 where Laplacian: int64, a row of a codebook.
+        self.kind = (kurtosis > KURTOSIS).long()
+
+    def scale(self, peak: bool) -> Tensor:
+        return self.peak if peak else self.rms
 
 
 def bounded(scale: Tensor) -> Tensor:
@@ -44,18 +49,11 @@ class Scales:
     """
 
     def __init__(self, groups: int, device: torch.device, peak: bool = False) -> None:
-        self.groups, self.device, self.peak = groups, device, peak
-        self.restart()
-
-    def restart(self) -> None:
+        self.peak, self.device = peak, device
         self.known = False
-        self.local = torch.ones(self.groups, dtype=torch.float64, device=self.device)
-        self.mean = torch.ones(self.groups, dtype=torch.float64, device=self.device)
-        self.kind = torch.zeros(self.groups, dtype=torch.int64, device=self.device)
-
-    def of(self, moments: Moments) -> Tensor:
-        """The scale of these values alone."""
-        return moments.peak if self.peak else moments.rms
+        self.local = torch.ones(groups, dtype=torch.float64, device=device)
+        self.mean = self.local.clone()
+        self.kind = torch.zeros(groups, dtype=torch.int64, device=device)
 
     def first(self, moments: Moments, ranks: int) -> Generator[Request, Tensor, None]:
         """Nothing is known yet: one small sum tells. The largest of the ranks' peaks is not a sum: their root mean
@@ -66,13 +64,15 @@ class Scales:
         self.mean = bounded(self.local / ranks**0.5)
         self.known = True
 
-    def follow(self, local: Tensor, mean: Tensor, edges: Tensor) -> None:
-        """After a step: ``local`` as all ranks agreed on it, and the ``mean`` values themselves."""
-        moments = Moments(mean, edges)
-        here = moments.count > 0
+    def follow(self, local: Tensor, decoded: Moments, mean: Tensor | None = None) -> None:
+        """After a step: the scales that all ranks saw in their values, and in the average before it was coded (none, if
+        it is not); and the ``decoded`` average itself, which only tells the kind: a scale that followed what it made
+        itself could do nothing but shrink."""
+        here = decoded.count > 0
         self.local = torch.where(here, self._running(self.local, local), self.local)
-        self.mean = torch.where(here, self._running(self.mean, self.of(moments)), self.mean)
-        self.kind = torch.where(here, (moments.kurtosis > KURTOSIS).long(), self.kind)
+        if mean is not None:
+            self.mean = torch.where(here, self._running(self.mean, mean), self.mean)
+        self.kind = torch.where(here, decoded.kind, self.kind)
 
     def _running(self, old: Tensor, new: Tensor) -> Tensor:
         # A root mean square is followed on average; a peak at once upwards and with room, or every other value that

@@ -109,6 +109,9 @@ class FFT(Sparse):
         ranks, rank = self._collectives.size, self._collectives.rank
         return BlockSelection(bucket, slots, run_length(self._leaders, density, ranks), ranks, rank)
 
+    def settings(self) -> tuple[Any, ...]:
+        return *super().settings(), self._exchange, self._leaders, self._explore
+
     def rule(self, bucket: Bucket, plan: Plan) -> Rule:
         return Rule(None, self._explore, 1.0 / self._scale, self._momentum, plan.invalid)
 
@@ -119,7 +122,7 @@ class FFT(Sparse):
         plan, segment = self._plans[bucket.index], bucket.segments[position]
         flat = grad.as_strided((grad.numel(),), (1,))
         # One infinity would be in every coefficient of its chunk, and the chunk's other entries would be lost with it.
-        plan.invalid |= (~flat.sum(dtype=torch.float32).isfinite()).to(torch.int32)
+        plan.invalid |= (~flat.isfinite().all()).to(torch.int32)
         flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         coefficients = self._coefficients(bucket, segment)
         spectrum.forward(flat, coefficients)

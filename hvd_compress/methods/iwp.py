@@ -103,6 +103,9 @@ class IWP(Sparse):
         run = run_length(self._leaders, density, ranks)
         return LED[self._selection](bucket, slots, run, ranks, rank)
 
+    def settings(self) -> tuple[Any, ...]:
+        return *super().settings(), self._selection, self._leaders, self._explore, self._floor
+
     def rule(self, bucket: Bucket, plan: Plan) -> Rule:
         if self._step % _FLOOR_INTERVAL == 0:
             means = [segment.parameter.abs().mean(dtype=torch.float32) for segment in bucket.segments]

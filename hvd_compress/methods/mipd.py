@@ -1,6 +1,5 @@
 """Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,18 +9,15 @@ from torch import Tensor
 from ..bucket import Bucket
 from ..codecs import Codec
 from ..codecs.scales import Moments
-from ..collectives import allreduce
 from ..driver import Exchange
 from ..rng import derive
 from ..schedule import Density
-from ..selection import Rule, Selection, SharedSelection, Turn, Unled, check_explore, disagreement, smaller_half
+from ..selection import Part, Rule, Selection, SharedSelection, Turn, Unled, check_explore, smaller_half, whole
 from ..sparse import Plan, Sparse
 
 _SIGNIFICANCE = ("taylor", "fisher")
 # Under this, a mean square counts as zero: it only keeps the scores of what is all zero apart from nothing.
 _TINY = 1e-12
-# The ranks' agreement is looked at this often, in steps.
-_CHECK_INTERVAL = 100
 
 
 class MIPD(Sparse):
@@ -46,7 +42,8 @@ class MIPD(Sparse):
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
-        density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves.
+        density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves; a
+            little under 1/2 fewer are sent, since a layer's smaller half has no more.
         values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`. Lanes and Lloyd-Max codebooks fit
             each layer's distribution.
         layerwise: encode each layer by its own distribution; False takes a bucket for one (the rival that the paper
@@ -106,6 +103,8 @@ class MIPD(Sparse):
         self._significance, self._compensation, self._smoothing = significance, compensation, smoothing
         self._floor, self._explore = floor, explore
         self._floors: dict[int, tuple[Tensor, Tensor]] = {}
+        #: Where the last step's guess was applied, bucket by bucket, to be undone.
+        self._guessed: list[list[tuple[Part, Tensor]]] = [[] for _ in self._buckets]
         for bucket in self._buckets:
             bucket.add_state("smoothed")
             bucket.add_state("last_sent").fill_(-1.0)
@@ -129,10 +128,14 @@ class MIPD(Sparse):
         # Only accumulates: scores come from shared state.
         return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
 
+    def settings(self) -> tuple[Any, ...]:
+        ours = self._significance, self._compensation, self._smoothing, self._floor, self._explore
+        return *super().settings(), *ours
+
     def draw(self, bucket: Bucket, plan: Plan, turn: Turn, check: bool) -> None:
-        super().draw(bucket, plan, turn, plan.unchecked or self._step % _CHECK_INTERVAL == 0)
+        super().draw(bucket, plan, turn, check)
         # Often at first, while the smoothed gradient takes shape.
-        if self._step & (self._step - 1) == 0 or self._step % 64 == 0:
+        if bucket.index not in self._floors or self._step & (self._step - 1) == 0 or self._step % 64 == 0:
             self._floors[bucket.index] = self._measure(bucket)
 
     def _measure(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
@@ -147,16 +150,17 @@ class MIPD(Sparse):
         weights, smoothed = (torch.stack(parts) * self._floor).float().unbind(1)
         return weights + _TINY, smoothed + _TINY
 
-    def significance(self, bucket: Bucket, position: int) -> Tensor:
-        """Of a segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
-        segment, (weights, smoothed) = bucket.segments[position], self._floors[bucket.index]
-        n = segment.numel
-        score = segment.of(bucket.state["smoothed"])[:n].abs() + smoothed[position]
+    def significance(self, bucket: Bucket, position: int, part: Part) -> Tensor:
+        """Of some of a segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
+        weights, smoothed = self._floors[bucket.index]
+        weight = part.of(bucket.segments[position].parameter.detach())
+        n = weight.numel()
+        score = part.of_bucket(bucket.state["smoothed"])[:n].abs() + smoothed[position]
         if self._significance == "fisher":
             score.mul_(score)
         else:
-            score.mul_(segment.parameter.detach().as_strided((n,), (1,)).float().abs() + weights[position])
-        return score.mul_(self._step - segment.of(bucket.state["last_sent"])[:n])
+            score.mul_(weight.float().abs() + weights[position])
+        return score.mul_(self._step - part.of_bucket(bucket.state["last_sent"])[:n])
 
     def method_state(self) -> dict[str, Any]:
         return {**super().method_state(), "floors": {i: (w.clone(), e.clone()) for i, (w, e) in self._floors.items()}}
@@ -169,18 +173,18 @@ class MIPD(Sparse):
         }
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        sums = [self.significance(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]
+        parts = [self.significance(bucket, i, whole(segment)) for i, segment in enumerate(bucket.segments)]
+        sums = [score.sum(dtype=torch.float64) for score in parts]
         return torch.stack(sums)
 
     # The algorithm.
 
     def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
         selection, state = _unled(plan), bucket.state
-        if selection.check:
-            yield from self._check_agreement(bucket, plan)
         if isinstance(selection, SharedSelection):
-            for position in range(len(bucket.segments)):
-                selection.pick(position, self.significance(bucket, position), self._explore)
+            for position, part in enumerate(selection.parts):
+                selection.pick(position, self.significance(bucket, position, part), self._explore)
+        yield from selection.agree(plan.rule)
         values, smoothed = selection.take(bucket.residual), selection.read(state["smoothed"])
         guess = smoothed * self._compensation
         key = derive(selection.turn.key, self._collectives.rank)
@@ -192,25 +196,18 @@ class MIPD(Sparse):
         self._learn(bucket, plan, mean, smoothed, arrived)
         plan.sent = True
 
-    def _check_agreement(self, bucket: Bucket, plan: Plan) -> Exchange:
-        """No message of this method would show that the ranks draw differently, so now and then they compare."""
-        stamp = zlib.crc32(repr((plan.selection.turn.key, self._step, plan.selection.slots)).encode()) & 0xFFFFF
-        mine = torch.tensor([stamp, stamp * stamp], dtype=torch.float64, device=bucket.device)
-        total, squares = (yield allreduce(mine, "budget", "agreement")).tolist()
-        if squares * self._collectives.size != total * total:
-            raise disagreement()
-
-    def _apply_guess(self, bucket: Bucket, plan: Plan, arrived: Tensor, sign: float = 1.0) -> None:
+    def _apply_guess(self, bucket: Bucket, plan: Plan, arrived: Tensor) -> None:
         """The guess stands for every entry whose turn it is; what was sent is then assigned over it."""
-        turns = _unled(plan).turns()
-        for turn, target in zip(turns, self.targets(bucket, plan), strict=True):
-            if not target.numel():
-                continue
-            guess = turn.of_bucket(bucket.state["smoothed"]) * (sign * self._compensation)
-            guess.masked_fill_(~arrived, 0.0)
-            turn.of_bucket(bucket.residual).sub_(guess)
-            here = turn.of(target)
-            here.copy_(guess[: here.numel()] * self._scale)
+        for part, target in zip(_unled(plan).turns(), self.targets(bucket, plan), strict=True):
+            if target.numel():
+                guess = self._guess(bucket, part, arrived)
+                part.of_bucket(bucket.residual).sub_(guess)
+                here = part.of(target)
+                here.copy_(guess[: here.numel()] * self._scale)
+                self._guessed[bucket.index].append((part, arrived))
+
+    def _guess(self, bucket: Bucket, part: Part, arrived: Tensor) -> Tensor:
+        return (part.of_bucket(bucket.state["smoothed"]) * self._compensation).masked_fill_(~arrived, 0.0)
 
     def _learn(self, bucket: Bucket, plan: Plan, mean: Tensor, smoothed: Tensor, arrived: Tensor) -> None:
         """The gradient per step since an entry was last sent: what arrived, and what had been guessed meanwhile."""
@@ -222,11 +219,16 @@ class MIPD(Sparse):
         selection.write(state["smoothed"], torch.where(arrived, new, smoothed))
         selection.write(state["last_sent"], torch.where(arrived, float(self._step), last))
 
+    def begin(self, bucket: Bucket) -> None:
+        self._guessed[bucket.index] = []
+        super().begin(bucket)
+
     def undo(self, bucket: Bucket) -> None:
+        if self._plans[bucket.index].sent:
+            # The smoothed gradient has changed only where something was sent, and there the residual is put back whole.
+            for part, arrived in self._guessed[bucket.index]:
+                part.of_bucket(bucket.residual).add_(self._guess(bucket, part, arrived))
         # What was learnt from the step stays: it was the gradient, though it was not applied.
-        plan = self._plans[bucket.index]
-        if plan.sent and self._compensation:
-            self._apply_guess(bucket, plan, torch.ones(1, dtype=torch.bool, device=bucket.device), sign=-1.0)
         super().undo(bucket)
 
     def restart(self, bucket: Bucket) -> None:

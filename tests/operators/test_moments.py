@@ -77,7 +77,7 @@ def test_order_of_the_sums(device: str) -> None:
     value = torch.zeros(128)
     value[0] = 2.0**27
     value[[32, 64, 96]] = 1.0  # into sum 0, one by one
-    value[[1, 17, 33]] = 1.0  # sums 1 and 17 have 3 together
+    value[[16, 48, 80]] = 1.0  # sum 16 is 3, then the first to be added to sum 0
     out = torch.empty(1, 3, dtype=torch.float64, device=device)
     ops.moments(*on(device, [value, torch.tensor([0, 128])]), out)
     # Rounded once it would be 2**54 + 8, added from the first to the last 2**54.

@@ -67,7 +67,7 @@ def bases(value: Tensor, groups: int, seed: int, bits: int, mantissa: int, posit
 
 
 def near_half(value: Tensor, base: Tensor, edges: Tensor, seed: int, mantissa: int) -> Tensor:
-    """Some values become half the least magnitude of their window, below which a value is zero, or a neighbour of it."""
+    """Some values become half the least magnitude of their window, or its neighbours: what is below is zero."""
     generator = torch.Generator().manual_seed(seed)
     least = (torch.repeat_interleave(base, edges.diff()) << (23 - mantissa)).to(torch.int32).view(torch.float32)
     word = (least * 0.5).view(torch.int32) + torch.randint(-1, 2, value.shape, generator=generator)
