@@ -11,7 +11,7 @@ inline Lanes checked(const Tensor& values, const Tensor& scale, const Tensor& ed
   Groups groups = check_groups(edges, values);
   check_each(scale, "scale", ScalarType::Float, groups, values);
   check_range("width", 2, width, 32);
-  check_range("bits", 2, bits, width);
+  check_range("bits", 2, bits, std::min<int64_t>(width, 24));  // float32 holds every integer
   check_range("key", -1, key, 0xFFFFFFFF);
   int64_t count = 64 / width;
   check_flat(words, "words", ScalarType::Long, values);

@@ -238,7 +238,7 @@ void lanes_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor words, T
 
 void lanes_decode_cpu(Tensor words, Tensor scale, Tensor edges, Tensor values, int64_t width,
                       double factor) {
-  Lanes args = checked(values, scale, edges, words, width, width, -1, factor);
+  Lanes args = checked(values, scale, edges, words, 2, width, -1, factor);
   check_edges(args.groups, args.size);
   const int64_t* from = const_data<int64_t>(words);
   float* to = data<float>(values);

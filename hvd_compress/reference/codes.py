@@ -82,6 +82,7 @@ def lanes_encode(
         word = sum over its lanes of q << (width * lane)
 
     ``u`` is uniform in [0, 1), drawn from (key, index): stochastic rounding; with ``key`` -1 it is 1/2: to nearest.
+    (The sum is rounded to float32: of a quotient of 15 bits some 2**-10 of a step is biased.)
     Lane ``i % L`` of word ``i // L`` holds value ``i``, ``L = 64 // width``; what is over holds 0.
 
     **No carry crosses.** Let N words be added, ``N * Q < 2**(width - 1)``: so it is for ``width = bits +

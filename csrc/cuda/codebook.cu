@@ -1,0 +1,58 @@
+// codebook_encode and codebook_decode on CUDA. A book is small: it stays in the L1 cache.
+#include "../codebook_rim.h"
+#include "codes.h"
+
+namespace hvd_compress {
+namespace {
+
+struct Levels {
+  const float* levels;
+  float step;
+  float inverse;
+  int bits;
+
+  __device__ Levels(const Codebook& args, int64_t group)
+      : levels(args.levels(row(args, group))),
+        step(args.scale[group]),
+        inverse(1.0f / step),
+        bits(args.bits) {}
+
+  __device__ uint32_t encode(float value, float& lost) const {
+    float scaled = value * inverse;
+    int code = 0;
+    for (int half = 1 << (bits - 1); half > 0; half /= 2) {
+      if (midpoint(levels, code + half - 1) < scaled) code += half;
+    }
+    lost = value - levels[code] * step;
+    return static_cast<uint32_t>(code);
+  }
+  __device__ float decode(uint32_t code) const { return levels[code] * step; }
+
+ private:
+  // The host cannot check this.
+  static __device__ int64_t row(const Codebook& args, int64_t group) {
+    int64_t kind = args.kind[group];
+    return kind < 0 || kind >= args.kinds ? 0 : kind;
+  }
+};
+
+void codebook_encode_cuda(Tensor values, Tensor scale, Tensor edges, Tensor book, Tensor kind,
+                          Tensor codes, Tensor lost, int64_t bits) {
+  Codebook args = checked(values, scale, edges, book, kind, codes, bits);
+  check_lost(lost, values);
+  encode_all<Levels>(args, values, codes, lost);
+}
+
+void codebook_decode_cuda(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind,
+                          Tensor values, int64_t bits, bool add) {
+  Codebook args = checked(values, scale, edges, book, kind, codes, bits);
+  decode_all<Levels>(args, codes, values, add);
+}
+
+}  // namespace
+}  // namespace hvd_compress
+
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+  library.impl("codebook_encode", TORCH_BOX(&hvd_compress::codebook_encode_cuda));
+  library.impl("codebook_decode", TORCH_BOX(&hvd_compress::codebook_decode_cuda));
+}

@@ -1,0 +1,89 @@
+// Codes into bytes and back on CUDA. Values are read and written by neighbouring threads, and so
+// are the bytes: digits and bytes change hands in shared memory.
+//
+// Args has `groups`, `size` and `bits`. Constants are a group's: encode(value, lost) gives the code
+// and sets what is lost, decode(code) gives the value.
+#pragma once
+
+#include "../pack.h"
+#include "groups.h"
+
+namespace hvd_compress {
+
+template <typename Args, typename Constants>
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(const __grid_constant__ Args args, const float* __restrict__ values,
+                  float* __restrict__ lost, uint8_t* __restrict__ codes) {
+  __shared__ uint64_t words[kShare / 4];
+  __shared__ uint32_t packed[kThreads * 4];
+  uint16_t* digits = reinterpret_cast<uint16_t*>(words);
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(packed);
+  int thread = static_cast<int>(threadIdx.x);
+
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kShare;
+  OfGroup<Constants> constants(args, first + thread);
+  for (int local = thread; local < kShare; local += kThreads) {
+    int64_t i = first + local;
+    uint32_t code = 0;
+    if (i < args.size) code = constants.at(args, i).encode(values[i], lost[i]);
+    digits[local] = static_cast<uint16_t>(code);
+  }
+  __syncthreads();
+  Unit unit = join(fold(words[2 * thread], args.bits, uint16_t()),
+                   fold(words[2 * thread + 1], args.bits, uint16_t()), args.bits);
+  for (int k = 0; k < args.bits; ++k) {
+    uint64_t word = k < 8 ? unit.low : unit.high;
+    bytes[thread * args.bits + k] = static_cast<uint8_t>(word >> (k % 8 * 8));
+  }
+  __syncthreads();
+
+  int64_t left = ((args.size - first + 7) / 8) * args.bits;
+  int size = static_cast<int>(left < kThreads * args.bits ? left : kThreads * args.bits);
+  uint8_t* to = codes + first / 8 * args.bits;
+  int whole = reinterpret_cast<uintptr_t>(to) % sizeof(uint32_t) == 0 ? size / 4 : 0;
+  for (int k = thread; k < whole; k += kThreads) reinterpret_cast<uint32_t*>(to)[k] = packed[k];
+  for (int k = whole * 4 + thread; k < size; k += kThreads) to[k] = bytes[k];
+}
+
+// Never a byte behind the code's last.
+__device__ __forceinline__ uint32_t code_at(const uint8_t* codes, int64_t i, int bits) {
+  const uint8_t* at = codes + (i * bits >> 3);
+  int shift = static_cast<int>(i * bits & 7);
+  uint32_t word = at[0];
+  if (shift + bits > 8) word |= static_cast<uint32_t>(at[1]) << 8;
+  if (shift + bits > 16) word |= static_cast<uint32_t>(at[2]) << 16;
+  return word >> shift & ((1u << bits) - 1);
+}
+
+template <typename Args, typename Constants>
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(const __grid_constant__ Args args, const uint8_t* __restrict__ codes,
+                  float* __restrict__ values, bool add) {
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kShare;
+  int64_t end = first + kShare < args.size ? first + kShare : args.size;
+  OfGroup<Constants> constants(args, first + threadIdx.x);
+  for (int64_t i = first + threadIdx.x; i < end; i += kThreads) {
+    float value = constants.at(args, i).decode(code_at(codes, i, args.bits));
+    values[i] = add ? values[i] + value : value;
+  }
+}
+
+template <typename Constants, typename Args>
+void encode_all(const Args& args, const Tensor& values, const Tensor& codes, const Tensor& lost) {
+  if (args.size == 0) return;
+  Launch launch(values);
+  encode_kernel<Args, Constants><<<shares(args.size, kShare), kThreads, 0, launch.stream()>>>(
+      args, const_data<float>(values), data<float>(lost), data<uint8_t>(codes));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <typename Constants, typename Args>
+void decode_all(const Args& args, const Tensor& codes, const Tensor& values, bool add) {
+  if (args.size == 0) return;
+  Launch launch(values);
+  decode_kernel<Args, Constants><<<shares(args.size, kShare), kThreads, 0, launch.stream()>>>(
+      args, const_data<uint8_t>(codes), data<float>(values), add);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,37 @@
+// How a thread block shares out values, and how a thread keeps to the group of its own.
+#pragma once
+
+#include "../codes_rim.h"
+#include "warp.h"
+
+namespace hvd_compress {
+
+constexpr int kShare = 8 * kThreads;  // values of a thread block, at most
+
+// Makes a group's constants anew only where a value is of another group than the one before.
+template <typename Constants>
+class OfGroup {
+ public:
+  template <typename Args>
+  __device__ OfGroup(const Args& args, int64_t i)
+      : group_(args.groups.find(i)), constants_(args, group_) {}
+
+  template <typename Args>
+  __device__ const Constants& at(const Args& args, int64_t i) {
+    if (i >= args.groups.edges[group_ + 1]) {
+      group_ = args.groups.find(i);
+      constants_ = Constants(args, group_);
+    }
+    return constants_;
+  }
+
+ private:
+  int64_t group_;
+  Constants constants_;
+};
+
+inline unsigned shares(int64_t size, int64_t share) {
+  return static_cast<unsigned>((size + share - 1) / share);
+}
+
+}  // namespace hvd_compress
