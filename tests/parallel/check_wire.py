@@ -59,9 +59,10 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     for label, options in {
-        "iwp 1/64 fp16": dict(density=1 / 64),
+        "iwp 1/32": dict(),
+        "iwp 1/64 fp16": dict(density=1 / 64, values="fp16"),
         "iwp 1/64 fp32": dict(density=1 / 64, values="fp32"),
-        "iwp 1/16 fp16": dict(density=1 / 16),
+        "iwp 1/16 lloyd4": dict(density=1 / 16, values="lloyd4"),
         "dense": dict(density=1.0, values="fp32"),
     }.items():
         row = measure(label, budget_interval=0, **options)
