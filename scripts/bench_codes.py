@@ -10,11 +10,10 @@ nothing to say of what was lost. "torch / ours" is the same for plain torch code
 from hvd_compress/reference/codes.py, among the first values.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
-from bench_ops import Bench
+from bench_ops import Bench, started
 from torch import Tensor
 
 from hvd_compress import ops, reference
@@ -186,19 +185,9 @@ class Codes(Bench):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--numel", type=int, default=25_000_000)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=11)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    bench = Codes(args.device, args.numel, args.repeats)
-    compiled = ops.COMPILED_CUDA if args.device == "cuda" else ops.COMPILED
-    where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {args.threads} threads"
-    print(f"{args.numel:,} values, {where}, torch {torch.__version__}, compiled: {compiled}", end=", ")
+    bench = started(Codes, __doc__)
     new, there = bench.casts["encode"]
-    print(f"copy {bench.copy:.1f} GB/s, half() {new * 1e3:.3f} ms, into memory {there * 1e3:.3f} ms\n")
+    print(f"half() takes {new * 1e3:.3f} ms, into memory that is there {there * 1e3:.3f} ms.\n")
     print("| operator | ms | GB/s | of copy | fp16 / ours | fp16, no malloc / ours | torch / ours | wrong |")
     print("|---|---|---|---|---|---|---|---|")
     bench.moments()

@@ -12,12 +12,15 @@ hvd_compress/reference.py.
 import argparse
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
+
+B = TypeVar("B", bound="Bench")
 
 
 class Bench:
@@ -147,19 +150,25 @@ class Bench:
         self.row(f"put {name}", seconds, size, self.time(obvious_put, before=again), wrong)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def started(kind: type[B], description: str | None) -> B:
+    """A bench of this kind as the command line asks for it; prints what runs where."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=11)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    bench = Bench(args.device, args.numel, args.repeats)
+    bench = kind(args.device, args.numel, args.repeats)
     compiled = ops.COMPILED_CUDA if args.device == "cuda" else ops.COMPILED
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {args.threads} threads"
     print(f"{args.numel:,} entries, {where}, torch {torch.__version__}, compiled: {compiled}", end=", ")
     print(f"copy {bench.copy:.1f} GB/s\n")
+    return bench
+
+
+def main() -> None:
+    bench = started(Bench, __doc__)
     print("| operator | ms | GB/s | of copy | torch / ours | wrong |\n|---|---|---|---|---|---|")
     every = 2**32
     bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False)

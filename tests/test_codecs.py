@@ -1,12 +1,13 @@
 """Channels: what a rank loses it keeps, what arrives is the same everywhere, and it costs what it says."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from hvd_compress.codecs import Lanes, RangeFloat, codec
+from hvd_compress.codecs import Channel, Lanes, RangeFloat, codec
 from hvd_compress.codecs.books import DISTRIBUTIONS, codebook, grid_step
 from hvd_compress.local import LocalWorld
 
@@ -16,6 +17,22 @@ NAMES += ["fp16-gather", "fp32-gather", "lloyd4-gather", "range10-gather"]
 SLOTS = [0, 501, 37, 1200, 1]
 SCALES = torch.cat([torch.full((n,), scale) for n, scale in zip(SLOTS, (1.0, 1e-3, 5.0, 0.1, 1e4), strict=True)])
 COUNT = sum(SLOTS)
+
+
+def drive(channel: Channel, world: LocalWorld, rank: int, values: Tensor, step: int, bad: bool = False):
+    """One exchange on one rank: (mean, lost, bytes sent)."""
+    exchange, result, sent = (
+        channel.average(values, torch.tensor([int(bad)], dtype=torch.int32), 1000 * step + rank),
+        None,
+        0.0,
+    )
+    for stage in itertools.count():
+        try:
+            request = exchange.send(result) if stage else next(exchange)
+        except StopIteration as end:
+            return *(tensor.clone() for tensor in end.value), sent
+        sent += request.wire_bytes(world.size)
+        result = world.join(request, f"{step}.{stage}", rank).result()
 
 
 def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[dict[str, list]]:
@@ -29,17 +46,8 @@ def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[
         seen: dict[str, list] = {"values": [], "mean": [], "lost": [], "bytes": []}
         for step in range(steps):
             values = torch.randn(COUNT, generator=generator) * SCALES
-            invalid = torch.tensor([int(step == bad and rank == 0)], dtype=torch.int32)
-            exchange, result, sent = channel.average(values, invalid, 100 * step + rank), None, 0.0
-            for stage in range(9):
-                try:
-                    request = exchange.send(result) if stage else next(exchange)
-                except StopIteration as end:
-                    mean, lost = end.value
-                    break
-                sent += request.wire_bytes(ranks)
-                result = world.join(request, f"{step}.{stage}", rank).result()
-            for key, value in (("values", values), ("mean", mean.clone()), ("lost", lost.clone()), ("bytes", sent)):
+            mean, lost, sent = drive(channel, world, rank, values, step, bad=step == bad and rank == 0)
+            for key, value in (("values", values), ("mean", mean), ("lost", lost), ("bytes", sent)):
                 seen[key].append(value)
         return seen
 
@@ -104,14 +112,7 @@ def test_lanes_are_unbiased_and_nearest_is_closer():
         world, values = LocalWorld(1), torch.linspace(-1, 1, 1000)
         means = []
         for step in range(200):
-            exchange, result = channel.average(values, torch.zeros(1, dtype=torch.int32), step), None
-            for stage in range(3):
-                try:
-                    request = exchange.send(result) if stage else next(exchange)
-                except StopIteration as end:
-                    means.append(end.value[0].clone())
-                    break
-                result = world.join(request, f"{step}.{stage}", 0).result()
+            means.append(drive(channel, world, 0, values, step)[0])
         errors[stochastic] = (torch.stack(means).mean(0) - values).abs().max(), (means[-1] - values).norm()
     assert errors[True][0] < errors[False][0], "the average over draws comes closer than any one grid point"
     assert errors[False][1] < errors[True][1]
@@ -126,14 +127,7 @@ def test_scales_follow_values_that_grow_and_shrink():
         for step in range(105):
             scale = 1e-3 if step < 35 or step >= 70 else 1.0
             values = torch.randn(5000, generator=generator) * scale
-            exchange, result = channel.average(values, torch.zeros(1, dtype=torch.int32), step), None
-            for stage in range(4):
-                try:
-                    request = exchange.send(result) if stage else next(exchange)
-                except StopIteration as end:
-                    mean, lost = end.value
-                    break
-                result = world.join(request, f"{step}.{stage}", 0).result()
+            mean, lost, _ = drive(channel, world, 0, values, step)
             torch.testing.assert_close(mean + lost, values, rtol=1e-5, atol=1e-6)
             if step in (34, 69, 104):
                 assert (mean - values).norm() < 0.3 * values.norm(), (name, step)
@@ -184,14 +178,7 @@ def test_error_feedback_stays_bounded(name):
         generator, kept, norms = torch.Generator().manual_seed(rank), torch.zeros(400), []
         for step in range(200):
             values = torch.randn(400, generator=generator) + kept
-            exchange, result = channel.average(values, torch.zeros(1, dtype=torch.int32), 1000 * step + rank), None
-            for stage in range(4):
-                try:
-                    request = exchange.send(result) if stage else next(exchange)
-                except StopIteration as end:
-                    kept = end.value[1].clone()
-                    break
-                result = world.join(request, f"{step}.{stage}", rank).result()
+            _, kept, _ = drive(channel, world, rank, values, step)
             norms.append(float(kept.norm() / 20))
         return norms
 
