@@ -182,10 +182,6 @@ class Sparse(MomentumCorrected):
     def _budget_due(self) -> bool:
         return self._budget_interval > 0 and self._step % self._budget_interval == self._budget_interval - 1
 
-    def density_text(self) -> str:
-        """For ``__repr__``."""
-        return str(self._density)
-
     # Checkpoints.
 
     def method_state(self) -> dict[str, Any]:

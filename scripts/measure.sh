@@ -24,6 +24,9 @@ case ${1:-} in
       one "none-$seed" "${common[@]}" --compression none
       one "fp16-$seed" "${common[@]}" --compression fp16
       one "iwp-64-$seed" "${common[@]}" --compression iwp --density 1/64 --values fp16
+      one "iwp-32-lanes4-$seed" "${common[@]}" --compression iwp
+      one "fft-32-lanes4-$seed" "${common[@]}" --compression fft
+      one "mipd-16-lanes4-$seed" "${common[@]}" --compression mipd --density 1/16
     done
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
