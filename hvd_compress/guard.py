@@ -29,15 +29,7 @@ class OptimizerGuard:
         self._seen: weakref.ref[Optimizer] | None = None
         #: Whether an optimizer stepped since this was last set to False; None until one ever did.
         self.stepped: bool | None = None
-        me = weakref.ref(self)
-
-        def hook(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            alive = me()
-            if alive is not None:
-                alive._before_step(optimizer)
-
-        # torch's hook list is global: it goes when this object goes.
-        weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+        _enlist(self)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         owner = self._owner()
@@ -61,6 +53,26 @@ class OptimizerGuard:
             self._seen = weakref.ref(optimizer)
         owner.check_optimizer(optimizer)
         self.stepped = True
+
+
+_guards: tuple[weakref.ref[OptimizerGuard], ...] = ()
+
+
+def _enlist(guard: OptimizerGuard) -> None:
+    """One hook serves all and stays for good: a guard may be collected at any time, and if its own hook went with it
+    while torch goes through its global hooks, torch would fail.
+    """
+    global _guards
+    if not _guards:  # only ever once: the tuple keeps at least this one from now on
+        register_optimizer_step_pre_hook(_tell_guards)
+    _guards = (*(other for other in _guards if other() is not None), weakref.ref(guard))
+
+
+def _tell_guards(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for guard in _guards:
+        alive = guard()
+        if alive is not None:
+            alive._before_step(optimizer)
 
 
 def _same(one: Optimizer, other: Optimizer) -> bool:

@@ -1,10 +1,13 @@
 """What a user can get wrong, and what the error says."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from harness import gradients, mixed_model, replicas, together
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_compress import IWP
 from hvd_compress.local import LocalWorld
@@ -140,6 +143,24 @@ def test_two_optimizers_are_refused():
         second.step()
     del compression
     second.step()
+
+
+def test_a_compressor_may_be_collected_while_an_optimizer_steps():
+    compression = build()
+    gone = weakref.ref(compression)
+    kept = [compression]
+    del compression
+
+    def collect(*_):
+        kept.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        torch.optim.SGD(torch.nn.Linear(64, 64).parameters(), lr=0.1).step()
+    finally:
+        handle.remove()
+    assert gone() is None
 
 
 def test_an_optimizer_of_other_parameters_is_none_of_our_business():
