@@ -36,10 +36,18 @@ def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
         groups.setdefault(json.dumps(settings(result), sort_keys=True), []).append(result)
     rows = [settings(runs[0]) for runs in groups.values()]
     keys = {key: None for row in rows for key in row if key not in ("compression", "density")}
-    # A method's own option counts as differing only among the rows that have it.
-    differing = [key for key in keys if len({json.dumps(row[key]) for row in rows if key in row}) > 1]
+    differing = [key for key in keys if _differs(key, rows)]
     labels = [_label(row, differing) for row in rows]
     return list(zip(labels, groups.values(), strict=True))
+
+
+def _differs(key: str, rows: list[dict[str, Any]]) -> bool:
+    """Whether a row must say what its ``key`` is. Two methods may have different defaults for an option not all have."""
+    groups = [rows]
+    if not all(key in row for row in rows):
+        methods = {row["compression"] for row in rows}
+        groups = [[row for row in rows if row["compression"] == method and key in row] for method in methods]
+    return any(len({json.dumps(row[key]) for row in group}) > 1 for group in groups)
 
 
 def _label(row: dict[str, Any], differing: list[str]) -> str:
@@ -84,8 +92,7 @@ def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
 
 
 def _density(value: float) -> str:
-    inverse = 1 / value
-    return f"1/{inverse:.0f}" if value < 1 and abs(inverse - round(inverse)) < 1e-6 else f"{value:g}"
+    return "1" if value == 1 else f"1/{1 / value:.3g}"
 
 
 def plot(results: Sequence[Result], file: Path) -> None:
@@ -95,8 +102,10 @@ def plot(results: Sequence[Result], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for label, runs in grouped(results):
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    rows = grouped(results)
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab10" if len(rows) <= 10 else "tab20").colors)  # type: ignore[attr-defined]
+    for label, runs in rows:
         # Runs of a row test after the same epochs, unless one was cut short.
         tested = [[e for e in run["history"] if e["test_accuracy"] is not None] for run in runs]
         epochs = list(zip(*tested, strict=False))
@@ -108,7 +117,7 @@ def plot(results: Sequence[Result], file: Path) -> None:
         axes.fill_between(sent, list(map(min, accuracy)), list(map(max, accuracy)), color=line.get_color(), alpha=0.2)
     axes.set(xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)

@@ -156,6 +156,7 @@ def test_a_compressor_may_be_collected_while_an_optimizer_steps():
         gc.collect()
 
     handle = register_optimizer_step_pre_hook(collect)
+    _kept = build()  # torch's list goes on after `collect`
     try:
         torch.optim.SGD(torch.nn.Linear(64, 64).parameters(), lr=0.1).step()
     finally:
