@@ -5,5 +5,7 @@ from .compressor import Compressor
 from .methods.fft import FFT
 from .methods.iwp import IWP
 from .methods.mipd import MIPD
+from .methods.quantized import QSGD, TernGrad
+from .methods.topk import DGC, TopK
 
-__all__ = ["FFT", "IWP", "MIPD", "Compressor", "__version__"]
+__all__ = ["DGC", "FFT", "IWP", "MIPD", "QSGD", "Compressor", "TernGrad", "TopK", "__version__"]

@@ -1,8 +1,10 @@
 """Every rank sends entries of its own choice to all others: what papers without a ring do.
 
-Two allgathers: which entries, as one byte each or as a bitmap of the blocks, whichever is shorter; and their values.
+Two allgathers: which entries; and their values.
 """
 
+import abc
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,38 +12,38 @@ import torch
 from torch import Tensor
 
 from .bucket import Bucket
+from .codecs import Codec, CodedGather, codec
 from .codecs.coded import GatherChannel
 from .collectives import allgather
 from .driver import Exchange
 from .reference import BLOCK, positions
-from .selection import BlockSelection, Turn, disagreement
+from .selection import BlockSelection, Led, Rule, TopkSelection, Turn, disagreement
 
 if TYPE_CHECKING:
     from .sparse import Plan, Sparse
 
 
-class OwnSelection(BlockSelection):
-    """m of every 256 for this rank alone: as if there were no other."""
+def gathered(values: str | Codec) -> Codec:
+    """The codec; raises ``ValueError`` for one that does not send every rank's own values to all others."""
+    found = codec(values)
+    if not isinstance(found, CodedGather):
+        raise ValueError(
+            f"every rank sends its own entries: values have to be gathered, as fp16-gather; got {found.name}"
+        )
+    return found
 
-    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
-        super().__init__(bucket, slots, run=1, ranks=1, rank=0)
-        #: A bit for every entry of the bucket, if that is shorter than a byte a slot.
-        self.as_bitmap = self.total * 8 > bucket.blocks * BLOCK
+
+class Own(Led):
+    """Entries that this rank chooses for itself alone: as if there were no other."""
 
     def begin(self, turn: Turn, check: bool) -> None:
         super().begin(replace(turn, order=[0]), check)
-        #: Where each slot's block begins, in the bucket's flat memory: the same on all ranks.
-        self.base = positions(torch.zeros_like(self.own[: self.total]), self.segments, self.turn.phase)
 
-    def message(self) -> Tensor:
-        """The stamp that all ranks share, and this rank's entries."""
+    def message(self, rule: Rule) -> Tensor:
+        """The stamp that all ranks share, and this rank's picks."""
+        self.choose(rule)
         self.picks = self.own[: self.total]
-        if not self.as_bitmap:
-            return self.plane
-        bits = torch.zeros(self.bucket.blocks * BLOCK, dtype=torch.uint8, device=self.bucket.device)
-        bits[self.base + self.picks] = 1
-        weight = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
-        return torch.cat([self.plane[: self.head], (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
+        return self.plane
 
     def places(self, gathered: Tensor, ranks: int) -> list[Tensor]:
         """Each rank's entries in the bucket's flat memory, in slot order: int64, (slots,).
@@ -51,20 +53,82 @@ class OwnSelection(BlockSelection):
         rows = gathered.view(ranks, -1)
         if self.check and not bool((rows[:, : self.head] == rows[0, : self.head]).all()):
             raise disagreement()
+        return [self.decoded(row[self.head :]) for row in rows]
+
+    @abc.abstractmethod
+    def decoded(self, picks: Tensor) -> Tensor:
+        """One rank's entries, as its message has them, in the bucket's flat memory."""
+
+
+class OwnBlocks(Own, BlockSelection):
+    """m of every 256."""
+
+    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
+        super().__init__(bucket, slots, run=1, ranks=1, rank=0)
+        #: A bit for every entry of the bucket, if that is shorter than a byte a slot.
+        self.as_bitmap = self.total * 8 > bucket.blocks * BLOCK
+
+    def begin(self, turn: Turn, check: bool) -> None:
+        super().begin(turn, check)
+        #: Where each slot's block begins, in the bucket's flat memory: the same on all ranks.
+        self.base = positions(torch.zeros_like(self.own[: self.total]), self.segments, self.turn.phase)
+
+    def message(self, rule: Rule) -> Tensor:
+        plane = super().message(rule)
         if not self.as_bitmap:
-            return [self.base + row[self.head :][: self.total] for row in rows]
-        shift = torch.arange(8, device=rows.device, dtype=torch.uint8)
-        bits = (rows[:, self.head :, None] >> shift) & 1
+            return plane
+        bits = torch.zeros(self.bucket.blocks * BLOCK, dtype=torch.uint8, device=self.bucket.device)
+        bits[self.base + self.picks] = 1
+        weight = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
+        return torch.cat([plane[: self.head], (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
+
+    def decoded(self, picks: Tensor) -> Tensor:
+        if not self.as_bitmap:
+            return self.base + picks[: self.total]
+        shift = torch.arange(8, device=picks.device, dtype=torch.uint8)
         # A block's slots are in ascending order of offset, and blocks ascend: so are the set bits.
-        return [row.view(-1).nonzero().view(-1) for row in bits]
+        return ((picks[:, None] >> shift) & 1).view(-1).nonzero().view(-1)
+
+
+class OwnLargest(Own, TopkSelection):
+    """The largest of every parameter, exactly."""
+
+    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
+        super().__init__(bucket, slots, run=1, ranks=1, rank=0)
+
+    def decoded(self, picks: Tensor) -> Tensor:
+        return picks[: self.total].long()
+
+
+class OwnSampled(OwnLargest):
+    """The same, found as DGC does (Lin et al., 2018): a sample guesses a threshold, and only what is above it is
+    sorted."""
+
+    #: How many more than wanted the guess lets through, so that it is seldom too few.
+    MORE = 1.3
+    LEAST = 64
+
+    def __init__(self, bucket: Bucket, slots: list[int], sample: float) -> None:
+        super().__init__(bucket, slots)
+        self.sample = sample
+
+    def largest(self, position: int, score: Tensor, count: int) -> Tensor:
+        stride = max(1, score.numel() // max(round(self.sample * score.numel()), self.LEAST))
+        seen = score[self.turn.phase % stride :: stride]
+        rank = min(math.ceil(self.MORE * count * seen.numel() / score.numel()), seen.numel())
+        threshold = seen.topk(rank).values[-1]
+        above = (score >= threshold).nonzero().view(-1)
+        if above.numel() < count:
+            return super().largest(position, score, count)
+        return above[score[above].topk(count).indices]
 
 
 def average_own(method: "Sparse", bucket: Bucket, plan: "Plan") -> Exchange:
     """The mean over ranks of what each has picked, zero where it has not; assigned, and cleared from the residual."""
     selection, channel = plan.selection, plan.channel
-    assert isinstance(selection, OwnSelection) and isinstance(channel, GatherChannel)
+    assert isinstance(selection, Own) and isinstance(channel, GatherChannel)
     ranks = channel.ranks
-    gathered = yield allgather(selection.message(), "indices")
+    gathered = yield allgather(selection.message(plan.rule), "indices")
     places = selection.places(gathered, ranks)
     values = selection.take(bucket.residual)
     gathered = yield allgather(channel.write(values, plan.invalid), "values")

@@ -243,13 +243,17 @@ class TopkSelection(Led):
             low, high = reference.owned(edges, self.run, self.ranks, self.position).tolist()
             score = rule.score(self.bucket, position)
             random = round((high - low) * rule.explore)
-            best = score.topk(high - low - random).indices
+            best = self.largest(position, score, high - low - random)
             score[best] = -1.0
             noise = reference.mix(torch.arange(segment.numel, device=score.device), self.key(position))
             assert isinstance(noise, Tensor)
             lucky = (score / reference.exponential(noise)).topk(random).indices
             picked = torch.cat([best, lucky]).sort().values + segment.first_block * BLOCK
             self.own[low:high] = picked.to(torch.int32)
+
+    def largest(self, position: int, score: Tensor, count: int) -> Tensor:
+        """Where the ``count`` largest scores of a segment are: int64, (count,)."""
+        return score.topk(count).indices
 
     def take(self, memory: Tensor) -> Tensor:
         return torch.index_select(memory, 0, self.picks, out=self.values)

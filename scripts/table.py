@@ -42,7 +42,7 @@ def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
 
 
 def _differs(key: str, rows: list[dict[str, Any]]) -> bool:
-    """Whether a row must say what its ``key`` is. Two methods may have different defaults for an option not all have."""
+    """Whether a row must say what its ``key`` is. Methods may differ in the default of an option that not all have."""
     groups = [rows]
     if not all(key in row for row in rows):
         methods = {row["compression"] for row in rows}

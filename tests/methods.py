@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from hvd_compress import FFT, IWP, MIPD
+from hvd_compress import DGC, FFT, IWP, MIPD, QSGD, TernGrad, TopK
 
 # Two buckets of the harness's model: one of two parameters, one of one.
 SMALL = dict(bucket_mb=0.08)
@@ -32,7 +32,37 @@ METHODS = {
     "mipd-compensated": partial(MIPD, density=1 / 16, values="lloyd4", compensation=0.5, budget_interval=3),
     "mipd-fisher": partial(MIPD, density=1 / 64, values="fp32", significance="fisher"),
     "mipd-whole": partial(MIPD, density=0.6, layerwise=False),
+    "topk": partial(TopK, density=1 / 64),
+    "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
+    "dgc": partial(DGC, density=1 / 64, momentum=0.0),
+    "dgc-clipped": partial(DGC, density=1 / 64, values="fp16-gather", clip_norm=1e6, sample=0.1, momentum=0.0),
+    "qsgd": partial(QSGD),
+    "qsgd-feedback": partial(QSGD, bits=8, norm="max", error_feedback=True),
+    "terngrad": partial(TernGrad),
+    "terngrad-feedback": partial(TernGrad, clip=None, error_feedback=True),
 }
 
-#: One of each class, for what does not depend on the options.
-CLASSES = {"iwp": IWP, "fft": FFT, "mipd": MIPD}
+#: Those that, as in their papers, forget what they could not send.
+FORGETFUL = ("qsgd", "terngrad")
+
+_LONG = dict(momentum=0.9, density=1 / 64, warmup_steps=100)
+
+#: One of each class as in a long training, ...
+TRAINED = {
+    "iwp": partial(IWP, budget_interval=50, **_LONG),
+    "fft": partial(FFT, budget_interval=50, **_LONG),
+    "mipd": partial(MIPD, budget_interval=50, **_LONG),
+    "topk": partial(TopK, **_LONG),
+    "dgc": partial(DGC, **_LONG),
+    "qsgd": partial(QSGD, momentum=0.9),
+    "terngrad": partial(TernGrad, momentum=0.9),
+}
+
+#: ... and so that nothing is left out, where it can.
+EXACT = {
+    "iwp": partial(IWP, density=1.0, values="fp32"),
+    "fft": partial(FFT, density=1.0, values="fp32"),
+    "mipd": partial(MIPD, density=1.0, values="fp32"),
+    "topk": partial(TopK, density=1.0),
+    "dgc": partial(DGC, density=1.0, momentum=0.0),
+}

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together
-from methods import CLASSES, METHODS, SMALL
+from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
 
-from hvd_compress import FFT
+from hvd_compress.methods.quantized import Quantized
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
@@ -17,15 +17,16 @@ def method(request):
     return partial(request.param, **SMALL)
 
 
-@pytest.fixture(params=CLASSES.values(), ids=CLASSES.keys())
-def kind(request):
-    return request.param
+@pytest.fixture(params=[n for n in METHODS if n not in FORGETFUL])
+def remembering(request):
+    return partial(METHODS[request.param], **SMALL)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_nothing_is_lost_and_all_ranks_agree(method, size):
+def test_nothing_is_lost_and_all_ranks_agree(remembering, size):
     """Sum of (residual before + gradient) = ranks * applied + sum of residuals after; bit-equal gradients on all
     ranks."""
+    method = remembering
     world, ranks = replicas(size, method)
     assert len(ranks[0].compression._buckets) > 1
     for step in range(5):
@@ -51,8 +52,9 @@ def test_nothing_is_lost_and_all_ranks_agree(method, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
-def test_density_one_is_dense_training(kind, size):
-    world, ranks = replicas(size, kind, density=1.0, values="fp32", **SMALL)
+@pytest.mark.parametrize("exact", EXACT.values(), ids=EXACT.keys())
+def test_density_one_is_dense_training(exact, size):
+    world, ranks = replicas(size, exact, **SMALL)
     for step in range(3):
         grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
         mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
@@ -72,8 +74,9 @@ def test_hook_order_does_not_matter(method, size):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_replicas_stay_bit_equal_over_1000_steps(kind):
-    world, ranks = replicas(4, kind, model=_toy(), density=1 / 64, budget_interval=50, warmup_steps=100, momentum=0.9)
+@pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED.keys())
+def test_replicas_stay_bit_equal_over_1000_steps(trained):
+    world, ranks = replicas(4, trained, model=_toy())
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]
 
     def train(i: int) -> torch.Tensor:
@@ -120,7 +123,9 @@ def test_payload_shapes_are_constant(method):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_checkpoint_resumes_bit_exactly(method, momentum, tmp_path):
-    method = partial(method, momentum=momentum, warmup_steps=4)
+    method = partial(method, momentum=momentum)
+    if not issubclass(method.func, Quantized):
+        method = partial(method, warmup_steps=4)
     world, ranks = replicas(2, method)
     random_steps(world, ranks, range(6))
     for r in ranks:
@@ -140,9 +145,9 @@ def test_a_checkpoint_resumes_bit_exactly(method, momentum, tmp_path):
             assert one.compression.stats()["total"][kind] == other.compression.stats()["total"][kind]
 
 
-def test_a_bad_gradient_loses_nothing(method):
+def test_a_bad_gradient_loses_nothing(remembering):
     """An infinity on one rank reaches every rank, as with dense training, and no residual is damaged."""
-    world, ranks = replicas(3, method)
+    world, ranks = replicas(3, remembering)
     first = [gradients(r.model, seed=r.rank) for r in ranks]
     together(world, ranks, first, shuffle=1)
     before = [residuals(r) for r in ranks]
@@ -165,13 +170,15 @@ def test_a_bad_gradient_loses_nothing(method):
     assert all(g.isfinite().all() for rank in applied for g in rank)
 
 
-def test_uncompressed_parameters_are_averaged_exactly(kind):
-    world, ranks = replicas(2, kind, density=1 / 64)
+@pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "topk", "dgc", "qsgd", "terngrad"])
+def test_uncompressed_parameters_are_averaged_exactly(name):
+    world, ranks = replicas(2, METHODS[name])
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
     applied = together(world, ranks, grads)
-    for (name, p), got, want in zip(mixed_model().named_parameters(), applied[0], mean, strict=True):
+    few = name not in ("fft", *FORGETFUL)  # a few coefficients make many entries
+    for (parameter, p), got, want in zip(mixed_model().named_parameters(), applied[0], mean, strict=True):
         if p.dim() < 2 or p.numel() < 1024:
             torch.testing.assert_close(got, want)
-        elif kind is not FFT:  # its few coefficients make many entries
-            assert 0 < (got != 0).sum() < got.numel() / 10, name
+        elif few:
+            assert 0 < (got != 0).sum() < got.numel() / 7, parameter

@@ -10,7 +10,7 @@ from .. import spectrum
 from ..bucket import Bucket, Segment
 from ..codecs import Codec, codec
 from ..driver import Exchange
-from ..own import OwnSelection, average_own
+from ..own import Own, OwnBlocks, average_own, gathered
 from ..schedule import Density
 from ..selection import BlockSelection, Rule, Selection, check_explore, check_leaders, leaders_text, run_length
 from ..sparse import Plan, Sparse
@@ -75,10 +75,8 @@ class FFT(Sparse):
         if exchange not in _EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(sorted(_EXCHANGES))}, got {exchange!r}")
         values = codec(_EXCHANGES[exchange] if values is None else values)
-        if exchange == "gather" and not values.name.endswith("-gather"):
-            raise ValueError(
-                f'exchange="gather" needs values that are gathered, such as range10-gather, got {values.name}'
-            )
+        if exchange == "gather":
+            gathered(values)
         check_leaders(leaders)
         check_explore(explore)
         super().__init__(
@@ -105,7 +103,7 @@ class FFT(Sparse):
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         if self._exchange == "gather":
-            return OwnSelection(bucket, slots)
+            return OwnBlocks(bucket, slots)
         ranks, rank = self._collectives.size, self._collectives.rank
         return BlockSelection(bucket, slots, run_length(self._leaders, density, ranks), ranks, rank)
 
@@ -130,7 +128,7 @@ class FFT(Sparse):
         plan.selection.receive(position, coefficients, bucket.state.get("velocity"), plan.rule)
 
     def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
-        if isinstance(plan.selection, OwnSelection):
+        if isinstance(plan.selection, Own):
             yield from average_own(self, bucket, plan)
         else:
             yield from super().communicate(bucket, plan)

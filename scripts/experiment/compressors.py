@@ -127,23 +127,33 @@ def _fp16(args: argparse.Namespace, setting: Setting) -> Compression:
     return Counted(hvd.Compression.fp16, setting.ranks)
 
 
-def _sparse_arguments(parser: argparse.ArgumentParser, values: str, budget_interval: int, explore: float) -> None:
-    """The options of every method that sends a share of the entries.
+# The defaults of all options are the methods' own; written out, they are on record in the JSON file.
 
-    The defaults are the methods' own; written out, they are on record in the JSON file.
-    """
-    parser.add_argument("--density", type=_fraction, default=1 / 32, help="share of entries sent, as 0.01 or 1/64")
+
+def _common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of all methods of hvd_compress."""
+    parser.add_argument("--dense-values", choices=("fp16", "fp32"), default="fp32", help="how small tensors travel")
+    parser.add_argument(
+        "--momentum-correction", action="store_true", help="take the momentum over from the optimizer, as DGC does"
+    )
+
+
+def _density_arguments(parser: argparse.ArgumentParser, density: float, values: str) -> None:
+    """The options of every method that sends a share of the entries."""
+    _common_arguments(parser)
+    parser.add_argument("--density", type=_fraction, default=density, help="share of entries sent, as 0.01 or 1/64")
     parser.add_argument("--warmup-epochs", type=float, default=0, help="epochs in which the density falls to --density")
     parser.add_argument("--values", default=values, help="how values travel: fp16, fp32, lanes4, lloyd4, range10, ...")
-    parser.add_argument("--dense-values", choices=("fp16", "fp32"), default="fp32", help="likewise, of small tensors")
+
+
+def _sparse_arguments(parser: argparse.ArgumentParser, values: str, budget_interval: int, explore: float) -> None:
+    """The options of every method that shares its budget and its choices among the ranks."""
+    _density_arguments(parser, 1 / 32, values)
     parser.add_argument(
         "--explore", type=float, default=explore, metavar="RHO", help="share of the choice made at random"
     )
     parser.add_argument(
         "--budget-interval", type=int, default=budget_interval, metavar="STEPS", help="between budget updates"
-    )
-    parser.add_argument(
-        "--momentum-correction", action="store_true", help="take the momentum over from the optimizer, as DGC does"
     )
 
 
@@ -151,24 +161,32 @@ def _leader_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--leaders", type=_count_or_all, default=None, help="ranks that choose a block: N or all")
 
 
-def _sparse(kind: Any, args: argparse.Namespace, setting: Setting, density: Any = None, **options: Any) -> Compression:
+def _common(kind: Any, args: argparse.Namespace, setting: Setting, **options: Any) -> Compression:
     """Builds a method from the options that all of them have, and its own."""
-    warmup = round(args.warmup_epochs * setting.steps_per_epoch)
-    compression = kind(
-        setting.model.named_parameters(),
-        density=args.density if density is None else density,
-        warmup_steps=warmup,
-        values=args.values,
-        dense_values=args.dense_values,
-        explore=args.explore,
-        budget_interval=args.budget_interval,
-        seed=args.seed,
-        **options,
-    )
+    compression = kind(setting.model.named_parameters(), dense_values=args.dense_values, seed=args.seed, **options)
     if args.momentum_correction:
         compression.take_momentum(setting.optimizer)
     built: Compression = compression
     return built
+
+
+def _with_density(
+    kind: Any, args: argparse.Namespace, setting: Setting, density: Any = None, **options: Any
+) -> Compression:
+    return _common(
+        kind,
+        args,
+        setting,
+        density=args.density if density is None else density,
+        warmup_steps=round(args.warmup_epochs * setting.steps_per_epoch),
+        values=args.values,
+        **options,
+    )
+
+
+def _sparse(kind: Any, args: argparse.Namespace, setting: Setting, density: Any = None, **options: Any) -> Compression:
+    shared = {"explore": args.explore, "budget_interval": args.budget_interval}
+    return _with_density(kind, args, setting, density, **shared, **options)
 
 
 def _iwp_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +243,60 @@ def _mipd(args: argparse.Namespace, setting: Setting) -> Compression:
     )
 
 
+def _topk_arguments(parser: argparse.ArgumentParser) -> None:
+    _density_arguments(parser, 1 / 256, "fp32-gather")
+
+
+def _topk(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    return _with_density(hvd_compress.TopK, args, setting)
+
+
+def _dgc_arguments(parser: argparse.ArgumentParser) -> None:
+    _density_arguments(parser, 1 / 1000, "fp32-gather")
+    parser.add_argument("--sample", type=float, default=0.01, help="share of the entries that guesses the threshold")
+    parser.add_argument("--clip-norm", type=float, help="largest norm of a parameter's gradient")
+
+
+def _dgc(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    # The momentum is the method's business, so it is taken over with or without --momentum-correction.
+    args.momentum_correction = True
+    return _with_density(hvd_compress.DGC, args, setting, momentum=0.0, sample=args.sample, clip_norm=args.clip_norm)
+
+
+def _quantized_arguments(parser: argparse.ArgumentParser) -> None:
+    _common_arguments(parser)
+    parser.add_argument("--error-feedback", action="store_true", help="keep what the code lost for the next step")
+
+
+def _qsgd_arguments(parser: argparse.ArgumentParser) -> None:
+    _quantized_arguments(parser)
+    parser.add_argument("--bits", type=int, default=4, help="of a value, sign included")
+    parser.add_argument("--run", type=int, default=512, help="entries that share a norm")
+    parser.add_argument("--norm", choices=("l2", "max"), default="l2")
+
+
+def _qsgd(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    own = {"bits": args.bits, "run": args.run, "norm": args.norm}
+    return _common(hvd_compress.QSGD, args, setting, error_feedback=args.error_feedback, **own)
+
+
+def _terngrad_arguments(parser: argparse.ArgumentParser) -> None:
+    _quantized_arguments(parser)
+    parser.add_argument("--clip", type=float, default=2.5, help="in standard deviations")
+
+
+def _terngrad(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    return _common(hvd_compress.TernGrad, args, setting, error_feedback=args.error_feedback, clip=args.clip)
+
+
 def _fraction(text: str) -> float:
     numerator, _, denominator = text.partition("/")
     value = float(numerator) / float(denominator or 1)
@@ -243,4 +315,8 @@ METHODS: dict[str, Method] = {
     "iwp": Method(_iwp_arguments, _iwp),
     "fft": Method(_fft_arguments, _fft),
     "mipd": Method(_mipd_arguments, _mipd),
+    "topk": Method(_topk_arguments, _topk),
+    "dgc": Method(_dgc_arguments, _dgc),
+    "qsgd": Method(_qsgd_arguments, _qsgd),
+    "terngrad": Method(_terngrad_arguments, _terngrad),
 }

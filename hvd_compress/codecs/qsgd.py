@@ -1,0 +1,81 @@
+"""QSGD's levels (Alistarh et al., NeurIPS 2017): multiples of the norm of a few entries, rounded at random."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..collectives import allgather
+from .base import Averaged, Channel, Codec
+from .coded import floats
+from .scales import Moments, bounded
+
+
+@dataclass(frozen=True)
+class Levels(Codec):
+    """Values as a whole number of ``2**(bits - 1) - 1`` levels of their run's norm, sent by every rank to all others.
+
+    Args:
+        bits: of one value, 2 to 8, sign included. Fixed: the paper's Elias code would be shorter where most are 0.
+        run: entries that share a norm (the paper's "bucket"); a parameter's last run may be shorter.
+        norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
+    """
+
+    bits: int
+    run: int = 512
+    norm: str = "l2"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"bits must lie in 2 to 8, got {self.bits}")
+        if self.run < 1:
+            raise ValueError(f"run must be at least 1, got {self.run}")
+        if self.norm not in ("l2", "max"):
+            raise ValueError(f"norm must be l2 or max, got {self.norm!r}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.bits} bits of {self.norm} of {self.run}"
+
+    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
+        return _LevelsChannel(self, groups, ranks, rank, device)
+
+
+class _LevelsChannel(Channel):
+    """A message is a float32 a run, its norm (all NaN from a rank that is invalid), and lanes that nobody adds."""
+
+    def __init__(self, codec: Levels, groups: int, ranks: int, rank: int, device: torch.device) -> None:
+        super().__init__(groups, ranks, rank, device)
+        self.codec = codec
+
+    def deal(self, slots: list[int]) -> None:
+        super().deal(slots)
+        ends = self.edges.tolist()
+        runs = [torch.arange(a, b, self.codec.run) for a, b in pairwise(ends)]
+        self.runs = torch.cat([*runs, torch.tensor([self.count])]).to(self.device)
+        self.head = 4 * (len(self.runs) - 1)
+        self.words = torch.zeros(-(-self.count // (64 // self.codec.bits)), dtype=torch.int64, device=self.device)
+        self.theirs = torch.empty(self.count, device=self.device)
+
+    def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
+        bits = self.codec.bits
+        moments = Moments(values, self.runs)
+        norm = moments.peak if self.codec.norm == "max" else moments.square.sqrt()
+        norm = bounded(norm).float()
+        ops.lanes_encode(values, self._step(norm), self.runs, self.words, self.lost, bits, bits, key)
+        header = norm.masked_fill(invalid != 0, float("nan"))
+        gathered = yield allgather(torch.cat([header.view(torch.uint8), self.words.view(torch.uint8)]), "values")
+        rows = gathered.view(self.ranks, -1)
+        self.mean.zero_()
+        for row in rows:
+            step = self._step(bounded(floats(row[: self.head])).float())
+            words = row[self.head :].clone().view(torch.int64)
+            ops.lanes_decode(words, step, self.runs, self.theirs, bits, 1.0 / self.ranks)
+            self.mean += self.theirs
+        self.mean.masked_fill_(floats(rows[:, : self.head]).isnan().any(), float("nan"))
+        return self.mean, self.lost
+
+    def _step(self, norm: Tensor) -> Tensor:
+        return norm / float(2 ** (self.codec.bits - 1) - 1)

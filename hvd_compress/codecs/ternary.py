@@ -1,0 +1,55 @@
+"""TernGrad's three levels (Wen et al., NeurIPS 2017), added by Horovod's ring."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..collectives import allgather, allreduce
+from .base import Averaged, Channel, Codec
+from .coded import floats
+from .scales import Moments, bounded
+
+
+@dataclass(frozen=True)
+class Ternary(Codec):
+    """Values as -s, 0 or s, at random without bias, s being the largest magnitude on any rank after ``clip`` standard
+    deviations were cut off: TernGrad's scaler sharing, so that integers can be added on the way.
+
+    A message of 4 bytes a group for s, to all; then lanes of ``2 + ceil(log2 N)`` bits for N ranks.
+    """
+
+    clip: float | None
+
+    @property
+    def name(self) -> str:
+        return f"ternary clipped at {self.clip:g} sigma" if self.clip else "ternary"
+
+    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
+        return _TernaryChannel(self.clip, groups, ranks, rank, device)
+
+
+class _TernaryChannel(Channel):
+    def __init__(self, clip: float | None, groups: int, ranks: int, rank: int, device: torch.device) -> None:
+        super().__init__(groups, ranks, rank, device)
+        self.clip = clip
+        self.width = 2 + (ranks - 1).bit_length()
+
+    def deal(self, slots: list[int]) -> None:
+        super().deal(slots)
+        self.words = torch.zeros(-(-self.count // (64 // self.width)), dtype=torch.int64, device=self.device)
+
+    def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
+        moments = Moments(values, self.edges)
+        scale = torch.minimum(moments.peak, moments.rms * self.clip) if self.clip else moments.peak
+        scale = bounded(scale).masked_fill(invalid != 0, float("nan")).float()
+        gathered = yield allgather(scale.view(torch.uint8), "values")
+        theirs = floats(gathered).view(self.ranks, -1)
+        step = bounded(theirs.nan_to_num(nan=0.0).amax(0)).float()
+        # Lanes of two bits are the integers -1, 0 and 1, and cut off what is larger.
+        ops.lanes_encode(values, step, self.edges, self.words, self.lost, 2, self.width, key)
+        total = yield allreduce(self.words)
+        ops.lanes_decode(total, step, self.edges, self.mean, self.width, 1.0 / self.ranks)
+        self.mean.masked_fill_(theirs.isnan().any(), float("nan"))
+        return self.mean, self.lost
