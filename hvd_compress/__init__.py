@@ -6,6 +6,7 @@ from .methods.fft import FFT
 from .methods.iwp import IWP
 from .methods.mipd import MIPD
 from .methods.quantized import QSGD, TernGrad
+from .methods.slim_dp import SlimDP
 from .methods.topk import DGC, TopK
 
-__all__ = ["DGC", "FFT", "IWP", "MIPD", "QSGD", "Compressor", "TernGrad", "TopK", "__version__"]
+__all__ = ["DGC", "FFT", "IWP", "MIPD", "QSGD", "Compressor", "SlimDP", "TernGrad", "TopK", "__version__"]

@@ -187,8 +187,7 @@ class Compressor(abc.ABC):
             if number is None:
                 return self._pass(tensor)
             self._check_gradient(number, tensor)
-            if self._collectives.generation() is not self._generation:
-                self._restart()
+            self.formed_anew()
             if not self._collecting:
                 self._begin_step()
             ticket = self._tickets.get(id(self._parameters[number]))
@@ -326,6 +325,48 @@ class Compressor(abc.ABC):
     def scale(self) -> float:
         """Of this step's gradients: the ``GradScaler``'s, or 1."""
         return self._scale
+
+    # For a method that takes its steps itself, without Horovod's optimizer.
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self._buckets
+
+    @property
+    def ranks(self) -> int:
+        return self._collectives.size
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """All of them, in the user's order."""
+        return list(zip(self._names, self._parameters, strict=True))
+
+    def formed_anew(self) -> bool:
+        """Whether the ranks were formed anew since last time (elastic); what they knew is then forgotten."""
+        anew = self._collectives.generation() is not self._generation
+        if anew:
+            self._restart()
+        return anew
+
+    @contextmanager
+    def step_of_its_own(self, worth: int = 0) -> Iterator[None]:
+        """A step whose exchanges are launched in the body and run to their ends after it; it stands for ``worth``
+        exchanges of all gradients."""
+        with self._lock, self._clock(), self._or_abandon():
+            self._begin_step()
+            for parameter in self._parameters:
+                if parameter.requires_grad:
+                    self.traffic.count_gradient(worth * parameter.numel(), self._collectives.size)
+            yield
+            self._driver.finish()
+            self.traffic.end_step()
+            self._collecting = False
+            self._step += 1
+            # What was averaged is applied already.
+            self._guard.stepped = True
+
+    def launch(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Starts an exchange of a :meth:`step_of_its_own`."""
+        self._driver.launch(bucket, exchange)
 
     def parameters_text(self) -> str:
         """How many parameters are compressed, for ``__repr__``."""

@@ -71,7 +71,7 @@ class OwnBlocks(Own, BlockSelection):
     def begin(self, turn: Turn, check: bool) -> None:
         super().begin(turn, check)
         #: Where each slot's block begins, in the bucket's flat memory: the same on all ranks.
-        self.base = positions(torch.zeros_like(self.own[: self.total]), self.segments, self.turn.phase)
+        self.base = positions(torch.zeros_like(self.own[: self.total]), self.segments, self.phase)
 
     def message(self, rule: Rule) -> Tensor:
         plane = super().message(rule)
@@ -114,7 +114,7 @@ class OwnSampled(OwnLargest):
 
     def largest(self, position: int, score: Tensor, count: int) -> Tensor:
         stride = max(1, score.numel() // max(round(self.sample * score.numel()), self.LEAST))
-        seen = score[self.turn.phase % stride :: stride]
+        seen = score[self.phase % stride :: stride]
         rank = min(math.ceil(self.MORE * count * seen.numel() / score.numel()), seen.numel())
         threshold = seen.topk(rank).values[-1]
         above = (score >= threshold).nonzero().view(-1)

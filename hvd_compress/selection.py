@@ -88,7 +88,7 @@ class Selection(abc.ABC):
     def begin(self, turn: Turn, check: bool) -> None:
         """A new step. ``check``: whether to find out if all ranks are in the same one (a look at the result: it waits
         for a GPU)."""
-        self.turn, self.check = turn, check
+        self.turn, self.check, self.phase = turn, check, turn.phase
 
     def receive(self, position: int, grad: Tensor, velocity: Tensor | None, rule: Rule) -> None:
         """A segment's gradient goes into the residual and becomes zero."""
@@ -132,7 +132,7 @@ class Selection(abc.ABC):
             rule.momentum,
             slots,
             self.first[position],
-            self.turn.phase,
+            self.phase,
             run,
             ranks,
             place,
@@ -221,11 +221,11 @@ class BlockSelection(Led):
         self._accumulate(position, grad, velocity, rule, slots, self.own, self.run, self.ranks, self.position)
 
     def take(self, memory: Tensor) -> Tensor:
-        ops.take(memory, self.picks, self.segments, self.values, self.turn.phase)
+        ops.take(memory, self.picks, self.segments, self.values, self.phase)
         return self.values
 
     def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
-        phase = self.turn.phase
+        phase = self.phase
         ops.put(targets, self.bucket.residual, velocity, self.picks, self.segments, mean, lost, phase, scale)
 
 
@@ -349,26 +349,26 @@ class SharedSelection(Unled):
         """A segment's picks, by the ``score`` of those entries whose turn it is: float32, (entries,)."""
         slots, first, key = self.slots[position], self.first[position], self.key(position)
         score = torch.nn.functional.pad(score, (0, self.parts[position].blocks * BLOCK - score.numel()))
-        ops.select(score, self.picks, slots, first, self.turn.phase, 1, 1, 0, key, int(explore * 2**32))
+        ops.select(score, self.picks, slots, first, self.phase, 1, 1, 0, key, int(explore * 2**32))
 
     def take(self, memory: Tensor) -> Tensor:
-        ops.take(memory, self.picks, self.rows, self.values, self.turn.phase)
+        ops.take(memory, self.picks, self.rows, self.values, self.phase)
         return self.values
 
     def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
         parts = [p.of(target) if target.numel() else target for p, target in zip(self.parts, targets, strict=True)]
-        phase = self.turn.phase
+        phase = self.phase
         ops.put(parts, self.bucket.residual, velocity, self.picks, self.rows, mean, lost, phase, scale)
 
     def read(self, memory: Tensor) -> Tensor:
         values = torch.empty_like(self.values)
-        ops.take(memory, self.picks, self.rows, values, self.turn.phase)
+        ops.take(memory, self.picks, self.rows, values, self.phase)
         return values
 
     def write(self, memory: Tensor, values: Tensor) -> None:
         # As what is left in a residual.
         nowhere = [values.new_empty(0)] * len(self.parts)
-        ops.put(nowhere, memory, None, self.picks, self.rows, values, values, self.turn.phase, 0.0)
+        ops.put(nowhere, memory, None, self.picks, self.rows, values, values, self.phase, 0.0)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,10 @@ class Sparse(MomentumCorrected):
         plan.selection.put(nowhere, bucket.state.get("velocity"), torch.zeros_like(taken), taken, 0.0)
         plan.sent = False
 
+    def invalidate(self, bucket: Bucket, bad: Tensor) -> None:
+        """If ``bad``, bool, (), no rank's average of this step will be finite."""
+        self._plans[bucket.index].invalid |= bad.to(torch.int32)
+
     def restart(self, bucket: Bucket) -> None:
         plan = self._plans[bucket.index]
         plan.forget()

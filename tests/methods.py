@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from hvd_compress import DGC, FFT, IWP, MIPD, QSGD, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, QSGD, SlimDP, TernGrad, TopK
 
 # Two buckets of the harness's model: one of two parameters, one of one.
 SMALL = dict(bucket_mb=0.08)
@@ -32,6 +32,8 @@ METHODS = {
     "mipd-compensated": partial(MIPD, density=1 / 16, values="lloyd4", compensation=0.5, budget_interval=3),
     "mipd-fisher": partial(MIPD, density=1 / 64, values="fp32", significance="fisher"),
     "mipd-whole": partial(MIPD, density=0.6, layerwise=False),
+    "slimdp": partial(SlimDP, density=1 / 32),
+    "slimdp-fp32": partial(SlimDP, density=1 / 20, values="fp32", core=0.8, reselect=2, budget_interval=3),
     "topk": partial(TopK, density=1 / 64),
     "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
     "dgc": partial(DGC, density=1 / 64, momentum=0.0),
@@ -52,6 +54,7 @@ TRAINED = {
     "iwp": partial(IWP, budget_interval=50, **_LONG),
     "fft": partial(FFT, budget_interval=50, **_LONG),
     "mipd": partial(MIPD, budget_interval=50, **_LONG),
+    "slimdp": partial(SlimDP, budget_interval=50, **_LONG),
     "topk": partial(TopK, **_LONG),
     "dgc": partial(DGC, **_LONG),
     "qsgd": partial(QSGD, momentum=0.9),
@@ -63,6 +66,7 @@ EXACT = {
     "iwp": partial(IWP, density=1.0, values="fp32"),
     "fft": partial(FFT, density=1.0, values="fp32"),
     "mipd": partial(MIPD, density=1.0, values="fp32"),
+    "slimdp": partial(SlimDP, density=1.0, values="fp32"),
     "topk": partial(TopK, density=1.0),
     "dgc": partial(DGC, density=1.0, momentum=0.0),
 }

@@ -170,7 +170,7 @@ def test_a_bad_gradient_loses_nothing(remembering):
     assert all(g.isfinite().all() for rank in applied for g in rank)
 
 
-@pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "topk", "dgc", "qsgd", "terngrad"])
+@pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "slimdp", "topk", "dgc", "qsgd", "terngrad"])
 def test_uncompressed_parameters_are_averaged_exactly(name):
     world, ranks = replicas(2, METHODS[name])
     grads = [gradients(r.model, seed=r.rank) for r in ranks]

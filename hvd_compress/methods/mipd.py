@@ -8,16 +8,14 @@ from torch import Tensor
 
 from ..bucket import Bucket
 from ..codecs import Codec
-from ..codecs.scales import Moments
 from ..driver import Exchange
+from ..history import History, flat_weights, root_mean_squares
 from ..rng import derive
 from ..schedule import Density
 from ..selection import Part, Rule, Selection, SharedSelection, Turn, Unled, check_explore, smaller_half, whole
 from ..sparse import Plan, Sparse
 
 _SIGNIFICANCE = ("taylor", "fisher")
-# Under this, a mean square counts as zero: it only keeps the scores of what is all zero apart from nothing.
-_TINY = 1e-12
 
 
 class MIPD(Sparse):
@@ -85,8 +83,6 @@ class MIPD(Sparse):
             raise ValueError(f"significance must be one of {', '.join(_SIGNIFICANCE)}, got {significance!r}")
         if not 0.0 <= compensation <= 1.0:
             raise ValueError(f"compensation must lie in [0, 1], got {compensation}")
-        if not 0.0 <= smoothing < 1.0:
-            raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}")
         if not floor > 0.0:
             raise ValueError(f"floor must be above 0, got {floor}")
         check_explore(explore)
@@ -105,9 +101,7 @@ class MIPD(Sparse):
         self._floors: dict[int, tuple[Tensor, Tensor]] = {}
         #: Where the last step's guess was applied, bucket by bucket, to be undone.
         self._guessed: list[list[tuple[Part, Tensor]]] = [[] for _ in self._buckets]
-        for bucket in self._buckets:
-            bucket.add_state("smoothed")
-            bucket.add_state("last_sent").fill_(-1.0)
+        self._history = [History(bucket, smoothing) for bucket in self._buckets]
 
     def __repr__(self) -> str:
         return (
@@ -139,16 +133,9 @@ class MIPD(Sparse):
             self._floors[bucket.index] = self._measure(bucket)
 
     def _measure(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """``floor`` times the root mean squares of weights and smoothed gradients: float32, (segments,), the same bits
-        on all ranks (a torch.mean() is not, on different processors)."""
-        parts = []
-        for segment in bucket.segments:
-            weight = segment.parameter.detach().as_strided((segment.numel,), (1,)).float()
-            both = torch.cat([weight, segment.of(bucket.state["smoothed"])[: segment.numel]])
-            edges = torch.tensor([0, segment.numel, 2 * segment.numel], device=bucket.device)
-            parts.append(Moments(both, edges).rms)
-        weights, smoothed = (torch.stack(parts) * self._floor).float().unbind(1)
-        return weights + _TINY, smoothed + _TINY
+        """``floor`` times the root mean squares of weights and smoothed gradients: float32, (segments,)."""
+        weights, smoothed = root_mean_squares(bucket, flat_weights(bucket), bucket.state["smoothed"])
+        return weights * self._floor, smoothed * self._floor
 
     def significance(self, bucket: Bucket, position: int, part: Part) -> Tensor:
         """Of some of a segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
@@ -189,11 +176,11 @@ class MIPD(Sparse):
         guess = smoothed * self._compensation
         key = derive(selection.turn.key, self._collectives.rank)
         mean, lost = yield from plan.channel.average(values - guess, plan.invalid, key)
-        arrived = mean[:1].isfinite()
         if self._compensation:
-            self._apply_guess(bucket, plan, arrived)
+            self._apply_guess(bucket, plan, mean[:1].isfinite())
         selection.put(self.targets(bucket, plan), state.get("velocity"), mean + guess, lost, self._scale)
-        self._learn(bucket, plan, mean, smoothed, arrived)
+        share = 0.5 if selection.halves else 1.0
+        self._history[bucket.index].learn(selection, mean, self._step, smoothed * (share * self._compensation))
         plan.sent = True
 
     def _apply_guess(self, bucket: Bucket, plan: Plan, arrived: Tensor) -> None:
@@ -209,16 +196,6 @@ class MIPD(Sparse):
     def _guess(self, bucket: Bucket, part: Part, arrived: Tensor) -> Tensor:
         return (part.of_bucket(bucket.state["smoothed"]) * self._compensation).masked_fill_(~arrived, 0.0)
 
-    def _learn(self, bucket: Bucket, plan: Plan, mean: Tensor, smoothed: Tensor, arrived: Tensor) -> None:
-        """The gradient per step since an entry was last sent: what arrived, and what had been guessed meanwhile."""
-        selection, state = _unled(plan), bucket.state
-        last = selection.read(state["last_sent"])
-        share = 0.5 if selection.halves else 1.0
-        rate = mean / (self._step - last) + smoothed * (share * self._compensation)
-        new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
-        selection.write(state["smoothed"], torch.where(arrived, new, smoothed))
-        selection.write(state["last_sent"], torch.where(arrived, float(self._step), last))
-
     def begin(self, bucket: Bucket) -> None:
         self._guessed[bucket.index] = []
         super().begin(bucket)
@@ -233,8 +210,7 @@ class MIPD(Sparse):
 
     def restart(self, bucket: Bucket) -> None:
         super().restart(bucket)
-        bucket.state["smoothed"].zero_()
-        bucket.state["last_sent"].fill_(-1.0)
+        self._history[bucket.index].restart()
 
 
 def _unled(plan: Plan) -> Unled:

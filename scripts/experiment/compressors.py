@@ -243,6 +243,28 @@ def _mipd(args: argparse.Namespace, setting: Setting) -> Compression:
     )
 
 
+def _slimdp_arguments(parser: argparse.ArgumentParser) -> None:
+    _density_arguments(parser, 1 / 32, "lanes4")
+    parser.add_argument("--core", type=float, default=0.5, help="share of what is sent that stays the same for a while")
+    parser.add_argument("--reselect", type=int, default=20, metavar="STEPS", help="between selections of the core")
+    parser.add_argument("--gradient-weight", type=float, default=1.0, help="of the gradient in the significance")
+    parser.add_argument("--budget-interval", type=int, default=0, metavar="STEPS", help="between budget updates")
+
+
+def _slimdp(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    return _with_density(
+        hvd_compress.SlimDP,
+        args,
+        setting,
+        core=args.core,
+        reselect=args.reselect,
+        gradient_weight=args.gradient_weight,
+        budget_interval=args.budget_interval,
+    )
+
+
 def _topk_arguments(parser: argparse.ArgumentParser) -> None:
     _density_arguments(parser, 1 / 256, "fp32-gather")
 
@@ -315,6 +337,7 @@ METHODS: dict[str, Method] = {
     "iwp": Method(_iwp_arguments, _iwp),
     "fft": Method(_fft_arguments, _fft),
     "mipd": Method(_mipd_arguments, _mipd),
+    "slimdp": Method(_slimdp_arguments, _slimdp),
     "topk": Method(_topk_arguments, _topk),
     "dgc": Method(_dgc_arguments, _dgc),
     "qsgd": Method(_qsgd_arguments, _qsgd),

@@ -1,0 +1,230 @@
+"""Explore and exploit: a core of significant entries, and a random few of the others (Sun et al., arXiv 1709.09393)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..bucket import Bucket
+from ..codecs import Codec
+from ..driver import Exchange
+from ..history import History, flat_weights, root_mean_squares
+from ..local_steps import LocalSteps
+from ..reference import positions
+from ..rng import derive
+from ..schedule import Density
+from ..selection import Rule, Selection, SharedSelection, Turn, Unled
+from ..sparse import Plan, Sparse
+
+# Entries are drawn in proportion to their chance. This one is beyond all luck: a draw divides by a number between
+# 2**-33 and 23.
+_CORE = 1e20
+
+
+class SlimDP(Sparse):
+    r"""Slim-DP: what is significant is sent every time, and a random part of the rest, since it may matter later.
+
+    Implements Sun, Chen, Bian, Liu & Liu, *Slim-DP: A Light Communication Data Parallelism for DNN* (arXiv 1709.09393;
+    AAMAS 2018). The core and the explorers' draw follow from what all ranks know, so no index travels. With weights w
+    and the smoothed average gradient e (per step)::
+
+        s   = |w| / rms(w) + gradient_weight |e| / rms(e)       every ``reselect`` steps
+        C   = the largest s: a share ``core`` of the slots of every 256 entries
+        E   = as many others as there are slots left, drawn anew each step
+        S   = C + E
+        g   = mean_i a_i[S] on S, 0 elsewhere                   a_i = r_i + g_i
+        r_i = a_i - what was sent
+
+    The paper's: core and explorer, significance by magnitude and gradient, re-selection, no indices. Ours: the residual
+    (the paper's workers go on from their own parameters: that is ``mode="local"``), block-local choice, the codecs.
+
+    ``mode="local"``: every rank takes ``period`` steps of its own; then the differences to where all stood are averaged
+    on S, and the rest drifts on with each rank. It wraps the optimizer instead of going into Horovod's::
+
+        compression = hvd_compress.SlimDP(model.named_parameters(), mode="local", period=8)
+        optimizer = compression.wrap(torch.optim.SGD(...))       # not hvd.DistributedOptimizer
+        ...
+        compression.finish()                                     # a full average, before testing or saving
+
+    Args:
+        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
+        density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.
+        core: the core's share of them (the paper's beta / alpha), in [0, 1].
+        values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
+        reselect: steps between selections of the core.
+        gradient_weight: of the gradient in the significance; 0 looks at the weights alone.
+        smoothing: weight of the past in e, in [0, 1).
+        mode: ``"gradient"`` or ``"local"``.
+        period: local steps between two exchanges.
+        budget_interval: exchanges between re-balancings of the layers' shares by significance; 0 keeps them equal.
+        warmup_steps, momentum: see :class:`~hvd_compress.IWP`. Not for ``mode="local"``, where momentum stays in the
+            optimizer.
+        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
+            :class:`~hvd_compress.compressor.Compressor`.
+
+    Raises:
+        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
+        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        RuntimeError: ``mode="local"`` given to Horovod's optimizer.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        density: float | Density = 1 / 32,
+        *,
+        core: float = 0.5,
+        values: str | Codec = "lanes4",
+        reselect: int = 20,
+        gradient_weight: float = 1.0,
+        smoothing: float = 0.9,
+        mode: str = "gradient",
+        period: int = 1,
+        budget_interval: int = 0,
+        warmup_steps: int = 0,
+        momentum: float = 0.0,
+        **common: Any,
+    ) -> None:
+        if not 0.0 <= core <= 1.0:
+            raise ValueError(f"core must lie in [0, 1], got {core}")
+        if reselect < 1:
+            raise ValueError(f"reselect must be at least 1, got {reselect}")
+        if not gradient_weight >= 0.0:
+            raise ValueError(f"gradient_weight must not be negative, got {gradient_weight}")
+        if mode not in ("gradient", "local"):
+            raise ValueError(f"mode must be gradient or local, got {mode!r}")
+        if period < 1 or (period > 1 and mode == "gradient"):
+            raise ValueError(f'period must be at least 1, and 1 in mode="gradient", got {period}')
+        if mode == "local" and (momentum or common.get("grad_scaler") is not None):
+            raise ValueError('mode="local" averages parameters: momentum and grad_scaler are the optimizer\'s business')
+        super().__init__(
+            named_parameters,
+            density,
+            values=values,
+            budget_interval=budget_interval,
+            warmup_steps=warmup_steps,
+            momentum=momentum,
+            **common,
+        )
+        self._core, self._reselect, self._gradient_weight = core, reselect, gradient_weight
+        self._smoothing = smoothing
+        self._history = [History(bucket, smoothing) for bucket in self._buckets]
+        for bucket in self._buckets:
+            bucket.add_state("chance")
+        self._local = LocalSteps(self, period) if mode == "local" else None
+
+    def __repr__(self) -> str:
+        where = f"{self._local.text()}, " if self._local else ""
+        return (
+            f"SlimDP({where}density {self._density}, {self._core:.0%} core, reselected every {self._reselect}, "
+            f"{self._codec.name} values{self.momentum_text()}; {self.parameters_text()})"
+        )
+
+    # Core and explorer.
+
+    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
+        return SharedSelection(bucket, slots, halves=False)
+
+    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
+        # Only accumulates: the choice comes from shared state.
+        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
+
+    def settings(self) -> tuple[Any, ...]:
+        ours = self._core, self._reselect, self._gradient_weight, self._smoothing
+        return *super().settings(), *ours, self._local.text() if self._local else ""
+
+    def significance(self, bucket: Bucket) -> list[Tensor]:
+        """Of each segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
+        weights = self._local.anchors(bucket) if self._local else flat_weights(bucket)
+        smoothed = bucket.state["smoothed"]
+        of_weights, of_gradients = root_mean_squares(bucket, weights, smoothed)
+        scores = []
+        for position, (segment, weight) in enumerate(zip(bucket.segments, weights, strict=True)):
+            gradient = segment.of(smoothed)[: segment.numel].abs() / of_gradients[position]
+            scores.append(weight.abs() / of_weights[position] + gradient * self._gradient_weight)
+        return scores
+
+    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
+        return torch.stack([score.sum(dtype=torch.float64) for score in self.significance(bucket)])
+
+    def draw(self, bucket: Bucket, plan: Plan, turn: Turn, check: bool) -> None:
+        super().draw(bucket, plan, turn, check)
+        selection = plan.selection
+        # Blocks keep their slots as long as their core, or it would not always find room.
+        since = self._step - self._step % self._reselect
+        selection.phase = derive(self._seed, since, bucket.index) & 0xFFFF
+        if since == self._step and isinstance(selection, SharedSelection):
+            self._choose_core(bucket, selection)
+
+    def _choose_core(self, bucket: Bucket, selection: SharedSelection) -> None:
+        core = SharedSelection(bucket, [round(slots * self._core) for slots in selection.slots], halves=False)
+        core.begin(selection.turn, False)
+        core.phase = selection.phase
+        for position, score in enumerate(self.significance(bucket)):
+            core.pick(position, score, 0.0)
+        bucket.state["chance"].fill_(1.0)
+        bucket.state["chance"][positions(core.picks, core.rows, core.phase)] = _CORE
+
+    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
+        selection = plan.selection
+        assert isinstance(selection, Unled)
+        if isinstance(selection, SharedSelection):
+            for position, segment in enumerate(bucket.segments):
+                # All by lot: without replacement, in proportion to the chance.
+                selection.pick(position, segment.of(bucket.state["chance"])[: segment.numel], 1.0)
+        yield from super().communicate(bucket, plan)
+        self._history[bucket.index].learn(selection, plan.channel.mean, self._step)
+
+    def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
+        return self._local.targets(bucket) if self._local else super().targets(bucket, plan)
+
+    def restart(self, bucket: Bucket) -> None:
+        super().restart(bucket)
+        self._history[bucket.index].restart()
+        if self._local:
+            self._local.restart()
+
+    # Local steps.
+
+    def wrap(self, optimizer: Optimizer) -> Optimizer:
+        """For ``mode="local"``: ``optimizer`` itself, which from now on exchanges after every ``period`` steps. All
+        ranks must begin with the same parameters (``hvd.broadcast_parameters``).
+
+        Raises ``ValueError`` in another mode, or if it holds none of the parameters.
+        """
+        return self._in_local_mode("wrap").wrap(optimizer)
+
+    def finish(self) -> None:
+        """For ``mode="local"``: averages all parameters over the ranks, before they are tested, saved or compared. All
+        ranks have to call it. Raises ``ValueError`` in another mode."""
+        self._in_local_mode("finish").finish()
+
+    def _in_local_mode(self, what: str) -> LocalSteps:
+        if self._local is None:
+            raise ValueError(f'{what}() is for mode="local"; in mode="gradient" Horovod\'s optimizer does it all')
+        return self._local
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, object]:
+        if self._local is not None:
+            raise RuntimeError(
+                'mode="local" averages parameters, not gradients: use compression.wrap(optimizer) instead of '
+                "hvd.DistributedOptimizer"
+            )
+        return super().compress(tensor)
+
+    def take_momentum(self, optimizer: Optimizer) -> float:
+        if self._local is not None:
+            raise ValueError('take_momentum: in mode="local" momentum stays in the optimizer')
+        return super().take_momentum(optimizer)
+
+    def method_state(self) -> dict[str, Any]:
+        return {**super().method_state(), "local": self._local.state() if self._local else None}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        if (state["local"] is None) != (self._local is None):
+            raise ValueError("the state was made in another mode")
+        super().load_method_state(state)
+        if self._local:
+            self._local.load_state(state["local"])
