@@ -146,6 +146,9 @@ class Compressor(abc.ABC):
     def settle(self, number: int, grad: Tensor) -> None:
         """The averaged gradient of a parameter that travelled dense is in ``grad``: the last word on it."""
 
+    def finished(self) -> None:
+        """All exchanges of the step are done, and backward is over: weights may be touched. Must not communicate."""
+
     def undo(self, bucket: Bucket) -> None:
         """The last step's average was never applied (a ``GradScaler`` skipped the step): take back what was sent."""
 
@@ -411,6 +414,7 @@ class Compressor(abc.ABC):
                 )
                 self._driver.launch(bucket, self.exchange(bucket))
         self._driver.finish()
+        self.finished()
         self.traffic.end_step()
         self._collecting = False
         self._step += 1

@@ -31,6 +31,11 @@ class OptimizerGuard:
         self.stepped: bool | None = None
         _enlist(self)
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The one that was last seen to step the parameters."""
+        return None if self._seen is None else self._seen()
+
     def _before_step(self, optimizer: Optimizer) -> None:
         owner = self._owner()
         if owner is None:

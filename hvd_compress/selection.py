@@ -371,6 +371,51 @@ class SharedSelection(Unled):
         ops.put(nowhere, memory, None, self.picks, self.rows, values, values, self.phase, 0.0)
 
 
+class Rotating(Unled):
+    """Every ``period``-th entry of each parameter, so that all have had their turn after ``period`` steps."""
+
+    def __init__(self, bucket: Bucket, period: int) -> None:
+        super().__init__(bucket, [-(-segment.numel // period) for segment in bucket.segments])
+        self.period = period
+
+    def turns(self) -> list["Part"]:
+        return [whole(segment) for segment in self.bucket.segments]
+
+    def parts(self, memory: Tensor) -> list[Tensor]:
+        """Views of the entries whose turn it is in a bucket-wide tensor, segment by segment."""
+        return [self._of(segment.of(memory)[: segment.numel], i) for i, segment in enumerate(self.bucket.segments)]
+
+    def _of(self, flat: Tensor, position: int) -> Tensor:
+        return flat[(self.turn.step + position) % self.period :: self.period]
+
+    def _into(self, values: Tensor, memory: Tensor) -> Tensor:
+        # Some offsets have one entry less than there are slots.
+        values.zero_()
+        for part, first in zip(self.parts(memory), self.first, strict=True):
+            values[first : first + part.numel()] = part
+        return values
+
+    def take(self, memory: Tensor) -> Tensor:
+        return self._into(self.values, memory)
+
+    def read(self, memory: Tensor) -> Tensor:
+        return self._into(torch.empty_like(self.values), memory)
+
+    def write(self, memory: Tensor, values: Tensor) -> None:
+        for part, first in zip(self.parts(memory), self.first, strict=True):
+            part.copy_(values[first : first + part.numel()])
+
+    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+        finite = mean.isfinite()
+        self.write(self.bucket.residual, torch.where(finite, lost, self.read(self.bucket.residual)))
+        if velocity is not None:
+            self.write(velocity, self.read(velocity).masked_fill_(finite, 0.0))
+        for position, (target, first) in enumerate(zip(targets, self.first, strict=True)):
+            if target.numel():
+                here = self._of(target.as_strided((target.numel(),), (1,)), position)
+                here.copy_(mean[first : first + here.numel()] * scale)
+
+
 @dataclass(frozen=True)
 class Part:
     """Some blocks of a segment: ``first`` counts in the bucket, ``skipped`` in the segment."""

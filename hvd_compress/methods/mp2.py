@@ -1,0 +1,317 @@
+"""Parameters that were not sent are predicted (MP2: Liu et al., Computer Networks 255, 2024)."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bucket import Bucket
+from ..codecs import Codec
+from ..codecs.scales import Moments
+from ..collectives import allreduce
+from ..driver import Exchange
+from ..predictor import Predictor, fields, predict, shipped
+from ..reference import BLOCK
+from ..rng import derive
+from ..selection import Rotating, Rule, Selection, Unled
+from ..sparse import Plan, Sparse
+
+# Equal on all ranks, entry by entry. ``arrived``: the gradient per step that came last; ``smoothed``: the same over
+# time; ``last_sent``: the step it came in; ``guess``: what is predicted per step; ``applied``: the sum of what was
+# applied of that since.
+_SHARED = ("arrived", "smoothed", "last_sent", "guess", "applied")
+# Windows of a closed layer that are predicted all the same in a step, to see if it pays by now.
+_PROBES = 16
+# How fast the gate forgets.
+_DECAY = 0.97
+_TINY = 1e-12
+
+
+class MP2(Sparse):
+    r"""A rotating part of the entries is sent, and a small network predicts the others from what all ranks have seen.
+
+    Implements the published idea of Liu et al., *MP2* (Computer Networks 255, 2024): workers push a subset of the
+    parameters, and the rest is predicted by an already trained network of convolution, channel attention and max
+    pooling, where training shows that its predictions are good. On rank i::
+
+        S   = every period-th entry, each in its turn             no index travels
+        h   = predictor(what arrived; when; smoothed; weights)     the same on all ranks; 0 where the gate is closed
+        g   = mean_i a_i[S] on S, h off it                         a_i = r_i + g_i
+        r_i = a_i - what was sent on S, a_i - h off it              a wrong guess is paid back
+
+    The gate of a layer is open while the cosine between what was predicted and what then arrived is at least ``gate``.
+
+    The paper's: the predictor's architecture, predicting what is not sent, choosing by how training goes. Ours: the
+    rotation, the residual, the predictor's inputs and training (``scripts/train_predictor.py``), the gate's measure.
+
+    Every rank computes the predictions for itself, so all need one type of processor and as many threads: every
+    ``check_interval`` steps they compare a checksum, and where one differs, all take over rank 0's predictions,
+    weights and optimizer state, with a warning.
+
+    Args:
+        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
+        period: steps until an entry has its turn again; 1 / period of the entries are sent in a step.
+        values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
+        prediction: False never predicts (the rival: the residual alone).
+        gate: the least cosine, in [-1, 1].
+        smoothing: weight of the past in what is smoothed, in [0, 1).
+        check_interval: steps between checksums; 0 never checks.
+        predictor: another one than the package's; the same on all ranks.
+        momentum: see :class:`~hvd_compress.IWP`.
+        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
+            :class:`~hvd_compress.compressor.Compressor`.
+
+    Raises:
+        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
+        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        period: int = 9,
+        *,
+        values: str | Codec = "lanes4",
+        prediction: bool = True,
+        gate: float = 0.1,
+        smoothing: float = 0.7,
+        check_interval: int = 100,
+        predictor: Predictor | None = None,
+        momentum: float = 0.0,
+        **common: Any,
+    ) -> None:
+        if period < 1:
+            raise ValueError(f"period must be at least 1, got {period}")
+        if not -1.0 <= gate <= 1.0:
+            raise ValueError(f"gate must lie in [-1, 1], got {gate}")
+        if not 0.0 <= smoothing < 1.0:
+            raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}")
+        if check_interval < 0:
+            raise ValueError(f"check_interval must not be negative, got {check_interval}")
+        super().__init__(
+            named_parameters,
+            1.0 / period,
+            values=values,
+            budget_interval=0,
+            warmup_steps=0,
+            momentum=momentum,
+            **common,
+        )
+        self._period, self._prediction, self._gate, self._smoothing = period, prediction, gate, smoothing
+        self._check_interval, self._own_predictor = check_interval, predictor
+        for bucket in self._buckets:
+            for name in _SHARED:
+                bucket.add_state(name)
+            bucket.state["last_sent"].fill_(-1.0)
+        #: A layer's running sums of predicted * arrived, predicted^2 and arrived^2: float64, (3, segments).
+        self._fit = [torch.zeros(3, len(b.segments), dtype=torch.float64, device=b.device) for b in self._buckets]
+        #: Of the last step: what an undo has to give back.
+        self._before: list[tuple[Tensor, Tensor, list[bool]] | None] = [None] * len(self._buckets)
+        #: Weights and optimizer state of rank 0, to be taken over at the end of the step.
+        self._repairs: list[tuple[Tensor, Tensor]] = []
+
+    def __repr__(self) -> str:
+        how = f"prediction above {self._gate:g}" if self._prediction else "no prediction"
+        return (
+            f"MP2(every {self._period}th entry in turn, {how}, {self._codec.name} values{self.momentum_text()}; "
+            f"{self.parameters_text()})"
+        )
+
+    def open_layers(self) -> dict[str, bool]:
+        """Whether each compressed parameter is predicted now, by name."""
+        return {
+            segment.name: here
+            for bucket in self._buckets
+            for segment, here in zip(bucket.segments, self._open(bucket), strict=True)
+        }
+
+    # What is sent.
+
+    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
+        return Rotating(bucket, self._period)
+
+    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
+        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
+
+    def settings(self) -> tuple[Any, ...]:
+        ours = self._period, self._prediction, self._gate, self._smoothing, self._check_interval
+        return *super().settings(), *ours
+
+    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
+        raise NotImplementedError("every parameter sends the same share")
+
+    def begin(self, bucket: Bucket) -> None:
+        self._before[bucket.index] = None
+        super().begin(bucket)
+
+    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
+        selection = plan.selection
+        if not isinstance(selection, Rotating) or not self._prediction:
+            yield from super().communicate(bucket, plan)
+            return
+        yield from selection.agree(plan.rule)
+        values = selection.take(bucket.residual)
+        key = derive(selection.turn.key, self._collectives.rank)
+        mean, lost = yield from plan.channel.average(values, plan.invalid, key)
+        arrived = mean[:1].isfinite()
+        fresh = self._learn(bucket, selection, plan, mean, arrived)
+        opened = self._open(bucket)
+        self._refresh(bucket, selection, fresh, opened)
+        self._apply(bucket, plan, opened, arrived)
+        selection.put(self.targets(bucket, plan), bucket.state.get("velocity"), mean, lost, self._scale)
+        selection.write(bucket.state["applied"], self._sent_none_of(selection, bucket, arrived))
+        plan.sent = True
+        if self._check_interval and self._step % self._check_interval == self._check_interval - 1:
+            yield from self._compare(bucket)
+
+    # What is learnt from what arrives.
+
+    def _learn(self, bucket: Bucket, selection: Unled, plan: Plan, mean: Tensor, arrived: Tensor) -> Tensor:
+        """The gradients per step since each entry was last sent: float32, (slots,)."""
+        state = bucket.state
+        last, applied, guess = (selection.read(state[name]) for name in ("last_sent", "applied", "guess"))
+        self._before[bucket.index] = last, applied, []
+        rate = torch.where(arrived, (mean + applied) / (self._step - last), selection.read(state["arrived"]))
+        smoothed = selection.read(state["smoothed"])
+        new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
+        selection.write(state["arrived"], rate)
+        selection.write(state["smoothed"], torch.where(arrived, new, smoothed))
+        selection.write(state["last_sent"], torch.where(arrived, float(self._step), last))
+        # By sums of squares, which are the same bits on all ranks; a dot product's are not.
+        edges = torch.tensor([*selection.first, selection.total], device=bucket.device)
+        both, one, other = (Moments(x, edges).square for x in (guess + rate, guess, rate))
+        seen = torch.stack([(both - one - other) / 2, one, other])
+        fit = self._fit[bucket.index]
+        fit.copy_(torch.where(arrived, fit * _DECAY + seen, fit))
+        return rate
+
+    def _open(self, bucket: Bucket) -> list[bool]:
+        dot, guessed, came = self._fit[bucket.index].tolist()
+        pairs = zip(dot, guessed, came, strict=True)
+        return [self._prediction and g > 0.0 and d >= self._gate * (g * c) ** 0.5 for d, g, c in pairs]
+
+    # What is predicted.
+
+    def _refresh(self, bucket: Bucket, selection: Rotating, fresh: Tensor, opened: list[bool]) -> None:
+        """New predictions for those windows whose turn it is: as many as there are in a ``period``-th."""
+        state = bucket.state
+        here, mask = torch.zeros_like(state["guess"]), torch.zeros_like(state["guess"])
+        selection.write(here, fresh)
+        selection.write(mask, torch.ones_like(fresh))
+        for position, segment in enumerate(bucket.segments):
+            every = self._period if opened[position] else max(self._period, segment.blocks // _PROBES)
+            if self._step % every >= segment.blocks:
+                continue
+            windows = torch.arange(self._step % every, segment.blocks, every, device=bucket.device)
+            arrived = segment.of(state["arrived"])
+            weight = torch.nn.functional.pad(
+                segment.parameter.detach().as_strided((segment.numel,), (1,)).float(),
+                (0, segment.blocks * BLOCK - segment.numel),
+            )
+            edges = torch.tensor([0, arrived.numel()], device=bucket.device)
+            unit, size = (Moments(x, edges).rms.float() + _TINY for x in (arrived, weight))
+            parts = (segment.of(here) / unit, segment.of(mask), arrived / unit, segment.of(state["smoothed"]) / unit)
+            chosen = [part.view(-1, BLOCK)[windows] for part in (*parts, weight / size)]
+            guess = self.predict(bucket, position, windows, fields(*chosen)) * unit
+            segment.of(state["guess"]).view(-1, BLOCK)[windows] = guess
+            segment.of(state["guess"])[segment.numel :] = 0.0
+
+    def predict(self, bucket: Bucket, position: int, windows: Tensor, seen: Tensor) -> Tensor:
+        """The gradients per step, in units of their layer's root mean square, float32 (n, 256), of those ``windows`` of
+        a segment, int64 (n,); ``seen``: see :func:`~hvd_compress.predictor.fields`."""
+        return predict(self._own_predictor or shipped(bucket.device), seen)
+
+    def _apply(self, bucket: Bucket, plan: Plan, opened: list[bool], arrived: Tensor) -> None:
+        """The prediction stands for every entry; what was sent is then assigned over it."""
+        before = self._before[bucket.index]
+        assert before is not None
+        targets = self.targets(bucket, plan)
+        for segment, target, here in zip(bucket.segments, targets, opened, strict=True):
+            applied = here and target.numel() > 0
+            before[2].append(applied)
+            if applied:
+                guess = torch.where(arrived, segment.of(bucket.state["guess"]), 0.0)
+                segment.of(bucket.residual).sub_(guess)
+                segment.of(bucket.state["applied"]).add_(guess)
+                target.as_strided((target.numel(),), (1,)).copy_(guess[: target.numel()] * self._scale)
+
+    def _sent_none_of(self, selection: Unled, bucket: Bucket, arrived: Tensor) -> Tensor:
+        """What is applied, and waits to be compared, of entries that have just been sent."""
+        return torch.where(arrived, 0.0, selection.read(bucket.state["applied"]))
+
+    def undo(self, bucket: Bucket) -> None:
+        plan, before = self._plans[bucket.index], self._before[bucket.index]
+        if plan.sent and before is not None:
+            last, applied, predicted = before
+            for segment, was in zip(bucket.segments, predicted, strict=True):
+                if was:
+                    guess = segment.of(bucket.state["guess"])
+                    segment.of(bucket.residual).add_(guess)
+                    segment.of(bucket.state["applied"]).sub_(guess)
+            assert isinstance(plan.selection, Rotating)
+            plan.selection.write(bucket.state["last_sent"], last)
+            plan.selection.write(bucket.state["applied"], applied)
+            self._before[bucket.index] = None
+        super().undo(bucket)
+
+    # All ranks the same.
+
+    def _compare(self, bucket: Bucket) -> Exchange:
+        mark = self._checksum(bucket).double()
+        total = yield allreduce(torch.cat([torch.ones_like(mark), mark, mark * mark]), "budget", "checksum")
+        if bool(total[0] * total[2] == total[1] * total[1]):
+            return
+        warnings.warn(
+            "MP2: the ranks' predictions differ (other processors? other numbers of threads?): all take over rank 0's",
+            stacklevel=2,
+        )
+        everything = [*(bucket.state[name] for name in _SHARED), self._fit[bucket.index], *self._steered(bucket)]
+        flat = torch.cat([tensor.double().flatten() for tensor in everything])
+        # The sum of rank 0's and of zeros. Rarely needed: that it costs as much as a dense step does not matter.
+        flat = yield allreduce(flat if self._collectives.rank == 0 else torch.zeros_like(flat), "budget", "repair")
+        place = 0
+        for tensor in everything:
+            part = flat[place : place + tensor.numel()].view(tensor.shape)
+            place += tensor.numel()
+            self._repairs.append((tensor, part))
+
+    def _checksum(self, bucket: Bucket) -> Tensor:
+        """Of predictions and weights: int64, (1,), below 2**20, so that sums of squares are exact."""
+        weights = [s.parameter.detach().as_strided((s.numel,), (1,)).float() for s in bucket.segments]
+        bits = torch.cat([bucket.state["guess"], bucket.state["smoothed"], *weights]).view(torch.int32).long()
+        place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        return ((bits * place).sum() % 2**20).view(1)
+
+    def _steered(self, bucket: Bucket) -> list[Tensor]:
+        """Weights, and the optimizer's tensors of their shape, which went astray with the predictions."""
+        optimizer = self._guard.optimizer
+        tensors = []
+        for segment in bucket.segments:
+            tensors.append(segment.parameter.detach())
+            state = optimizer.state.get(segment.parameter, {}) if optimizer is not None else {}
+            tensors += [v for v in state.values() if isinstance(v, Tensor) and v.shape == segment.parameter.shape]
+        return tensors
+
+    def finished(self) -> None:
+        # Not before: backward still needed the weights as they were.
+        for tensor, right in self._repairs:
+            tensor.copy_(right)
+        self._repairs.clear()
+
+    def restart(self, bucket: Bucket) -> None:
+        super().restart(bucket)
+        for name in _SHARED:
+            bucket.state[name].fill_(-1.0 if name == "last_sent" else 0.0)
+        self._fit[bucket.index].zero_()
+        self._before[bucket.index] = None
+        self._repairs.clear()
+
+    def method_state(self) -> dict[str, Any]:
+        return {**super().method_state(), "fit": [fit.clone() for fit in self._fit]}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        super().load_method_state(state)
+        for mine, fit in zip(self._fit, state["fit"], strict=True):
+            mine.copy_(fit)

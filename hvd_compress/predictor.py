@@ -1,0 +1,57 @@
+"""The network that predicts gradients that were not sent (Liu et al., 2024): convolution, channel attention, pooling.
+
+It is trained once (``scripts/train_predictor.py``), ships with the package, and never changes: all ranks hold the same
+weights, so that the same inputs give the same predictions.
+"""
+
+from functools import lru_cache
+from importlib import resources
+
+import torch
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+
+#: What it sees of every entry of a window: the value that has just arrived, or 0; whether it has; the value that
+#: arrived last; the smoothed values; the weight. Values in units of their layer's root mean square, weights in theirs.
+CHANNELS = 5
+_WINDOWS = 512  # at once, so that the memory it takes is bounded
+
+
+class Predictor(nn.Module):
+    """From windows, float32 (n, 5, 256), to what each entry's gradient per step will be next, (n, 256)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Conv1d(CHANNELS, 32, 3, padding=1)
+        self.wide = nn.Conv1d(32, 64, 3, padding=1)
+        self.squeeze = nn.Linear(64, 8)
+        self.excite = nn.Linear(8, 64)
+        self.pool = nn.MaxPool1d(3, stride=1, padding=1)
+        self.out = nn.Conv1d(64, 1, 1)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        x = self.wide(self.narrow(windows).relu()).relu()
+        attention = self.excite(self.squeeze(x.mean(2)).relu()).sigmoid()
+        predicted: Tensor = self.out(self.pool(x * attention[:, :, None]))
+        return predicted.squeeze(1)
+
+
+@lru_cache
+def shipped(device: torch.device) -> Predictor:
+    """The trained one, on a device, once."""
+    data = resources.files("hvd_compress").joinpath("weights", "predictor.safetensors").read_bytes()
+    predictor = Predictor()
+    predictor.load_state_dict(load_tensors(data))
+    return predictor.requires_grad_(False).to(device).eval()
+
+
+def predict(predictor: Predictor, windows: Tensor) -> Tensor:
+    """:meth:`Predictor.forward`, some windows at a time: float32, (n, 256)."""
+    return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
+
+
+def fields(fresh: Tensor, mask: Tensor, last: Tensor, smoothed: Tensor, weight: Tensor) -> Tensor:
+    """Windows from their channels, each (n, 256), already in units of a root mean square."""
+    # A gradient's tails are heavy, and one outlier would drown its neighbours.
+    tame = [torch.asinh(channel) for channel in (fresh, last, smoothed, weight)]
+    return torch.stack([tame[0], mask, *tame[1:]], 1)

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Train small networks with MP2's rotation and no prediction, and keep what the predictor would have seen and should
+have said: the examples that train_predictor.py learns from.
+
+    python scripts/record_histories.py --out results/histories [--data-dir DATA_DIR]
+
+Networks are scikit-learn's digits and synthetic images with mlp, cnn and resnet20, and with --data-dir CIFAR-10 too;
+with and without momentum correction. From every compressed layer a few windows of 256 entries are taken at random
+moments, in each third of the training alike. OUT/RUN.safetensors holds `seen`, float16 (n, 5, 256), see
+hvd_compress/predictor.py; `next`, float16 (n, 256): the mean gradient of the period that followed, in the same unit;
+and its metadata, as JSON: the run, and of every example its layer, the layer's kind and depth, and the phase.
+One process, no Horovod: what a rank would get is the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from experiment import data as datasets
+from experiment import models
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from hvd_compress import MP2
+from hvd_compress.bucket import Bucket
+from hvd_compress.local import LocalWorld
+
+RUNS = [
+    # data, model, momentum, batch, epochs, learning rate
+    ("digits", "mlp", 0.0, 64, 12, 0.1),
+    ("digits", "mlp", 0.9, 64, 12, 0.05),
+    ("digits", "cnn", 0.0, 64, 12, 0.1),
+    ("digits", "cnn", 0.9, 64, 12, 0.05),
+    ("synthetic", "cnn", 0.9, 128, 3, 0.05),
+    ("digits", "resnet20", 0.9, 128, 8, 0.1),
+    ("synthetic", "resnet20", 0.0, 128, 1, 0.1),
+    ("synthetic", "resnet20", 0.9, 128, 1, 0.1),
+]
+CIFAR = [("cifar10", "cnn", 0.9, 128, 1, 0.05), ("cifar10", "resnet20", 0.9, 128, 1, 0.1)]
+A_LAYER = 6  # windows of a layer at a moment
+MOMENTS = 30  # a third of the training
+
+
+class Recorder(MP2):
+    """Predicts nothing, and keeps what it was asked."""
+
+    def __init__(self, *args: Any, **options: Any):
+        # Always open, so that it is asked for a whole period of windows.
+        super().__init__(*args, gate=-1.0, values="fp32", check_interval=0, **options)
+        self.open: list[dict[str, Any]] = []
+        self.done: list[dict[str, Any]] = []
+        self.wanted = False
+        self.random = torch.Generator().manual_seed(0)
+
+    def _open(self, bucket: Bucket) -> list[bool]:
+        return [True] * len(bucket.segments)
+
+    def predict(self, bucket: Bucket, position: int, windows: Tensor, seen: Tensor) -> Tensor:
+        if self.wanted and float(seen.abs().sum()):
+            segment = bucket.segments[position]
+            unit = segment.of(bucket.state["arrived"]).square().mean().sqrt() + 1e-12
+            for i in torch.randperm(len(windows), generator=self.random)[:A_LAYER].tolist():
+                example = {"segment": segment, "window": int(windows[i]), "unit": unit, "seen": seen[i].clone()}
+                self.open.append({**example, "sum": torch.zeros(256), "steps": 0})
+        return torch.zeros_like(seen[:, 0])
+
+    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
+        segment = bucket.segments[position]
+        for example in self.open:
+            if example["segment"] is segment:
+                example["sum"] += self._increment(bucket, segment, grad, example["window"])
+                example["steps"] += 1
+                if example["steps"] == self._period:
+                    self.done.append(example)
+        self.open = [example for example in self.open if example["steps"] < self._period]
+        super().receive(bucket, position, grad)
+
+    def _increment(self, bucket: Bucket, segment: Any, grad: Tensor, window: int) -> Tensor:
+        """What this step adds to the residual."""
+        here = slice(window * 256, window * 256 + 256)
+        part = grad.as_strided((grad.numel(),), (1,))[here].float()
+        part = F.pad(part, (0, 256 - part.numel()))
+        velocity = bucket.state.get("velocity")
+        return part if velocity is None else part + self._momentum * segment.of(velocity)[here]
+
+
+def record(run: tuple[str, str, float, int, int, float], folder: Path | None, seed: int) -> list[dict[str, Any]]:
+    name, network, momentum, batch, epochs, rate = run
+    data = datasets.load(name, folder)
+    torch.manual_seed(seed)
+    model = models.build(network, data.channels, data.size, data.classes)
+    # The mode of most users with convolutions, and the memory order that windows follow.
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    recorder = Recorder(model.named_parameters(), momentum=momentum, collectives=LocalWorld(1).collectives(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    total = epochs * datasets.steps_per_epoch(len(data.train_labels), batch, 1)
+    # As many moments in each third; a random choice of steps.
+    third = total // 3
+    moments = {
+        part * third + int(step)
+        for part in range(3)
+        for step in torch.randperm(max(third - 18, 1), generator=torch.Generator().manual_seed(part))[:MOMENTS] + 9
+    }
+    depth = {n: i for i, (n, p) in enumerate((n, p) for n, p in model.named_parameters() if p.dim() >= 2)}
+    examples, step = [], 0
+    for epoch in tqdm(range(epochs), desc=f"{name} {network} {momentum:g}", leave=False):
+        for images, labels in datasets.train_batches(data, batch, 0, 1, seed, epoch, True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images.contiguous(memory_format=torch.channels_last)), labels).backward()
+            recorder.wanted = step in moments
+            parameters = [p for p in model.parameters() if p.grad is not None]
+            pending = [(p, *recorder.compress(p.grad)) for p in parameters]
+            for p, payload, ctx in pending:
+                p.grad = recorder.decompress(payload, ctx)
+            optimizer.step()
+            for example in recorder.done:
+                segment = example["segment"]
+                kind = "linear" if segment.parameter.dim() == 2 else f"conv{segment.parameter.shape[-1]}"
+                examples.append(
+                    {
+                        "seen": example["seen"],
+                        "next": (example["sum"] / recorder._period / example["unit"]).clamp(-1e4, 1e4),
+                        "about": [segment.name, kind, depth[segment.name], min(3 * step // total, 2)],
+                    }
+                )
+            recorder.done.clear()
+            step += 1
+    return examples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {datasets.CIFAR_FOLDER}/")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for run in RUNS + (CIFAR if args.data_dir else []):
+        file = args.out / f"{run[0]}-{run[1]}-{run[2]:g}-{args.seed}.safetensors"
+        if file.exists():
+            continue
+        examples = record(run, args.data_dir, args.seed)
+        tensors = {key: torch.stack([e[key] for e in examples]).half() for key in ("seen", "next")}
+        about = {"run": json.dumps(run), "about": json.dumps([e["about"] for e in examples])}
+        save_file(tensors, file, metadata=about)
+        print(f"{file}: {len(examples)} windows", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Train MP2's predictor on what record_histories.py kept, and write its weights and a model card.
+
+    python scripts/train_predictor.py HISTORIES_DIR [--weights FILE.safetensors] [--card FILE.md]
+
+One run is held out at a time of choosing the length of training (`--held-out`, by data and network), and the figures on
+the card are of that run alone. The loss is the squared error in units of a layer's root mean square, with the largest
+targets clipped. What MP2 gains from a prediction depends on its cosine with what then came: the card has it by kind of
+layer and by phase, beside that of the simplest predictors: the smoothed value, and the value that arrived last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+import hvd_compress
+from hvd_compress.predictor import Predictor
+
+# Channels of `seen`; see hvd_compress.predictor.fields.
+ARRIVED, SMOOTHED = 2, 3
+LARGEST = 8.0  # a target, in units of its layer
+BATCH = 128
+PHASES = ("first", "second", "last")
+
+
+@dataclass
+class Examples:
+    """`seen` float32 (n, 5, 256), `next` float32 (n, 256), `about`: layer, kind, depth and phase of each."""
+
+    seen: Tensor
+    next: Tensor
+    about: list[list[Any]]
+
+
+def load(files: list[Path]) -> Examples:
+    seen, following, about = [], [], []
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            seen.append(opened.get_tensor("seen").float())
+            following.append(opened.get_tensor("next").float().clamp(-LARGEST, LARGEST))
+            about += json.loads(opened.metadata()["about"])
+    return Examples(torch.cat(seen), torch.cat(following), about)
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return float((one * other).sum() / (one.norm() * other.norm()).clamp(min=1e-12))
+
+
+@torch.no_grad()
+def predictions(predictor: Predictor, examples: Examples) -> Tensor:
+    return torch.cat([predictor(part) for part in examples.seen.split(512)])
+
+
+def train(examples: Examples, held_out: Examples, epochs: int, rate: float) -> tuple[Predictor, float]:
+    """The predictor of the epoch with the least error on what was held out, and that error relative to predicting 0."""
+    predictor = Predictor()
+    optimizer = torch.optim.Adam(predictor.parameters(), lr=rate)
+    steps = epochs * -(-len(examples.seen) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
+    best, state = float("inf"), predictor.state_dict()
+    nothing = float(held_out.next.square().mean())
+    for _ in (bar := tqdm(range(epochs))):
+        for chosen in torch.randperm(len(examples.seen)).split(BATCH):
+            seen, following = examples.seen[chosen], examples.next[chosen]
+            # A network with the other sign of everything would do as well.
+            sign = torch.randint(0, 2, (len(chosen), 1)) * 2.0 - 1.0
+            signs = torch.cat([sign, torch.ones_like(sign), sign, sign, sign], 1)[:, :, None]
+            loss = (predictor(seen * signs) - following * sign).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        error = float((predictions(predictor, held_out) - held_out.next).square().mean()) / nothing
+        bar.set_postfix(
+            held_out=f"{error:.4f}", cosine=f"{cosine(predictions(predictor, held_out), held_out.next):.4f}"
+        )
+        if error < best:
+            best, state = error, {key: value.clone() for key, value in predictor.state_dict().items()}
+    predictor.load_state_dict(state)
+    return predictor, best
+
+
+def card(predictor: Predictor, error: float, examples: Examples, held_out: Examples, args: argparse.Namespace) -> str:
+    predicted = predictions(predictor, held_out)
+    rows = ["| held-out windows | count | predictor | smoothed | arrived last |", "|---|---:|---:|---:|---:|"]
+
+    def row(label: str, chosen: list[int]) -> None:
+        if chosen:
+            seen, following = held_out.seen[chosen].sinh(), held_out.next[chosen]
+            cosines = [cosine(x, following) for x in (predicted[chosen], seen[:, SMOOTHED], seen[:, ARRIVED])]
+            rows.append(f"| {label} | {len(chosen)} | " + " | ".join(f"{c:.3f}" for c in cosines) + " |")
+
+    row("all", list(range(len(predicted))))
+    for kind in sorted({about[1] for about in held_out.about}):
+        row(kind, [i for i, about in enumerate(held_out.about) if about[1] == kind])
+    for phase, name in enumerate(PHASES):
+        row(f"{name} third of training", [i for i, about in enumerate(held_out.about) if about[3] == phase])
+    parameters = sum(p.numel() for p in predictor.parameters())
+    return (
+        f"""# The predictor's model card
+
+Printed by `scripts/train_predictor.py` (hvd_compress {hvd_compress.__version__}, torch {torch.__version__}) on what
+`scripts/record_histories.py` recorded: {len(examples.seen):,} windows of 256 entries to learn from, and
+{len(held_out.seen):,} held out (all runs of {args.held_out}).
+
+- **What it is**: {parameters:,} parameters: two convolutions, channel attention, max pooling, one convolution
+  (`hvd_compress/predictor.py`; the architecture is MP2's, Liu et al., Computer Networks 255, 2024; inputs and training
+  are ours).
+- **What it predicts**: an entry's mean gradient of the next nine steps, from what arrived of it and of its neighbours
+  in memory.
+- **Held-out error**: {error:.4f} of the squared error of predicting nothing.
+- **Training**: {args.epochs} epochs, Adam, peak rate {args.rate:g}, seed {args.seed}; the epoch with the least
+  held-out error.
+- **Not for**: other periods than nine, and gradients of another kind than image classifiers', of which it was shown
+  none: there the gate decides.
+
+Cosine between what is predicted and what then came:
+
+"""
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("histories", type=Path, metavar="HISTORIES_DIR")
+    parser.add_argument("--held-out", default="cifar10-resnet20", metavar="DATA-NETWORK")
+    parser.add_argument("--weights", type=Path, default=Path("hvd_compress/weights/predictor.safetensors"))
+    parser.add_argument("--card", type=Path, default=Path("docs/predictor.md"))
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    files = sorted(args.histories.glob("*.safetensors"))
+    out = [file for file in files if file.name.startswith(args.held_out)]
+    if not out or len(out) == len(files):
+        parser.error(f"{args.histories} must hold {args.held_out} and something else")
+    torch.manual_seed(args.seed)
+    examples, held_out = load([file for file in files if file not in out]), load(out)
+    predictor, error = train(examples, held_out, args.epochs, args.rate)
+    args.weights.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in predictor.state_dict().items()}, args.weights)
+    text = card(predictor, error, examples, held_out, args)
+    args.card.write_text(text)
+    print(text)
+    print(f"{args.weights}: {args.weights.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
