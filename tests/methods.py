@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from hvd_compress import DGC, FFT, IWP, MIPD, QSGD, SlimDP, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, SlimDP, TernGrad, TopK
 
 # Two buckets of the harness's model: one of two parameters, one of one.
 SMALL = dict(bucket_mb=0.08)
@@ -34,6 +34,8 @@ METHODS = {
     "mipd-whole": partial(MIPD, density=0.6, layerwise=False),
     "slimdp": partial(SlimDP, density=1 / 32),
     "slimdp-fp32": partial(SlimDP, density=1 / 20, values="fp32", core=0.8, reselect=2, budget_interval=3),
+    "mp2": partial(MP2),
+    "mp2-guessing": partial(MP2, period=4, gate=-1.0, values="fp32", check_interval=3),
     "topk": partial(TopK, density=1 / 64),
     "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
     "dgc": partial(DGC, density=1 / 64, momentum=0.0),
@@ -55,6 +57,7 @@ TRAINED = {
     "fft": partial(FFT, budget_interval=50, **_LONG),
     "mipd": partial(MIPD, budget_interval=50, **_LONG),
     "slimdp": partial(SlimDP, budget_interval=50, **_LONG),
+    "mp2": partial(MP2, gate=-1.0, momentum=0.9),
     "topk": partial(TopK, **_LONG),
     "dgc": partial(DGC, **_LONG),
     "qsgd": partial(QSGD, momentum=0.9),
@@ -67,6 +70,7 @@ EXACT = {
     "fft": partial(FFT, density=1.0, values="fp32"),
     "mipd": partial(MIPD, density=1.0, values="fp32"),
     "slimdp": partial(SlimDP, density=1.0, values="fp32"),
+    "mp2": partial(MP2, period=1, values="fp32"),
     "topk": partial(TopK, density=1.0),
     "dgc": partial(DGC, density=1.0, momentum=0.0),
 }

@@ -9,6 +9,7 @@ import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
 
+from hvd_compress import MP2
 from hvd_compress.methods.quantized import Quantized
 
 
@@ -124,7 +125,7 @@ def test_payload_shapes_are_constant(method):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_checkpoint_resumes_bit_exactly(method, momentum, tmp_path):
     method = partial(method, momentum=momentum)
-    if not issubclass(method.func, Quantized):
+    if not issubclass(method.func, (Quantized, MP2)):
         method = partial(method, warmup_steps=4)
     world, ranks = replicas(2, method)
     random_steps(world, ranks, range(6))
@@ -170,7 +171,7 @@ def test_a_bad_gradient_loses_nothing(remembering):
     assert all(g.isfinite().all() for rank in applied for g in rank)
 
 
-@pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "slimdp", "topk", "dgc", "qsgd", "terngrad"])
+@pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "slimdp", "mp2", "topk", "dgc", "qsgd", "terngrad"])
 def test_uncompressed_parameters_are_averaged_exactly(name):
     world, ranks = replicas(2, METHODS[name])
     grads = [gradients(r.model, seed=r.rank) for r in ranks]

@@ -265,6 +265,30 @@ def _slimdp(args: argparse.Namespace, setting: Setting) -> Compression:
     )
 
 
+def _mp2_arguments(parser: argparse.ArgumentParser) -> None:
+    _common_arguments(parser)
+    parser.add_argument("--period", type=int, default=9, metavar="STEPS", help="until an entry has its turn again")
+    parser.add_argument(
+        "--values", default="lanes4", help="how values travel: fp16, fp32, lanes4, lloyd4, range10, ..."
+    )
+    parser.add_argument("--no-prediction", action="store_true", help="the residual alone: the rival")
+    parser.add_argument("--gate", type=float, default=0.1, metavar="COSINE", help="the least that is predicted at")
+
+
+def _mp2(args: argparse.Namespace, setting: Setting) -> Compression:
+    import hvd_compress
+
+    return _common(
+        hvd_compress.MP2,
+        args,
+        setting,
+        period=args.period,
+        values=args.values,
+        prediction=not args.no_prediction,
+        gate=args.gate,
+    )
+
+
 def _topk_arguments(parser: argparse.ArgumentParser) -> None:
     _density_arguments(parser, 1 / 256, "fp32-gather")
 
@@ -338,6 +362,7 @@ METHODS: dict[str, Method] = {
     "fft": Method(_fft_arguments, _fft),
     "mipd": Method(_mipd_arguments, _mipd),
     "slimdp": Method(_slimdp_arguments, _slimdp),
+    "mp2": Method(_mp2_arguments, _mp2),
     "topk": Method(_topk_arguments, _topk),
     "dgc": Method(_dgc_arguments, _dgc),
     "qsgd": Method(_qsgd_arguments, _qsgd),

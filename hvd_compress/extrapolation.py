@@ -1,0 +1,136 @@
+"""Weights some epochs ahead, from the last epochs' (no traffic at all): a line, or a network (WNN: Jang et al., 2023).
+
+Rivals of MP2's prediction, and of use with any training::
+
+    ahead = hvd_compress.extrapolation.WNN(model.parameters())
+    for epoch in range(epochs):
+        train(...)
+        ahead.epoch_end()          # on all ranks alike; every fifth time the weights jump
+"""
+
+import abc
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib import resources
+
+import torch
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+
+#: Epochs that are looked at, and epochs that are jumped.
+SEEN = AHEAD = 5
+_CHUNK = 2**16  # weights at once, so that the memory it takes is bounded
+
+
+class Extrapolation(abc.ABC):
+    """Keeps the weights of the last epochs, and jumps when there are five.
+
+    All ranks have to hold the same weights, and compute the same from them: on one type of processor.
+
+    Args:
+        parameters: the model's; those that need no gradient stay as they are.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._seen: list[list[Tensor]] = []
+
+    @abc.abstractmethod
+    def extrapolate(self, past: Tensor) -> Tensor:
+        """From float32 (n, 5), oldest first, five epochs ahead: (n,)."""
+
+    @torch.no_grad()
+    def epoch_end(self) -> bool:
+        """To be called after every epoch; whether it changed the weights."""
+        self._seen.append([p.detach().clone() for p in self._parameters])
+        if len(self._seen) < SEEN:
+            return False
+        for parameter, *past in zip(self._parameters, *self._seen, strict=True):
+            flat = torch.stack([tensor.reshape(-1).float() for tensor in past], 1)
+            ahead = torch.cat([self.extrapolate(part) for part in torch.split(flat, _CHUNK)])
+            parameter.copy_(ahead.view(parameter.shape))
+        self._seen.clear()
+        return True
+
+    def state_dict(self) -> dict[str, list[list[Tensor]]]:
+        """What a checkpoint must carry."""
+        return {"seen": [list(epoch) for epoch in self._seen]}
+
+    def load_state_dict(self, state: dict[str, list[list[Tensor]]]) -> None:
+        """The inverse; raises ``ValueError`` if it is another model's."""
+        for epoch in state["seen"]:
+            if [t.shape for t in epoch] != [p.shape for p in self._parameters]:
+                raise ValueError("the state holds parameters of other shapes")
+        self._seen = [[t.to(p.device) for t, p in zip(e, self._parameters, strict=True)] for e in state["seen"]]
+
+
+class Line(Extrapolation):
+    """The least-squares line through five points, five epochs on."""
+
+    def extrapolate(self, past: Tensor) -> Tensor:
+        time = torch.arange(SEEN, dtype=torch.float32, device=past.device) - (SEEN - 1) / 2
+        slope = (past * time).sum(1) / time.square().sum()
+        return past.mean(1) + slope * (time[-1] + AHEAD)
+
+
+class WNN(Extrapolation):
+    """The weight nowcaster network: Jang et al., *Learning to Boost Training by Periodic Nowcasting Near Future
+    Weights* (ICML 2023), trained by ``scripts/train_wnn.py``.
+
+    Args:
+        parameters: see :class:`Extrapolation`.
+        network: another one than the package's.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], network: "Nowcaster | None" = None) -> None:
+        super().__init__(parameters)
+        self._network = network
+
+    def extrapolate(self, past: Tensor) -> Tensor:
+        ahead: Tensor = (self._network or shipped(past.device))(past)
+        return ahead
+
+
+class Stream(nn.Module):
+    """A dense layer whose activation function has its own coefficients for every input: a + b exp(c h)."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(inputs, 64)
+        self.summary = nn.Linear(64, 8)
+        self.a, self.b, self.c = (nn.Linear(8, 64) for _ in range(3))
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden(x)
+        u = self.summary(h).relu()
+        # Bounded: one exponential must not ruin a model.
+        active = self.a(u) + self.b(u) * (self.c(u) * h).clamp(max=8.0).exp()
+        return nn.functional.leaky_relu(self.out(active))
+
+
+class Nowcaster(nn.Module):
+    """From weights of five epochs, float32 (n, 5), to those five epochs later, (n,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.differences = Stream(SEEN), Stream(SEEN - 1)
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, past: Tensor) -> Tensor:
+        first = past[:, :1]
+        scale = past.amax(1, keepdim=True) - past.amin(1, keepdim=True) + 1e-5
+        scaled = (past - first) / (2 * scale)
+        both = torch.cat([self.values(scaled), self.differences(scaled.diff(dim=1))], 1)
+        step = self.last(both).tanh()
+        ahead: Tensor = ((scaled[:, -1:] + step) * 2 * scale + first).squeeze(1)
+        return ahead
+
+
+@lru_cache
+def shipped(device: torch.device) -> Nowcaster:
+    """The trained one, on a device, once."""
+    data = resources.files("hvd_compress").joinpath("weights", "wnn.safetensors").read_bytes()
+    network = Nowcaster()
+    network.load_state_dict(load_tensors(data))
+    return network.requires_grad_(False).to(device).eval()

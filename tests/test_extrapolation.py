@@ -1,0 +1,72 @@
+"""Weights some epochs ahead: the line, the network, and when they jump."""
+
+import pytest
+import torch
+
+from hvd_compress.extrapolation import WNN, Line, Nowcaster, shipped
+
+
+def test_a_line_goes_on():
+    past = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 5.0, 5.0, 5.0, 5.0], [1.0, -1.0, 1.0, -1.0, 1.0]])
+    torch.testing.assert_close(Line([]).extrapolate(past), torch.tensor([9.0, 5.0, 0.2]))
+
+
+@pytest.mark.parametrize("kind", [Line, WNN])
+def test_it_jumps_every_fifth_epoch(kind):
+    model = torch.nn.Linear(7, 5)
+    model.bias.requires_grad_(False)
+    bias, ahead = model.bias.clone(), kind(model.parameters())
+    start = model.weight.detach().clone()
+    jumps = []
+    for _ in range(10):
+        with torch.no_grad():
+            model.weight += 0.01
+        before = model.weight.detach().clone()
+        jumps.append(ahead.epoch_end())
+        assert torch.equal(model.weight, before) != jumps[-1]
+        if kind is Line and jumps[-1]:
+            torch.testing.assert_close(model.weight, before + 0.05)
+    assert jumps == [False] * 4 + [True] + [False] * 4 + [True]
+    assert torch.equal(model.bias, bias) and not torch.equal(model.weight, start)
+
+
+def test_the_network_keeps_to_the_scale_of_what_it_sees():
+    """Shifted and scaled weights give shifted and scaled results."""
+    past = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))
+    network = shipped(torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(network(past * 8 + 3), network(past) * 8 + 3, rtol=1e-3, atol=1e-3)
+    assert network(torch.zeros(1, 5)).abs().item() < 1e-4, "a weight that stands still goes on standing"
+
+
+def test_the_shipped_network_beats_saying_that_nothing_changes():
+    """On a weight that settles: 1 - exp(-t), some epochs of it."""
+    time = torch.arange(30, dtype=torch.float32)
+    curves = torch.stack([a * (1 - torch.exp(-time / tau)) for a in (0.1, 1.0) for tau in (5.0, 10.0, 20.0)])
+    past, came = curves.unfold(1, 10, 3)[..., :5].reshape(-1, 5), curves.unfold(1, 10, 3)[..., -1].reshape(-1)
+    with torch.no_grad():
+        said = shipped(torch.device("cpu"))(past)
+    assert (said - came).abs().sum() < 0.7 * (past[:, -1] - came).abs().sum()
+
+
+def test_a_checkpoint_carries_the_epochs_seen():
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    ahead, resumed = Line(model.parameters()), Line(other.parameters())
+    for _ in range(3):
+        ahead.epoch_end()
+    resumed.load_state_dict(ahead.state_dict())
+    other.load_state_dict(model.state_dict())
+    assert [resumed.epoch_end() for _ in range(2)] == [ahead.epoch_end() for _ in range(2)] == [False, True]
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(ValueError, match="other shapes"):
+        Line(torch.nn.Linear(4, 2).parameters()).load_state_dict({"seen": [[torch.zeros(2, 3), torch.zeros(2)]]})
+
+
+def test_another_network_may_be_given():
+    torch.manual_seed(0)
+    model, network = torch.nn.Linear(3, 2), Nowcaster()
+    ahead = WNN(model.parameters(), network)
+    past = torch.stack([model.weight.detach().flatten()] * 5, 1)
+    for _ in range(5):
+        ahead.epoch_end()
+    torch.testing.assert_close(model.weight.flatten(), network(past))
