@@ -130,7 +130,8 @@ def test_a_rank_that_went_astray_is_found_and_repaired(momentum):
 
     train(0, 12)
     assert equal()
-    ranks[1].compression._buckets[0].state["guess"][256 + 5] += 0.5
+    # Neither sent in step 12, nor predicted anew.
+    ranks[1].compression._buckets[0].state["guess"][256 + 6] += 0.5
     train(12, 15)
     assert not equal()
     with pytest.warns(UserWarning, match="the ranks' predictions differ"):
