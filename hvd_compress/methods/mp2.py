@@ -144,6 +144,8 @@ class MP2(Sparse):
 
     def begin(self, bucket: Bucket) -> None:
         self._before[bucket.index] = None
+        # Of a step that failed.
+        self._repairs.clear()
         super().begin(bucket)
 
     def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
@@ -157,14 +159,13 @@ class MP2(Sparse):
         mean, lost = yield from plan.channel.average(values, plan.invalid, key)
         arrived = mean[:1].isfinite()
         fresh = self._learn(bucket, selection, plan, mean, arrived)
-        opened = self._open(bucket)
-        self._refresh(bucket, selection, fresh, opened)
-        self._apply(bucket, plan, opened, arrived)
+        self._refresh(bucket, selection, fresh, self._open(bucket))
+        if self._check_interval and self._step % self._check_interval == self._check_interval - 1:
+            yield from self._compare(bucket)
+        self._apply(bucket, plan, arrived)
         selection.put(self.targets(bucket, plan), bucket.state.get("velocity"), mean, lost, self._scale)
         selection.write(bucket.state["applied"], self._sent_none_of(selection, bucket, arrived))
         plan.sent = True
-        if self._check_interval and self._step % self._check_interval == self._check_interval - 1:
-            yield from self._compare(bucket)
 
     # What is learnt from what arrives.
 
@@ -223,12 +224,12 @@ class MP2(Sparse):
         a segment, int64 (n,); ``seen``: see :func:`~hvd_compress.predictor.fields`."""
         return predict(self._own_predictor or shipped(bucket.device), seen)
 
-    def _apply(self, bucket: Bucket, plan: Plan, opened: list[bool], arrived: Tensor) -> None:
+    def _apply(self, bucket: Bucket, plan: Plan, arrived: Tensor) -> None:
         """The prediction stands for every entry; what was sent is then assigned over it."""
         before = self._before[bucket.index]
         assert before is not None
         targets = self.targets(bucket, plan)
-        for segment, target, here in zip(bucket.segments, targets, opened, strict=True):
+        for segment, target, here in zip(bucket.segments, targets, self._open(bucket), strict=True):
             applied = here and target.numel() > 0
             before[2].append(applied)
             if applied:
@@ -267,15 +268,16 @@ class MP2(Sparse):
             "MP2: the ranks' predictions differ (other processors? other numbers of threads?): all take over rank 0's",
             stacklevel=2,
         )
-        everything = [*(bucket.state[name] for name in _SHARED), self._fit[bucket.index], *self._steered(bucket)]
-        flat = torch.cat([tensor.double().flatten() for tensor in everything])
+        shared, steered = [*(bucket.state[name] for name in _SHARED), self._fit[bucket.index]], self._steered(bucket)
+        flat = torch.cat([tensor.double().flatten() for tensor in (*shared, *steered)])
         # The sum of rank 0's and of zeros. Rarely needed: that it costs as much as a dense step does not matter.
         flat = yield allreduce(flat if self._collectives.rank == 0 else torch.zeros_like(flat), "budget", "repair")
-        place = 0
-        for tensor in everything:
-            part = flat[place : place + tensor.numel()].view(tensor.shape)
-            place += tensor.numel()
-            self._repairs.append((tensor, part))
+        parts = torch.split(flat, [tensor.numel() for tensor in (*shared, *steered)])
+        right = [part.view(tensor.shape) for part, tensor in zip(parts, (*shared, *steered), strict=True)]
+        for tensor, value in zip(shared, right, strict=False):
+            tensor.copy_(value)
+        # Backward may still need the weights as they are.
+        self._repairs += zip(steered, right[len(shared) :], strict=True)
 
     def _checksum(self, bucket: Bucket) -> Tensor:
         """Of predictions and weights: int64, (1,), below 2**20, so that sums of squares are exact."""
@@ -295,7 +297,6 @@ class MP2(Sparse):
         return tensors
 
     def finished(self) -> None:
-        # Not before: backward still needed the weights as they were.
         for tensor, right in self._repairs:
             tensor.copy_(right)
         self._repairs.clear()
