@@ -49,6 +49,22 @@ METHODS = {
 #: Those that, as in their papers, forget what they could not send.
 FORGETFUL = ("qsgd", "terngrad")
 
+_NO_SHARE = {"density", "budget_interval", "warmup_steps"}
+#: Options of the others that a class does not have.
+_UNKNOWN = {
+    TopK: {"budget_interval"},
+    DGC: {"budget_interval"},
+    MP2: _NO_SHARE,
+    QSGD: {*_NO_SHARE, "values"},
+    TernGrad: {*_NO_SHARE, "values"},
+}
+
+
+def fitting(method: partial, options: dict) -> dict:
+    """Those of the options that a method's class has."""
+    return {key: value for key, value in options.items() if key not in _UNKNOWN.get(method.func, ())}
+
+
 _LONG = dict(momentum=0.9, density=1 / 64, warmup_steps=100)
 
 #: One of each class as in a long training, ...

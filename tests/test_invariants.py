@@ -7,10 +7,7 @@ from functools import partial
 import pytest
 import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together
-from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
-
-from hvd_compress import MP2
-from hvd_compress.methods.quantized import Quantized
+from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, fitting
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
@@ -124,9 +121,7 @@ def test_payload_shapes_are_constant(method):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_checkpoint_resumes_bit_exactly(method, momentum, tmp_path):
-    method = partial(method, momentum=momentum)
-    if not issubclass(method.func, (Quantized, MP2)):
-        method = partial(method, warmup_steps=4)
+    method = partial(method, **fitting(method, {"momentum": momentum, "warmup_steps": 4}))
     world, ranks = replicas(2, method)
     random_steps(world, ranks, range(6))
     for r in ranks:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from launch import PARALLEL, launch
-from methods import METHODS
+from methods import EXACT, METHODS
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 sys.path.insert(0, str(PARALLEL))
@@ -16,6 +16,8 @@ LAUNCHES = {"mpi-2": ["2"], "mpi-4": ["4"], "gloo-3": ["--gloo", "3"]}
 WHOLE = ("iwp", "fft", "mipd")
 # Options change the exchange, not how it meets Horovod: a few cases for each.
 SHORT = ("plain", "grad_scaler", "channels_last")
+# The other methods share the driver with those; what is their own is their exchange.
+OTHERS = ("slimdp", "mp2", "topk", "dgc", "qsgd", "terngrad")
 
 on_every_launch = pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
 
@@ -39,12 +41,20 @@ def test_training_on_real_horovod(ranks, method):
 
 @on_every_launch
 def test_every_option_on_real_horovod(ranks):
-    run(ranks, {method: list(SHORT) for method in METHODS if method not in WHOLE}, timeout=420)
+    options = [method for method in METHODS if method not in (*WHOLE, *OTHERS)]
+    run(ranks, {method: list(SHORT) for method in options}, timeout=600)
+
+
+@on_every_launch
+def test_every_other_method_on_real_horovod(ranks):
+    exact = ["dense_at_density_one"]
+    plan = {method: [*SHORT, "thousand_steps", *(exact if method in EXACT else ())] for method in OTHERS}
+    run(ranks, plan, timeout=600)
 
 
 @on_every_launch
 def test_a_checkpoint_resumes_bit_exactly(ranks):
-    methods = (*WHOLE, "iwp-lanes4", "iwp-lloyd4", "fft-gather", "mipd-compensated")
+    methods = (*WHOLE, *OTHERS, "iwp-lanes4", "iwp-lloyd4", "fft-gather", "mipd-compensated")
     # See there why not with fusion.
     plan = {method: ["checkpoint"] for method in methods}
     run(ranks, plan, timeout=240, HOROVOD_FUSION_THRESHOLD="0")
