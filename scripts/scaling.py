@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Bytes that a rank sends in a step, from 2 to 1024 ranks: counted up to 16, and by formulas that the counts check.
+
+    python scripts/scaling.py --json docs/results/scaling.json --plot docs/results/scaling.png
+
+Ranks are threads of this process. Counted is every tensor that rank 0 hands to a collective in its third step, times
+what the collective's algorithm sends of it (``stats()["last"]["wire_bytes"]``); more ranks are left to METHODS, below.
+Exit status 1 where a formula and a count differ by 1 % or more.
+"""
+
+import argparse
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hvd_compress import DGC, FFT, IWP, MIPD, QSGD, Compressor, SlimDP, TernGrad, TopK
+from hvd_compress.local import LocalWorld
+
+COUNTED, MODELLED, ALLOWED = (2, 4, 8, 16), (64, 256, 1024), 0.01
+
+
+class Wire:
+    """What one of ``n`` ranks sends in a step, term by term, of a model whose tensors fit into one bucket."""
+
+    def __init__(self, model: torch.nn.Module, density: float | None, n: int) -> None:
+        sizes = [p.numel() for p in model.parameters() if p.dim() >= 2 and p.numel() >= 1024]
+        self.n, self.tensors, self.entries = n, len(sizes), sum(sizes)
+        self.all = sum(p.numel() for p in model.parameters())
+        self.padded = sum(-(-size // 256) * 256 for size in sizes)  # whole blocks of 256
+        self.runs = sum(-(-size // 512) for size in sizes)  # of QSGD, which have a norm each
+        self.k = max(1, round((density or 1.0) * self.entries))
+
+    def ring(self, size: float) -> float:  # an allreduce goes round twice
+        return 2 * (self.n - 1) / self.n * size
+
+    def gather(self, size: float) -> float:  # all that the others have passes by
+        return (self.n - 1) * size
+
+    def rest(self) -> float:  # norms, biases, small tensors: as they are
+        return self.ring(4 * (self.all - self.entries))
+
+    def lanes(self, count: int, bits: int) -> int:  # integers, in words of 64 bits with room for the sum of n
+        return 8 * math.ceil(count / (64 // (bits + math.ceil(math.log2(self.n)))))
+
+    def lanes4(self) -> float:  # values; a word that says who is invalid; two tensors' scales a word
+        return self.ring(self.lanes(self.k, 4) + 8 + 8 * math.ceil(self.tensors / 2))
+
+    def lloyd4(self) -> float:  # 4 bits a value to its owner, in whole bytes; back, with two scales a tensor each time
+        part = 4 * math.ceil(self.k / (8 * self.n))
+        return (self.n - 1) * part + self.gather(8 * self.tensors + part)
+
+    def leaders(self) -> float:  # every rank's share of the indices, a byte each, after a stamp of four
+        return self.gather(4 + math.ceil(self.k / self.n))
+
+    def agreed(self) -> float:  # no indices, but a hash to compare: three float64
+        return self.ring(24)
+
+    def frequencies(self) -> float:  # one's own: stamp, a byte an index or a bitmap; scales, 10 bits a value
+        return self.gather(4 + min(self.k, self.padded // 8) + 4 * self.tensors + 10 * math.ceil(self.k / 8))
+
+    def own(self) -> float:  # one's own: stamp, four bytes an index; scales, four bytes a value
+        return self.gather(4 + 4 * self.k + 4 * self.tensors + 4 * self.k)
+
+    def levels(self) -> float:  # 4 bits an entry, and a norm a run
+        return self.gather(8 * math.ceil(self.padded / 16) + 4 * self.runs)
+
+    def ternary(self) -> float:  # every rank's scale of each tensor to all; 2 bits an entry
+        return self.gather(4 * self.tensors) + self.ring(self.lanes(self.padded, 2))
+
+
+_nothing = partial(IWP, min_numel=10**9)
+#: How it is built; its default density, if it has one; what it sends.
+METHODS: dict[str, tuple[Callable[..., Compressor], float | None, Callable[[Wire], float]]] = {
+    "dense": (_nothing, None, lambda w: w.ring(4 * w.all)),
+    "fp16": (partial(_nothing, dense_values="fp16"), None, lambda w: w.ring(2 * w.all)),
+    "IWP": (IWP, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
+    "IWP, lloyd4": (partial(IWP, values="lloyd4"), 1 / 32, lambda w: w.leaders() + w.lloyd4() + w.rest()),
+    "FFT": (FFT, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
+    "MIPD": (MIPD, 1 / 64, lambda w: w.agreed() + w.lanes4() + w.rest()),
+    "SlimDP": (SlimDP, 1 / 32, lambda w: w.agreed() + w.lanes4() + w.rest()),
+    "FFT, gather": (partial(FFT, exchange="gather"), 1 / 32, lambda w: w.frequencies() + w.rest()),
+    "TopK": (TopK, 1 / 256, lambda w: w.own() + w.rest()),
+    "DGC": (DGC, 1 / 1000, lambda w: w.own() + w.rest()),
+    "QSGD": (QSGD, None, lambda w: w.agreed() + w.levels() + w.rest()),
+    "TernGrad": (TernGrad, None, lambda w: w.agreed() + w.ternary() + w.rest()),
+}
+
+
+def modelled(method: str, model: torch.nn.Module, density: float | None, ranks: int) -> float:
+    return METHODS[method][2](Wire(model, density, ranks))
+
+
+def counted(method: str, model: torch.nn.Module, density: float | None, ranks: int) -> float:
+    world = LocalWorld(ranks, timeout=300)
+    options = {} if density is None else {"density": density}
+
+    def train(rank: int) -> float:
+        mine, generator = copy.deepcopy(model), torch.Generator().manual_seed(rank)
+        compression = METHODS[method][0](mine.named_parameters(), collectives=world.collectives(rank), **options)
+        for _ in range(3):
+            for p in mine.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            # What travels dense is counted when it is handed over; nobody needs its average here.
+            for payload, context in [compression.compress(p.grad) for p in mine.parameters()]:
+                compression.decompress(payload, context)
+        return float(compression.stats()["last"]["wire_bytes"])
+
+    return world.run(train)[0]
+
+
+def network() -> torch.nn.Module:
+    conv, linear = torch.nn.Conv2d, torch.nn.Linear
+    return torch.nn.ModuleList(
+        [conv(64, 128, 3), conv(128, 256, 3), conv(256, 128, 3), linear(1152, 256), linear(256, 100)]
+        + [torch.nn.BatchNorm2d(width) for width in (128, 256, 128)]
+    )
+
+
+def plot(found: dict[str, dict[int, float]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for number, (method, sent) in enumerate(found.items()):
+        color = pyplot.get_cmap("tab20")(number)
+        style = "--" if method == "FFT" else "-"  # the same bytes as IWP's
+        axes.plot(list(sent), list(sent.values()), style, color=color, label=method)
+        axes.plot(COUNTED, [sent[n] for n in COUNTED], "o", color=color, markersize=4)
+    axes.set(xscale="log", yscale="log", xlabel="ranks (dots: counted)", ylabel="bytes a rank sends in a step")
+    axes.set_xticks([*COUNTED, *MODELLED], labels=[str(n) for n in (*COUNTED, *MODELLED)])
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--density", type=lambda text: float(Fraction(text)), help="for all; else each one's default")
+    parser.add_argument("--json", type=Path, metavar="FILE.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, found, worst = network(), {}, dict.fromkeys(COUNTED, 0.0)
+    columns = [*(f"N = {n}" for n in COUNTED), *(f"{n}, model" for n in MODELLED)]
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters; bytes a rank sends (dense ring / this)\n")
+    print(f"| method | density | {' | '.join(columns)} |\n| --- | ---: |{' ---: |' * len(columns)}")
+    for method, (_, density, _) in METHODS.items():
+        density = density and (args.density or density)
+        bytes_of = {n: counted(method, model, density, n) for n in COUNTED}
+        for n, sent in bytes_of.items():
+            worst[n] = max(worst[n], abs(modelled(method, model, density, n) / sent - 1))
+        bytes_of |= {n: modelled(method, model, density, n) for n in MODELLED}
+        ratios = [modelled("dense", model, None, n) / sent for n, sent in bytes_of.items()]
+        cells = [f"{sent:,.0f} ({ratio:.3g})" for sent, ratio in zip(bytes_of.values(), ratios, strict=True)]
+        print(f"| {method} | {f'1/{1 / density:g}' if density else '1'} | {' | '.join(cells)} |", flush=True)
+        found[method] = {"density": density or 1.0, "bytes": bytes_of, "dense_over_bytes": ratios}
+    print("\nLargest relative difference of formula and count: " + ", ".join(f"N = {n} {worst[n]:.4%}" for n in worst))
+    if args.json:
+        args.json.write_text(json.dumps({"counted": COUNTED, "difference": worst, "methods": found}, indent=1) + "\n")
+    if args.plot:
+        plot({method: result["bytes"] for method, result in found.items()}, args.plot)
+    sys.exit(max(worst.values()) >= ALLOWED)
+
+
+if __name__ == "__main__":
+    main()
