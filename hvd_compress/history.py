@@ -20,14 +20,24 @@ class History:
             raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}")
         self._smoothing = smoothing
         self.bucket = bucket
+        self._before: tuple[Unled, Tensor, Tensor] | None = None
         bucket.add_state("smoothed")
         bucket.add_state("last_sent")
         self.restart()
 
     def restart(self) -> None:
         """Nothing is known."""
+        self._before = None
         self.smoothed.zero_()
         self.last_sent.fill_(-1.0)
+
+    def undo(self) -> None:
+        """What arrived last was never applied, and will come again."""
+        if self._before is not None:
+            selection, smoothed, last = self._before
+            selection.write(self.smoothed, smoothed)
+            selection.write(self.last_sent, last)
+            self._before = None
 
     @property
     def smoothed(self) -> Tensor:
@@ -42,7 +52,9 @@ class History:
         were last sent, but for what was ``guessed`` of it in each."""
         arrived = mean[:1].isfinite()
         smoothed, last = selection.read(self.smoothed), selection.read(self.last_sent)
-        rate = mean / (step - last) + guessed
+        self._before = selection, smoothed, last
+        # At least a step: one that failed and is taken again has the number it had.
+        rate = mean / (step - last).clamp(min=1.0) + guessed
         new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
         selection.write(self.smoothed, torch.where(arrived, new, smoothed))
         selection.write(self.last_sent, torch.where(arrived, float(step), last))

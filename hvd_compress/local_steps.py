@@ -67,7 +67,7 @@ class LocalSteps:
         return [segment.of(average)[: segment.numel] for segment in bucket.segments]
 
     def restart(self) -> None:
-        """The ranks were formed anew: they have no anchor in common until the next exchange, which averages all."""
+        """The ranks were formed anew: where they stand at the next step is their anchor."""
         self._begun = False
 
     def state(self) -> dict[str, Any]:
@@ -93,8 +93,9 @@ class LocalSteps:
 
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
-        if not self._begun and self._count == 0:
-            # All ranks begin alike: that is where they stand.
+        if self._method.formed_anew() or not self._begun:
+            # All ranks begin alike (after an elastic reset by Horovod's state.sync()): that is where they stand.
+            self._count = 0
             for bucket in self._everything():
                 for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
                     anchor.copy_(_flat(segment))
@@ -107,9 +108,6 @@ class LocalSteps:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        if self._method.formed_anew() or not self._begun:
-            self.finish()
-            return
         with self._method.step_of_its_own(self._period):
             for bucket in self._buckets:
                 self._measure(bucket)

@@ -113,6 +113,8 @@ class OwnSampled(OwnLargest):
         self.sample = sample
 
     def largest(self, position: int, score: Tensor, count: int) -> Tensor:
+        if count == 0:
+            return super().largest(position, score, count)
         stride = max(1, score.numel() // max(round(self.sample * score.numel()), self.LEAST))
         seen = score[self.phase % stride :: stride]
         rank = min(math.ceil(self.MORE * count * seen.numel() / score.numel()), seen.numel())

@@ -244,11 +244,12 @@ class TopkSelection(Led):
             score = rule.score(self.bucket, position)
             random = round((high - low) * rule.explore)
             best = self.largest(position, score, high - low - random)
-            score[best] = -1.0
-            noise = reference.mix(torch.arange(segment.numel, device=score.device), self.key(position))
-            assert isinstance(noise, Tensor)
-            lucky = (score / reference.exponential(noise)).topk(random).indices
-            picked = torch.cat([best, lucky]).sort().values + segment.first_block * BLOCK
+            if random:
+                score[best] = -1.0
+                noise = reference.mix(torch.arange(segment.numel, device=score.device), self.key(position))
+                assert isinstance(noise, Tensor)
+                best = torch.cat([best, (score / reference.exponential(noise)).topk(random).indices])
+            picked = best.sort().values + segment.first_block * BLOCK
             self.own[low:high] = picked.to(torch.int32)
 
     def largest(self, position: int, score: Tensor, count: int) -> Tensor:

@@ -130,7 +130,8 @@ class Sparse(MomentumCorrected):
         return self._codec.channel(groups, self._collectives.size, self._collectives.rank, bucket.device)
 
     def _lay_out(self, bucket: Bucket, plan: Plan, density: float) -> None:
-        total = max(1, round(density * sum(plan.sizes)))
+        # A parameter without a slot would wait for ever.
+        total = max(len(plan.sizes), round(density * sum(plan.sizes)))
         if total == sum(plan.sizes):
             plan.selection = Everything(bucket)
         else:

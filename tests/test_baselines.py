@@ -4,9 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from harness import gradients, mixed_model, replicas, residuals, together
+from harness import gradients, mixed_model, random_steps, replicas, residuals, together
 
-from hvd_compress import DGC, QSGD, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, SlimDP, TernGrad, TopK
+from hvd_compress.bucket import fill
+from hvd_compress.own import OwnSampled
+from hvd_compress.selection import Turn
 
 
 def wide(model):
@@ -64,10 +67,6 @@ def test_topk_and_dgc_follow_their_papers(build, momentum):
 
 def test_dgc_sorts_exactly_when_its_guess_lets_too_few_through():
     """All that is large lies where no sample looks."""
-    from hvd_compress.bucket import fill
-    from hvd_compress.own import OwnSampled
-    from hvd_compress.selection import Turn
-
     (bucket,) = fill([("w", torch.nn.Parameter(torch.zeros(64, 128)))], 2**20)
     selection = OwnSampled(bucket, [100], sample=0.01)
     selection.begin(Turn.draw(0, 0, 0, 1, 0), True)
@@ -171,3 +170,67 @@ def test_bytes_are_what_the_formulas_say(build, ranks, each):
 def test_wrong_arguments_are_refused(build, says):
     with pytest.raises(ValueError, match=says):
         replicas(1, build)
+
+
+@pytest.mark.parametrize("kind", [TopK, DGC, SlimDP, IWP, FFT, MIPD])
+def test_no_parameter_starves(kind):
+    """Fewer slots than parameters: every one has a slot all the same."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 33, bias=False) for _ in range(10)))
+    world, ranks = replicas(2, partial(kind, density=1 / 4096), model=model)
+    assert len(ranks[0].compression._buckets) == 1
+    random_steps(world, ranks, range(4))
+    assert all(slots >= 1 for slots in ranks[0].compression._plans[0].selection.slots)
+
+
+def test_dgc_may_have_nothing_to_send_of_a_parameter():
+    (bucket,) = fill([("w", torch.nn.Parameter(torch.zeros(64, 128)))], 2**20)
+    selection = OwnSampled(bucket, [1], sample=0.01)
+    selection.begin(Turn.draw(0, 0, 0, 1, 0), True)
+    assert selection.largest(0, torch.rand(8192), 0).numel() == 0
+
+
+@pytest.mark.parametrize("build", [QSGD, TernGrad])
+def test_a_step_that_failed_does_not_count_twice(build):
+    world, ranks = replicas(1, build)
+    ones = [torch.ones_like(p) for p in ranks[0].model.parameters()]
+    number, _, parameter = wide(ranks[0].model)
+    parameter.grad = ones[number].clone()
+    ranks[0].compression.compress(parameter.grad)
+    ranks[0].compression.reset()
+    applied = together(world, ranks, [ones])[0][number]
+    assert float(applied.mean()) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("build", [partial(MIPD, density=1.0), partial(SlimDP, density=1.0), partial(MP2, period=4)])
+def test_a_step_taken_again_leaves_no_infinity_behind(build):
+    world, ranks = replicas(2, partial(build, values="fp32"))
+    random_steps(world, ranks, [0])
+    for rank in ranks:
+        # As after a failure in the same step: its number is used again.
+        rank.compression._step -= 1
+    random_steps(world, ranks, range(1, 4))
+    for bucket in ranks[0].compression._buckets:
+        assert all(bool(flat.isfinite().all()) for flat in bucket.state.values())
+
+
+def test_a_state_knows_whether_it_remembers():
+    _, (remembering,) = replicas(1, partial(QSGD, error_feedback=True))
+    _, (forgetting,) = replicas(1, QSGD)
+    with pytest.raises(ValueError, match="error feedback"):
+        forgetting.compression.load_state_dict(remembering.compression.state_dict())
+
+
+def test_terngrad_clips_every_rank_at_its_own():
+    """A quiet rank's outlier must not pass by a loud rank's limit."""
+    world, ranks = replicas(2, TernGrad)
+    number, _, _ = wide(mixed_model())
+    quiet, loud = gradients(mixed_model(), 1, scale=0.01), gradients(mixed_model(), 2, scale=0.0)
+    quiet[number].view(-1)[7], loud[number].view(-1)[8] = 5.0, 1000.0
+    limit, scale = (2.5 * float(g[number].square().sum() / 14336) ** 0.5 for g in (quiet, loud))
+    times = sum(
+        bool(together(world, ranks, [[g.clone() for g in grad] for grad in (quiet, loud)])[0][number].view(-1)[7])
+        for _ in range(300)
+    )
+    # At random by its clipped magnitude: 300 * 0.12 / 21, not 300 * 5 / 21.
+    assert 300 * limit / scale < 3 and times < 15

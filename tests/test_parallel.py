@@ -49,6 +49,7 @@ def test_every_option_on_real_horovod(ranks):
 def test_every_other_method_on_real_horovod(ranks):
     exact = ["dense_at_density_one"]
     plan = {method: [*SHORT, "thousand_steps", *(exact if method in EXACT else ())] for method in OTHERS}
+    plan["slimdp"].append("local_steps")
     run(ranks, plan, timeout=600)
 
 

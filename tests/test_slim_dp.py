@@ -77,6 +77,26 @@ def test_no_index_travels():
     assert last["indices_bytes"] == 0.0 and last["values_bytes"] > 0.0
 
 
+def test_a_density_that_falls_from_one_finds_an_explorer():
+    class Falls:
+        def __call__(self, step):
+            return 1.0 if step < 3 else 1 / 32
+
+        def restart(self):
+            pass
+
+        def state(self):
+            return {}
+
+        def load_state(self, state):
+            pass
+
+    world, ranks = replicas(2, partial(SlimDP, density=Falls(), reselect=50))
+    random_steps(world, ranks, range(4))
+    offsets = ranks[0].compression._plans[0].selection.picks
+    assert int(offsets.max()) > 100, "by lot, not the first of every block"
+
+
 # Local steps.
 
 
@@ -169,13 +189,17 @@ def test_local_steps_count_what_they_save():
     assert last["wire_ratio"] > 4 * 16
 
 
-def test_new_ranks_average_everything_first():
+def test_a_fresh_rank_joins():
+    """Elastic: one rank survives in the middle of a period, one is new; state.sync() has broadcast the weights."""
     world, group = workers(2, density=1 / 16)
     world.run(lambda i: group[i].train(4))
     anew = LocalWorld(2, timeout=20)
-    for rank, worker in enumerate(group):
-        worker.compression._collectives = worker.compression._driver._collectives = anew.collectives(rank)
-    anew.run(lambda i: group[i].train(2, first=4))
+    group[0].compression._collectives = group[0].compression._driver._collectives = anew.collectives(0)
+    group[1] = Worker(anew, 1, density=1 / 16)
+    group[1].model.load_state_dict(group[0].model.state_dict())
+    anew.run(lambda i: group[i].train(7))
+    assert group[0].compression.stats()["steps"] == group[1].compression.stats()["steps"] == 2
+    anew.run(lambda i: group[i].compression.finish())
     assert same(*group)
 
 
@@ -219,6 +243,7 @@ def test_the_modes_are_told_apart():
         ({"smoothing": 1.0}, "smoothing must lie in"),
         ({"mode": "remote"}, "mode must be gradient or local"),
         ({"period": 2}, "period must be at least 1"),
+        ({"mode": "local", "dense_values": "fp16"}, "leave dense_values out"),
         ({"mode": "local", "momentum": 0.9}, "momentum and grad_scaler are the optimizer's business"),
     ],
 )

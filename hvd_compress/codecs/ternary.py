@@ -14,8 +14,8 @@ from .scales import Moments, bounded
 
 @dataclass(frozen=True)
 class Ternary(Codec):
-    """Values as -s, 0 or s, at random without bias, s being the largest magnitude on any rank after ``clip`` standard
-    deviations were cut off: TernGrad's scaler sharing, so that integers can be added on the way.
+    """Values as -s, 0 or s, at random without bias, s being the largest magnitude on any rank after each clipped its
+    own at ``clip`` standard deviations: TernGrad's scaler sharing, so that integers can be added on the way.
 
     A message of 4 bytes a group for s, to all; then lanes of ``2 + ceil(log2 N)`` bits for N ranks.
     """
@@ -24,7 +24,7 @@ class Ternary(Codec):
 
     @property
     def name(self) -> str:
-        return f"ternary clipped at {self.clip:g} sigma" if self.clip else "ternary"
+        return f"ternary clipped at {self.clip:g} sigma" if self.clip is not None else "ternary"
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _TernaryChannel(self.clip, groups, ranks, rank, device)
@@ -42,13 +42,19 @@ class _TernaryChannel(Channel):
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         moments = Moments(values, self.edges)
-        scale = torch.minimum(moments.peak, moments.rms * self.clip) if self.clip else moments.peak
+        scale, clipped = moments.peak, values
+        if self.clip is not None:
+            scale = torch.minimum(scale, moments.rms * self.clip)
+            limit = torch.repeat_interleave(scale.float(), self.edges.diff(), output_size=self.count)
+            clipped = torch.minimum(torch.maximum(values, -limit), limit)
         scale = bounded(scale).masked_fill(invalid != 0, float("nan")).float()
         gathered = yield allgather(scale.view(torch.uint8), "values")
         theirs = floats(gathered).view(self.ranks, -1)
         step = bounded(theirs.nan_to_num(nan=0.0).amax(0)).float()
-        # Lanes of two bits are the integers -1, 0 and 1, and cut off what is larger.
-        ops.lanes_encode(values, step, self.edges, self.words, self.lost, 2, self.width, key)
+        # Lanes of two bits are the integers -1, 0 and 1.
+        ops.lanes_encode(clipped, step, self.edges, self.words, self.lost, 2, self.width, key)
+        if clipped is not values:
+            self.lost.add_(values - clipped)
         total = yield allreduce(self.words)
         ops.lanes_decode(total, step, self.edges, self.mean, self.width, 1.0 / self.ranks)
         self.mean.masked_fill_(theirs.isnan().any(), float("nan"))

@@ -205,7 +205,7 @@ class MIPD(Sparse):
             # The smoothed gradient has changed only where something was sent, and there the residual is put back whole.
             for part, arrived in self._guessed[bucket.index]:
                 part.of_bucket(bucket.residual).add_(self._guess(bucket, part, arrived))
-        # What was learnt from the step stays: it was the gradient, though it was not applied.
+            self._history[bucket.index].undo()
         super().undo(bucket)
 
     def restart(self, bucket: Bucket) -> None:

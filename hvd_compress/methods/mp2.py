@@ -174,7 +174,9 @@ class MP2(Sparse):
         state = bucket.state
         last, applied, guess = (selection.read(state[name]) for name in ("last_sent", "applied", "guess"))
         self._before[bucket.index] = last, applied, []
-        rate = torch.where(arrived, (mean + applied) / (self._step - last), selection.read(state["arrived"]))
+        rate = torch.where(
+            arrived, (mean + applied) / (self._step - last).clamp(min=1.0), selection.read(state["arrived"])
+        )
         smoothed = selection.read(state["smoothed"])
         new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
         selection.write(state["arrived"], rate)

@@ -37,7 +37,7 @@ class SlimDP(Sparse):
         g   = mean_i a_i[S] on S, 0 elsewhere                   a_i = r_i + g_i
         r_i = a_i - what was sent
 
-    The paper's: core and explorer, significance by magnitude and gradient, re-selection, no indices. Ours: the residual
+    The paper's: core and explorer, significance by magnitude and gradient, re-selection. Ours: no indices, the residual
     (the paper's workers go on from their own parameters: that is ``mode="local"``), block-local choice, the codecs.
 
     ``mode="local"``: every rank takes ``period`` steps of its own; then the differences to where all stood are averaged
@@ -47,6 +47,9 @@ class SlimDP(Sparse):
         optimizer = compression.wrap(torch.optim.SGD(...))       # not hvd.DistributedOptimizer
         ...
         compression.finish()                                     # a full average, before testing or saving
+
+    All ranks have to take equally many steps then: one that skipped its own (an own ``GradScaler``) or had a batch less
+    would wait for ever.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
@@ -59,7 +62,7 @@ class SlimDP(Sparse):
         mode: ``"gradient"`` or ``"local"``.
         period: local steps between two exchanges.
         budget_interval: exchanges between re-balancings of the layers' shares by significance; 0 keeps them equal.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`. Not for ``mode="local"``, where momentum stays in the
+        warmup_steps, momentum: see :class:`~hvd_compress.IWP`. No momentum for ``mode="local"``, where it stays in the
             optimizer.
         seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
             :class:`~hvd_compress.compressor.Compressor`.
@@ -97,6 +100,8 @@ class SlimDP(Sparse):
             raise ValueError(f"mode must be gradient or local, got {mode!r}")
         if period < 1 or (period > 1 and mode == "gradient"):
             raise ValueError(f'period must be at least 1, and 1 in mode="gradient", got {period}')
+        if mode == "local" and common.get("dense_values", "fp32") != "fp32":
+            raise ValueError('mode="local" averages what is not compressed in fp32: leave dense_values out')
         if mode == "local" and (momentum or common.get("grad_scaler") is not None):
             raise ValueError('mode="local" averages parameters: momentum and grad_scaler are the optimizer\'s business')
         super().__init__(
@@ -112,7 +117,7 @@ class SlimDP(Sparse):
         self._smoothing = smoothing
         self._history = [History(bucket, smoothing) for bucket in self._buckets]
         for bucket in self._buckets:
-            bucket.add_state("chance")
+            bucket.add_state("chance").fill_(1.0)
         self._local = LocalSteps(self, period) if mode == "local" else None
 
     def __repr__(self) -> str:
@@ -180,9 +185,15 @@ class SlimDP(Sparse):
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
         return self._local.targets(bucket) if self._local else super().targets(bucket, plan)
 
+    def undo(self, bucket: Bucket) -> None:
+        if self._plans[bucket.index].sent:
+            self._history[bucket.index].undo()
+        super().undo(bucket)
+
     def restart(self, bucket: Bucket) -> None:
         super().restart(bucket)
         self._history[bucket.index].restart()
+        bucket.state["chance"].fill_(1.0)
         if self._local:
             self._local.restart()
 

@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 40
 # Only for IWP's own options, or run with settings of their own.
 IWP_ONLY = ("topk", "one_leader", "sparse_as_dense", "usual_script", "plain_allreduce_with_compression", "refusals")
-APART = ("checkpoint",)
+APART = ("checkpoint", "local_steps")
 
 
 def case(function):
@@ -383,6 +383,31 @@ def plain_allreduce_with_compression():
     mean = hvd.allreduce(x, compression=job.compression, name="check.plain")
     assert torch.equal(mean, torch.full_like(x, (hvd.size() - 1) / 2))
     assert x[0, 0] == hvd.rank()
+
+
+@case
+def local_steps():
+    """Slim-DP around a plain optimizer: a few steps of each rank's own, then what is not sent drifts on."""
+    torch.manual_seed(0)
+    model = Branches().to(DEVICE)
+    options = dict(mode="local", period=4, density=1 / 8, bucket_mb=0.02)
+    compression = hvd_compress.SlimDP(model.named_parameters(), **options)
+    optimizer = compression.wrap(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    data = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(STEPS):
+        x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x, range(6)), x.mean((1, 2, 3)).gt(0).long()).backward()
+        optimizer.step()
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyone = hvd.allgather(mine[None], name="check.local")
+    assert not torch.equal(everyone[0], everyone[1]), "what was not sent drifts"
+    compression.finish()
+    assert compression.stats()["steps"] == STEPS // 4 + 1
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    together = hvd.allgather(mine[None], name="check.finish")
+    assert all(torch.equal(together[0], other) for other in together)
+    torch.testing.assert_close(together[0], everyone.mean(0), rtol=0, atol=1e-5)
 
 
 def cases_of(method):
