@@ -73,7 +73,21 @@ case ${1:-} in
     one 16-iwp-fp16 "${common[@]}" --compression iwp "${ours[@]}" --density 1/10.7 --values fp16
     one 16-fft "${common[@]}" --compression fft "${ours[@]}" --density 1/5.58
     one 16-mipd "${common[@]}" --compression mipd "${ours[@]}" --density 1/3.44
-    .venv/bin/python scripts/table.py "$out"/{none,fp16,64-*,16-*}.json --plot "$out/accuracy.png"
+    # Without indices, the core alone and the explorer alone beside the mix.
+    one 64-slimdp "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2
+    one 64-slimdp-no-explorer "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 1
+    one 64-slimdp-no-core "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 0
+    for budget in "64 1/362.7" "16 1/68.57"; do
+      read -r share density <<<"$budget"
+      one "$share-topk" "${common[@]}" --compression topk "${ours[@]}" --density "$density"
+      one "$share-dgc" "${common[@]}" --compression dgc "${ours[@]}" --density "$density"
+    done
+    # What has a ratio of its own.
+    one qsgd-4 "${common[@]}" --compression qsgd "${ours[@]}" --bits 4
+    one terngrad "${common[@]}" --compression terngrad "${ours[@]}"
+    one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}"
+    one mp2-9-residual-only "${common[@]}" --compression mp2 "${ours[@]}" --no-prediction
+    .venv/bin/python scripts/table.py "$out"/{none,fp16,qsgd-4,terngrad,mp2-9*,64-*,16-*}.json --plot "$out/accuracy.png"
     ;;
   gradients)
     data=${2:?DATA_DIR} out=${3:-results/gradients}
