@@ -300,7 +300,7 @@ def test_table_joins_seeds_and_names_what_differs():
     ).splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in cells] == ["none", "iwp, leaders all", "iwp, leaders 1", "iwp, leaders 1"]
-    assert [row[1] for row in cells] == ["1", "1/64", "1/64", "0.03"]
+    assert [row[1] for row in cells] == ["1", "1/64", "1/64", "1/33.3"]
     assert cells[0][2:] == ["0.9000", "40.0", "52.2", "12,346", "20.0", "1.50", "yes", "1"]
     assert cells[1][2] == "0.8700 ± 0.0100"
     assert cells[1][-1] == "2"
