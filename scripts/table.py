@@ -72,7 +72,7 @@ def table(results: Sequence[Result]) -> str:
         rows.append(
             (
                 label,
-                _density(runs[0]["config"].get("density", 1)),
+                density(runs),
                 _spread(runs, "test_accuracy", "{:.4f}".format),
                 _spread(runs, "wire_ratio", "{:.1f}".format),
                 _spread(runs, "wire_ratio_last", "{:.1f}".format),
@@ -93,7 +93,9 @@ def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
     return text(mean) + (f" ± {text(half)}" if half else "")
 
 
-def _density(value: float) -> str:
+def density(runs: list[Result]) -> str:
+    """That of a row; 1 for methods that send every entry."""
+    value = runs[0]["config"].get("density", 1)
     return "1" if value == 1 else f"1/{1 / value:.3g}"
 
 
@@ -113,8 +115,8 @@ def write_csv(results: Sequence[Result], file: Path) -> None:
 
 def name(label: str, runs: list[Result]) -> str:
     """What a row is called where there is no column for its density."""
-    density = _density(runs[0]["config"].get("density", 1))
-    return label if density == "1" else f"{label}, {density}"
+    share = density(runs)
+    return label if share == "1" else f"{label}, {share}"
 
 
 @contextmanager
