@@ -100,7 +100,9 @@ def plot(results: Sequence[Result], compute_ms: float, bandwidths: Sequence[str]
     with table.chart(file, len(rows), xscale="log", yscale="log", **about) as axes:
         for label, runs in rows:
             times = [seconds_to(runs, target, compute_ms, value) for value in values]
-            if None not in times:
+            if None in times:
+                axes.plot([], [])  # takes its colour, so that a row has the same one in all plots
+            else:
                 axes.plot(values, times, marker="o", label=table.name(label, runs))
 
 
