@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Markdown table, and a plot, of what `train.py --json` wrote.
+"""Markdown table, CSV and plots of what `train.py --json` wrote.
 
     table.py results/*.json --plot results/accuracy.png
 
@@ -9,8 +9,10 @@ Runs that differ in nothing but the seed share a row: mean ± half the range.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ def table(results: Sequence[Result]) -> str:
         rows.append(
             (
                 label,
-                _density(runs[0]["config"].get("density", 1)),
+                density(runs),
                 _spread(runs, "test_accuracy", "{:.4f}".format),
                 _spread(runs, "wire_ratio", "{:.1f}".format),
                 _spread(runs, "wire_ratio_last", "{:.1f}".format),
@@ -91,31 +93,44 @@ def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
     return text(mean) + (f" ± {text(half)}" if half else "")
 
 
-def _density(value: float) -> str:
+def density(runs: list[Result]) -> str:
+    """That of a row; 1 for methods that send every entry."""
+    value = runs[0]["config"].get("density", 1)
     return "1" if value == 1 else f"1/{1 / value:.3g}"
 
 
-def plot(results: Sequence[Result], file: Path) -> None:
-    """Test accuracy against the bytes a rank has sent so far, a line per row of the table, a band over its seeds."""
+def write_csv(results: Sequence[Result], file: Path) -> None:
+    """A line per run: the row of the table it belongs to, its figures, and its whole configuration."""
+    lines = []
+    for label, runs in grouped(results):
+        for run in runs:
+            figures = {key: value for key, value in run.items() if key not in ("history", "config")}
+            lines.append({"method": label, **figures, **run["config"]})
+    columns = {key: None for line in lines for key in line}
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def name(label: str, runs: list[Result]) -> str:
+    """What a row is called where there is no column for its density."""
+    share = density(runs)
+    return label if share == "1" else f"{label}, {share}"
+
+
+@contextmanager
+def chart(file: Path, rows: int, **settings: Any) -> Iterator[Any]:
+    """Axes for so many lines with a legend beside them; written to ``file`` at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-    rows = grouped(results)
-    axes.set_prop_cycle(color=pyplot.get_cmap("tab10" if len(rows) <= 10 else "tab20").colors)  # type: ignore[attr-defined]
-    for label, runs in rows:
-        # Runs of a row test after the same epochs, unless one was cut short.
-        tested = [[e for e in run["history"] if e["test_accuracy"] is not None] for run in runs]
-        epochs = list(zip(*tested, strict=False))
-        sent = [sum(entry["wire_bytes"] for entry in entries) / len(entries) for entries in epochs]
-        accuracy = [[entry["test_accuracy"] for entry in entries] for entries in epochs]
-        density = _density(runs[0]["config"].get("density", 1))
-        name = label if density == "1" else f"{label}, {density}"
-        (line,) = axes.plot(sent, [sum(a) / len(a) for a in accuracy], marker=".", label=name)
-        axes.fill_between(sent, list(map(min, accuracy)), list(map(max, accuracy)), color=line.get_color(), alpha=0.2)
-    axes.set(xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy")
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab10" if rows <= 10 else "tab20").colors)  # type: ignore[attr-defined]
+    yield axes
+    axes.set(**settings)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -123,15 +138,50 @@ def plot(results: Sequence[Result], file: Path) -> None:
     pyplot.close(figure)
 
 
+def _curve(axes: Any, label: str, runs: list[Result], x: Callable[[Result, Any], float], key: str) -> None:
+    """A row's ``key`` over its epochs: the mean of its seeds, and a band from the least to the largest."""
+    # Runs of a row have the same epochs, unless one was cut short.
+    entries = [[(x(run, entry), entry[key]) for entry in run["history"] if entry[key] is not None] for run in runs]
+    epochs = [list(zip(*epoch, strict=True)) for epoch in zip(*entries, strict=False)]
+    where = [sum(xs) / len(xs) for xs, _ in epochs]
+    (line,) = axes.plot(where, [sum(ys) / len(ys) for _, ys in epochs], marker=".", label=name(label, runs))
+    low, high = [min(ys) for _, ys in epochs], [max(ys) for _, ys in epochs]
+    axes.fill_between(where, low, high, color=line.get_color(), alpha=0.2)
+
+
+def plot(results: Sequence[Result], file: Path) -> None:
+    """Test accuracy against the bytes a rank has sent so far, a line per row of the table, a band over its seeds."""
+    rows = grouped(results)
+    with chart(file, len(rows), xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy") as axes:
+        for label, runs in rows:
+            _curve(axes, label, runs, lambda _, entry: entry["wire_bytes"], "test_accuracy")
+
+
+def plot_loss(results: Sequence[Result], file: Path) -> None:
+    """Mean training loss of an epoch against the steps at its end, a line per row, a band over its seeds."""
+    rows = grouped(results)
+    with chart(file, len(rows), yscale="log", xlabel="step", ylabel="training loss, mean of an epoch") as axes:
+        for label, runs in rows:
+            _curve(axes, label, runs, lambda run, entry: steps_at(run, entry["epoch"]), "train_loss")
+
+
+def steps_at(run: Result, epoch: int) -> float:
+    """The steps taken when ``epoch`` ended; all epochs have equally many."""
+    return epoch * float(run["steps"]) / float(run["epochs"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="accuracy against wire bytes")
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line per run")
     args = parser.parse_args()
     results = [json.loads(file.read_text()) for file in args.files]
     print(table(results))
     if args.plot:
         plot(results, args.plot)
+    if args.csv:
+        write_csv(results, args.csv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every compression method of the experiments: its options, and how they become an object.
 
-To add one: a function that adds its options, a function that builds it, a line in METHODS.
+To add one: a function that adds its options, a function that builds it, an entry in METHODS with its paper.
 Options belong to their method: `train.py --compression iwp --help` shows them, and an option of another
 method is refused rather than ignored.
 """
@@ -42,6 +42,14 @@ class Setting:
 class Method:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     build: Callable[[argparse.Namespace, Setting], Compression]
+    summary: str  # what it sends, in one line
+    paper: str  # where it was published: a comparison must be able to name it
+
+    def defaults(self) -> dict[str, Any]:
+        """The method's options and their defaults: what it can be asked for."""
+        parser = argparse.ArgumentParser()
+        self.add_arguments(parser)
+        return vars(parser.parse_args([]))
 
 
 class Counted:
@@ -303,13 +311,13 @@ def _dgc_arguments(parser: argparse.ArgumentParser) -> None:
     _density_arguments(parser, 1 / 1000, "fp32-gather")
     parser.add_argument("--sample", type=float, default=0.01, help="share of the entries that guesses the threshold")
     parser.add_argument("--clip-norm", type=float, help="largest norm of a parameter's gradient")
+    # The momentum is the method's business, so it is taken over with or without --momentum-correction.
+    parser.set_defaults(momentum_correction=True)
 
 
 def _dgc(args: argparse.Namespace, setting: Setting) -> Compression:
     import hvd_compress
 
-    # The momentum is the method's business, so it is taken over with or without --momentum-correction.
-    args.momentum_correction = True
     return _with_density(hvd_compress.DGC, args, setting, momentum=0.0, sample=args.sample, clip_norm=args.clip_norm)
 
 
@@ -356,15 +364,70 @@ def _count_or_all(text: str) -> int | None:
 
 
 METHODS: dict[str, Method] = {
-    "none": Method(_no_arguments, _none),
-    "fp16": Method(_no_arguments, _fp16),
-    "iwp": Method(_iwp_arguments, _iwp),
-    "fft": Method(_fft_arguments, _fft),
-    "mipd": Method(_mipd_arguments, _mipd),
-    "slimdp": Method(_slimdp_arguments, _slimdp),
-    "mp2": Method(_mp2_arguments, _mp2),
-    "topk": Method(_topk_arguments, _topk),
-    "dgc": Method(_dgc_arguments, _dgc),
-    "qsgd": Method(_qsgd_arguments, _qsgd),
-    "terngrad": Method(_terngrad_arguments, _terngrad),
+    "none": Method(
+        _no_arguments,
+        _none,
+        "float32, summed by the ring",
+        "Sergeev & Del Balso, Horovod, 2018; arXiv 1802.05799",
+    ),
+    "fp16": Method(
+        _no_arguments,
+        _fp16,
+        "float16, summed by the ring",
+        "Horovod's own Compression.fp16: Sergeev & Del Balso, 2018; arXiv 1802.05799",
+    ),
+    "iwp": Method(
+        _iwp_arguments,
+        _iwp,
+        "the entries of largest gradient relative to weight, as random leaders choose them",
+        "Cheng & Xu, Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce, 2019; arXiv 1901.01544",
+    ),
+    "fft": Method(
+        _fft_arguments,
+        _fft,
+        "the largest Fourier coefficients",
+        "Wang et al., FFT-based Gradient Sparsification for Distributed Training of DNNs, HPDC 2020; arXiv 1811.08596",
+    ),
+    "mipd": Method(
+        _mipd_arguments,
+        _mipd,
+        "what weights and past gradients call significant: no indices",
+        "Zhang & Wang, MIPD, IEEE TPDS 33(11), 2022",
+    ),
+    "slimdp": Method(
+        _slimdp_arguments,
+        _slimdp,
+        "a core of significant entries, and a random few of the others: no indices",
+        "Sun et al., Slim-DP, AAMAS 2018; arXiv 1709.09393",
+    ),
+    "mp2": Method(
+        _mp2_arguments,
+        _mp2,
+        "every n-th entry in turn, and a network may predict the others: no indices",
+        "Liu et al., MP2, Computer Networks 255, 2024",
+    ),
+    "topk": Method(
+        _topk_arguments,
+        _topk,
+        "each rank's entries of largest magnitude, gathered; error feedback",
+        "Aji & Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; arXiv 1704.05021",
+    ),
+    "dgc": Method(
+        _dgc_arguments,
+        _dgc,
+        "top-k with momentum correction, masking and a sampled threshold",
+        "Lin et al., Deep Gradient Compression, ICLR 2018; arXiv 1712.01887",
+    ),
+    "qsgd": Method(
+        _qsgd_arguments,
+        _qsgd,
+        "every entry as a random multiple of its run's norm, in a few bits, gathered",
+        "Alistarh et al., QSGD, NeurIPS 2017; arXiv 1610.02132",
+    ),
+    "terngrad": Method(
+        _terngrad_arguments,
+        _terngrad,
+        "every entry as -s, 0 or s, summed by the ring",
+        "Wen et al., TernGrad, NeurIPS 2017; arXiv 1705.07878",
+    ),
 }
