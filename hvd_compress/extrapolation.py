@@ -27,6 +27,9 @@ class Extrapolation(abc.ABC):
 
     All ranks have to hold the same weights, and compute the same from them: on one type of processor.
 
+    Holds up to four copies of them. Buffers, such as a batch norm's, do not jump. After an elastic restart call
+    :meth:`reset` on all ranks, or a new one jumps at other epochs than the others.
+
     Args:
         parameters: the model's; those that need no gradient stay as they are.
     """
@@ -51,6 +54,10 @@ class Extrapolation(abc.ABC):
             parameter.copy_(ahead.view(parameter.shape))
         self._seen.clear()
         return True
+
+    def reset(self) -> None:
+        """Forgets the epochs seen."""
+        self._seen.clear()
 
     def state_dict(self) -> dict[str, list[list[Tensor]]]:
         """What a checkpoint must carry."""

@@ -30,8 +30,8 @@ class LocalSteps:
         sent = {id(segment.parameter) for bucket in self._buckets for segment in bucket.segments}
         rest = [(name, p) for name, p in method.named_parameters() if id(p) not in sent and p.requires_grad]
         for name, p in rest:
-            if p.dtype == torch.float64 or not is_dense(p):
-                raise ValueError(f'{name}: mode="local" takes parameters of up to 32 bits without gaps in memory')
+            if p.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not is_dense(p):
+                raise ValueError(f'{name}: mode="local" takes floats of up to 32 bits without gaps in memory')
         #: What travels whole: norms, biases, small tensors.
         self._rest = fill(rest, 2**24)
         for bucket in self._rest:
@@ -73,6 +73,12 @@ class LocalSteps:
     def state(self) -> dict[str, Any]:
         anchors = {s.name: s.shaped(b.state["anchor"]).clone() for b in self._rest for s in b.segments}
         return {"count": self._count, "begun": self._begun, "anchors": anchors}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ``ValueError`` if it is not of these parameters."""
+        ours = {s.name: s.parameter.shape for b in self._rest for s in b.segments}
+        if ours != {name: anchor.shape for name, anchor in state["anchors"].items()}:
+            raise ValueError("the state holds other parameters that travel whole")
 
     def load_state(self, state: dict[str, Any]) -> None:
         for bucket in self._rest:

@@ -47,7 +47,12 @@ def shipped(device: torch.device) -> Predictor:
 
 def predict(predictor: Predictor, windows: Tensor) -> Tensor:
     """:meth:`Predictor.forward`, some windows at a time: float32, (n, 256)."""
-    return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
+    # Whatever precision or algorithm the training itself uses, or is just using: all ranks have to get the same bits.
+    with (
+        torch.autocast(windows.device.type, enabled=False),
+        torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
+    ):
+        return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
 
 
 def fields(fresh: Tensor, mask: Tensor, last: Tensor, smoothed: Tensor, weight: Tensor) -> Tensor:

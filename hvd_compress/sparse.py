@@ -114,6 +114,7 @@ class Sparse(MomentumCorrected):
             self._lay_out(bucket, plan, density)
             plan.shape = shape
         plan.invalid.zero_()
+        plan.channel.mark()
         plan.rule = self.rule(bucket, plan)
         # On the CPU a look costs nothing; a GPU would be waited for, so there only now and then.
         check = bucket.device.type == "cpu" or plan.unchecked or self._step % _CHECK_INTERVAL == 0
@@ -165,6 +166,7 @@ class Sparse(MomentumCorrected):
 
     def undo(self, bucket: Bucket) -> None:
         plan = self._plans[bucket.index]
+        plan.channel.undo()
         if not plan.sent:
             return
         # Put what was taken back into the residual, and into no gradient.

@@ -95,7 +95,8 @@ def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
 
 def density(runs: list[Result]) -> str:
     """That of a row; 1 for methods that send every entry."""
-    value = runs[0]["config"].get("density", 1)
+    config = runs[0]["config"]
+    value = config.get("density", 1 / config.get("period", 1))
     return "1" if value == 1 else f"1/{1 / value:.3g}"
 
 

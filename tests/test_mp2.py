@@ -141,14 +141,18 @@ def test_a_rank_that_went_astray_is_found_and_repaired(momentum):
     assert equal()
 
 
-def test_a_skipped_step_takes_its_predictions_back():
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "infinity"])
+def test_a_skipped_step_takes_its_predictions_back(bad):
     """With Horovod's GradScaler protocol: averaged, but no optimizer steps."""
     world, ranks = replicas(2, partial(MP2, period=3, gate=-1.0, values="fp32", predictor=Constant(0.5)))
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
 
     def step(number, taken=True):
         grads = [gradients(r.model, 100 * number + r.rank) for r in ranks]
-        given = [[g.clone() for g in grad] for grad in grads]
+        if bad and not taken:
+            for grad in grads[1]:
+                grad.as_strided((grad.numel(),), (1,))[5] = float("inf")
+        given = [[g.clone().nan_to_num_(posinf=0.0) for g in grad] for grad in grads]
         together(world, ranks, grads, shuffle=number)
         if taken:
             for optimizer in optimizers:

@@ -338,3 +338,36 @@ def test_taking_the_momentum_leaves_the_rest_of_the_model_as_it_was():
         ours.step()
     for a, b in zip(reference.parameters(), rank.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["iwp-lanes4", "iwp-lloyd4", "mipd-compensated", "slimdp", "mp2", "mp2-guessing"])
+def test_a_step_that_failed_leaves_what_is_shared_as_it_was(name):
+    """It may have failed on some ranks only, and the others must not know more than those afterwards."""
+    world, (rank,) = replicas(1, METHODS[name], bucket_mb=0.08)
+    random_steps(world, [rank], range(7))
+    compression = rank.compression
+
+    def shared():
+        known = {}
+        for bucket, plan in zip(compression._buckets, compression._plans, strict=True):
+            own = ("residual", "velocity", "chance")
+            known |= {(bucket.index, k): v.clone() for k, v in bucket.state.items() if k not in own}
+            scales = plan.channel.state()
+            known |= {(bucket.index, k): v.clone() for k, v in scales.items() if isinstance(v, torch.Tensor)}
+        return known
+
+    before, held = shared(), residuals(rank)
+    grads = gradients(rank.model, seed=77)
+    given = [g.double().clone() for g in grads]
+    random_step = compression._finish_step
+    compression._finish_step = lambda: (random_step(), (_ for _ in ()).throw(ConnectionError))
+    with pytest.raises(ConnectionError):
+        rank.exchange(grads)
+    compression._collecting = True  # _finish_step had ended it
+    compression.reset()
+    after = shared()
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+    for (parameter, p), grad in zip(rank.model.named_parameters(), given, strict=True):
+        if p.dim() >= 2 and p.numel() >= 1024:
+            torch.testing.assert_close(residuals(rank)[parameter], held[parameter] + grad, rtol=0, atol=1e-4)

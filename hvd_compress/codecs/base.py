@@ -49,6 +49,12 @@ class Channel(abc.ABC):
         step.
         """
 
+    def mark(self) -> None:
+        """A step begins."""
+
+    def undo(self) -> None:
+        """It failed, or was skipped: as before it."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must carry."""
         return {}

@@ -107,6 +107,12 @@ class _RingChannel(Channel):
         self.scales.follow(local.nan_to_num(nan=0.0).amax(0), decoded, mean)
         self.mean.masked_fill_(bad, float("nan"))
 
+    def mark(self) -> None:
+        self.scales.mark()
+
+    def undo(self) -> None:
+        self.scales.undo()
+
     def state(self) -> dict[str, Any]:
         return self.scales.state()
 

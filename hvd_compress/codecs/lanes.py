@@ -84,6 +84,12 @@ class _LanesChannel(Channel):
         self.mean.masked_fill_(total[self.body] != 0, float("nan"))
         return self.mean, self.lost
 
+    def mark(self) -> None:
+        self.scales.mark()
+
+    def undo(self) -> None:
+        self.scales.undo()
+
     def state(self) -> dict[str, Any]:
         return self.scales.state()
 

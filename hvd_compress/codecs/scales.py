@@ -54,6 +54,7 @@ class Scales:
         self.local = torch.ones(groups, dtype=torch.float64, device=device)
         self.mean = self.local.clone()
         self.kind = torch.zeros(groups, dtype=torch.int64, device=device)
+        self.mark()
 
     def first(self, moments: Moments, ranks: int) -> Generator[Request, Tensor, None]:
         """Nothing is known yet: one small sum tells. The largest of the ranks' peaks is not a sum: their root mean
@@ -63,6 +64,14 @@ class Scales:
         self.local = bounded((total / ranks).sqrt())
         self.mean = bounded(self.local / ranks**0.5)
         self.known = True
+
+    def mark(self) -> None:
+        """A step begins: what :meth:`undo` goes back to."""
+        self._marked = self.known, self.local, self.mean, self.kind
+
+    def undo(self) -> None:
+        """The step failed, maybe on some ranks only: they must not differ from now on."""
+        self.known, self.local, self.mean, self.kind = self._marked
 
     def follow(self, local: Tensor, decoded: Moments, mean: Tensor | None = None) -> None:
         """After a step: the scales that all ranks saw in their values, and in the average before it was coded (none, if
@@ -87,3 +96,4 @@ class Scales:
         self.known = state["known"]
         for name in ("local", "mean", "kind"):
             setattr(self, name, state[name].to(self.device, copy=True))
+        self.mark()

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,20 @@ _PROBES = 16
 # How fast the gate forgets.
 _DECAY = 0.97
 _TINY = 1e-12
+_PRIME = 1048573  # below 2**20
+
+
+@dataclass
+class _Before:
+    """What a step has changed in the shared state of a bucket, to be undone: on the entries sent, and windows."""
+
+    selection: Unled
+    arrived: Tensor  # bool, (1,)
+    known: dict[str, Tensor]
+    fit: Tensor
+    guesses: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    #: Segment by segment, whether a prediction was applied.
+    applied: list[bool] = field(default_factory=list)
 
 
 class MP2(Sparse):
@@ -48,7 +63,8 @@ class MP2(Sparse):
 
     Every rank computes the predictions for itself, so all need one type of processor and as many threads: every
     ``check_interval`` steps they compare a checksum, and where one differs, all take over rank 0's predictions,
-    weights and optimizer state, with a warning.
+    weights and optimizer state, with a warning. (Not the parameters that travel dense: a norm over all gradients, as in
+    ``clip_grad_norm_``, carries a wrong prediction into those too.)
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
@@ -107,8 +123,7 @@ class MP2(Sparse):
             bucket.state["last_sent"].fill_(-1.0)
         #: A layer's running sums of predicted * arrived, predicted^2 and arrived^2: float64, (3, segments).
         self._fit = [torch.zeros(3, len(b.segments), dtype=torch.float64, device=b.device) for b in self._buckets]
-        #: Of the last step: what an undo has to give back.
-        self._before: list[tuple[Tensor, Tensor, list[bool]] | None] = [None] * len(self._buckets)
+        self._before: list[_Before | None] = [None] * len(self._buckets)
         #: Weights and optimizer state of rank 0, to be taken over at the end of the step.
         self._repairs: list[tuple[Tensor, Tensor]] = []
 
@@ -173,7 +188,9 @@ class MP2(Sparse):
         """The gradients per step since each entry was last sent: float32, (slots,)."""
         state = bucket.state
         last, applied, guess = (selection.read(state[name]) for name in ("last_sent", "applied", "guess"))
-        self._before[bucket.index] = last, applied, []
+        fit = self._fit[bucket.index]
+        known = {name: selection.read(state[name]) for name in _SHARED if name != "guess"}
+        self._before[bucket.index] = _Before(selection, arrived, known, fit.clone())
         rate = torch.where(
             arrived, (mean + applied) / (self._step - last).clamp(min=1.0), selection.read(state["arrived"])
         )
@@ -186,7 +203,6 @@ class MP2(Sparse):
         edges = torch.tensor([*selection.first, selection.total], device=bucket.device)
         both, one, other = (Moments(x, edges).square for x in (guess + rate, guess, rate))
         seen = torch.stack([(both - one - other) / 2, one, other])
-        fit = self._fit[bucket.index]
         fit.copy_(torch.where(arrived, fit * _DECAY + seen, fit))
         return rate
 
@@ -200,6 +216,8 @@ class MP2(Sparse):
     def _refresh(self, bucket: Bucket, selection: Rotating, fresh: Tensor, opened: list[bool]) -> None:
         """New predictions for those windows whose turn it is: as many as there are in a ``period``-th."""
         state = bucket.state
+        before = self._before[bucket.index]
+        assert before is not None
         here, mask = torch.zeros_like(state["guess"]), torch.zeros_like(state["guess"])
         selection.write(here, fresh)
         selection.write(mask, torch.ones_like(fresh))
@@ -218,7 +236,9 @@ class MP2(Sparse):
             parts = (segment.of(here) / unit, segment.of(mask), arrived / unit, segment.of(state["smoothed"]) / unit)
             chosen = [part.view(-1, BLOCK)[windows] for part in (*parts, weight / size)]
             guess = self.predict(bucket, position, windows, fields(*chosen)) * unit
-            segment.of(state["guess"]).view(-1, BLOCK)[windows] = guess
+            guesses = segment.of(state["guess"]).view(-1, BLOCK)
+            before.guesses.append((guesses, windows, guesses[windows]))
+            guesses[windows] = guess
             segment.of(state["guess"])[segment.numel :] = 0.0
 
     def predict(self, bucket: Bucket, position: int, windows: Tensor, seen: Tensor) -> Tensor:
@@ -233,7 +253,7 @@ class MP2(Sparse):
         targets = self.targets(bucket, plan)
         for segment, target, here in zip(bucket.segments, targets, self._open(bucket), strict=True):
             applied = here and target.numel() > 0
-            before[2].append(applied)
+            before.applied.append(applied)
             if applied:
                 guess = torch.where(arrived, segment.of(bucket.state["guess"]), 0.0)
                 segment.of(bucket.residual).sub_(guess)
@@ -245,39 +265,55 @@ class MP2(Sparse):
         return torch.where(arrived, 0.0, selection.read(bucket.state["applied"]))
 
     def undo(self, bucket: Bucket) -> None:
-        plan, before = self._plans[bucket.index], self._before[bucket.index]
-        if plan.sent and before is not None:
-            last, applied, predicted = before
-            for segment, was in zip(bucket.segments, predicted, strict=True):
+        before = self._before[bucket.index]
+        if before is not None:
+            # Nothing at all was applied if the exchange did not come that far.
+            for segment, was in zip(bucket.segments, before.applied, strict=False):
                 if was:
-                    guess = segment.of(bucket.state["guess"])
+                    guess = torch.where(before.arrived, segment.of(bucket.state["guess"]), 0.0)
                     segment.of(bucket.residual).add_(guess)
                     segment.of(bucket.state["applied"]).sub_(guess)
-            assert isinstance(plan.selection, Rotating)
-            plan.selection.write(bucket.state["last_sent"], last)
-            plan.selection.write(bucket.state["applied"], applied)
+            for name, values in before.known.items():
+                before.selection.write(bucket.state[name], values)
+            for guesses, windows, old in before.guesses:
+                guesses[windows] = old
+            self._fit[bucket.index].copy_(before.fit)
             self._before[bucket.index] = None
         super().undo(bucket)
 
     # All ranks the same.
 
     def _compare(self, bucket: Bucket) -> Exchange:
-        mark = self._checksum(bucket).double()
-        total = yield allreduce(torch.cat([torch.ones_like(mark), mark, mark * mark]), "budget", "checksum")
-        if bool(total[0] * total[2] == total[1] * total[1]):
+        shared, steered = [bucket.state[name] for name in _SHARED], self._steered(bucket)
+        # Whoever does not know its optimizer yet (the first step after a load) has nothing to say of its state.
+        size = sum(t.numel() for t in steered) if self._guard.optimizer is not None else 0
+        mark = torch.cat([self._checksum(bucket), torch.tensor([size], device=bucket.device)]).double()
+        total = yield allreduce(torch.stack([torch.ones_like(mark), mark, mark * mark]), "budget", "checksum")
+        equal, alike = (total[0] * total[2] == total[1] * total[1]).tolist()
+        if equal:
             return
+        what = "all take over rank 0's" if alike and size else "but their optimizers' states do, too: not repaired now"
         warnings.warn(
-            "MP2: the ranks' predictions differ (other processors? other numbers of threads?): all take over rank 0's",
-            stacklevel=2,
+            f"MP2: the ranks' predictions differ (other processors? other numbers of threads?): {what}", stacklevel=2
         )
-        shared, steered = [*(bucket.state[name] for name in _SHARED), self._fit[bucket.index]], self._steered(bucket)
-        flat = torch.cat([tensor.double().flatten() for tensor in (*shared, *steered)])
-        # The sum of rank 0's and of zeros. Rarely needed: that it costs as much as a dense step does not matter.
+        if not (alike and size):
+            return
+        flat = torch.cat([tensor.float().flatten() for tensor in (*shared, *steered)])
+        # The sum of rank 0's and of zeros. It costs as much as several dense steps, and should never be needed.
         flat = yield allreduce(flat if self._collectives.rank == 0 else torch.zeros_like(flat), "budget", "repair")
         parts = torch.split(flat, [tensor.numel() for tensor in (*shared, *steered)])
         right = [part.view(tensor.shape) for part, tensor in zip(parts, (*shared, *steered), strict=True)]
+        # Rank 0's weights have rank 0's predictions in them: only those can still be paid back.
+        own = bucket.state["applied"].clone()
         for tensor, value in zip(shared, right, strict=False):
             tensor.copy_(value)
+        bucket.residual.add_(own).sub_(bucket.state["applied"])
+        self._fit[bucket.index].zero_()
+        before = self._before[bucket.index]
+        assert before is not None
+        before.known.clear()
+        before.guesses.clear()
+        before.fit.zero_()
         # Backward may still need the weights as they are.
         self._repairs += zip(steered, right[len(shared) :], strict=True)
 
@@ -286,7 +322,8 @@ class MP2(Sparse):
         weights = [s.parameter.detach().as_strided((s.numel,), (1,)).float() for s in bucket.segments]
         bits = torch.cat([bucket.state["guess"], bucket.state["smoothed"], *weights]).view(torch.int32).long()
         place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
-        return ((bits * place).sum() % 2**20).view(1)
+        # Modulo a prime, in which every bit of a float counts.
+        return ((bits * place) % _PRIME).sum().remainder(_PRIME).view(1)
 
     def _steered(self, bucket: Bucket) -> list[Tensor]:
         """Weights, and the optimizer's tensors of their shape, which went astray with the predictions."""

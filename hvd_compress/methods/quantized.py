@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, Segment
+from ..bucket import Bucket
 from ..codecs import Codec
 from ..codecs.qsgd import Levels
 from ..codecs.ternary import Ternary
@@ -63,17 +63,14 @@ class Quantized(Sparse):
     def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
         yield from super().communicate(bucket, plan)
         if not self._feedback:
+            bucket.residual.zero_()
             plan.sent = False  # a step that is skipped is forgotten (but for what a momentum here keeps of it)
 
     def begin(self, bucket: Bucket) -> None:
         if not self._feedback:
-            # What the code lost, and what a step that failed had taken in.
+            # What a step that failed had taken in.
             bucket.residual.zero_()
         super().begin(bucket)
-
-    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        held = super().held(bucket, segment)
-        return held if self._feedback else torch.zeros_like(held)
 
     def _made_with(self) -> dict[str, Any]:
         return {**super()._made_with(), "error feedback": self._feedback}

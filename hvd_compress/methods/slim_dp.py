@@ -236,6 +236,8 @@ class SlimDP(Sparse):
     def load_method_state(self, state: dict[str, Any]) -> None:
         if (state["local"] is None) != (self._local is None):
             raise ValueError("the state was made in another mode")
+        if self._local:
+            self._local.check_state(state["local"])
         super().load_method_state(state)
         if self._local:
             self._local.load_state(state["local"])

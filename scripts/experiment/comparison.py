@@ -14,7 +14,7 @@ from typing import Any
 from experiment import budgets, compressors
 from experiment.runs import Result, Run
 
-# A probe counts bytes: as many steps as even out what a method sends now and then only.
+# A probe counts bytes. What a method sends once in a hundred steps (budgets, checks) is not in it: it is little.
 PROBE = ("--max-steps", "20", "--eval-every", "1000000")
 
 
