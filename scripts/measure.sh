@@ -85,8 +85,8 @@ case ${1:-} in
     # What has a ratio of its own.
     one qsgd-4 "${common[@]}" --compression qsgd "${ours[@]}" --bits 4
     one terngrad "${common[@]}" --compression terngrad "${ours[@]}"
-    one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}"
-    one mp2-9-residual-only "${common[@]}" --compression mp2 "${ours[@]}" --no-prediction
+    one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}" --prediction
+    one mp2-9-residual-only "${common[@]}" --compression mp2 "${ours[@]}"
     .venv/bin/python scripts/table.py "$out"/{none,fp16,qsgd-4,terngrad,mp2-9*,64-*,16-*}.json --plot "$out/accuracy.png"
     ;;
   gradients)

@@ -52,7 +52,7 @@ class Recorder(MP2):
 
     def __init__(self, *args: Any, **options: Any):
         # Always open, so that it is asked for a whole period of windows.
-        super().__init__(*args, gate=-1.0, values="fp32", check_interval=0, **options)
+        super().__init__(*args, prediction=True, gate=-1.0, values="fp32", check_interval=0, **options)
         self.open: list[dict[str, Any]] = []
         self.done: list[dict[str, Any]] = []
         self.wanted = False

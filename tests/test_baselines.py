@@ -202,7 +202,9 @@ def test_a_step_that_failed_does_not_count_twice(build):
     assert float(applied.mean()) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("build", [partial(MIPD, density=1.0), partial(SlimDP, density=1.0), partial(MP2, period=4)])
+@pytest.mark.parametrize(
+    "build", [partial(MIPD, density=1.0), partial(SlimDP, density=1.0), partial(MP2, period=4, prediction=True)]
+)
 def test_a_step_taken_again_leaves_no_infinity_behind(build):
     world, ranks = replicas(2, partial(build, values="fp32"))
     random_steps(world, ranks, [0])

@@ -34,7 +34,7 @@ def constant_gradients(model, seed):
 
 
 def test_everything_has_its_turn_in_a_period():
-    world, ranks = replicas(2, partial(MP2, period=9, prediction=False, values="fp32"))
+    world, ranks = replicas(2, partial(MP2, period=9, values="fp32"))
     seen = [torch.zeros_like(p) for p in ranks[0].model.parameters()]
     for step in range(9):
         grads = [[torch.ones_like(p) for p in r.model.parameters()] for r in ranks]
@@ -59,7 +59,7 @@ def test_the_traffic_is_a_ninth():
 
 def test_a_good_prediction_opens_the_gate_and_arrives_early():
     """The same gradient in every step: after one period the last value is the next one."""
-    world, ranks = replicas(2, partial(MP2, period=4, values="fp32", predictor=Last()))
+    world, ranks = replicas(2, partial(MP2, prediction=True, period=4, values="fp32", predictor=Last()))
     grads = [constant_gradients(r.model, r.rank) for r in ranks]
     number = [n for n, _ in ranks[0].model.named_parameters()].index("wide.weight")
     mean = torch.stack([g[number] for g in grads]).mean(0)
@@ -73,7 +73,7 @@ def test_a_good_prediction_opens_the_gate_and_arrives_early():
 
 
 def test_a_bad_prediction_closes_the_gate_and_is_paid_back():
-    world, ranks = replicas(2, partial(MP2, period=4, values="fp32", predictor=Constant(-1.0)))
+    world, ranks = replicas(2, partial(MP2, prediction=True, period=4, values="fp32", predictor=Constant(-1.0)))
     for step in range(40):
         grads = [constant_gradients(r.model, 100 * step + r.rank) for r in ranks]
         applied = together(world, ranks, grads, shuffle=step)
@@ -83,7 +83,7 @@ def test_a_bad_prediction_closes_the_gate_and_is_paid_back():
 
 
 def test_predictions_are_bit_equal_over_1000_steps():
-    world, ranks = replicas(3, partial(MP2, period=5, gate=-1.0, momentum=0.9), model=_toy())
+    world, ranks = replicas(3, partial(MP2, prediction=True, period=5, gate=-1.0, momentum=0.9), model=_toy())
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]
 
     def train(i):
@@ -113,7 +113,7 @@ def _toy():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_rank_that_went_astray_is_found_and_repaired(momentum):
-    world, ranks = replicas(3, partial(MP2, period=3, gate=-1.0, check_interval=10), model=_toy())
+    world, ranks = replicas(3, partial(MP2, prediction=True, period=3, gate=-1.0, check_interval=10), model=_toy())
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01, momentum=momentum) for r in ranks]
 
     def train(first, last):
@@ -144,7 +144,9 @@ def test_a_rank_that_went_astray_is_found_and_repaired(momentum):
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "infinity"])
 def test_a_skipped_step_takes_its_predictions_back(bad):
     """With Horovod's GradScaler protocol: averaged, but no optimizer steps."""
-    world, ranks = replicas(2, partial(MP2, period=3, gate=-1.0, values="fp32", predictor=Constant(0.5)))
+    world, ranks = replicas(
+        2, partial(MP2, prediction=True, period=3, gate=-1.0, values="fp32", predictor=Constant(0.5))
+    )
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
 
     def step(number, taken=True):

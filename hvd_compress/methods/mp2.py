@@ -23,6 +23,7 @@ from ..sparse import Plan, Sparse
 # time; ``last_sent``: the step it came in; ``guess``: what is predicted per step; ``applied``: the sum of what was
 # applied of that since.
 _SHARED = ("arrived", "smoothed", "last_sent", "guess", "applied")
+_UNSEEN = dict.fromkeys(_SHARED, 0.0) | {"last_sent": -1.0}
 # Windows of a closed layer that are predicted all the same in a step, to see if it pays by now.
 _PROBES = 16
 # How fast the gate forgets.
@@ -70,7 +71,8 @@ class MP2(Sparse):
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         period: steps until an entry has its turn again; 1 / period of the entries are sent in a step.
         values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
-        prediction: False never predicts (the rival: the residual alone).
+        prediction: predict what is not sent. Off by default: with the predictor that is shipped, training was better
+            without (docs/results.md).
         gate: the least cosine, in [-1, 1].
         smoothing: weight of the past in what is smoothed, in [0, 1).
         check_interval: steps between checksums; 0 never checks.
@@ -90,7 +92,7 @@ class MP2(Sparse):
         period: int = 9,
         *,
         values: str | Codec = "lanes4",
-        prediction: bool = True,
+        prediction: bool = False,
         gate: float = 0.1,
         smoothing: float = 0.7,
         check_interval: int = 100,
@@ -117,10 +119,10 @@ class MP2(Sparse):
         )
         self._period, self._prediction, self._gate, self._smoothing = period, prediction, gate, smoothing
         self._check_interval, self._own_predictor = check_interval, predictor
-        for bucket in self._buckets:
-            for name in _SHARED:
-                bucket.add_state(name)
-            bucket.state["last_sent"].fill_(-1.0)
+        if prediction:
+            for bucket in self._buckets:
+                for name in _SHARED:
+                    bucket.add_state(name).fill_(_UNSEEN[name])
         #: A layer's running sums of predicted * arrived, predicted^2 and arrived^2: float64, (3, segments).
         self._fit = [torch.zeros(3, len(b.segments), dtype=torch.float64, device=b.device) for b in self._buckets]
         self._before: list[_Before | None] = [None] * len(self._buckets)
@@ -342,11 +344,15 @@ class MP2(Sparse):
 
     def restart(self, bucket: Bucket) -> None:
         super().restart(bucket)
-        for name in _SHARED:
-            bucket.state[name].fill_(-1.0 if name == "last_sent" else 0.0)
+        if self._prediction:
+            for name in _SHARED:
+                bucket.state[name].fill_(_UNSEEN[name])
         self._fit[bucket.index].zero_()
         self._before[bucket.index] = None
         self._repairs.clear()
+
+    def _made_with(self) -> dict[str, Any]:
+        return {**super()._made_with(), "prediction": self._prediction}
 
     def method_state(self) -> dict[str, Any]:
         return {**super().method_state(), "fit": [fit.clone() for fit in self._fit]}

@@ -279,7 +279,7 @@ def _mp2_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--values", default="lanes4", help="how values travel: fp16, fp32, lanes4, lloyd4, range10, ..."
     )
-    parser.add_argument("--no-prediction", action="store_true", help="the residual alone: the rival")
+    parser.add_argument("--prediction", action="store_true", help="predict what is not sent")
     parser.add_argument("--gate", type=float, default=0.1, metavar="COSINE", help="the least that is predicted at")
 
 
@@ -292,7 +292,7 @@ def _mp2(args: argparse.Namespace, setting: Setting) -> Compression:
         setting,
         period=args.period,
         values=args.values,
-        prediction=not args.no_prediction,
+        prediction=args.prediction,
         gate=args.gate,
     )
 
