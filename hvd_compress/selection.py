@@ -409,8 +409,7 @@ class Rotating(Unled):
     def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
         finite = mean.isfinite()
         self.write(self.bucket.residual, torch.where(finite, lost, self.read(self.bucket.residual)))
-        if velocity is not None:
-            self.write(velocity, self.read(velocity).masked_fill_(finite, 0.0))
+        # The velocity goes on: all entries wait equally long, and cleared every period it would never get up to speed.
         for position, (target, first) in enumerate(zip(targets, self.first, strict=True)):
             if target.numel():
                 here = self._of(target.as_strided((target.numel(),), (1,)), position)
