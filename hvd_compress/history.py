@@ -39,6 +39,10 @@ class History:
             selection.write(self.last_sent, last)
             self._before = None
 
+    def keep(self) -> None:
+        """What arrived last is not to be undone."""
+        self._before = None
+
     @property
     def smoothed(self) -> Tensor:
         return self.bucket.state["smoothed"]
@@ -47,9 +51,9 @@ class History:
     def last_sent(self) -> Tensor:
         return self.bucket.state["last_sent"]
 
-    def learn(self, selection: Unled, mean: Tensor, step: int, guessed: Tensor | float = 0.0) -> None:
+    def learn(self, selection: Unled, mean: Tensor, step: int, guessed: Tensor | float = 0.0) -> Tensor:
         """``mean`` arrived for the selection's entries, unless it is not finite: the gradient of all steps since they
-        were last sent, but for what was ``guessed`` of it in each."""
+        were last sent, but for what was ``guessed`` of it in each. Returns that gradient per step."""
         arrived = mean[:1].isfinite()
         smoothed, last = selection.read(self.smoothed), selection.read(self.last_sent)
         self._before = selection, smoothed, last
@@ -58,6 +62,7 @@ class History:
         new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
         selection.write(self.smoothed, torch.where(arrived, new, smoothed))
         selection.write(self.last_sent, torch.where(arrived, float(step), last))
+        return rate
 
 
 def root_mean_squares(bucket: Bucket, weights: list[Tensor], other: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,15 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-#: What it sees of every entry of a window: the value that has just arrived, or 0; whether it has; the value that
-#: arrived last; the smoothed values; the weight. Values in units of their layer's root mean square, weights in theirs.
-CHANNELS = 5
+#: What it sees of every entry of a window: the value that has just arrived, or 0; whether it has; how long ago its last
+#: one did, in units of the mean wait, 0 to 4; that value; the smoothed values; the weight. Values in units of their
+#: layer's root mean square, weights in theirs.
+CHANNELS = 6
 _WINDOWS = 512  # at once, so that the memory it takes is bounded
 
 
 class Predictor(nn.Module):
-    """From windows, float32 (n, 5, 256), to what each entry's gradient per step will be next, (n, 256)."""
+    """From windows, float32 (n, 6, 256), to what each entry's gradient per step will be next, (n, 256)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +56,8 @@ def predict(predictor: Predictor, windows: Tensor) -> Tensor:
         return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
 
 
-def fields(fresh: Tensor, mask: Tensor, last: Tensor, smoothed: Tensor, weight: Tensor) -> Tensor:
+def fields(fresh: Tensor, mask: Tensor, age: Tensor, last: Tensor, smoothed: Tensor, weight: Tensor) -> Tensor:
     """Windows from their channels, each (n, 256), already in units of a root mean square."""
     # A gradient's tails are heavy, and one outlier would drown its neighbours.
     tame = [torch.asinh(channel) for channel in (fresh, last, smoothed, weight)]
-    return torch.stack([tame[0], mask, *tame[1:]], 1)
+    return torch.stack([tame[0], mask, age, *tame[1:]], 1)

@@ -69,6 +69,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(str(error))
     if fixed := [option for option in args.option if args.budgets and "--density" in option]:
         parser.error(f"--option {fixed[0]!r}: with --budgets the density is what is looked for")
+    if moving := [option for option in args.option if args.budgets and "--diminishing" in option]:
+        parser.error(f"--option {moving[0]!r}: a short run does not show what a density that moves will cost")
     return args
 
 
@@ -172,6 +174,8 @@ class Comparison:
         ]
         if args.budgets:
             parts += ["## Budgets", budget_text(args.variants, decisions)]
+        if len(commits := sorted({str(result["config"].get("git_commit")) for result in results})) > 1:
+            parts.append(f"These runs were made by {len(commits)} versions of the code: {', '.join(commits)}.")
         if self.failures:
             parts += ["## Failed", *(f"```\n{text}\n```" for text in self.failures)]
         plots = "![accuracy against wire bytes](accuracy.png)\n![loss against step](loss.png)"

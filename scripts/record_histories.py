@@ -6,7 +6,7 @@ have said: the examples that train_predictor.py learns from.
 
 Networks are scikit-learn's digits and synthetic images with mlp, cnn and resnet20, and with --data-dir CIFAR-10 too;
 with and without momentum correction. From every compressed layer a few windows of 256 entries are taken at random
-moments, in each third of the training alike. OUT/RUN.safetensors holds `seen`, float16 (n, 5, 256), see
+moments, in each third of the training alike. OUT/RUN.safetensors holds `seen`, float16 (n, 6, 256), see
 hvd_compress/predictor.py; `next`, float16 (n, 256): the mean gradient of the period that followed, in the same unit;
 and its metadata, as JSON: the run, and of every example its layer, the layer's kind and depth, and the phase.
 One process, no Horovod: what a rank would get is the gradient of the whole batch.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from hvd_compress import DGC, FFT, IWP, MIPD, QSGD, Compressor, SlimDP, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, SlimDP, TernGrad, TopK
 from hvd_compress.local import LocalWorld
 
 COUNTED, MODELLED, ALLOWED = (2, 4, 8, 16), (64, 256, 1024), 0.01
@@ -85,6 +85,7 @@ METHODS: dict[str, tuple[Callable[..., Compressor], float | None, Callable[[Wire
     "FFT": (FFT, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
     "MIPD": (MIPD, 1 / 64, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "SlimDP": (SlimDP, 1 / 32, lambda w: w.agreed() + w.lanes4() + w.rest()),
+    "MP2": (MP2, 1 / 9, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "FFT, gather": (partial(FFT, exchange="gather"), 1 / 32, lambda w: w.frequencies() + w.rest()),
     "TopK": (TopK, 1 / 256, lambda w: w.own() + w.rest()),
     "DGC": (DGC, 1 / 1000, lambda w: w.own() + w.rest()),

@@ -96,7 +96,7 @@ def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
 def density(runs: list[Result]) -> str:
     """That of a row; 1 for methods that send every entry."""
     config = runs[0]["config"]
-    value = config.get("density", 1 / config.get("period", 1))
+    value = config.get("density", 1)
     return "1" if value == 1 else f"1/{1 / value:.3g}"
 
 

@@ -3,9 +3,9 @@
 
     python scripts/train_predictor.py HISTORIES_DIR [--weights FILE.safetensors] [--card FILE.md]
 
-One run is held out at a time of choosing the length of training (`--held-out`, by data and network), and the figures on
-the card are of that run alone. The loss is the squared error in units of a layer's root mean square, with the largest
-targets clipped. What MP2 gains from a prediction depends on its cosine with what then came: the card has it by kind of
+Some runs are held out (`--held-out`, by data and network): nothing is chosen by them, and the figures on the card are
+of them alone. The loss is the squared error in units of a layer's root mean square, with the largest targets clipped.
+What MP2 gains from a prediction depends on its cosine with what then came: the card has it by kind of
 layer and by phase, beside that of the simplest predictors: the smoothed value, and the value that arrived last.
 """
 
@@ -27,7 +27,7 @@ import hvd_compress
 from hvd_compress.predictor import Predictor
 
 # Channels of `seen`; see hvd_compress.predictor.fields.
-ARRIVED, SMOOTHED = 2, 3
+ARRIVED, SMOOTHED = 3, 4
 LARGEST = 8.0  # a target, in units of its layer
 BATCH = 128
 PHASES = ("first", "second", "last")
@@ -35,7 +35,7 @@ PHASES = ("first", "second", "last")
 
 @dataclass
 class Examples:
-    """`seen` float32 (n, 5, 256), `next` float32 (n, 256), `about`: layer, kind, depth and phase of each."""
+    """`seen` float32 (n, 6, 256), `next` float32 (n, 256), `about`: layer, kind, depth and phase of each."""
 
     seen: Tensor
     next: Tensor
@@ -62,32 +62,28 @@ def predictions(predictor: Predictor, examples: Examples) -> Tensor:
 
 
 def train(examples: Examples, held_out: Examples, epochs: int, rate: float) -> tuple[Predictor, float]:
-    """The predictor of the epoch with the least error on what was held out, and that error relative to predicting 0."""
+    """The predictor after the last epoch, and its squared error on what was held out, relative to predicting 0."""
     predictor = Predictor()
     optimizer = torch.optim.Adam(predictor.parameters(), lr=rate)
     steps = epochs * -(-len(examples.seen) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
-    best, state = float("inf"), predictor.state_dict()
     nothing = float(held_out.next.square().mean())
     for _ in (bar := tqdm(range(epochs))):
         for chosen in torch.randperm(len(examples.seen)).split(BATCH):
             seen, following = examples.seen[chosen], examples.next[chosen]
             # A network with the other sign of everything would do as well.
             sign = torch.randint(0, 2, (len(chosen), 1)) * 2.0 - 1.0
-            signs = torch.cat([sign, torch.ones_like(sign), sign, sign, sign], 1)[:, :, None]
+            one = torch.ones_like(sign)
+            signs = torch.cat([sign, one, one, sign, sign, sign], 1)[:, :, None]
             loss = (predictor(seen * signs) - following * sign).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-        error = float((predictions(predictor, held_out) - held_out.next).square().mean()) / nothing
-        bar.set_postfix(
-            held_out=f"{error:.4f}", cosine=f"{cosine(predictions(predictor, held_out), held_out.next):.4f}"
-        )
-        if error < best:
-            best, state = error, {key: value.clone() for key, value in predictor.state_dict().items()}
-    predictor.load_state_dict(state)
-    return predictor, best
+        predicted = predictions(predictor, held_out)
+        error = float((predicted - held_out.next).square().mean()) / nothing
+        bar.set_postfix(held_out=f"{error:.4f}", cosine=f"{cosine(predicted, held_out.next):.4f}")
+    return predictor, error
 
 
 def card(predictor: Predictor, error: float, examples: Examples, held_out: Examples, args: argparse.Namespace) -> str:
@@ -119,8 +115,8 @@ Printed by `scripts/train_predictor.py` (hvd_compress {hvd_compress.__version__}
 - **What it predicts**: an entry's mean gradient of the next nine steps, from what arrived of it and of its neighbours
   in memory.
 - **Held-out error**: {error:.4f} of the squared error of predicting nothing.
-- **Training**: {args.epochs} epochs, Adam, peak rate {args.rate:g}, seed {args.seed}; the epoch with the least
-  held-out error.
+- **Training**: {args.epochs} epochs, Adam, peak rate {args.rate:g}, seed {args.seed}; nothing was chosen by what
+  is held out.
 - **Not for**: other periods than nine, and gradients of another kind than image classifiers', of which it was shown
   none: there the gate decides.
 

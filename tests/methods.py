@@ -35,8 +35,11 @@ METHODS = {
     "slimdp": partial(SlimDP, density=1 / 32),
     "slimdp-fp32": partial(SlimDP, density=1 / 20, values="fp32", core=0.8, reselect=2, budget_interval=3),
     "mp2": partial(MP2, prediction=True),
-    "mp2-rotation": partial(MP2, period=7),
-    "mp2-guessing": partial(MP2, prediction=True, period=4, gate=-1.0, values="fp32", check_interval=3),
+    "mp2-rotation": partial(MP2, density=1 / 7, choice="rotation"),
+    "mp2-guessing": partial(
+        MP2, prediction=True, density=1 / 4, choice="rotation", gate=-1.0, values="fp32", check_interval=3
+    ),
+    "mp2-silent": MP2,
     "topk": partial(TopK, density=1 / 64),
     "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
     "dgc": partial(DGC, density=1 / 64, momentum=0.0),
@@ -87,7 +90,7 @@ EXACT = {
     "fft": partial(FFT, density=1.0, values="fp32"),
     "mipd": partial(MIPD, density=1.0, values="fp32"),
     "slimdp": partial(SlimDP, density=1.0, values="fp32"),
-    "mp2": partial(MP2, period=1, values="fp32"),
+    "mp2": partial(MP2, density=1.0, values="fp32"),
     "topk": partial(TopK, density=1.0),
     "dgc": partial(DGC, density=1.0, momentum=0.0),
 }

@@ -203,7 +203,7 @@ def test_a_step_that_failed_does_not_count_twice(build):
 
 
 @pytest.mark.parametrize(
-    "build", [partial(MIPD, density=1.0), partial(SlimDP, density=1.0), partial(MP2, period=4, prediction=True)]
+    "build", [partial(MIPD, density=1.0), partial(SlimDP, density=1.0), partial(MP2, density=1 / 4, prediction=True)]
 )
 def test_a_step_taken_again_leaves_no_infinity_behind(build):
     world, ranks = replicas(2, partial(build, values="fp32"))

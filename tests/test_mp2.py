@@ -9,6 +9,8 @@ from harness import gradients, mixed_model, random_steps, replicas, residuals, t
 from hvd_compress import MP2
 from hvd_compress.predictor import Predictor, shipped
 
+in_turn = partial(MP2, choice="rotation")
+
 
 class Constant(Predictor):
     """Predicts the same for every entry."""
@@ -25,7 +27,7 @@ class Last(Predictor):
     """Predicts what arrived last."""
 
     def forward(self, windows):
-        return windows[:, 2].sinh()
+        return windows[:, 3].sinh()
 
 
 def constant_gradients(model, seed):
@@ -34,7 +36,7 @@ def constant_gradients(model, seed):
 
 
 def test_everything_has_its_turn_in_a_period():
-    world, ranks = replicas(2, partial(MP2, period=9, values="fp32"))
+    world, ranks = replicas(2, partial(in_turn, density=1 / 9, values="fp32"))
     seen = [torch.zeros_like(p) for p in ranks[0].model.parameters()]
     for step in range(9):
         grads = [[torch.ones_like(p) for p in r.model.parameters()] for r in ranks]
@@ -49,6 +51,23 @@ def test_everything_has_its_turn_in_a_period():
             assert bool((total == 1).all())
 
 
+def test_what_was_large_is_sent_often_and_everything_now_and_then():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    world, ranks = replicas(2, partial(MP2, density=32 / 256, values="fp32"), model=model)
+    loud = torch.ones(64, 64)
+    loud.view(16, 256)[:, 5:10] = 20.0
+    times = torch.zeros(64, 64)
+    for step in range(100):
+        grads = [[loud * gradients(r.model, 1000 * step + r.rank)[0]] for r in ranks]
+        applied = together(world, ranks, grads, shuffle=step)
+        assert torch.equal(applied[0][0], applied[1][0])
+        times += applied[0][0] != 0
+    assert abs(float(times.mean()) - 100 / 8) < 0.1
+    often = times.view(16, 256)[:, 5:10]
+    assert float(often.mean()) > 4 * float(times.mean()) and float(times.min()) >= 4
+
+
 def test_the_traffic_is_a_ninth():
     torch.manual_seed(0)
     model = torch.nn.Linear(1024, 512, bias=False)
@@ -59,7 +78,7 @@ def test_the_traffic_is_a_ninth():
 
 def test_a_good_prediction_opens_the_gate_and_arrives_early():
     """The same gradient in every step: after one period the last value is the next one."""
-    world, ranks = replicas(2, partial(MP2, prediction=True, period=4, values="fp32", predictor=Last()))
+    world, ranks = replicas(2, partial(in_turn, prediction=True, density=1 / 4, values="fp32", predictor=Last()))
     grads = [constant_gradients(r.model, r.rank) for r in ranks]
     number = [n for n, _ in ranks[0].model.named_parameters()].index("wide.weight")
     mean = torch.stack([g[number] for g in grads]).mean(0)
@@ -73,7 +92,9 @@ def test_a_good_prediction_opens_the_gate_and_arrives_early():
 
 
 def test_a_bad_prediction_closes_the_gate_and_is_paid_back():
-    world, ranks = replicas(2, partial(MP2, prediction=True, period=4, values="fp32", predictor=Constant(-1.0)))
+    world, ranks = replicas(
+        2, partial(in_turn, prediction=True, density=1 / 4, values="fp32", predictor=Constant(-1.0))
+    )
     for step in range(40):
         grads = [constant_gradients(r.model, 100 * step + r.rank) for r in ranks]
         applied = together(world, ranks, grads, shuffle=step)
@@ -82,8 +103,10 @@ def test_a_bad_prediction_closes_the_gate_and_is_paid_back():
     assert all(float((g == 0).float().mean()) > 0.7 for g in compressed[1:]), "nothing is guessed any more"
 
 
-def test_predictions_are_bit_equal_over_1000_steps():
-    world, ranks = replicas(3, partial(MP2, prediction=True, period=5, gate=-1.0, momentum=0.9), model=_toy())
+@pytest.mark.parametrize("choice", ["significance", "rotation"])
+def test_predictions_are_bit_equal_over_1000_steps(choice):
+    build = partial(MP2, choice=choice, prediction=True, density=1 / 5, gate=-1.0, momentum=0.9)
+    world, ranks = replicas(3, build, model=_toy())
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]
 
     def train(i):
@@ -113,7 +136,9 @@ def _toy():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_rank_that_went_astray_is_found_and_repaired(momentum):
-    world, ranks = replicas(3, partial(MP2, prediction=True, period=3, gate=-1.0, check_interval=10), model=_toy())
+    world, ranks = replicas(
+        3, partial(in_turn, prediction=True, density=1 / 3, gate=-1.0, check_interval=10), model=_toy()
+    )
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01, momentum=momentum) for r in ranks]
 
     def train(first, last):
@@ -145,7 +170,8 @@ def test_a_rank_that_went_astray_is_found_and_repaired(momentum):
 def test_a_skipped_step_takes_its_predictions_back(bad):
     """With Horovod's GradScaler protocol: averaged, but no optimizer steps."""
     world, ranks = replicas(
-        2, partial(MP2, prediction=True, period=3, gate=-1.0, values="fp32", predictor=Constant(0.5))
+        2,
+        partial(MP2, prediction=True, density=1 / 3, gate=-1.0, values="fp32", predictor=Constant(0.5)),
     )
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
 
@@ -182,13 +208,16 @@ def test_the_shipped_predictor_is_small_and_says_nothing_of_nothing():
     assert len(file.read_bytes()) < 100_000
     predictor = shipped(torch.device("cpu"))
     assert not any(p.requires_grad for p in predictor.parameters())
-    assert predictor(torch.zeros(1, 5, 256)).abs().max() < 0.3
+    assert predictor(torch.zeros(1, 6, 256)).abs().max() < 0.3
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"period": 0}, "period must be at least 1"),
+        ({"density": 0.0}, "density must"),
+        ({"density": 0.3, "choice": "rotation"}, "takes a density of 1 / n"),
+        ({"choice": "importance"}, "choice must be one of"),
+        ({"floor": 0.0}, "floor must be above 0"),
         ({"gate": 2.0}, "gate must lie in"),
         ({"smoothing": 1.0}, "smoothing must lie in"),
         ({"check_interval": -1}, "check_interval must not be negative"),

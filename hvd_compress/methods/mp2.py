@@ -13,22 +13,26 @@ from ..codecs import Codec
 from ..codecs.scales import Moments
 from ..collectives import allreduce
 from ..driver import Exchange
+from ..history import History, flat_weights, root_mean_squares
 from ..predictor import Predictor, fields, predict, shipped
 from ..reference import BLOCK
 from ..rng import derive
-from ..selection import Rotating, Rule, Selection, Unled
+from ..selection import Everything, Rotating, Rule, Selection, SharedSelection, Unled
 from ..sparse import Plan, Sparse
 
-# Equal on all ranks, entry by entry. ``arrived``: the gradient per step that came last; ``smoothed``: the same over
-# time; ``last_sent``: the step it came in; ``guess``: what is predicted per step; ``applied``: the sum of what was
-# applied of that since.
-_SHARED = ("arrived", "smoothed", "last_sent", "guess", "applied")
-_UNSEEN = dict.fromkeys(_SHARED, 0.0) | {"last_sent": -1.0}
+_CHOICES = ("significance", "rotation")
+# Equal on all ranks, entry by entry. ``arrived``: the gradient per step that came last; ``guess``: what is predicted of
+# it per step; ``applied``: the sum of what was applied of that since.
+_PREDICTED = ("arrived", "guess", "applied")
+# And what the choice goes by, too: see History.
+_SHARED = (*_PREDICTED, "smoothed", "last_sent")
 # Windows of a closed layer that are predicted all the same in a step, to see if it pays by now.
 _PROBES = 16
 # How fast the gate forgets.
 _DECAY = 0.97
 _TINY = 1e-12
+# Beyond this many times as long as an entry waits on average, one wait is like another.
+_OLD = 4.0
 _PRIME = 1048573  # below 2**20
 
 
@@ -46,21 +50,22 @@ class _Before:
 
 
 class MP2(Sparse):
-    r"""A rotating part of the entries is sent, and a small network predicts the others from what all ranks have seen.
+    r"""A part of the entries is sent, and a small network predicts the others from what all ranks have seen.
 
     Implements the published idea of Liu et al., *MP2* (Computer Networks 255, 2024): workers push a subset of the
     parameters, and the rest is predicted by an already trained network of convolution, channel attention and max
     pooling, where training shows that its predictions are good. On rank i::
 
-        S   = every period-th entry, each in its turn             no index travels
+        S   = what matters most, by what all ranks know            no index travels
         h   = predictor(what arrived; when; smoothed; weights)     the same on all ranks; 0 where the gate is closed
         g   = mean_i a_i[S] on S, h off it                         a_i = r_i + g_i
         r_i = a_i - what was sent on S, a_i - h off it              a wrong guess is paid back
 
     The gate of a layer is open while the cosine between what was predicted and what then arrived is at least ``gate``.
 
-    The paper's: the predictor's architecture, predicting what is not sent, choosing by how training goes. Ours: the
-    rotation, the residual, the predictor's inputs and training (``scripts/train_predictor.py``), the gate's measure.
+    The paper's: the predictor's architecture, predicting what is not sent, choosing by how training goes. Ours: which
+    entries are sent, the residual, the predictor's inputs and training (``scripts/train_predictor.py``), the gate's
+    measure.
 
     Every rank computes the predictions for itself, so all need one type of processor and as many threads: every
     ``check_interval`` steps they compare a checksum, and where one differs, all take over rank 0's predictions,
@@ -69,12 +74,15 @@ class MP2(Sparse):
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
-        period: steps until an entry has its turn again; 1 / period of the entries are sent in a step.
+        density: entries sent in a step as a share of all, in (0, 1].
+        choice: ``"significance"``: the m of every 256 whose smoothed gradient, times the steps since they were last
+            sent, is largest. ``"rotation"``: every n-th entry, each in its turn; the density must be 1 / n.
         values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
         prediction: predict what is not sent. Off by default: with the predictor that is shipped, training was better
             without (docs/results.md).
         gate: the least cosine, in [-1, 1].
         smoothing: weight of the past in what is smoothed, in [0, 1).
+        floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.
         check_interval: steps between checksums; 0 never checks.
         predictor: another one than the package's; the same on all ranks.
         momentum: see :class:`~hvd_compress.IWP`.
@@ -89,40 +97,51 @@ class MP2(Sparse):
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        period: int = 9,
+        density: float = 1 / 9,
         *,
+        choice: str = "significance",
         values: str | Codec = "lanes4",
         prediction: bool = False,
         gate: float = 0.1,
         smoothing: float = 0.7,
+        floor: float = 0.5,
         check_interval: int = 100,
         predictor: Predictor | None = None,
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if period < 1:
-            raise ValueError(f"period must be at least 1, got {period}")
+        if not isinstance(density, int | float):
+            raise TypeError(f"density must be a number, got {density!r}")
+        if choice not in _CHOICES:
+            raise ValueError(f"choice must be one of {', '.join(_CHOICES)}, got {choice!r}")
+        if not 0.0 < density <= 1.0:
+            raise ValueError(f"density must lie in (0, 1], got {density}")
+        if choice == "rotation" and abs(round(1 / density) * density - 1) > 1e-6:
+            raise ValueError(f'choice="rotation" takes a density of 1 / n, got {density}')
+        if not floor > 0.0:
+            raise ValueError(f"floor must be above 0, got {floor}")
         if not -1.0 <= gate <= 1.0:
             raise ValueError(f"gate must lie in [-1, 1], got {gate}")
-        if not 0.0 <= smoothing < 1.0:
-            raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}")
         if check_interval < 0:
             raise ValueError(f"check_interval must not be negative, got {check_interval}")
         super().__init__(
             named_parameters,
-            1.0 / period,
+            density,
             values=values,
             budget_interval=0,
             warmup_steps=0,
             momentum=momentum,
             **common,
         )
-        self._period, self._prediction, self._gate, self._smoothing = period, prediction, gate, smoothing
+        self._period, self._choice, self._floor = max(1, round(1 / density)), choice, floor
+        self._prediction, self._gate, self._smoothing = prediction, gate, smoothing
         self._check_interval, self._own_predictor = check_interval, predictor
-        if prediction:
-            for bucket in self._buckets:
-                for name in _SHARED:
-                    bucket.add_state(name).fill_(_UNSEEN[name])
+        for bucket in self._buckets if prediction else ():
+            for name in _PREDICTED:
+                bucket.add_state(name)
+        # The rotation alone needs to know nothing.
+        knowing = prediction or choice == "significance"
+        self._history = [History(bucket, smoothing) for bucket in self._buckets] if knowing else []
         #: A layer's running sums of predicted * arrived, predicted^2 and arrived^2: float64, (3, segments).
         self._fit = [torch.zeros(3, len(b.segments), dtype=torch.float64, device=b.device) for b in self._buckets]
         self._before: list[_Before | None] = [None] * len(self._buckets)
@@ -132,7 +151,7 @@ class MP2(Sparse):
     def __repr__(self) -> str:
         how = f"prediction above {self._gate:g}" if self._prediction else "no prediction"
         return (
-            f"MP2(every {self._period}th entry in turn, {how}, {self._codec.name} values{self.momentum_text()}; "
+            f"MP2(density {self._density} by {self._choice}, {how}, {self._codec.name} values{self.momentum_text()}; "
             f"{self.parameters_text()})"
         )
 
@@ -147,13 +166,13 @@ class MP2(Sparse):
     # What is sent.
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return Rotating(bucket, self._period)
+        return Rotating(bucket, self._period) if self._choice == "rotation" else SharedSelection(bucket, slots, False)
 
     def rule(self, bucket: Bucket, plan: Plan) -> Rule:
         return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
 
     def settings(self) -> tuple[Any, ...]:
-        ours = self._period, self._prediction, self._gate, self._smoothing, self._check_interval
+        ours = self._choice, self._floor, self._prediction, self._gate, self._smoothing, self._check_interval
         return *super().settings(), *ours
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
@@ -167,8 +186,14 @@ class MP2(Sparse):
 
     def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
         selection = plan.selection
-        if not isinstance(selection, Rotating) or not self._prediction:
+        assert isinstance(selection, Unled)
+        if isinstance(selection, SharedSelection):
+            for position, score in enumerate(self.significance(bucket)):
+                selection.pick(position, score, 0.0)
+        if not self._prediction or isinstance(selection, Everything):
             yield from super().communicate(bucket, plan)
+            if self._history:
+                self._history[bucket.index].learn(selection, plan.channel.mean, self._step)
             return
         yield from selection.agree(plan.rule)
         values = selection.take(bucket.residual)
@@ -184,23 +209,27 @@ class MP2(Sparse):
         selection.write(bucket.state["applied"], self._sent_none_of(selection, bucket, arrived))
         plan.sent = True
 
+    def significance(self, bucket: Bucket) -> list[Tensor]:
+        """Of each segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
+        smoothed, last = bucket.state["smoothed"], bucket.state["last_sent"]
+        scores = []
+        ends = [0, *(segment.first_block + segment.blocks for segment in bucket.segments)]
+        units = Moments(smoothed, torch.tensor(ends, device=bucket.device) * BLOCK).rms.float() + _TINY
+        for segment, unit in zip(bucket.segments, units, strict=True):
+            waited = self._step - segment.of(last)[: segment.numel]
+            scores.append((segment.of(smoothed)[: segment.numel].abs() + self._floor * unit) * waited)
+        return scores
+
     # What is learnt from what arrives.
 
     def _learn(self, bucket: Bucket, selection: Unled, plan: Plan, mean: Tensor, arrived: Tensor) -> Tensor:
         """The gradients per step since each entry was last sent: float32, (slots,)."""
-        state = bucket.state
-        last, applied, guess = (selection.read(state[name]) for name in ("last_sent", "applied", "guess"))
-        fit = self._fit[bucket.index]
-        known = {name: selection.read(state[name]) for name in _SHARED if name != "guess"}
+        state, fit = bucket.state, self._fit[bucket.index]
+        known = {name: selection.read(state[name]) for name in ("arrived", "applied")}
         self._before[bucket.index] = _Before(selection, arrived, known, fit.clone())
-        rate = torch.where(
-            arrived, (mean + applied) / (self._step - last).clamp(min=1.0), selection.read(state["arrived"])
-        )
-        smoothed = selection.read(state["smoothed"])
-        new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
+        rate = self._history[bucket.index].learn(selection, mean + known["applied"], self._step)
+        rate, guess = torch.where(arrived, rate, known["arrived"]), selection.read(state["guess"])
         selection.write(state["arrived"], rate)
-        selection.write(state["smoothed"], torch.where(arrived, new, smoothed))
-        selection.write(state["last_sent"], torch.where(arrived, float(self._step), last))
         # By sums of squares, which are the same bits on all ranks; a dot product's are not.
         edges = torch.tensor([*selection.first, selection.total], device=bucket.device)
         both, one, other = (Moments(x, edges).square for x in (guess + rate, guess, rate))
@@ -215,27 +244,25 @@ class MP2(Sparse):
 
     # What is predicted.
 
-    def _refresh(self, bucket: Bucket, selection: Rotating, fresh: Tensor, opened: list[bool]) -> None:
-        """New predictions for those windows whose turn it is: as many as there are in a ``period``-th."""
+    def _refresh(self, bucket: Bucket, selection: Unled, fresh: Tensor, opened: list[bool]) -> None:
+        """New predictions for those windows whose turn it is: as large a share as is sent."""
         state = bucket.state
         before = self._before[bucket.index]
         assert before is not None
         here, mask = torch.zeros_like(state["guess"]), torch.zeros_like(state["guess"])
         selection.write(here, fresh)
         selection.write(mask, torch.ones_like(fresh))
+        weights = flat_weights(bucket)
+        sizes, units = root_mean_squares(bucket, weights, state["arrived"])
         for position, segment in enumerate(bucket.segments):
             every = self._period if opened[position] else max(self._period, segment.blocks // _PROBES)
             if self._step % every >= segment.blocks:
                 continue
             windows = torch.arange(self._step % every, segment.blocks, every, device=bucket.device)
-            arrived = segment.of(state["arrived"])
-            weight = torch.nn.functional.pad(
-                segment.parameter.detach().as_strided((segment.numel,), (1,)).float(),
-                (0, segment.blocks * BLOCK - segment.numel),
-            )
-            edges = torch.tensor([0, arrived.numel()], device=bucket.device)
-            unit, size = (Moments(x, edges).rms.float() + _TINY for x in (arrived, weight))
-            parts = (segment.of(here) / unit, segment.of(mask), arrived / unit, segment.of(state["smoothed"]) / unit)
+            weight = torch.nn.functional.pad(weights[position], (0, segment.blocks * BLOCK - segment.numel))
+            unit, size, arrived = units[position], sizes[position], segment.of(state["arrived"])
+            smoothed, age = segment.of(state["smoothed"]), (self._step - segment.of(state["last_sent"])) / self._period
+            parts = (segment.of(here) / unit, segment.of(mask), age.clamp(max=_OLD), arrived / unit, smoothed / unit)
             chosen = [part.view(-1, BLOCK)[windows] for part in (*parts, weight / size)]
             guess = self.predict(bucket, position, windows, fields(*chosen)) * unit
             guesses = segment.of(state["guess"]).view(-1, BLOCK)
@@ -275,12 +302,15 @@ class MP2(Sparse):
                     guess = torch.where(before.arrived, segment.of(bucket.state["guess"]), 0.0)
                     segment.of(bucket.residual).add_(guess)
                     segment.of(bucket.state["applied"]).sub_(guess)
+            self._history[bucket.index].undo()
             for name, values in before.known.items():
                 before.selection.write(bucket.state[name], values)
             for guesses, windows, old in before.guesses:
                 guesses[windows] = old
             self._fit[bucket.index].copy_(before.fit)
             self._before[bucket.index] = None
+        elif self._history and self._plans[bucket.index].sent:
+            self._history[bucket.index].undo()
         super().undo(bucket)
 
     # All ranks the same.
@@ -313,6 +343,7 @@ class MP2(Sparse):
         self._fit[bucket.index].zero_()
         before = self._before[bucket.index]
         assert before is not None
+        self._history[bucket.index].keep()
         before.known.clear()
         before.guesses.clear()
         before.fit.zero_()
@@ -321,7 +352,7 @@ class MP2(Sparse):
 
     def _checksum(self, bucket: Bucket) -> Tensor:
         """Of predictions and weights: int64, (1,), below 2**20, so that sums of squares are exact."""
-        weights = [s.parameter.detach().as_strided((s.numel,), (1,)).float() for s in bucket.segments]
+        weights = flat_weights(bucket)
         bits = torch.cat([bucket.state["guess"], bucket.state["smoothed"], *weights]).view(torch.int32).long()
         place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
         # Modulo a prime, in which every bit of a float counts.
@@ -344,15 +375,16 @@ class MP2(Sparse):
 
     def restart(self, bucket: Bucket) -> None:
         super().restart(bucket)
-        if self._prediction:
-            for name in _SHARED:
-                bucket.state[name].fill_(_UNSEEN[name])
+        if self._history:
+            self._history[bucket.index].restart()
+        for name in _PREDICTED if self._prediction else ():
+            bucket.state[name].zero_()
         self._fit[bucket.index].zero_()
         self._before[bucket.index] = None
         self._repairs.clear()
 
     def _made_with(self) -> dict[str, Any]:
-        return {**super()._made_with(), "prediction": self._prediction}
+        return {**super()._made_with(), "prediction": self._prediction, "choice": self._choice}
 
     def method_state(self) -> dict[str, Any]:
         return {**super().method_state(), "fit": [fit.clone() for fit in self._fit]}

@@ -275,9 +275,12 @@ def _slimdp(args: argparse.Namespace, setting: Setting) -> Compression:
 
 def _mp2_arguments(parser: argparse.ArgumentParser) -> None:
     _common_arguments(parser)
-    parser.add_argument("--period", type=int, default=9, metavar="STEPS", help="until an entry has its turn again")
+    parser.add_argument("--density", type=_fraction, default=1 / 9, help="share of entries sent, as 0.01 or 1/64")
     parser.add_argument(
         "--values", default="lanes4", help="how values travel: fp16, fp32, lanes4, lloyd4, range10, ..."
+    )
+    parser.add_argument(
+        "--choice", choices=["significance", "rotation"], default="significance", help="of what is sent"
     )
     parser.add_argument("--prediction", action="store_true", help="predict what is not sent")
     parser.add_argument("--gate", type=float, default=0.1, metavar="COSINE", help="the least that is predicted at")
@@ -290,8 +293,9 @@ def _mp2(args: argparse.Namespace, setting: Setting) -> Compression:
         hvd_compress.MP2,
         args,
         setting,
-        period=args.period,
+        density=args.density,
         values=args.values,
+        choice=args.choice,
         prediction=args.prediction,
         gate=args.gate,
     )
@@ -403,7 +407,7 @@ METHODS: dict[str, Method] = {
     "mp2": Method(
         _mp2_arguments,
         _mp2,
-        "every n-th entry in turn, and a network may predict the others: no indices",
+        "what matters by what all ranks know, and a network may predict the rest: no indices",
         "Liu et al., MP2, Computer Networks 255, 2024",
     ),
     "topk": Method(
