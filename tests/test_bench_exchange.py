@@ -145,7 +145,7 @@ def result(*ranks, entries=1_000_000):
 
 
 def test_a_row_is_of_the_slowest_rank_and_of_mean_compression():
-    own = {"compress": [0.001] * 3, "decompress": [0.002] * 3, "wait": [0.0] * 3, "cpu": [0.001] * 3}
+    own = {"compress": [0.001] * 3, "decompress": [0.002] * 3, "wait": [0.0] * 3}
     slow = {**own, "compress": [0.003] * 3}
     row = columns.row(
         "iwp", "1gbit", result(measured([0.1, 0.2, 0.3], 4e4, **own), measured([0.3, 0.1, 0.1], 6e4, **slow)), 2

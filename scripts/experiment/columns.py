@@ -35,15 +35,14 @@ def row(method: str, rate: str, result: dict[str, Any], sent_by_ring: int) -> Ro
         **_milliseconds("backward_with_hooks", _over_ranks(measured, "hooked", max)),
         **_milliseconds("exchange", exchange),
     }
-    for key, name in (("compress",) * 2, ("decompress",) * 2, ("wait",) * 2, ("cpu", "compressor_cpu")):
-        found |= _milliseconds(name, _over_ranks(measured, key, statistics.mean) if key in measured[0] else [])
+    for key in ("compress", "decompress", "wait"):
+        found |= _milliseconds(key, _over_ranks(measured, key, statistics.mean) if key in measured[0] else [])
     found |= {
         "dense_bytes": dense,
         "tx_bytes": sent,
         "wire_ratio": dense / sent,
         "bus_gbit_s": bus(dense, found["exchange_ms"]),
         "break_even_gbit_s": break_even(dense - sent, found["compress_ms"], found["decompress_ms"]),
-        "break_even_cpu_gbit_s": break_even(dense - sent, found["compressor_cpu_ms"], 0.0),
         "wrong": len(result["failures"]),
         "failures": result["failures"],
     }
