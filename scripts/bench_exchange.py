@@ -11,10 +11,11 @@ they are made for each run and removed after it, whatever happened. With --ranks
 without hooks. "step" is backward, exchange and update, of the slowest rank; "exchange" is what it takes beyond backward
 and update alone; "compress" and "decompress" are the time inside the compression object without its waiting, mean over
 ranks; "tx" is what the interface sent per rank and step, headers and negotiation included (on the loopback: what the
-method's books say); "wire ratio" is what a dense float32 ring sends / tx; "bus" is that of nccl-tests, dense bytes /
-exchange; "even" the bandwidth under which the saved bytes are worth the compressor's time, if nothing overlaps; "wrong"
-counts failed checks of one more step (experiment/soundness.py). Medians over steps; all ranks share this machine's
-cores, so that times compare within one call only, and "compress" is an upper bound.
+method's books say); "wire ratio" is what a dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those
+bytes / exchange, as in nccl-tests; "even" the bandwidth under which the saved bytes are worth the compressor's time, if
+nothing overlaps; "wrong" counts failed checks of one more step (experiment/soundness.py). Medians over steps, from the
+fastest to the slowest in brackets. All ranks share this machine's cores: times compare within one call only, "compress"
+is an upper bound, and "even" a lower one. A shaped link lets the first 256 kB after a pause pass at once.
 
 The methods are those of train.py, each with its defaults there unless --option says otherwise, and ddp-fp16: torch's
 DistributedDataParallel over Gloo with fp16_compress_hook. Exit status 1 if a run failed or anything was wrong.
