@@ -1,0 +1,82 @@
+"""What an exchange must not get wrong, tested on one step: the "wrong" column of `scripts/bench_exchange.py`."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from experiment.exchangers import Exchanger
+from experiment.synthetic import Synthetic
+
+#: Of the tensors of either kind (which a method would compress, and smaller ones) so many are followed entry by entry.
+FOLLOWED = 8
+ENTRIES = 1 << 16
+
+#: Rounding allowed, as a share of the largest entry: sums of float32, and of float16.
+EXACT, HALF = 2e-5, 5e-3
+
+
+def failures(exchanger: Exchanger, model: Synthetic, share: float, forgets: bool) -> list[str]:
+    """Takes a step; every check that failed, in words, the same list on all ranks.
+
+    - Each tensor's averaged gradient is finite and has the same bits on every rank; so have its weights.
+    - Nothing is lost: the sum over ranks of (residual before + gradient) is ranks times what was applied, plus the sum
+      of the residuals after, to ``share`` of the largest; residuals are 0 where there are none. ``forgets``: the method
+      drops by design what it does not send, so that only uncompressed tensors are held to this.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    parameters = list(model.parameters())
+    followed = _followed(parameters, forgets)
+    before = [_residual(exchanger, names[i]) for i in followed]
+    exchanger.backward()
+    exchanger.synchronize()
+    given = [model.prepared[i].reshape(-1)[:ENTRIES].double() for i in followed]
+    applied = [_gradient(parameters[i]).reshape(-1)[:ENTRIES].double() for i in followed]
+    found = [f"{names[i]}: the gradient is not finite" for i, p in enumerate(parameters) if not _finite(p)]
+    gradients = [_digest(_gradient(p)) for p in parameters]
+    exchanger.update()
+    after = [_residual(exchanger, names[i]) for i in followed]
+    for index, i in enumerate(followed):
+        said = exchanger.sum(_plus(given[index], before[index]))
+        kept = exchanger.sum(_plus(applied[index], after[index]))
+        error, largest = (said - kept).abs().max().item(), said.abs().max().item()
+        if not error <= share * largest:
+            found.append(f"{names[i]}: off by {error:.3g} where the largest is {largest:.3g}")
+    weights = [_digest(p.detach()) for p in parameters]
+    everyone = exchanger.gather((found, gradients, weights))
+    found = list({text: None for theirs, _, _ in everyone for text in theirs})
+    for kind, what in ((1, "gradients"), (2, "weights")):
+        for name, digests in zip(names, zip(*(theirs[kind] for theirs in everyone), strict=True), strict=True):
+            if len(set(digests)) > 1:
+                found.append(f"{name}: {what} differ between ranks")
+    return found
+
+
+def _followed(parameters: list[torch.nn.Parameter], forgets: bool) -> list[int]:
+    large = [i for i, p in enumerate(parameters) if p.dim() >= 2 and p.numel() >= 1024]
+    small = [i for i in range(len(parameters)) if i not in large]
+    return ([] if forgets else large[:FOLLOWED]) + small[:FOLLOWED]
+
+
+def _residual(exchanger: Exchanger, name: str) -> Tensor | None:
+    residual = getattr(exchanger.compression, "residual", None)
+    return None if residual is None else residual(name).reshape(-1)[:ENTRIES].double()
+
+
+def _plus(tensor: Tensor, residual: Tensor | None) -> Tensor:
+    return tensor if residual is None else tensor + residual
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _finite(parameter: torch.nn.Parameter) -> bool:
+    return bool(_gradient(parameter).isfinite().all())
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()

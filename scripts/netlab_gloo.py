@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""Starts a command on every host of a netlab as ranks of one Horovod job with Gloo; netlab.sh runs this on its host 0.
+
+    netlab_gloo.py hvdhost0:1,hvdhost1:1 python SCRIPT ARGS...
+
+It is horovodrun's own launcher, rendezvous server and all, with netlab_agent.sh where that has ssh.
+"""
+
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from horovod.runner.common.util import safe_shell_exec
+from horovod.runner.gloo_run import launch_gloo
+
+AGENT = Path(__file__).resolve().parent / "netlab_agent.sh"
+
+
+def main(hosts: str, command: list[str]) -> int:
+    failed = threading.Event()
+
+    def execute(line: str, slot: Any, events: list[threading.Event]) -> tuple[int, float]:
+        """One rank, from its start to its end; its failure ends the others."""
+        # The agent joins its words and gives them to a shell, as ssh does.
+        status = safe_shell_exec.execute(
+            shlex.join([str(AGENT), slot.hostname, line]), index=slot.rank, events=[*events, failed]
+        )
+        if status != 0:
+            failed.set()
+        return status, time.time()
+
+    settings = SimpleNamespace(hosts=hosts, num_proc=len(hosts.split(",")), output_filename=None, verbose=0)
+    address = socket.gethostbyname(hosts.partition(":")[0])
+    try:
+        launch_gloo(command, execute, settings, ["eth0"], dict(os.environ), address)
+    except RuntimeError as error:  # a rank that failed has said why
+        print(f"netlab_gloo.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
