@@ -75,8 +75,9 @@ class MP2(Sparse):
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: entries sent in a step as a share of all, in (0, 1].
-        choice: ``"significance"``: the m of every 256 whose smoothed gradient, times the steps since they were last
-            sent, is largest. ``"rotation"``: every n-th entry, each in its turn; the density must be 1 / n.
+        choice: ``"significance"``: m of every 256, by lot in proportion to the smoothed gradient's size. By lot, since
+            waits that are all alike are a delay in the loop of gradient and step, and swing it up; random ones damp.
+            ``"rotation"``: every n-th entry, each in its turn; the density must be 1 / n.
         values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
         prediction: predict what is not sent. Off by default: with the predictor that is shipped, training was better
             without (docs/results.md).
@@ -189,7 +190,7 @@ class MP2(Sparse):
         assert isinstance(selection, Unled)
         if isinstance(selection, SharedSelection):
             for position, score in enumerate(self.significance(bucket)):
-                selection.pick(position, score, 0.0)
+                selection.pick(position, score, 1.0)
         if not self._prediction or isinstance(selection, Everything):
             yield from super().communicate(bucket, plan)
             if self._history:
@@ -211,14 +212,13 @@ class MP2(Sparse):
 
     def significance(self, bucket: Bucket) -> list[Tensor]:
         """Of each segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
-        smoothed, last = bucket.state["smoothed"], bucket.state["last_sent"]
-        scores = []
+        smoothed = bucket.state["smoothed"]
         ends = [0, *(segment.first_block + segment.blocks for segment in bucket.segments)]
         units = Moments(smoothed, torch.tensor(ends, device=bucket.device) * BLOCK).rms.float() + _TINY
-        for segment, unit in zip(bucket.segments, units, strict=True):
-            waited = self._step - segment.of(last)[: segment.numel]
-            scores.append((segment.of(smoothed)[: segment.numel].abs() + self._floor * unit) * waited)
-        return scores
+        return [
+            segment.of(smoothed)[: segment.numel].abs() + self._floor * unit
+            for segment, unit in zip(bucket.segments, units, strict=True)
+        ]
 
     # What is learnt from what arrives.
 
