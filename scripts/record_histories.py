@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Train small networks with MP2 and no prediction, and keep what the predictor would have seen and should
-have said: the examples that train_predictor.py learns from.
+"""Train small networks with MP2 and no prediction, and keep what the predictor would have seen and should have
+said: the examples that train_predictor.py learns from.
 
     python scripts/record_histories.py --out results/histories [--data-dir DATA_DIR]
 
