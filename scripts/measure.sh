@@ -5,6 +5,9 @@
 #          measure.sh cifar10 DATA_DIR [OUT]           DATA_DIR holds cifar-10-batches-py/
 #          measure.sh cifar10-short DATA_DIR [OUT]
 #          measure.sh cifar10-budgets DATA_DIR [OUT]   every method at 1/64 and 1/16 of the dense bytes
+#          measure.sh cifar10-times DATA_DIR [OUT]     the same methods for 60 steps each, for their step times
+#          measure.sh cifar10-vgg11 DATA_DIR [OUT]     MP2 and dense, 2 ranks
+#          measure.sh digits-slimdp [OUT]              core, explorer and both, at equal bytes
 #          measure.sh gradients DATA_DIR [OUT]         errors against bits, on gradients recorded from both
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +15,30 @@ bash scripts/setup.sh
 
 one() {  # NAME ARGUMENTS...
   local file=$out/$1.json; shift
-  [[ -f $file ]] || bash scripts/run.sh 4 scripts/train.py --json "$file" "$@"
+  [[ -f $file ]] || bash scripts/run.sh "${ranks:-4}" scripts/train.py --json "$file" "$@"
+}
+
+at_equal_bytes() {  # COMMON ARGUMENTS...: densities such that all bytes together, tensors that travel dense included, are a share of dense
+  local ours=(--momentum-correction --dense-values fp16) share density method
+  one none "$@" --compression none
+  one fp16 "$@" --compression fp16
+  for share in "64 1/29.3 1/56 1/18.2 1/362.7" "16 1/5.58 1/10.7 1/3.44 1/68.57"; do
+    read -ra density <<<"$share"
+    share=${density[0]}
+    one "$share-iwp-lanes4" "$@" --compression iwp "${ours[@]}" --density "${density[1]}"
+    one "$share-iwp-fp16" "$@" --compression iwp "${ours[@]}" --density "${density[2]}" --values fp16
+    one "$share-fft" "$@" --compression fft "${ours[@]}" --density "${density[1]}"
+    # Without indices.
+    for method in mipd slimdp mp2; do
+      one "$share-$method" "$@" --compression "$method" "${ours[@]}" --density "${density[3]}"
+    done
+    for method in topk dgc; do
+      one "$share-$method" "$@" --compression "$method" "${ours[@]}" --density "${density[4]}"
+    done
+  done
+  # What has a ratio of its own.
+  one qsgd-4 "$@" --compression qsgd "${ours[@]}" --bits 4
+  one terngrad "$@" --compression terngrad "${ours[@]}"
 }
 
 case ${1:-} in
@@ -39,8 +65,9 @@ case ${1:-} in
       one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share" --values fp16 --momentum-correction
     done
     one "iwp-64-plain" "${common[@]}" --compression iwp --density 1/64 --values fp16
+    one mp2-9 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16
     one fp16 "${common[@]}" --compression fp16
-    .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain}.json --plot "$out/accuracy.png"
+    .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain,mp2-9}.json --plot "$out/accuracy.png"
     ;;
   cifar10-short)
     # How learning rate and momentum fit together at 1/64, in runs of 4 epochs.
@@ -57,37 +84,48 @@ case ${1:-} in
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
   cifar10-budgets)
-    # Densities such that all bytes together, tensors that travel dense included, are the budget's share of dense float32.
     data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-budgets}
     mkdir -p "$out"
     common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 4 --lr 0.3 --channels-last --amp bf16)
     ours=(--momentum-correction --dense-values fp16)
-    one none "${common[@]}" --compression none
-    one fp16 "${common[@]}" --compression fp16
-    one 64-iwp-lanes4 "${common[@]}" --compression iwp "${ours[@]}" --density 1/29.3
-    one 64-iwp-fp16 "${common[@]}" --compression iwp "${ours[@]}" --density 1/56 --values fp16
-    one 64-fft "${common[@]}" --compression fft "${ours[@]}" --density 1/29.3
-    one 64-mipd "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2
+    at_equal_bytes "${common[@]}"
+    # More seeds of dense and of the best.
+    for seed in 1 2; do
+      one "none-$seed" "${common[@]}" --compression none --seed "$seed"
+      for pair in "iwp-lanes4 iwp 1/29.3" "fft fft 1/29.3" "topk topk 1/362.7" "dgc dgc 1/362.7"; do
+        read -r name method density <<<"$pair"
+        one "64-$name-$seed" "${common[@]}" --compression "$method" "${ours[@]}" --density "$density" --seed "$seed"
+      done
+    done
+    # What a method's parts are worth.
     one 64-mipd-whole "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2 --whole-model
-    one 16-iwp-lanes4 "${common[@]}" --compression iwp "${ours[@]}" --density 1/5.58
-    one 16-iwp-fp16 "${common[@]}" --compression iwp "${ours[@]}" --density 1/10.7 --values fp16
-    one 16-fft "${common[@]}" --compression fft "${ours[@]}" --density 1/5.58
-    one 16-mipd "${common[@]}" --compression mipd "${ours[@]}" --density 1/3.44
-    # Without indices, the core alone and the explorer alone beside the mix.
-    one 64-slimdp "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2
     one 64-slimdp-no-explorer "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 1
     one 64-slimdp-no-core "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 0
-    for budget in "64 1/362.7" "16 1/68.57"; do
-      read -r share density <<<"$budget"
-      one "$share-topk" "${common[@]}" --compression topk "${ours[@]}" --density "$density"
-      one "$share-dgc" "${common[@]}" --compression dgc "${ours[@]}" --density "$density"
-    done
-    # What has a ratio of its own.
-    one qsgd-4 "${common[@]}" --compression qsgd "${ours[@]}" --bits 4
-    one terngrad "${common[@]}" --compression terngrad "${ours[@]}"
-    one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}" --prediction
-    one mp2-9-residual-only "${common[@]}" --compression mp2 "${ours[@]}"
-    .venv/bin/python scripts/table.py "$out"/{none,fp16,qsgd-4,terngrad,mp2-9*,64-*,16-*}.json --plot "$out/accuracy.png"
+    one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}"
+    one mp2-9-prediction "${common[@]}" --compression mp2 "${ours[@]}" --prediction
+    one mp2-9-rotation "${common[@]}" --compression mp2 "${ours[@]}" --choice rotation
+    .venv/bin/python scripts/table.py "$out"/{none*,fp16,qsgd-4,terngrad,mp2-9*,64-*,16-*}.json --plot "$out/accuracy.png"
+    ;;
+  cifar10-times)
+    data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-times}
+    mkdir -p "$out"
+    at_equal_bytes --data cifar10 --data-dir "$data" --model resnet20 --epochs 4 --lr 0.3 --channels-last --amp bf16 \
+      --max-steps 60 --eval-every 1000000
+    .venv/bin/python scripts/table.py "$out"/{none,fp16,qsgd-4,terngrad,64-*,16-*}.json
+    ;;
+  cifar10-vgg11)
+    data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-vgg11} ranks=2
+    mkdir -p "$out"
+    common=(--data cifar10 --data-dir "$data" --model vgg11 --epochs 3 --batch-size 64 --lr 0.1 --channels-last --amp bf16)
+    one none "${common[@]}" --compression none
+    one mp2-9 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16
+    .venv/bin/python scripts/table.py "$out"/*.json
+    ;;
+  digits-slimdp)
+    out=${2:-docs/results/digits-slimdp}
+    .venv/bin/python scripts/compare.py --out "$out" --data digits --model cnn --ranks 4 --epochs 4 --seeds 0,1,2 \
+      --methods slimdp@mix,slimdp@explorer,slimdp@core --option 'slimdp@explorer:--core 0' --option 'slimdp@core:--core 1' \
+      --budgets 1/64,1/128 --momentum-correction -- --batch-size 16 --lr 0.1
     ;;
   gradients)
     data=${2:?DATA_DIR} out=${3:-results/gradients}
@@ -97,5 +135,5 @@ case ${1:-} in
       --lr 0.3 --channels-last --amp bf16 --out "$out/cifar10"
     .venv/bin/python scripts/gradient_errors.py "$out"/{cifar10,digits}
     ;;
-  *) sed -n '2,9s/^# \?//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,12s/^# \?//p' "$0" >&2; exit 2 ;;
 esac
