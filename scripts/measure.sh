@@ -7,6 +7,7 @@
 #          measure.sh cifar10-budgets DATA_DIR [OUT]   every method at 1/64 and 1/16 of the dense bytes
 #          measure.sh cifar10-times DATA_DIR [OUT]     the same methods for 60 steps each, for their step times
 #          measure.sh cifar10-vgg11 DATA_DIR [OUT]     MP2 and dense, 2 ranks
+#          measure.sh digits-mp2 [OUT]                 MP2, its prediction, and its rivals
 #          measure.sh digits-slimdp [OUT]              core, explorer and both, at equal bytes
 #          measure.sh gradients DATA_DIR [OUT]         errors against bits, on gradients recorded from both
 set -euo pipefail
@@ -121,6 +122,22 @@ case ${1:-} in
     one mp2-9 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
+  digits-mp2)
+    out=${2:-docs/results/digits-mp2}
+    mkdir -p "$out"
+    ours=(--momentum-correction --dense-values fp16)
+    for seed in 0 1 2; do
+      common=(--data digits --model cnn --epochs 10 --batch-size 16 --lr 0.1 --seed "$seed")
+      one "none-$seed" "${common[@]}" --compression none
+      one "wnn-$seed" "${common[@]}" --compression none --extrapolate wnn
+      one "line-$seed" "${common[@]}" --compression none --extrapolate line
+      one "mp2-$seed" "${common[@]}" --compression mp2 "${ours[@]}"
+      one "mp2-prediction-$seed" "${common[@]}" --compression mp2 "${ours[@]}" --prediction
+      one "topk-$seed" "${common[@]}" --compression topk "${ours[@]}"
+      one "dgc-$seed" "${common[@]}" --compression dgc "${ours[@]}" --density 1/256
+    done
+    .venv/bin/python scripts/table.py "$out"/*.json
+    ;;
   digits-slimdp)
     out=${2:-docs/results/digits-slimdp}
     .venv/bin/python scripts/compare.py --out "$out" --data digits --model cnn --ranks 4 --epochs 4 --seeds 0,1,2 \
@@ -135,5 +152,5 @@ case ${1:-} in
       --lr 0.3 --channels-last --amp bf16 --out "$out/cifar10"
     .venv/bin/python scripts/gradient_errors.py "$out"/{cifar10,digits}
     ;;
-  *) sed -n '2,12s/^# \?//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,13s/^# \?//p' "$0" >&2; exit 2 ;;
 esac

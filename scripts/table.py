@@ -28,6 +28,8 @@ NOT_A_SETTING = {
 def settings(result: Result) -> dict[str, Any]:
     """What makes two runs comparable: the whole configuration but NOT_A_SETTING, and the number of ranks."""
     config = {key: value for key, value in result["config"].items() if key not in NOT_A_SETTING}
+    if config.get("extrapolate") is None:  # results from before there was such an option have none
+        config.pop("extrapolate", None)
     return {**config, "ranks": result["ranks"]}
 
 

@@ -25,6 +25,10 @@ from experiment import compressors, metrics, models
 from experiment import data as datasets
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from hvd_compress import extrapolation
+
+EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
+
 
 def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argparse.Namespace:
     """The options of a run, and those of `more`, which a script that builds on this one brings."""
@@ -50,6 +54,9 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--extrapolate", choices=sorted(EXTRAPOLATIONS), help="let the weights jump five epochs ahead after every fifth"
+    )
     parser.add_argument("--no-augment", action="store_true")
     parser.add_argument("--amp", choices=("off", "bf16"), default="off")
     parser.add_argument("--channels-last", action="store_true")
@@ -118,6 +125,7 @@ class Run:
         )
         hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.optimizer.zero_grad()
+        self.ahead = EXTRAPOLATIONS[args.extrapolate](self.model.parameters()) if args.extrapolate else None
 
         self.step = 0
         self.accuracy = float("nan")  # at the latest test
@@ -181,6 +189,8 @@ class Run:
         bar = tqdm(total=self.total_steps, disable=hidden, unit="step")
         for epoch in range(1, self.epochs + 1):
             loss = self.train_epoch(epoch, bar)
+            if self.ahead is not None:
+                self.ahead.epoch_end()
             last = epoch == self.epochs
             accuracy = None
             if last or epoch % args.eval_every == 0:

@@ -117,8 +117,8 @@ Printed by `scripts/train_predictor.py` (hvd_compress {hvd_compress.__version__}
 - **Held-out error**: {error:.4f} of the squared error of predicting nothing.
 - **Training**: {args.epochs} epochs, Adam, peak rate {args.rate:g}, seed {args.seed}; nothing was chosen by what
   is held out.
-- **Not for**: other densities than a ninth, and gradients of another kind than image classifiers', of which it was shown
-  none: there the gate decides.
+- **Not for**: other densities than a ninth, and gradients of another kind than image classifiers', of which it was
+  shown none: there the gate decides.
 
 Cosine between what is predicted and what then came:
 
