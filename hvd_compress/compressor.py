@@ -297,6 +297,9 @@ class Compressor(abc.ABC):
                 self.saved(segment, flat).copy_(state["tensors"][segment.name][key])
         self._step = state["step"]
         self.traffic.load_state_dict(state["traffic"])
+        if self._guard.stepped is False:
+            # The last step was not taken: with what was loaded, there is nothing of it to undo.
+            self._guard.stepped = True
 
     def reset(self) -> None:
         """After a failure: forgets the step under way; the next gradient begins a new one. What buckets have sent in

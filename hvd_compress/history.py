@@ -39,10 +39,6 @@ class History:
             selection.write(self.last_sent, last)
             self._before = None
 
-    def keep(self) -> None:
-        """What arrived last is not to be undone."""
-        self._before = None
-
     @property
     def smoothed(self) -> Tensor:
         return self.bucket.state["smoothed"]
@@ -51,9 +47,9 @@ class History:
     def last_sent(self) -> Tensor:
         return self.bucket.state["last_sent"]
 
-    def learn(self, selection: Unled, mean: Tensor, step: int, guessed: Tensor | float = 0.0) -> Tensor:
+    def learn(self, selection: Unled, mean: Tensor, step: int, guessed: Tensor | float = 0.0) -> None:
         """``mean`` arrived for the selection's entries, unless it is not finite: the gradient of all steps since they
-        were last sent, but for what was ``guessed`` of it in each. Returns that gradient per step."""
+        were last sent, but for what was ``guessed`` of it in each."""
         arrived = mean[:1].isfinite()
         smoothed, last = selection.read(self.smoothed), selection.read(self.last_sent)
         self._before = selection, smoothed, last
@@ -62,7 +58,6 @@ class History:
         new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
         selection.write(self.smoothed, torch.where(arrived, new, smoothed))
         selection.write(self.last_sent, torch.where(arrived, float(step), last))
-        return rate
 
 
 def root_mean_squares(bucket: Bucket, weights: list[Tensor], other: Tensor) -> tuple[Tensor, Tensor]:

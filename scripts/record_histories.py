@@ -51,20 +51,17 @@ class Recorder(MP2):
     """Predicts nothing, and keeps what it was asked."""
 
     def __init__(self, *args: Any, **options: Any):
-        # Always open, so that it is asked for a whole period of windows.
+        # With this gate it is asked for a whole period of windows.
         super().__init__(*args, prediction=True, gate=-1.0, values="fp32", check_interval=0, **options)
         self.open: list[dict[str, Any]] = []
         self.done: list[dict[str, Any]] = []
         self.wanted = False
         self.random = torch.Generator().manual_seed(0)
 
-    def _open(self, bucket: Bucket) -> list[bool]:
-        return [True] * len(bucket.segments)
-
     def predict(self, bucket: Bucket, position: int, windows: Tensor, seen: Tensor) -> Tensor:
         if self.wanted and float(seen.abs().sum()):
             segment = bucket.segments[position]
-            unit = segment.of(bucket.state["arrived"]).square().mean().sqrt() + 1e-12
+            unit = segment.of(bucket.state["arrived"])[: segment.numel].square().mean().sqrt() + 1e-12
             for i in torch.randperm(len(windows), generator=self.random)[:A_LAYER].tolist():
                 example = {"segment": segment, "window": int(windows[i]), "unit": unit, "seen": seen[i].clone()}
                 self.open.append({**example, "sum": torch.zeros(256), "steps": 0})

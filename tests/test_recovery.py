@@ -79,7 +79,7 @@ def test_a_step_that_is_skipped_takes_nothing_from_any_residual(name):
         torch.testing.assert_close(kept, want, rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["iwp", "iwp-fp32", "iwp-lloyd4", "iwp-range10-gather", "fft", "mipd"])
+@pytest.mark.parametrize("name", ["iwp", "iwp-fp32", "iwp-lloyd4", "iwp-range10-gather", "fft", "mipd", "mp2-silent"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1)])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_more_or_fewer_ranks_after_a_restart(name, before, after, momentum):
@@ -340,10 +340,15 @@ def test_taking_the_momentum_leaves_the_rest_of_the_model_as_it_was():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["iwp-lanes4", "iwp-lloyd4", "mipd-compensated", "slimdp", "mp2", "mp2-guessing"])
-def test_a_step_that_failed_leaves_what_is_shared_as_it_was(name):
+KNOWING = ["iwp-lanes4", "iwp-lloyd4", "mipd-compensated", "slimdp", "mp2", "mp2-guessing", "mp2-silent"]
+
+
+@pytest.mark.parametrize("density", [None, 1.0])
+@pytest.mark.parametrize("name", KNOWING)
+def test_a_step_that_failed_leaves_what_is_shared_as_it_was(name, density):
     """It may have failed on some ranks only, and the others must not know more than those afterwards."""
-    world, (rank,) = replicas(1, METHODS[name], bucket_mb=0.08)
+    build = METHODS[name] if density is None else partial(METHODS[name], density=density)
+    world, (rank,) = replicas(1, build, bucket_mb=0.08)
     random_steps(world, [rank], range(7))
     compression = rank.compression
 
@@ -354,7 +359,8 @@ def test_a_step_that_failed_leaves_what_is_shared_as_it_was(name):
             known |= {(bucket.index, k): v.clone() for k, v in bucket.state.items() if k not in own}
             scales = plan.channel.state()
             known |= {(bucket.index, k): v.clone() for k, v in scales.items() if isinstance(v, torch.Tensor)}
-        return known
+        fits = compression.method_state().get("fit", [])
+        return known | {(number, "fit"): fit for number, fit in enumerate(fits)}
 
     before, held = shared(), residuals(rank)
     grads = gradients(rank.model, seed=77)
@@ -371,3 +377,37 @@ def test_a_step_that_failed_leaves_what_is_shared_as_it_was(name):
     for (parameter, p), grad in zip(rank.model.named_parameters(), given, strict=True):
         if p.dim() >= 2 and p.numel() >= 1024:
             torch.testing.assert_close(residuals(rank)[parameter], held[parameter] + grad, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_loaded_after_a_skipped_step_is_as_it_was_saved(name):
+    """Nothing of the step that was not taken is undone on top of it."""
+    world, ranks = replicas(2, METHODS[name])
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+
+    def steps(numbers, taken=True):
+        for number in numbers:
+            applied = random_steps(world, ranks, [number])
+            for optimizer in optimizers if taken else ():
+                optimizer.step()
+        return applied
+
+    steps(range(5))
+    states = [r.compression.state_dict() for r in ranks]
+    steps([5, 6])
+    steps([7], taken=False)
+    for rank, state in zip(ranks, states, strict=True):
+        rank.compression.load_state_dict(state)
+    held = [residuals(r) for r in ranks]
+    first = steps([8])
+    again_world, again = replicas(2, METHODS[name])
+    for rank, state in zip(again, states, strict=True):
+        rank.compression.load_state_dict(state)
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(held, map(residuals, again), strict=True)
+        for a, b in zip(x.values(), y.values(), strict=True)
+    )
+    second = random_steps(again_world, again, [8])
+    for a, b in zip(first[0], second[0], strict=True):
+        assert torch.equal(a, b)
