@@ -119,7 +119,7 @@ case ${1:-} in
     mkdir -p "$out"
     common=(--data cifar10 --data-dir "$data" --model vgg11 --epochs 3 --batch-size 64 --lr 0.1 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
-    one mp2-9 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16
+    one mp2 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16 --density 1/3.44
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
   digits-mp2)
