@@ -141,7 +141,8 @@ case ${1:-} in
   digits-slimdp)
     out=${2:-docs/results/digits-slimdp}
     .venv/bin/python scripts/compare.py --out "$out" --data digits --model cnn --ranks 4 --epochs 4 --seeds 0,1,2 \
-      --methods slimdp@mix,slimdp@explorer,slimdp@core --option 'slimdp@explorer:--core 0' --option 'slimdp@core:--core 1' \
+      --methods slimdp@mix,slimdp@tenth,slimdp@quarter,slimdp@explorer,slimdp@core --option 'slimdp@tenth:--core 0.1' \
+      --option 'slimdp@quarter:--core 0.25' --option 'slimdp@explorer:--core 0' --option 'slimdp@core:--core 1' \
       --budgets 1/64,1/128 --momentum-correction -- --batch-size 16 --lr 0.1
     ;;
   gradients)
