@@ -10,12 +10,14 @@ they are made for each run and removed after it, whatever happened. With --ranks
 "backward" hands out prepared gradients, so it is short, and little can hide behind it: alone, on every rank at once,
 without hooks. "step" is backward, exchange and update, of the slowest rank; "exchange" is what it takes beyond backward
 and update alone; "compress" and "decompress" are the time inside the compression object without its waiting, mean over
-ranks; "tx" is what the interface sent per rank and step, headers and negotiation included (on the loopback: what the
-method's books say); "wire ratio" is what a dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those
-bytes / exchange, as in nccl-tests; "even" the bandwidth under which the saved bytes are worth the compressor's time, if
-nothing overlaps; "wrong" counts failed checks of one more step (experiment/soundness.py). Medians over steps, from the
-fastest to the slowest in brackets. All ranks share this machine's cores: times compare within one call only, "compress"
-is an upper bound, and "even" a lower one. A shaped link lets the first 256 kB after a pause pass at once.
+ranks; "tx" is what the interface sent per rank and step, as it counts large segments, negotiation and the benchmark's
+one barrier a step included (on the loopback what the method's books say, or a ring would send); "wire ratio" is what a
+dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those bytes / exchange, as in nccl-tests; "even" the
+bandwidth under which the saved bytes are worth the compressor's time, if nothing overlaps; "wrong" counts failed checks
+of one more step (experiment/soundness.py; a method with --momentum-correction is checked without it). Medians over
+steps, from the fastest to the slowest in brackets. All ranks share this machine's cores: times compare within one call
+only, "compress" is an upper bound, and "even" a lower one. A shaped link lets what it could send in 2 ms, at least
+32 kB, pass at once after a pause.
 
 The methods are those of train.py, each with its defaults there unless --option says otherwise, and ddp-fp16: torch's
 DistributedDataParallel over Gloo with fp16_compress_hook. Exit status 1 if a run failed or anything was wrong.
@@ -142,6 +144,8 @@ def main(argv: Sequence[str]) -> int:
                 result = measure(args, rate, variant)
             except NoLab as error:
                 print(f"bench_exchange.py: {error}", file=sys.stderr)
+                if rows:
+                    print(columns.markdown(columns.compared(rows)))
                 return 2
             except Failed as error:
                 failed = True

@@ -64,9 +64,12 @@ class Bench:
         self.exchanger = exchanger(args)
         self.model = Synthetic(SHAPES[args.shapes](), self.exchanger.rank, args.seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=args.momentum)
+        # Momentum correction takes the optimizer's momentum away: its update is then the cheaper one.
+        self.taken = bool(getattr(args, "momentum_correction", False))
 
     def alone(self) -> dict[str, list[float]]:
         """Backward, and backward and update, of this rank for itself, while the others do the same."""
+        self._set(momentum=0.0 if self.taken else self.args.momentum)
 
         def step() -> dict[str, float]:
             start = time.perf_counter()
@@ -82,8 +85,7 @@ class Bench:
         # From now on the weights move, or equal replicas would mean nothing. Gradients do not depend on them, so
         # nothing diverges; and the velocities of steps taken alone, which differ from rank to rank, are forgotten.
         self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["lr"] = 1e-3
+        self._set(momentum=self.args.momentum, lr=1e-3)
         self.exchanger.attach(self.model, self.optimizer)
         clock = None if self.exchanger.compression is None else Clock(self.exchanger.compression)
 
@@ -107,7 +109,7 @@ class Bench:
     def failures(self) -> list[str]:
         """What is wrong with one more step."""
         args = self.args
-        if getattr(args, "momentum_correction", False):
+        if self.taken:
             # What the velocity adds would have to be followed, too; without it the books are simple.
             self.exchanger.compression.return_momentum(self.optimizer)
         half = args.method in ("fp16", DDP_FP16)
@@ -115,6 +117,10 @@ class Bench:
         forgets = not getattr(args, "error_feedback", True)
         share = soundness.HALF if half else soundness.EXACT
         return soundness.failures(self.exchanger, self.model, share, forgets)
+
+    def _set(self, **options: float) -> None:
+        for group in self.optimizer.param_groups:
+            group.update(options)
 
     def _repeat(self, step: Callable[[], dict[str, float]], warmup: int, steps: int) -> dict[str, list[float]]:
         """So many steps, or at least LEAST in --max-seconds; the seconds of each, by what they were spent on."""

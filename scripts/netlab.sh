@@ -23,6 +23,14 @@ down() {
   ip link del "${lab}lab" 2>/dev/null || true
 }
 
+# What a link may send at once after a pause, in bytes: 2 ms of its rate, or it would not be one of that rate to a few small messages.
+burst() {
+  local -A unit=([kbit]=1000 [mbit]=1000000 [gbit]=1000000000)
+  [[ $1 =~ ^([0-9]+)([kmg]bit)$ ]] || { echo 256000; return; }
+  local bytes=$((BASH_REMATCH[1] * unit[${BASH_REMATCH[2]}] / 4000))
+  echo $((bytes > 32000 ? bytes : 32000))
+}
+
 up() {
   local hosts=$1 rate=$2 i host
   down
@@ -36,7 +44,7 @@ up() {
     ip -n "$host" addr add "10.77.0.$((i + 1))/24" dev eth0
     ip -n "$host" link set eth0 up
     ip -n "$host" link set lo up
-    [[ $rate == none ]] || ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 100ms
+    [[ $rate == none ]] || ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst "$(burst "$rate")" latency 100ms
     # `ip netns exec` shows a namespace its own /etc/hosts, by which the hosts know each other.
     mkdir -p "/etc/netns/$host"
     { echo "127.0.0.1 localhost"; for ((j = 0; j < hosts; j++)); do echo "10.77.0.$((j + 1)) ${lab}host$j"; done; } >"/etc/netns/$host/hosts"

@@ -28,9 +28,8 @@ NOT_A_SETTING = {
 def settings(result: Result) -> dict[str, Any]:
     """What makes two runs comparable: the whole configuration but NOT_A_SETTING, and the number of ranks."""
     config = {key: value for key, value in result["config"].items() if key not in NOT_A_SETTING}
-    if config.get("extrapolate") is None:  # results from before there was such an option have none
-        config.pop("extrapolate", None)
-    return {**config, "ranks": result["ranks"]}
+    # Results from before there was such an option have no "extrapolate".
+    return {"extrapolate": None, **config, "ranks": result["ranks"]}
 
 
 def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
@@ -55,8 +54,14 @@ def _differs(key: str, rows: list[dict[str, Any]]) -> bool:
 
 
 def _label(row: dict[str, Any], differing: list[str]) -> str:
-    options = [f"{key.replace('_', '-')} {_option(key, row[key])}" for key in differing if key in row]
+    options = [
+        f"{key.replace('_', '-')} {_option(key, row[key])}" for key in differing if key in row and _said(key, row)
+    ]
     return ", ".join([row["compression"], *options])
+
+
+def _said(key: str, row: dict[str, Any]) -> bool:
+    return row[key] is not None or key == "leaders"
 
 
 def _option(key: str, value: Any) -> str:

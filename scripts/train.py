@@ -189,7 +189,8 @@ class Run:
         bar = tqdm(total=self.total_steps, disable=hidden, unit="step")
         for epoch in range(1, self.epochs + 1):
             loss = self.train_epoch(epoch, bar)
-            if self.ahead is not None:
+            # No jump at the very end: nothing could settle after it, batch norm's statistics for one.
+            if self.ahead is not None and epoch < self.epochs:
                 self.ahead.epoch_end()
             last = epoch == self.epochs
             accuracy = None

@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--held-out", default="cifar10-resnet20", metavar="DATA-NETWORK")
     parser.add_argument("--weights", type=Path, default=Path("hvd_compress/weights/predictor.safetensors"))
     parser.add_argument("--card", type=Path, default=Path("docs/predictor.md"))
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -46,4 +47,17 @@ def netlab(hosts: int, rate: str, gloo: bool) -> Iterator[Place]:
         start = (*lab, "run", *(["--gloo"] if gloo else []), str(hosts))
         yield Place(start, "eth0", "10.77.0.1:29511")
     finally:
-        subprocess.run([*lab, "down"], check=False)
+        with _undisturbed():
+            subprocess.run([*lab, "down"], check=False, start_new_session=True)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C has to wait."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,8 +12,9 @@ from torch import Tensor
 from experiment.exchangers import Exchanger
 from experiment.synthetic import Synthetic
 
-#: Of the tensors of either kind (which a method would compress, and smaller ones) so many are followed entry by entry.
-FOLLOWED = 8
+#: Of the tensors of either kind (which a method would compress, and smaller ones) so many are followed entry by entry,
+#: evenly spread over the entries of all, so that no bucket is left out; and of each about so many entries.
+FOLLOWED = 16
 ENTRIES = 1 << 16
 
 #: Rounding allowed, as a share of the largest entry: sums of float32, and of float16.
@@ -32,8 +35,8 @@ def failures(exchanger: Exchanger, model: Synthetic, share: float, forgets: bool
     before = [_residual(exchanger, names[i]) for i in followed]
     exchanger.backward()
     exchanger.synchronize()
-    given = [model.prepared[i].reshape(-1)[:ENTRIES].double() for i in followed]
-    applied = [_gradient(parameters[i]).reshape(-1)[:ENTRIES].double() for i in followed]
+    given = [_some(model.prepared[i]) for i in followed]
+    applied = [_some(_gradient(parameters[i])) for i in followed]
     found = [f"{names[i]}: the gradient is not finite" for i, p in enumerate(parameters) if not _finite(p)]
     gradients = [_digest(_gradient(p)) for p in parameters]
     exchanger.update()
@@ -57,12 +60,28 @@ def failures(exchanger: Exchanger, model: Synthetic, share: float, forgets: bool
 def _followed(parameters: list[torch.nn.Parameter], forgets: bool) -> list[int]:
     large = [i for i, p in enumerate(parameters) if p.dim() >= 2 and p.numel() >= 1024]
     small = [i for i in range(len(parameters)) if i not in large]
-    return ([] if forgets else large[:FOLLOWED]) + small[:FOLLOWED]
+    sizes = [p.numel() for p in parameters]
+    return ([] if forgets else _spread(large, sizes)) + _spread(small, sizes)
+
+
+def _spread(chosen: list[int], sizes: list[int]) -> list[int]:
+    """All if they are few, or those that hold the middles of FOLLOWED equal stretches of all their entries."""
+    if len(chosen) <= FOLLOWED:
+        return chosen
+    ends = list(accumulate(sizes[i] for i in chosen))
+    middles = ((k + 0.5) / FOLLOWED * ends[-1] for k in range(FOLLOWED))
+    return sorted({chosen[bisect_right(ends, middle)] for middle in middles})
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Entries from all over a tensor: float64, flat."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // ENTRIES)].double()
 
 
 def _residual(exchanger: Exchanger, name: str) -> Tensor | None:
     residual = getattr(exchanger.compression, "residual", None)
-    return None if residual is None else residual(name).reshape(-1)[:ENTRIES].double()
+    return None if residual is None else _some(residual(name))
 
 
 def _plus(tensor: Tensor, residual: Tensor | None) -> Tensor:

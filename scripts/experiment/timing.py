@@ -72,7 +72,7 @@ def report(
     results: Sequence[Result], compute_ms: float, bandwidths: Sequence[str], target: float, given: bool, cpus: Any
 ) -> str:
     """Markdown: in words what the figures are, then the table."""
-    why = "" if given else " (the least final accuracy of the methods, mean over seeds, less 0.01)"
+    why = "" if given else " (the least final accuracy of the methods that did not diverge, mean over seeds, less 0.01)"
     header = ["method", "density", "bytes/step", "compress ms", "reached", "steps", *bandwidths]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     for label, runs in table.grouped(results):
