@@ -1,10 +1,12 @@
 """MP2: lot and rotation, the prediction and its gate, and replicas that went apart."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together
+from safetensors.torch import load_file
 
 from hvd_compress import MP2
 from hvd_compress.predictor import Predictor, shipped
@@ -230,6 +232,18 @@ def test_a_skipped_step_takes_its_predictions_back(bad):
             if p.dim() >= 2 and p.numel() >= 1024:
                 want = was[name] + grad.double()
                 torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-4)
+
+
+def test_the_shipped_predictor_knows_something():
+    """Of windows of a training that it has not learnt from; an untrained one is worth nothing."""
+    windows = load_file(Path(__file__).parent / "data" / "windows.safetensors")
+    seen, following = windows["seen"].float(), windows["next"].float().clamp(-8.0, 8.0)
+
+    def error(predictor):
+        return float((predictor(seen) - following).detach().square().mean() / following.square().mean())
+
+    torch.manual_seed(0)
+    assert error(shipped(torch.device("cpu"))) < 0.99 < error(Predictor())
 
 
 def test_the_shipped_predictor_is_small_and_says_nothing_of_nothing():
