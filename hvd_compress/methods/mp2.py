@@ -32,7 +32,7 @@ class MP2(Sparse):
     parameters, and the rest is predicted by an already trained network of convolution, channel attention and max
     pooling, where training shows that its predictions are good. On rank i::
 
-        S   = what matters most, by what all ranks know            no index travels
+        S   = by lot, in proportion to what all ranks know         no index travels
         h   = predictor(what arrived; when; smoothed; weights)     the same on all ranks; 0 where the gate is closed
         g   = mean_i a_i[S] on S, h off it                         a_i = r_i + g_i
         r_i = a_i - what was sent on S, a_i - h off it              a wrong guess is paid back
@@ -46,7 +46,8 @@ class MP2(Sparse):
     Every rank computes the predictions for itself, so all need one type of processor and as many threads: every
     ``check_interval`` steps they compare a checksum, and where one differs, all take over rank 0's predictions,
     weights and optimizer state, with a warning. (Not the parameters that travel dense: a norm over all gradients, as in
-    ``clip_grad_norm_``, carries a wrong prediction into those too.)
+    ``clip_grad_norm_``, carries a wrong prediction into those too. And an entry that was sent in the meantime is not
+    paid back what was predicted wrongly of it.)
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
@@ -55,8 +56,8 @@ class MP2(Sparse):
             waits that are all alike are a delay in the loop of gradient and step, and swing it up; random ones damp.
             ``"rotation"``: every n-th entry, each in its turn; the density must be 1 / n.
         values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
-        prediction: predict what is not sent. Off by default: with the predictor that is shipped, training was better
-            without (docs/results.md).
+        prediction: predict what is not sent. Off by default: it costs time, and with the predictor that is shipped gains
+            little (docs/results.md).
         gate: the least cosine, in [-1, 1].
         smoothing: weight of the past in what is smoothed, in [0, 1).
         floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.
