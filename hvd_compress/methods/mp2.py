@@ -56,7 +56,7 @@ class MP2(Sparse):
             waits that are all alike are a delay in the loop of gradient and step, and swing it up; random ones damp.
             ``"rotation"``: every n-th entry, each in its turn; the density must be 1 / n.
         values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
-        prediction: predict what is not sent. Off by default: it costs time, and with the predictor that is shipped gains
+        prediction: predict what is not sent. Off by default: it costs time, and the predictor that is shipped gains
             little (docs/results.md).
         gate: the least cosine, in [-1, 1].
         smoothing: weight of the past in what is smoothed, in [0, 1).
