@@ -117,7 +117,7 @@ case ${1:-} in
   cifar10-vgg11)
     data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-vgg11} ranks=2
     mkdir -p "$out"
-    common=(--data cifar10 --data-dir "$data" --model vgg11 --epochs 3 --batch-size 64 --lr 0.1 --channels-last --amp bf16)
+    common=(--data cifar10 --data-dir "$data" --model vgg11 --epochs 2 --batch-size 64 --lr 0.1 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
     one mp2 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16 --density 1/3.44
     .venv/bin/python scripts/table.py "$out"/*.json
