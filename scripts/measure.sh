@@ -144,6 +144,14 @@ case ${1:-} in
       --methods slimdp@mix,slimdp@tenth,slimdp@quarter,slimdp@explorer,slimdp@core --option 'slimdp@tenth:--core 0.1' \
       --option 'slimdp@quarter:--core 0.25' --option 'slimdp@explorer:--core 0' --option 'slimdp@core:--core 1' \
       --budgets 1/64,1/128 --momentum-correction -- --batch-size 16 --lr 0.1
+    # Three times as long, at the density of 1/128.
+    for seed in 0 1 2; do
+      for core in 0 0.5 1; do
+        one "long-core-$core-$seed" --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 --seed "$seed" --compression slimdp \
+          --core "$core" --density 0.02629 --momentum-correction --dense-values fp16
+      done
+    done
+    .venv/bin/python scripts/table.py "$out"/long-*.json
     ;;
   gradients)
     data=${2:?DATA_DIR} out=${3:-results/gradients}
