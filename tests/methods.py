@@ -39,7 +39,7 @@ METHODS = {
     "mp2-guessing": partial(
         MP2, prediction=True, density=1 / 4, choice="rotation", gate=-1.0, values="fp32", check_interval=3
     ),
-    "mp2-silent": MP2,
+    "mp2-silent": partial(MP2),
     "topk": partial(TopK, density=1 / 64),
     "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
     "dgc": partial(DGC, density=1 / 64, momentum=0.0),
