@@ -46,11 +46,12 @@ def test_every_option_on_real_horovod(ranks):
 
 
 @on_every_launch
-def test_every_other_method_on_real_horovod(ranks):
-    exact = ["dense_at_density_one"]
-    plan = {method: [*SHORT, "thousand_steps", *(exact if method in EXACT else ())] for method in OTHERS}
-    plan["slimdp"].append("local_steps")
-    run(ranks, plan, timeout=600)
+@pytest.mark.parametrize("method", OTHERS)
+def test_every_other_method_on_real_horovod(ranks, method):
+    cases = [*SHORT, "thousand_steps"]
+    cases += ["dense_at_density_one"] if method in EXACT else []
+    cases += ["local_steps"] if method == "slimdp" else []
+    run(ranks, {method: cases}, timeout=420)
 
 
 @on_every_launch
