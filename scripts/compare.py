@@ -184,7 +184,7 @@ class Comparison:
 
 def budget_text(chosen: Sequence[Variant], decisions: Decisions) -> str:
     """What each variant's density is at each budget; what reaches no budget is named."""
-    rows = [("method", "budget", "density", "measured in short runs"), ("---", "---:", "---:", "---:")]
+    rows = []
     own = []
     for variant in chosen:
         decided = decisions.get(variant.label, {})
@@ -202,7 +202,8 @@ def budget_text(chosen: Sequence[Variant], decisions: Decisions) -> str:
         if why:
             own.append(f"- {variant.label} {'runs at its own ratio' if none else 'does not run everywhere'} ({why})")
     intro = "Shares of the bytes that the ring would send dense in float32, everything included."
-    found = ["\n".join("| " + " | ".join(row) + " |" for row in rows)] if len(rows) > 2 else []
+    header = ("method", "budget", "density", "measured in short runs")
+    found = [table.markdown(header, rows)] if rows else []
     return "\n\n".join([intro, *found, "\n".join(own)]).rstrip()
 
 

@@ -14,13 +14,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 
+# What compressed runs have in common where bytes are compared.
+ours=(--momentum-correction --dense-values fp16)
+
 one() {  # NAME ARGUMENTS...
   local file=$out/$1.json; shift
   [[ -f $file ]] || bash scripts/run.sh "${ranks:-4}" scripts/train.py --json "$file" "$@"
 }
 
 at_equal_bytes() {  # COMMON ARGUMENTS...: densities such that all bytes together, tensors that travel dense included, are a share of dense
-  local ours=(--momentum-correction --dense-values fp16) share density method
+  local share density method
   one none "$@" --compression none
   one fp16 "$@" --compression fp16
   for share in "64 1/29.3 1/56 1/18.2 1/362.7" "16 1/5.58 1/10.7 1/3.44 1/68.57"; do
@@ -66,7 +69,7 @@ case ${1:-} in
       one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share" --values fp16 --momentum-correction
     done
     one "iwp-64-plain" "${common[@]}" --compression iwp --density 1/64 --values fp16
-    one mp2-9 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16
+    one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}"
     one fp16 "${common[@]}" --compression fp16
     .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain,mp2-9}.json --plot "$out/accuracy.png"
     ;;
@@ -88,7 +91,6 @@ case ${1:-} in
     data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-budgets}
     mkdir -p "$out"
     common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 4 --lr 0.3 --channels-last --amp bf16)
-    ours=(--momentum-correction --dense-values fp16)
     at_equal_bytes "${common[@]}"
     # More seeds of dense and of the best.
     for seed in 1 2; do
@@ -119,13 +121,12 @@ case ${1:-} in
     mkdir -p "$out"
     common=(--data cifar10 --data-dir "$data" --model vgg11 --epochs 2 --batch-size 64 --lr 0.1 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
-    one mp2 "${common[@]}" --compression mp2 --momentum-correction --dense-values fp16 --density 1/3.44
+    one mp2 "${common[@]}" --compression mp2 "${ours[@]}" --density 1/3.44
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
   digits-mp2)
     out=${2:-docs/results/digits-mp2}
     mkdir -p "$out"
-    ours=(--momentum-correction --dense-values fp16)
     for seed in 0 1 2; do
       common=(--data digits --model cnn --epochs 10 --batch-size 16 --lr 0.1 --seed "$seed")
       one "none-$seed" "${common[@]}" --compression none
@@ -148,7 +149,7 @@ case ${1:-} in
     for seed in 0 1 2; do
       for core in 0 0.5 1; do
         one "long-core-$core-$seed" --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 --seed "$seed" --compression slimdp \
-          --core "$core" --density 0.02629 --momentum-correction --dense-values fp16
+          --core "$core" --density 0.02629 "${ours[@]}"
       done
     done
     .venv/bin/python scripts/table.py "$out"/long-*.json
@@ -161,5 +162,5 @@ case ${1:-} in
       --lr 0.3 --channels-last --amp bf16 --out "$out/cifar10"
     .venv/bin/python scripts/gradient_errors.py "$out"/{cifar10,digits}
     ;;
-  *) sed -n '2,13s/^# \?//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,12s/^# \?//p' "$0" >&2; exit 2 ;;
 esac

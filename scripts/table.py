@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,18 +54,16 @@ def _differs(key: str, rows: list[dict[str, Any]]) -> bool:
 
 
 def _label(row: dict[str, Any], differing: list[str]) -> str:
-    options = [
-        f"{key.replace('_', '-')} {_option(key, row[key])}" for key in differing if key in row and _said(key, row)
-    ]
+    texts = {key.replace("_", "-"): _option(key, row[key]) for key in differing if key in row}
+    options = [f"{key} {text}" for key, text in texts.items() if text]
     return ", ".join([row["compression"], *options])
 
 
-def _said(key: str, row: dict[str, Any]) -> bool:
-    return row[key] is not None or key == "leaders"
-
-
 def _option(key: str, value: Any) -> str:
-    return "all" if key == "leaders" and value is None else str(value)
+    """Nothing for an option that was not given; of leaders, none given means all ranks."""
+    if value is None:
+        return "all" if key == "leaders" else ""
+    return str(value)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -74,7 +72,7 @@ def table(results: Sequence[Result]) -> str:
         "method", "density", "test accuracy", "wire ratio", "steady", "bytes/step", "step ms", "compress ms",
         "replicas equal", "runs",
     )  # fmt: skip
-    rows = [header, ("---", *["---:"] * (len(header) - 1))]
+    rows: list[Sequence[str]] = []
     for label, runs in grouped(results):
         rows.append(
             (
@@ -90,7 +88,13 @@ def table(results: Sequence[Result]) -> str:
                 str(len(runs)),
             )
         )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown(header, rows)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table; all columns but the first ``left`` are figures, and flush right."""
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
 
 
 def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
@@ -102,8 +106,7 @@ def _spread(runs: list[Result], key: str, text: Callable[[float], str]) -> str:
 
 def density(runs: list[Result]) -> str:
     """That of a row; 1 for methods that send every entry."""
-    config = runs[0]["config"]
-    value = config.get("density", 1)
+    value = runs[0]["config"].get("density", 1)
     return "1" if value == 1 else f"1/{1 / value:.3g}"
 
 

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import table
+
 from hvd_compress.collectives import ring_bytes
 
 Row = dict[str, Any]
@@ -82,7 +84,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "rate", "method", "step ms", "backward", "exchange", "compress", "decompress", "tx MB", "wire ratio",
         "bus Gbit/s", "x none", "x fp16", "even at Gbit/s", "wrong",
     ]  # fmt: skip
-    lines = [header, ["---", "---", *["---:"] * (len(header) - 2)]]
+    lines = []
     for one in rows:
         low, high = one["step_ms_spread"]
         lines.append(
@@ -99,7 +101,7 @@ def markdown(rows: Sequence[Row]) -> str:
                 str(one["wrong"]),
             ]
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table.markdown(header, lines, left=2)
 
 
 def _text(value: float | None, form: str) -> str:

@@ -146,12 +146,17 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _density_arguments(parser: argparse.ArgumentParser, density: float, values: str) -> None:
+def _share_arguments(parser: argparse.ArgumentParser, density: float, values: str) -> None:
     """The options of every method that sends a share of the entries."""
     _common_arguments(parser)
     parser.add_argument("--density", type=_fraction, default=density, help="share of entries sent, as 0.01 or 1/64")
-    parser.add_argument("--warmup-epochs", type=float, default=0, help="epochs in which the density falls to --density")
     parser.add_argument("--values", default=values, help="how values travel: fp16, fp32, lanes4, lloyd4, range10, ...")
+
+
+def _density_arguments(parser: argparse.ArgumentParser, density: float, values: str) -> None:
+    """And where that share may fall to its value."""
+    _share_arguments(parser, density, values)
+    parser.add_argument("--warmup-epochs", type=float, default=0, help="epochs in which the density falls to --density")
 
 
 def _sparse_arguments(parser: argparse.ArgumentParser, values: str, budget_interval: int, explore: float) -> None:
@@ -274,11 +279,7 @@ def _slimdp(args: argparse.Namespace, setting: Setting) -> Compression:
 
 
 def _mp2_arguments(parser: argparse.ArgumentParser) -> None:
-    _common_arguments(parser)
-    parser.add_argument("--density", type=_fraction, default=1 / 9, help="share of entries sent, as 0.01 or 1/64")
-    parser.add_argument(
-        "--values", default="lanes4", help="how values travel: fp16, fp32, lanes4, lloyd4, range10, ..."
-    )
+    _share_arguments(parser, 1 / 9, "lanes4")
     parser.add_argument(
         "--choice", choices=["significance", "rotation"], default="significance", help="of what is sent"
     )

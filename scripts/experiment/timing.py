@@ -74,7 +74,7 @@ def report(
     """Markdown: in words what the figures are, then the table."""
     why = "" if given else " (the least final accuracy of the methods that did not diverge, mean over seeds, less 0.01)"
     header = ["method", "density", "bytes/step", "compress ms", "reached", "steps", *bandwidths]
-    rows = [header, ["---", *["---:"] * (len(header) - 1)]]
+    rows = []
     for label, runs in table.grouped(results):
         steps = [count for run in runs if (count := steps_to(run, target)) is not None]
         times = [seconds_to(runs, target, compute_ms, bandwidth(text)) for text in bandwidths]
@@ -90,7 +90,7 @@ def report(
             ]
         )
     words = WORDS.format(target=target, why=why, compute=compute_ms, cpus=cpus)
-    return words + "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return words + "\n" + table.markdown(header, rows) + "\n"
 
 
 def plot(results: Sequence[Result], compute_ms: float, bandwidths: Sequence[str], target: float, file: Path) -> None:
