@@ -161,8 +161,13 @@ class Sparse(MomentumCorrected):
         values = selection.take(bucket.residual)
         key = derive(selection.turn.key, self._collectives.rank)
         mean, lost = yield from plan.channel.average(values, plan.invalid, key)
+        yield from self.arrived(bucket, plan, mean, lost)
         selection.put(self.targets(bucket, plan), bucket.state.get("velocity"), mean, lost, self._scale)
         plan.sent = True
+
+    def arrived(self, bucket: Bucket, plan: Plan, mean: Tensor, lost: Tensor) -> Exchange:
+        """What a method does with the averages before they are assigned; see :meth:`Channel.average`."""
+        yield from ()
 
     def undo(self, bucket: Bucket) -> None:
         plan = self._plans[bucket.index]

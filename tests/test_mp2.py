@@ -142,25 +142,23 @@ def _toy():
 def test_a_rank_that_went_astray_is_found_and_repaired(momentum, choice, noise):
     """All that was put in is in rank 0's weights, which are everybody's then, or still waits: but for what was sent
     while they differed, with a wrong prediction in it."""
-    build = partial(
-        MP2, choice=choice, prediction=True, density=1 / 3, gate=-1.0, check_interval=10, values="fp32", momentum=0.0
-    )
+    build = partial(MP2, choice=choice, prediction=True, density=1 / 3, gate=-1.0, check_interval=10, values="fp32")
     world, ranks = replicas(3, build, model=_toy())
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01, momentum=momentum) for r in ranks]
     names = [name for name, p in _toy().named_parameters() if p.dim() > 1 and p.numel() >= 1024]
     given, taken = ({name: 0.0 for name in names} for _ in range(2))
 
+    def add(total, grads):
+        for (name, _), g in zip(ranks[0].model.named_parameters(), grads, strict=True):
+            if name in total:
+                total[name] = total[name] + g.double()
+
     def train(first, last):
         for step in range(first, last):
             grads = [gradients(r.model, 100 * step + r.rank) for r in ranks]
             for grad in grads:
-                for name, g in zip(dict(ranks[0].model.named_parameters()), grad, strict=True):
-                    if name in given:
-                        given[name] = given[name] + g.double()
-            applied = together(world, ranks, grads, shuffle=step)
-            for name, g in zip(dict(ranks[0].model.named_parameters()), applied[0], strict=True):
-                if name in taken:
-                    taken[name] = taken[name] + g.double()
+                add(given, grad)
+            add(taken, together(world, ranks, grads, shuffle=step)[0])
             for optimizer in optimizers:
                 optimizer.step()
 

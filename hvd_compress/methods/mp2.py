@@ -16,7 +16,6 @@ from ..history import History, flat_weights
 from ..prediction import Prediction
 from ..predictor import Predictor, predict, shipped
 from ..reference import BLOCK
-from ..rng import derive
 from ..selection import Everything, Rotating, Rule, Selection, SharedSelection, Unled
 from ..sparse import Plan, Sparse
 
@@ -167,28 +166,23 @@ class MP2(Sparse):
         if isinstance(selection, SharedSelection):
             for position, score in enumerate(self.significance(bucket)):
                 selection.pick(position, score, 1.0)
-        if self._predictions and not isinstance(selection, Everything):
-            yield from self._predicting(bucket, plan, selection)
-        else:
-            yield from super().communicate(bucket, plan)
+        yield from super().communicate(bucket, plan)
         if self._history:
             self._history[bucket.index].learn(selection, plan.channel.mean, self._step)
 
-    def _predicting(self, bucket: Bucket, plan: Plan, selection: Unled) -> Exchange:
+    def arrived(self, bucket: Bucket, plan: Plan, mean: Tensor, lost: Tensor) -> Exchange:
+        selection = plan.selection
+        assert isinstance(selection, Unled)
+        if not self._predictions or isinstance(selection, Everything):
+            return
         prediction, last_sent = self._predictions[bucket.index], self._history[bucket.index].last_sent
-        yield from selection.agree(plan.rule)
-        values = selection.take(bucket.residual)
-        key = derive(selection.turn.key, self._collectives.rank)
-        mean, lost = yield from plan.channel.average(values, plan.invalid, key)
         waited = (self._step - selection.read(last_sent)).clamp(min=1.0)
         fresh = prediction.learn(selection, mean, waited)
         prediction.refresh(selection, fresh, self._step, last_sent)
         if self._check_interval and self._step % self._check_interval == self._check_interval - 1:
             yield from self._compare(bucket, selection, lost)
         prediction.apply(self.targets(bucket, plan), self._scale)
-        selection.put(self.targets(bucket, plan), bucket.state.get("velocity"), mean, lost, self._scale)
         prediction.sent(selection)
-        plan.sent = True
 
     def significance(self, bucket: Bucket) -> list[Tensor]:
         """Of each segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
