@@ -1,0 +1,51 @@
+"""scripts/bench_growth.py: its mirror is a world of ranks that all send the same, and its memory is memory."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvd_compress.collectives import allgather, allreduce, alltoall
+from hvd_compress.local import LocalWorld
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+growth = importlib.import_module("bench_growth")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        allreduce(torch.arange(6.0)),
+        allreduce(torch.arange(4)),
+        allgather(torch.arange(5, dtype=torch.uint8)),
+        allgather(torch.arange(6.0).view(3, 2)),
+        alltoall(torch.arange(9)),
+    ],
+    ids=lambda request: request.verb,
+)
+def test_the_mirror_answers_as_ranks_that_send_the_same(request_):
+    world = LocalWorld(3)
+    want = world.run(lambda rank: world.collectives(rank).start(request_, "x").result())[0]
+    got = growth.Mirror(3).start(request_, "x").result()
+    assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_measures_in_processes_of_their_own(tmp_path):
+    file = tmp_path / "growth.json"
+    options = ["--methods", "iwp,topk", "--millions", "8", "--ranks", "2", "--steps", "1", "--json", str(file)]
+    command = [sys.executable, str(SCRIPTS / "bench_growth.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["method"], row["entries"], row["ranks"]) for row in rows] == [
+        ("iwp", 8_000_000, 2),
+        ("topk", 8_000_000, 2),
+    ]
+    # A residual of four bytes an entry at least, and not a copy of everything for every rank.
+    assert all(4 <= row["held_bytes_per_entry"] < 40 and row["ms"] > 0 for row in rows)
