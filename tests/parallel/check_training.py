@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 40
 # Only for IWP's own options, or run with settings of their own.
 IWP_ONLY = ("topk", "one_leader", "sparse_as_dense", "usual_script", "plain_allreduce_with_compression", "refusals")
-APART = ("checkpoint", "local_steps")
+APART = ("checkpoint", "local_steps", "hundreds_of_steps")
 
 
 def case(function):
@@ -176,6 +176,12 @@ def dense_at_density_one():
 @case
 def thousand_steps():
     Job(build=TRAINED[Tested.family()]).train(1000).assert_equal_replicas()
+
+
+@case
+def hundreds_of_steps():
+    """Past every interval of a method's own, where a thousand would take minutes."""
+    Job(build=TRAINED[Tested.family()]).train(250).assert_equal_replicas()
 
 
 @case
