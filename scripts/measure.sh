@@ -9,6 +9,8 @@
 #          measure.sh cifar10-vgg11 DATA_DIR [OUT]     MP2 and dense, 2 ranks
 #          measure.sh digits-mp2 [OUT]                 MP2, its prediction, and its rivals
 #          measure.sh digits-slimdp [OUT]              core, explorer and both, at equal bytes
+#          measure.sh race-resnet20 DATA_DIR [OUT]     time to an accuracy on four hosts with slow links (root)
+#          measure.sh race-vgg11 DATA_DIR [OUT]
 #          measure.sh gradients DATA_DIR [OUT]         errors against bits, on gradients recorded from both
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,6 +18,8 @@ bash scripts/setup.sh
 
 # What compressed runs have in common where bytes are compared.
 ours=(--momentum-correction --dense-values fp16)
+
+usage() { sed -n '2,14s/^# \?//p' "$0" >&2; exit 2; }
 
 one() {  # NAME ARGUMENTS...
   local file=$out/$1.json; shift
@@ -154,6 +158,16 @@ case ${1:-} in
     done
     .venv/bin/python scripts/table.py "$out"/long-*.json
     ;;
+  race-*)
+    data=${2:?DATA_DIR} out=${3:-docs/results/$1}
+    case $1 in
+      race-resnet20) target=0.75 training=(--model resnet20 --epochs 4 --lr 0.3) ;;
+      race-vgg11) target=0.65 training=(--model vgg11 --epochs 2 --batch-size 64 --lr 0.1) ;;
+      *) usage ;;
+    esac
+    .venv/bin/python scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp --option "iwp:${ours[*]}" \
+      --target "$target" --out "$out" -- --data cifar10 --data-dir "$data" "${training[@]}" --channels-last --amp bf16
+    ;;
   gradients)
     data=${2:?DATA_DIR} out=${3:-results/gradients}
     bash scripts/run.sh 4 scripts/record_gradients.py --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \
@@ -162,5 +176,5 @@ case ${1:-} in
       --lr 0.3 --channels-last --amp bf16 --out "$out/cifar10"
     .venv/bin/python scripts/gradient_errors.py "$out"/{cifar10,digits}
     ;;
-  *) sed -n '2,12s/^# \?//p' "$0" >&2; exit 2 ;;
+  *) usage ;;
 esac

@@ -1,6 +1,7 @@
 """Starts ranks for a test, and ends just what it started when they take too long."""
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -9,6 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ROOT / "tests" / "parallel"
+
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
+    reason="network namespaces need root and iproute2",
+)
 
 
 def launch(script: str, arguments: list[str], timeout: float, **environment: str) -> str:

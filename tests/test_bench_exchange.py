@@ -4,7 +4,6 @@ netlab."""
 import importlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import ROOT
+from launch import ROOT, needs_hosts
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -27,12 +26,6 @@ SCRIPT = ROOT / "scripts" / "bench_exchange.py"
 ROW = {
     "method", "step_ms", "backward_ms", "exchange_ms", "compress_ms", "decompress_ms", "tx_bytes", "wire_ratio", "wrong"
 }  # fmt: skip
-
-needs_hosts = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
-    reason="network namespaces need root and iproute2",
-)
-
 
 # Shapes and gradients.
 

@@ -1,16 +1,13 @@
 """The wire ratio is no claim of ours alone: stats() against the network interface's own counter, on four hosts."""
 
 import json
-import os
-import shutil
 import subprocess
 
 import pytest
-from launch import PARALLEL, ROOT, launch
+from launch import PARALLEL, ROOT, launch, needs_hosts
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-    pytest.skip("network namespaces need root and iproute2", allow_module_level=True)
+pytestmark = needs_hosts
 
 
 @pytest.fixture

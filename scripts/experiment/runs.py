@@ -1,7 +1,7 @@
 """One training run as a child process: what it was asked for, whether its result is there already, and its end.
 
-A run is `train.py` under `run.sh`, in a process group of its own, so that a run that hangs can be ended as a whole
-without touching anything else.
+A run is `train.py` under `run.sh` or in a netlab, in a process group of its own, so that a run that hangs can be ended
+as a whole without touching anything else.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ class Run:
     file: Path  # where train.py writes the result; the log lies beside it
     ranks: int
     arguments: tuple[str, ...]  # of train.py
+    #: What starts so many ranks of a script; by default run.sh, on this machine.
+    launcher: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.file.stem
 
     def command(self) -> list[str]:
-        script = [str(SCRIPTS / "run.sh"), str(self.ranks), str(SCRIPTS / "train.py")]
-        return ["bash", *script, "--json", str(self.file), "--no-progress", *self.arguments]
+        launcher = self.launcher or ("bash", str(SCRIPTS / "run.sh"), str(self.ranks))
+        return [*launcher, str(SCRIPTS / "train.py"), "--json", str(self.file), "--no-progress", *self.arguments]
 
     def configuration(self) -> dict[str, Any]:
         """All options, defaults included, as train.py records them. Wrong ones end the program, with a message."""

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Time to an accuracy, by the clock: the same training with several methods, on hosts whose links are slow. (root)
+
+    race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp --option 'iwp:--density 1/29.3' --target 0.7 \\
+        --out docs/results/race-resnet20 -- --data cifar10 --data-dir DATA_DIR --model resnet20 --epochs 4 --lr 0.3
+
+Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). What follows -- goes to
+train.py in every run. A run whose result lies in OUT is not repeated. OUT also gets race.md and race.png.
+
+"seconds" is wall clock from the first step to the end of the first test that reached the target, tests and all; they
+come at the end of epochs, so epochs are the same for all methods that learn alike. All hosts share this machine's
+cores: computing is slower here than on hosts of their own, and the gain from sending less is understated. Runs come
+one after the other on a machine that may have other things to do; times compare within one call only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import table
+from experiment import timing
+from experiment.comparison import Variant, variants
+from experiment.lab import NoLab, netlab
+from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint
+
+#: Results by the rate of the links, and by the variant's label.
+Results = dict[str, dict[str, Result]]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    own, train = (list(argv), []) if "--" not in argv else (argv[: argv.index("--")], argv[argv.index("--") + 1 :])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rates", type=_texts, default=["100mbit", "1gbit"], help="of every link, or none")
+    parser.add_argument("--methods", type=_texts, default=["none", "fp16", "iwp"], help="compared with the first")
+    parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
+    parser.add_argument("--target", type=float, required=True, metavar="ACCURACY")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, default=7200, metavar="SECONDS", help="after which a run is killed")
+    args = parser.parse_args(own)
+    args.train = tuple(train)
+    if args.hosts < 2:
+        parser.error(f"--hosts must be at least 2, got {args.hosts}")
+    try:
+        args.variants = variants(args.methods, args.option)
+        for rate in args.rates:
+            if rate != "none":
+                timing.bandwidth(rate)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _texts(text: str) -> list[str]:
+    return text.split(",")
+
+
+def planned(args: argparse.Namespace, rate: str, variant: Variant, launcher: tuple[str, ...] = ()) -> Run:
+    arguments = (*args.train, "--compression", variant.method, *variant.options)
+    return Run(args.out / f"{rate}-{variant.label}.json", args.hosts, arguments, launcher)
+
+
+def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
+    """The result, from its file if it is there. ``Failed``, ``NoLab`` or ``OtherConfiguration`` say why not."""
+    run = planned(args, rate, variant)
+    result = run.result()
+    if result is None:
+        with netlab(args.hosts, rate, gloo=False) as place:
+            result = planned(args, rate, variant, place.command).execute(args.timeout)
+    if wrong := complaint(result):
+        raise Failed(f"{run.name}: {wrong}")
+    return result
+
+
+def seconds_to(result: Result, target: float) -> float | None:
+    """None if no test reached it."""
+    reached = (e for e in result["history"] if e["test_accuracy"] is not None and e["test_accuracy"] >= target)
+    return next((float(entry["seconds"]) for entry in reached), None)
+
+
+def markdown(found: Results, target: float, base: str) -> str:
+    """``base``: the method that the others are compared with, where it got there."""
+    header = ["links", "method", "MB a step", "step ms", f"steps to {target:g}", "seconds", "faster", "final accuracy"]
+    rows = []
+    for rate, results in found.items():
+        times = {label: seconds_to(result, target) for label, result in results.items()}
+        theirs = times.get(base)
+        for label, result in results.items():
+            steps, seconds = timing.steps_to(result, target), times[label]
+            rows.append(
+                [
+                    rate,
+                    label,
+                    f"{result['wire_bytes_per_step'] / 1e6:.3f}",
+                    f"{result['step_ms_median']:.0f}",
+                    "-" if steps is None else f"{steps:,.0f}",
+                    "-" if seconds is None else f"{seconds:.0f}",
+                    "-" if seconds is None or theirs is None else f"{theirs / seconds:.2f}",
+                    f"{result['test_accuracy']:.4f}",
+                ]
+            )
+    return table.markdown(header, rows, left=2)
+
+
+def plot(found: Results, target: float, file: Path) -> None:
+    """Test accuracy against the clock: a colour a method, a line style a rate."""
+    labels = list(dict.fromkeys(label for results in found.values() for label in results))
+    styles = ("-", "--", ":", "-.")
+    about = {"xscale": "log", "xlabel": "seconds", "ylabel": "test accuracy"}
+    with table.chart(file, len(labels), **about) as axes:
+        for style, (rate, results) in zip(styles, found.items(), strict=False):
+            for label, result in results.items():
+                tested = [entry for entry in result["history"] if entry["test_accuracy"] is not None]
+                times, reached = [e["seconds"] for e in tested], [e["test_accuracy"] for e in tested]
+                color = f"C{labels.index(label)}"
+                axes.plot(times, reached, style, marker=".", color=color, label=f"{label}, {rate}")
+        axes.axhline(target, color="gray", linewidth=0.8)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    found: Results = {}
+    failed = False
+    for rate in args.rates:
+        for variant in args.variants:
+            try:
+                result = trained(args, rate, variant)
+            except (NoLab, OtherConfiguration) as error:
+                print(f"race.py: {error}", file=sys.stderr)
+                return 2
+            except Failed as error:
+                failed = True
+                print(f"race.py: {error}", file=sys.stderr)
+                continue
+            found.setdefault(rate, {})[variant.label] = result
+            print(f"{variant.label} at {rate}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+    if found:
+        text = markdown(found, args.target, args.variants[0].label)
+        print(text)
+        (args.out / "race.md").write_text(text + "\n")
+        plot(found, args.target, args.out / "race.png")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    # By way of an exception, which ends the run under way and takes its hosts down.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
+    sys.exit(main(sys.argv[1:]))
