@@ -126,6 +126,7 @@ case ${1:-} in
     common=(--data cifar10 --data-dir "$data" --model vgg11 --epochs 2 --batch-size 64 --lr 0.1 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
     one mp2 "${common[@]}" --compression mp2 "${ours[@]}" --density 1/3.44
+    one mp2-half "${common[@]}" --compression mp2 "${ours[@]}" --density 1/2
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
   digits-mp2)
