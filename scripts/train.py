@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from experiment import compressors, metrics, models
 from experiment import data as datasets
+from experiment.trace import Trace
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hvd_compress import extrapolation
@@ -73,6 +74,9 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
         help="a progress bar; by default where stderr is a terminal",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write what rank 0 does in its 21st to 23rd step here"
+    )
     compressors.METHODS[chosen].add_arguments(parser)
     args = parser.parse_args(argv)
     for name in ("epochs", "batch_size", "backward_passes_per_step", "eval_every"):
@@ -117,6 +121,9 @@ class Run:
         )
         setting = compressors.Setting(self.model, optimizer, self.steps_per_epoch, hvd.size())
         self.compression = self.build_compression(setting)
+        self.trace = Trace(range(20, 23) if args.trace else range(0))
+        if args.trace:
+            self.trace.watch(self.compression)
         self.optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
@@ -167,16 +174,19 @@ class Run:
         rate = learning_rate(self.step, args.lr, args.lr_warmup_epochs * self.steps_per_epoch, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.trace.step(self.step)
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
         for images, labels in inputs:
             if args.channels_last:
                 images = images.contiguous(memory_format=torch.channels_last)
-            with metrics.autocast(args.amp, self.device):
+            with self.trace.span(Trace.MODEL, "forward"), metrics.autocast(args.amp, self.device):
                 loss = F.cross_entropy(self.model(images), labels) / len(inputs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self.trace.span(Trace.MODEL, "backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        self.optimizer.step()
+        with self.trace.span(Trace.MODEL, "synchronize and update"):
+            self.optimizer.step()
         self.step += 1
         return total
 
@@ -276,6 +286,8 @@ def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(result, indent=1) + "\n")
+        if args.trace:
+            run.trace.write(args.trace)
     hvd.shutdown()
     # A diverged run or unequal replicas is a result to keep, and a failure to report.
     return 0 if result["replicas_equal"] and math.isfinite(result["train_loss"]) else 1

@@ -19,7 +19,7 @@ Result = dict[str, Any]
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 # What a run may differ in and still be the same: where files lie, and what is shown meanwhile.
-NOT_ASKED = {"json", "data_dir", "progress"}
+NOT_ASKED = {"json", "trace", "data_dir", "progress"}
 
 
 class OtherConfiguration(Exception):
