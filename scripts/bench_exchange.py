@@ -3,6 +3,7 @@
 
     bench_exchange.py --shapes resnet50 --hosts 4 --rate 100mbit,1gbit --methods none,fp16,ddp-fp16,iwp --json FILE
     bench_exchange.py --shapes alexnet --ranks 2 --backend gloo --methods none,iwp@64 --option 'iwp@64:--density 1/64'
+    bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
 
 With --hosts every rank has a network namespace of its own, whose egress is shaped to --rate (scripts/netlab.sh; root);
 they are made for each run and removed after it, whatever happened. With --ranks all are on the loopback.
@@ -54,6 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shapes", choices=SHAPES, default="resnet50")
     parser.add_argument("--methods", type=_texts, default=[*compressors.METHODS, DDP_FP16], help="by default all")
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
+    parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
     parser.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="of Horovod")
     parser.add_argument("--steps", type=int, default=7, help="measured")
     parser.add_argument("--warmup", type=int, default=3, metavar="STEPS")
@@ -79,11 +81,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--rate needs --hosts: the loopback has none")
     found = {variant.label: variant for variant in [*known, Variant(DDP_FP16)]}
     args.variants = [found[label] for label in args.methods]
+    try:
+        args.environments = environments(args.methods, args.environment)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
 def _texts(text: str) -> list[str]:
     return text.split(",")
+
+
+def environments(labels: Sequence[str], settings: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Of every label's ranks, beside this program's own; ``ValueError`` says what does not fit."""
+    chosen: dict[str, dict[str, str]] = {label: {} for label in labels}
+    for setting in settings:
+        label, _, text = setting.partition(":")
+        name, equals, value = text.partition("=")
+        if label not in chosen or not name or not equals:
+            raise ValueError(f"--environment {setting!r}: expected METHOD:NAME=VALUE with one of {', '.join(chosen)}")
+        chosen[label][name] = value
+    return chosen
 
 
 def measure(args: argparse.Namespace, rate: str, variant: Variant) -> dict[str, Any]:
@@ -98,7 +116,7 @@ def measure(args: argparse.Namespace, rate: str, variant: Variant) -> dict[str, 
         options = [word for name, value in given.items() for word in (f"--{name}", value)]
         with log.open("w") as stream:
             command = [*there.command, str(SCRIPTS / "exchange_rank.py"), *options, *variant.options]
-            status = run_group(command, args.timeout, stream)
+            status = run_group(command, args.timeout, stream, args.environments[variant.label])
         if status is None:
             raise Failed(f"{variant.label} at {rate} was killed after {args.timeout:g} s\n{last_lines(log)}")
         if status or not file.exists():
@@ -110,6 +128,7 @@ def measure(args: argparse.Namespace, rate: str, variant: Variant) -> dict[str, 
 def write(file: Path, args: argparse.Namespace, environment: dict[str, Any], rows: Sequence[columns.Row]) -> None:
     asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     asked.pop("variants")
+    asked.pop("environments")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"config": {**asked, **environment}, "rows": rows}, indent=1) + "\n")
 

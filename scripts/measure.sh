@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The accuracy measurements of docs/results.md: 4 ranks under mpirun, one JSON file a run, then a table and a plot.
+# The measurements of docs/results.md: mostly trainings of 4 ranks under mpirun, one JSON file a run, then a table and a plot.
 # A run whose file is there is not repeated.
 #   usage: measure.sh digits [OUT]
 #          measure.sh cifar10 DATA_DIR [OUT]           DATA_DIR holds cifar-10-batches-py/
@@ -9,6 +9,9 @@
 #          measure.sh cifar10-vgg11 DATA_DIR [OUT]     MP2 and dense, 2 ranks
 #          measure.sh digits-mp2 [OUT]                 MP2, its prediction, and its rivals
 #          measure.sh digits-slimdp [OUT]              core, explorer and both, at equal bytes
+#          measure.sh exchange [OUT]                   steps of ResNet-50's shapes on four hosts, by the rate of their links (root)
+#          measure.sh exchange-settings [OUT]          the same with other settings of Horovod and Open MPI
+#          measure.sh growth [OUT]                     cost and memory as network and ranks grow
 #          measure.sh race-resnet20 DATA_DIR [OUT]     time to an accuracy on four hosts with slow links (root)
 #          measure.sh race-vgg11 DATA_DIR [OUT]
 #          measure.sh gradients DATA_DIR [OUT]         errors against bits, on gradients recorded from both
@@ -19,7 +22,7 @@ bash scripts/setup.sh
 # What compressed runs have in common where bytes are compared.
 ours=(--momentum-correction --dense-values fp16)
 
-usage() { sed -n '2,14s/^# \?//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,17s/^# \?//p' "$0" >&2; exit 2; }
 
 one() {  # NAME ARGUMENTS...
   local file=$out/$1.json; shift
@@ -158,6 +161,35 @@ case ${1:-} in
       done
     done
     .venv/bin/python scripts/table.py "$out"/long-*.json
+    ;;
+  exchange)
+    out=${2:-docs/results/exchange}
+    for backend in mpi gloo; do
+      .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,10gbit,1gbit,100mbit --backend "$backend" \
+        --methods none,fp16,ddp-fp16,iwp --json "$out/resnet50-$backend.json" --plot "$out"
+    done
+    ;;
+  exchange-settings)
+    out=${2:-docs/results/exchange-settings}
+    methods=() settings=()
+    for method in none iwp; do
+      methods+=("$method")
+      for setting in cycle-0.2:HOROVOD_CYCLE_TIME=0.2 cycle-5:HOROVOD_CYCLE_TIME=5 fusion-1MB:HOROVOD_FUSION_THRESHOLD=1048576 \
+        no-cache:HOROVOD_CACHE_CAPACITY=0 no-yield:OMPI_MCA_mpi_yield_when_idle=0 ring:OMPI_MCA_coll_tuned_allreduce_algorithm=4 \
+        segmented-ring:OMPI_MCA_coll_tuned_allreduce_algorithm=5 rabenseifner:OMPI_MCA_coll_tuned_allreduce_algorithm=6; do
+        label=$method@${setting%%:*}
+        methods+=("$label") settings+=(--environment "$label:${setting#*:}")
+        [[ $setting != *coll_tuned* ]] || settings+=(--environment "$label:OMPI_MCA_coll_tuned_use_dynamic_rules=1")
+      done
+    done
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate 1gbit --methods "$(IFS=,; echo "${methods[*]}")" \
+      "${settings[@]}" --json "$out/mpi.json" --plot "$out"
+    ;;
+  growth)
+    out=${2:-docs/results/growth}
+    .venv/bin/python scripts/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/entries.json"
+    .venv/bin/python scripts/bench_growth.py --methods iwp --millions 1,5,25,50,100,200 --ranks 4 --json "$out/iwp.json"
+    .venv/bin/python scripts/bench_growth.py --millions 25 --ranks 2,4,8 --json "$out/ranks.json"
     ;;
   race-*)
     data=${2:?DATA_DIR} out=${3:-docs/results/$1}

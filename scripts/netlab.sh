@@ -60,6 +60,7 @@ run() {
   ip netns list | grep -q "^${lab}host$((hosts - 1))\b" || { echo "netlab.sh: no host ${lab}host$((hosts - 1)); run 'netlab.sh up $hosts RATE' first" >&2; exit 1; }
   for ((i = 1; i < hosts; i++)); do list+=,${lab}host$i:1; done
   export PATH=$bin:$PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+  export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
   export HOROVOD_STALL_CHECK_TIME_SECONDS=${HOROVOD_STALL_CHECK_TIME_SECONDS:-60}
   export HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=${HOROVOD_STALL_SHUTDOWN_TIME_SECONDS:-240}
   if $gloo; then
@@ -67,7 +68,7 @@ run() {
   else
     command=(mpirun --allow-run-as-root --prtemca plm ssh --prtemca plm_ssh_agent "$here/netlab_agent.sh" \
       --prtemca prte_if_include eth0 --mca btl tcp,self --mca btl_tcp_if_include eth0 --mca pml ob1 \
-      --bind-to none --mca mpi_yield_when_idle 1 -H "$list" -np "$hosts" -x PATH -x OMP_NUM_THREADS -x PYTHONUNBUFFERED \
+      --bind-to none -H "$list" -np "$hosts" -x PATH -x OMP_NUM_THREADS -x PYTHONUNBUFFERED \
       -x HOROVOD_STALL_CHECK_TIME_SECONDS -x HOROVOD_STALL_SHUTDOWN_TIME_SECONDS python "$@")
   fi
   exec "$here/netlab_agent.sh" "${lab}host0" "$(printf '%q ' "${command[@]}")"

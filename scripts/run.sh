@@ -19,4 +19,5 @@ if $gloo; then
 fi
 root=()
 ((EUID == 0)) && root=(--allow-run-as-root)
-exec mpirun "${root[@]}" --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 -np "$np" python "$@"
+export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
+exec mpirun "${root[@]}" --oversubscribe --bind-to none -np "$np" python "$@"

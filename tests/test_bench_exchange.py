@@ -198,6 +198,8 @@ def test_methods_are_compared_at_the_same_rate():
         ("--hosts 2 --methods none,zip", "unknown method 'zip'"),
         ("--ranks 1", "--ranks must be at least 2"),
         ("--hosts 2 --option qsgd", "expected METHOD:OPTIONS"),
+        ("--hosts 2 --methods iwp --environment none:A=1", "expected METHOD:NAME=VALUE"),
+        ("--hosts 2 --methods iwp --environment iwp:A", "expected METHOD:NAME=VALUE"),
         ("--shapes tiny", "one of the arguments --hosts --ranks is required"),
     ],
 )
@@ -240,8 +242,8 @@ def run(arguments, timeout):
 def test_a_run_on_the_loopback(tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     file = tmp_path / "out" / "rows.json"
-    methods = "none,fp16,iwp@8"
-    more = f"--option iwp@8:--density=1/8 --json {file} --plot {tmp_path}"
+    methods = "none,fp16,iwp@8,iwp@slow"
+    more = f"--option iwp@8:--density=1/8 --environment iwp@slow:HOROVOD_CYCLE_TIME=200 --json {file} --plot {tmp_path}"
     output = run(f"--ranks 2 --methods {methods} {more}", timeout=240)
     content = json.loads(file.read_text())
     assert set(content) == {"config", "rows"}
@@ -253,6 +255,8 @@ def test_a_run_on_the_loopback(tmp_path):
         assert low <= row["step_ms"] <= high and row["step_ms"] > row["backward_ms"] > 0
     ratios = [row["wire_ratio"] for row in content["rows"]]
     assert ratios[:2] == pytest.approx([1, 2]) and 10 < ratios[2] < 30
+    # Horovod looks at what is to do once in a cycle: two messages, one after the other, take one at least.
+    assert content["rows"][3]["step_ms"] > 200
     assert all(f"| none | {method} |" in output for method in methods.split(","))
     assert (tmp_path / "exchange-tiny-2-mpi.png").stat().st_size > 10_000
 

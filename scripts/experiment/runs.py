@@ -91,10 +91,16 @@ class Run:
         return result
 
 
-def run_group(command: list[str], timeout: float, output: Any) -> int | None:
-    """The exit status of a child that leads a process group; None if it took too long and the group was killed."""
+def run_group(command: list[str], timeout: float, output: Any, environment: dict[str, str] | None = None) -> int | None:
+    """The exit status of a child that leads a process group, with ``environment`` beside this program's; None if it
+    took too long and the group was killed."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,
     )
     try:
         return process.wait(timeout)
