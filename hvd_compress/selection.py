@@ -153,10 +153,10 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, device=device)
 
 
-def _rows(bucket: Bucket, slots: list[int], first: list[int]) -> Tensor:
+def _rows(parts: list["Part"], slots: list[int], first: list[int], device: torch.device) -> Tensor:
     """The operators' table: first block, blocks, first slot, slots of every segment."""
-    rows = [(s.first_block, s.blocks, first[i], slots[i]) for i, s in enumerate(bucket.segments)]
-    return torch.tensor(rows, dtype=torch.int64, device=bucket.device)
+    rows = [(p.first, p.blocks, first[i], slots[i]) for i, p in enumerate(parts)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 class Led(Selection):
@@ -168,7 +168,7 @@ class Led(Selection):
     def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
         super().__init__(bucket, slots)
         self.run, self.ranks, self.rank = run, ranks, rank
-        self.segments = _rows(bucket, slots, self.first)
+        self.segments = _rows([whole(s) for s in bucket.segments], slots, self.first, bucket.device)
         mine = -(-self.total // (run * ranks)) * run
         self.head = 4 // self.dtype.itemsize
         #: What the allgather carries: four bytes that must be the same on all ranks, then this rank's picks.
@@ -198,9 +198,9 @@ class Led(Selection):
         planes = gathered.view(self.ranks, -1)
         if self.check and not bool((planes[:, : self.head] == planes[0, : self.head]).all()):
             raise disagreement()
-        by_rank = planes[:, self.head :].reshape(self.ranks, -1, self.run)
-        order = torch.tensor(self.turn.order, device=gathered.device)
-        return by_rank.index_select(0, order).transpose(0, 1).reshape(-1)[: self.total]
+        by_rank = planes[:, self.head :].view(self.ranks, -1, self.run)
+        # Not by an index tensor: on its way to a GPU it would wait for all that is queued there.
+        return torch.stack([by_rank[rank] for rank in self.turn.order], dim=1).view(-1)[: self.total]
 
 
 def disagreement() -> RuntimeError:
@@ -280,7 +280,7 @@ class Unled(Selection):
 
     def fingerprint(self) -> Tensor:
         """Of what all ranks must choose alike: int64, (1,), below 2**20, so that sums of squares are exact."""
-        return torch.tensor([self.stamp() & 0xFFFFF], device=self.bucket.device)
+        return torch.full((1,), self.stamp() & 0xFFFFF, device=self.bucket.device)
 
     @abc.abstractmethod
     def turns(self) -> list["Part"]:
@@ -330,13 +330,18 @@ class SharedSelection(Unled):
     def __init__(self, bucket: Bucket, slots: list[int], halves: bool) -> None:
         super().__init__(bucket, slots)
         self.halves = halves
+        # Made here and not in each step: a GPU would be waited for.
+        self.turn_parts = [self._parts_of(whose) for whose in range(2 if halves else 1)]
+        self.turn_rows = [_rows(parts, slots, self.first, bucket.device) for parts in self.turn_parts]
+
+    def _parts_of(self, whose: int) -> list["Part"]:
+        segments = enumerate(self.bucket.segments)
+        return [half(s, (whose + i) % 2) if self.halves else whole(s) for i, s in segments]
 
     def begin(self, turn: Turn, check: bool) -> None:
         super().begin(turn, check)
-        segments = enumerate(self.bucket.segments)
-        self.parts = [half(s, (turn.step + i) % 2) if self.halves else whole(s) for i, s in segments]
-        rows = [(p.first, p.blocks, self.first[i], self.slots[i]) for i, p in enumerate(self.parts)]
-        self.rows = torch.tensor(rows, dtype=torch.int64, device=self.bucket.device)
+        whose = turn.step % len(self.turn_parts)
+        self.parts, self.rows = self.turn_parts[whose], self.turn_rows[whose]
         self.picks = torch.zeros(self.total, dtype=torch.uint8, device=self.bucket.device)
 
     def fingerprint(self) -> Tensor:
