@@ -11,6 +11,7 @@
 #          measure.sh digits-slimdp [OUT]              core, explorer and both, at equal bytes
 #          measure.sh exchange [OUT]                   steps of ResNet-50's shapes on four hosts, by the rate of their links (root)
 #          measure.sh exchange-settings [OUT]          the same with other settings of Horovod and Open MPI
+#          measure.sh exchange-buckets [OUT]           and with other sizes of buckets
 #          measure.sh growth [OUT]                     cost and memory as network and ranks grow
 #          measure.sh race-resnet20 DATA_DIR [OUT]     time to an accuracy on four hosts with slow links (root)
 #          measure.sh race-vgg11 DATA_DIR [OUT]
@@ -22,7 +23,7 @@ bash scripts/setup.sh
 # What compressed runs have in common where bytes are compared.
 ours=(--momentum-correction --dense-values fp16)
 
-usage() { sed -n '2,17s/^# \?//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,18s/^# \?//p' "$0" >&2; exit 2; }
 
 one() {  # NAME ARGUMENTS...
   local file=$out/$1.json; shift
@@ -184,6 +185,15 @@ case ${1:-} in
     done
     .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate 1gbit --methods "$(IFS=,; echo "${methods[*]}")" \
       "${settings[@]}" --json "$out/mpi.json" --plot "$out"
+    ;;
+  exchange-buckets)
+    out=${2:-docs/results/exchange-buckets}
+    methods=() options=()
+    for size in 1 4 8 16 32 128; do
+      methods+=("iwp@$size") options+=(--option "iwp@$size:--bucket-mb $size")
+    done
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,1gbit --methods "$(IFS=,; echo "${methods[*]}")" \
+      "${options[@]}" --json "$out/mpi.json" --plot "$out"
     ;;
   growth)
     out=${2:-docs/results/growth}

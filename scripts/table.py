@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from experiment.compressors import complete
+
 Result = dict[str, Any]
 
 # What may differ between the runs of a row: the seed, and what cannot change the outcome.
@@ -27,9 +29,8 @@ NOT_A_SETTING = {
 
 def settings(result: Result) -> dict[str, Any]:
     """What makes two runs comparable: the whole configuration but NOT_A_SETTING, and the number of ranks."""
-    config = {key: value for key, value in result["config"].items() if key not in NOT_A_SETTING}
-    # Results from before there was such an option have no "extrapolate".
-    return {"extrapolate": None, **config, "ranks": result["ranks"]}
+    config = {key: value for key, value in complete(result["config"]).items() if key not in NOT_A_SETTING}
+    return {**config, "ranks": result["ranks"]}
 
 
 def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:

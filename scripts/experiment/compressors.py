@@ -142,6 +142,9 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of all methods of hvd_compress."""
     parser.add_argument("--dense-values", choices=("fp16", "fp32"), default="fp32", help="how small tensors travel")
     parser.add_argument(
+        "--bucket-mb", type=float, default=16.0, metavar="MIB", help="of gradients that travel together"
+    )
+    parser.add_argument(
         "--momentum-correction", action="store_true", help="take the momentum over from the optimizer, as DGC does"
     )
 
@@ -176,7 +179,8 @@ def _leader_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _common(kind: Any, args: argparse.Namespace, setting: Setting, **options: Any) -> Compression:
     """Builds a method from the options that all of them have, and its own."""
-    compression = kind(setting.model.named_parameters(), dense_values=args.dense_values, seed=args.seed, **options)
+    common = {"dense_values": args.dense_values, "bucket_mb": args.bucket_mb, "seed": args.seed}
+    compression = kind(setting.model.named_parameters(), **common, **options)
     if args.momentum_correction:
         compression.take_momentum(setting.optimizer)
     built: Compression = compression
@@ -436,3 +440,10 @@ METHODS: dict[str, Method] = {
         "Wen et al., TernGrad, NeurIPS 2017; arXiv 1705.07878",
     ),
 }
+
+
+def complete(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run, with the defaults of those options of its method that there were not yet."""
+    method = METHODS.get(config["compression"])
+    defaults = {"extrapolate": None, **(method.defaults() if method else {})}
+    return config | {key: value for key, value in defaults.items() if key not in config}

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiment.compressors import complete
+
 Result = dict[str, Any]
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -64,7 +66,7 @@ class Run:
             found: Result = json.loads(self.file.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        asked, given = self.configuration(), {**found["config"], "ranks": found["ranks"]}
+        asked, given = self.configuration(), {**complete(found["config"]), "ranks": found["ranks"]}
         other = [f"{key} {given.get(key)!r}, not {value!r}" for key, value in asked.items() if given.get(key) != value]
         if other:
             raise OtherConfiguration(f"{self.file} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
