@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .agreement import disagreement
 from .bucket import Bucket
 from .codecs import Codec, CodedGather, codec
 from .codecs.coded import GatherChannel
 from .collectives import allgather
 from .driver import Exchange
 from .reference import BLOCK, positions
-from .selection import BlockSelection, Led, Rule, TopkSelection, Turn, disagreement
+from .selection import BlockSelection, Led, Rule, TopkSelection, Turn
 
 if TYPE_CHECKING:
     from .sparse import Plan, Sparse

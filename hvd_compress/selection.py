@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from . import ops, reference
+from .agreement import MARKS, alike, disagreement
 from .bucket import Bucket, Segment
-from .collectives import Request, allgather, allreduce
+from .collectives import Request, allgather
 from .reference import BLOCK
 from .rng import derive, permutation
 
@@ -203,14 +204,6 @@ class Led(Selection):
         return torch.stack([by_rank[rank] for rank in self.turn.order], dim=1).view(-1)[: self.total]
 
 
-def disagreement() -> RuntimeError:
-    """What to raise where the ranks do not draw from the same seed and step."""
-    return RuntimeError(
-        "the ranks' compressors disagree: seed, density, all other options and step must be the same on all (was a "
-        "state loaded on some ranks only? was the seed made from the rank? were the parameters broadcast?)"
-    )
-
-
 class BlockSelection(Led):
     """m of every 256: picks are offsets in a block, one byte each, made while the gradient is in the cache."""
 
@@ -273,14 +266,13 @@ class Unled(Selection):
     def agree(self, rule: Rule) -> Agreement:
         """No message of this selection would show that the ranks choose differently, so they compare hashes. In every
         step: if only some ranks knew when to compare, the others would wait for ever."""
-        mark = self.fingerprint().double()
-        total = yield allreduce(torch.cat([torch.ones_like(mark), mark, mark * mark]), "budget")
-        if self.check and not bool(total[0] * total[2] == total[1] * total[1]):
+        same = yield from alike(self.fingerprint())
+        if self.check and not bool(same):
             raise disagreement()
 
     def fingerprint(self) -> Tensor:
-        """Of what all ranks must choose alike: int64, (1,), below 2**20, so that sums of squares are exact."""
-        return torch.full((1,), self.stamp() & 0xFFFFF, device=self.bucket.device)
+        """Of what all ranks must choose alike: int64, (1,), below ``MARKS``."""
+        return torch.full((1,), self.stamp() % MARKS, device=self.bucket.device)
 
     @abc.abstractmethod
     def turns(self) -> list["Part"]:
@@ -346,7 +338,7 @@ class SharedSelection(Unled):
 
     def fingerprint(self) -> Tensor:
         place = torch.arange(self.total, device=self.bucket.device) % 4093 + 1
-        return (super().fingerprint() + (self.picks * place).sum()) % 2**20
+        return (super().fingerprint() + (self.picks * place).sum()) % MARKS
 
     def turns(self) -> list["Part"]:
         return self.parts

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_compress.agreement import MARKS, alike
 from hvd_compress.bucket import fill, in_order_of, is_dense
 from hvd_compress.budget import apportion, shares
 from hvd_compress.collectives import allgather, allreduce, alltoall, ring_bytes
@@ -144,3 +145,14 @@ def test_lookup_finds_the_dense_copies_of_sparse_gradients():
     for number in (1, 0):
         assert tables[number].weight.grad.is_sparse
         assert lookup.find(tables[number].weight.grad.to_dense()) == number
+
+
+@given(marks=st.lists(st.integers(0, MARKS - 1), min_size=1, max_size=40))
+def test_marks_are_alike_where_all_ranks_have_the_same(marks):
+    """The second mark is the same everywhere, the largest."""
+    asking = alike(torch.tensor([marks[0], MARKS - 1]))
+    sums = sum(next(alike(torch.tensor([mark, MARKS - 1]))).tensor for mark in marks)
+    next(asking)
+    with pytest.raises(StopIteration) as answer:
+        asking.send(sums)
+    assert answer.value.value.tolist() == [len(set(marks)) == 1, True]

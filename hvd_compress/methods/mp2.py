@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agreement import alike
 from ..bucket import Bucket
 from ..codecs import Codec
 from ..codecs.scales import Moments
@@ -21,7 +22,7 @@ from ..sparse import Plan, Sparse
 
 _CHOICES = ("significance", "rotation")
 _TINY = 1e-12
-_PRIME = 1048573  # below 2**20
+_PRIME = 1048573  # the largest below agreement.MARKS
 
 
 class MP2(Sparse):
@@ -211,17 +212,19 @@ class MP2(Sparse):
     def _compare(self, bucket: Bucket, selection: Unled, lost: Tensor) -> Exchange:
         prediction, steered = self._predictions[bucket.index], self._steered(bucket)
         # Whoever does not know its optimizer yet (the first step after a load) has nothing to say of its state.
-        size = sum(t.numel() for t in steered) if self._guard.optimizer is not None else 0
-        mark = torch.cat([self._checksum(bucket), torch.tensor([size], device=bucket.device)]).double()
-        total = yield allreduce(torch.stack([torch.ones_like(mark), mark, mark * mark]), "budget", "checksum")
-        equal, alike = (total[0] * total[2] == total[1] * total[1]).tolist()
+        size = 1 + sum(t.numel() for t in steered) % _PRIME if self._guard.optimizer is not None else 0
+        same = yield from alike(
+            torch.cat([self._checksum(bucket), torch.tensor([size], device=bucket.device)]), "checksum"
+        )
+        equal, fit = same.tolist()
         if equal:
             return
-        what = "all take over rank 0's" if alike and size else "but their optimizers' states do, too: not repaired now"
+        repairable = fit and size > 0
+        what = "all take over rank 0's" if repairable else "but their optimizers' states do, too: not repaired now"
         warnings.warn(
             f"MP2: the ranks' predictions differ (other processors? other numbers of threads?): {what}", stacklevel=2
         )
-        if not (alike and size):
+        if not repairable:
             return
         ours = [*prediction.shared(), *steered]
         flat = torch.cat([tensor.float().flatten() for tensor in ours])
@@ -240,7 +243,7 @@ class MP2(Sparse):
         self._repairs += zip(steered, right[first:], strict=True)
 
     def _checksum(self, bucket: Bucket) -> Tensor:
-        """Of predictions and weights: int64, (1,), below 2**20, so that sums of squares are exact."""
+        """Of predictions and weights: int64, (1,), below ``MARKS``."""
         weights = flat_weights(bucket)
         bits = torch.cat([bucket.state["guess"], bucket.state["trend"], *weights]).view(torch.int32).long()
         place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
