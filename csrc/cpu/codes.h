@@ -67,6 +67,10 @@ class Wide {
 
   HVD_V4 void pack(const uint8_t* digits, uint8_t* codes) const {
     int bits = bits_;
+    if (bits == 8) {  // then a digit is a code
+      memcpy(codes, digits, kChunk);
+      return;
+    }
     uint64_t mask = digit_mask<uint8_t>(bits);
 #pragma GCC unroll 8
     for (int i = 0; i < kUnits; ++i, codes += bits) {
