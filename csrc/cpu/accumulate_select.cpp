@@ -14,33 +14,27 @@ namespace {
 
 constexpr int64_t kGrain = 128;  // blocks a thread takes at least
 
-template <typename T, bool kVelocity>
-HVD_BODY bool accumulate_block(T* __restrict grad, float* __restrict residual,
-                               float* __restrict velocity, int inside, float scale,
-                               float momentum) {
+// In one loop, so that an entry's weight is read before anything is written: tensors of a whole
+// number of pages lie so that it has the same place in its page as the residual and the gradient,
+// and a read waits for the writes under way there.
+template <bool kVelocity, bool kWeighted, typename T>
+HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
+                               float* __restrict residual, float* __restrict velocity,
+                               const T* __restrict weight, int32_t* __restrict scores, int inside) {
+  float scale = args.scale, momentum = args.momentum, floor = *args.floor;
   uint32_t bad = 0;
   for (int i = 0; i < inside; ++i) {
     Entry entry = accumulate<kVelocity>(static_cast<float>(grad[i]), residual[i],
                                         kVelocity ? velocity[i] : 0.0f, scale, momentum);
+    scores[i] = kWeighted ? weighted_bits(entry.residual, static_cast<float>(weight[i]), floor)
+                          : score_bits(magnitude(entry.residual));
     residual[i] = entry.residual;
     if (kVelocity) velocity[i] = entry.velocity;
     bad |= !entry.finite;
   }
   memset(static_cast<void*>(grad), 0, inside * sizeof(T));
-  return bad;
-}
-
-template <typename T>
-HVD_BODY void score_block(int32_t* __restrict scores, const float* __restrict residual,
-                          const T* __restrict weight, int inside, float floor) {
-  if (weight) {
-    for (int i = 0; i < inside; ++i) {
-      scores[i] = weighted_bits(residual[i], static_cast<float>(weight[i]), floor);
-    }
-  } else {
-    for (int i = 0; i < inside; ++i) scores[i] = score_bits(magnitude(residual[i]));
-  }
   for (int i = inside; i < kBlock; ++i) scores[i] = 0;
+  return bad;
 }
 
 template <typename T, bool kVelocity>
@@ -49,7 +43,6 @@ struct Blocks {
                            int64_t end) {
     alignas(64) int32_t scores[kBlock];
     bool bad = false;
-    float floor = *args->floor;
     const Select& select = args->select;
     int64_t place = select.slots ? select.place(begin) : 0;
     for (int64_t block = begin; block < end; ++block) {
@@ -57,15 +50,16 @@ struct Blocks {
       int inside = args->inside(block);
       float* residual = args->residual + base;
       float* velocity = kVelocity ? args->velocity + base : nullptr;
-      bad |= accumulate_block<T, kVelocity>(grad + base, residual, velocity, inside, args->scale,
-                                            args->momentum);
-      if (!select.slots) continue;
-      int64_t next = select.place(block + 1);
+      int64_t next = select.slots ? select.place(block + 1) : 0;
       int count = static_cast<int>(next - place);
-      if (count > 0) {  // only a leader reads the weight
-        score_block(scores, residual, weight ? weight + base : nullptr, inside, floor);
-        pick(select, block, scores, count, select.offsets + place);
+      if (weight && count > 0) {  // only a leader reads the weight
+        bad |= accumulate_block<kVelocity, true>(*args, grad + base, residual, velocity,
+                                                 weight + base, scores, inside);
+      } else {
+        bad |= accumulate_block<kVelocity, false>(*args, grad + base, residual, velocity, weight,
+                                                  scores, inside);
       }
+      if (count > 0) pick(select, block, scores, count, select.offsets + place);
       place = next;
     }
     return bad;

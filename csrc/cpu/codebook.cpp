@@ -15,9 +15,15 @@ constexpr int kMostLevels = 256;
 struct Row {
   alignas(64) float tree[kMostLevels] = {};
   alignas(64) float levels[kMostLevels] = {};
+  alignas(64) float lower[kMostLevels / 2] = {};  // of every two levels
+  alignas(64) float upper[kMostLevels / 2] = {};
 
   Row(const float* book, int bits) {
     std::copy_n(book, 1 << bits, levels);
+    for (int pair = 0; pair < 1 << bits >> 1; ++pair) {
+      lower[pair] = book[2 * pair];
+      upper[pair] = book[2 * pair + 1];
+    }
     for (int depth = 0; depth < bits; ++depth) {
       int apart = 1 << (bits - depth);
       for (int i = 0; i < 1 << depth; ++i) {
@@ -107,7 +113,8 @@ struct PermuteCode : Rows {
   HVD_V4 void encode(int64_t group, const float* values, float* lost, uint8_t* digits,
                      int count) const {
     const Row& mine = row(group);
-    permute_encode<kBits>(mine.tree, mine.levels, scale[group], values, lost, digits, count);
+    permute_encode<kBits>(mine.tree, mine.lower, mine.upper, scale[group], values, lost, digits,
+                          count);
   }
 
   HVD_V4 void decode(int64_t group, const uint16_t* digits, float* values, int count,

@@ -67,6 +67,10 @@ class Wide {
 
   HVD_V4 void pack(const uint8_t* digits, uint8_t* codes) const {
     int bits = bits_;
+    if (bits == 8) {  // then a digit is a code
+      memcpy(codes, digits, kChunk);
+      return;
+    }
     uint64_t mask = digit_mask<uint8_t>(bits);
 #pragma GCC unroll 8
     for (int i = 0; i < kUnits; ++i, codes += bits) {
@@ -102,12 +106,14 @@ class Wide {
 };
 #endif
 
-// Asks for the chunk after this one: the processor's own prefetching gives up on short passes over
-// several streams. Beyond the end nothing is touched.
-template <bool kWrite>
-HVD_BODY void fetch_next(const float* values, int64_t first, int64_t size) {
-  int64_t end = size < first + 2 * kChunk ? size : first + 2 * kChunk;
-  for (int64_t i = first + kChunk; i < end; i += 16) __builtin_prefetch(values + i, kWrite);
+// Asks for what is read after a chunk of `size` entries, with which `left` are left: the
+// processor's own prefetching gives up on short passes over several streams. What is only written
+// is not asked for: whole lines need not be read first.
+template <typename T>
+HVD_BODY void fetch_next(const T* chunk, int64_t size, int64_t left) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  int64_t end = left < 2 * size ? left : 2 * size;
+  for (int64_t i = size; i < end; i += kLine) __builtin_prefetch(chunk + i);
 }
 
 // Both from unit `begin` to unit `end`.
@@ -124,8 +130,7 @@ struct Encode {
       int units = static_cast<int>(end - begin < kUnits ? end - begin : kUnits);
       int64_t first = begin * 8, last = first + units * 8;
       for (; last > code->size; --last) digits[last - 1 - first] = 0;
-      fetch_next<false>(values, first, code->size);
-      fetch_next<true>(lost, first, code->size);
+      fetch_next(values + first, kChunk, code->size - first);
       for_runs(code->groups, group, first, last,
                [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
                  code->encode(group, values + from, lost + from, digits + (from - first),
@@ -153,7 +158,9 @@ struct Decode {
       int units = static_cast<int>(end - begin < kUnits ? end - begin : kUnits);
       int64_t first = begin * 8, last = first + units * 8;
       last = last < code->size ? last : code->size;
-      packing.unpack(codes + begin * code->bits, units, digits);
+      const uint8_t* packed = codes + begin * code->bits;
+      fetch_next(packed, kUnits * code->bits, (end - begin) * code->bits);
+      packing.unpack(packed, units, digits);
       for_runs(code->groups, group, first, last,
                [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
                  code->decode(group, digits + (from - first), values + from,

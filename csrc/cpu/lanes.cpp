@@ -190,6 +190,7 @@ struct DecodeWords {
       int size = static_cast<int>(end - begin < kWords ? end - begin : kWords);
       int64_t first = begin * args->count, last = first + size * args->count;
       last = last < args->size ? last : args->size;
+      fetch_next(words + begin, kWords, end - begin);
       splitting.split(words + begin, size, digits);
       for_runs(args->groups, group, first, last,
                [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {

@@ -33,7 +33,7 @@ struct Table {
   }
 };
 
-constexpr int kTogether = 4;
+constexpr int kTogether = 8;  // vectors: a step of one has to wait for its step before
 
 // The nodes of the first four depths are in one register, those of a further depth in its own.
 template <int kDepth, int kBits>
@@ -64,12 +64,15 @@ struct Descent<kBits, kBits> {
   HVD_V4_BODY void operator()(const __m512 (&)[kTogether], __m512i (&)[kTogether]) const {}
 };
 
-// In two passes: the midpoints and the levels together are more than there are registers.
+// Down to a pair of levels, then between the two: so the last midpoints, half of them all, are
+// computed, and the chosen level is there.
 template <int kBits>
-HVD_V4 void permute_encode(const float* tree, const float* levels, float step, const float* values,
-                           float* lost, uint8_t* digits, int count) {
+HVD_V4 void permute_encode(const float* tree, const float* lower, const float* upper, float step,
+                           const float* values, float* lost, uint8_t* digits, int count) {
+  constexpr int kPairs = 1 << (kBits - 1);
   __m512 inverse = _mm512_set1_ps(1.0f / step);
-  Descent<0, kBits> descend(tree);
+  Descent<0, kBits - 1> descend(tree);
+  Table<kPairs> lowers(lower), uppers(upper);
   for (int i = 0; i < count; i += 16 * kTogether) {
     __m512 scaled[kTogether];
     __m512i node[kTogether];
@@ -79,16 +82,18 @@ HVD_V4 void permute_encode(const float* tree, const float* levels, float step, c
     }
     descend(scaled, node);
     for (int k = 0; k < kTogether; ++k) {
-      store_digits(digits + i + 16 * k, _mm512_sub_epi32(node[k], _mm512_set1_epi32(1 << kBits)),
-                   count - i - 16 * k);
+      int first = i + 16 * k;
+      __m512i pair = _mm512_sub_epi32(node[k], _mm512_set1_epi32(kPairs));
+      __m512 low = lowers.at(pair), high = uppers.at(pair);
+      __m512 middle = _mm512_mul_ps(_mm512_add_ps(low, high), _mm512_set1_ps(0.5f));
+      __mmask16 above = _mm512_cmp_ps_mask(middle, scaled[k], _CMP_LT_OQ);
+      __m512i code = _mm512_add_epi32(pair, pair);
+      code = _mm512_mask_add_epi32(code, above, code, _mm512_set1_epi32(1));
+      store_digits(digits + first, code, count - first);
+      __m512 decoded = _mm512_mul_ps(_mm512_mask_blend_ps(above, low, high), _mm512_set1_ps(step));
+      __m512 value = load_floats(values + first, count - first);
+      store_floats(lost + first, _mm512_sub_ps(value, decoded), count - first);
     }
-  }
-  Table<1 << kBits> table(levels);
-  for (int i = 0; i < count; i += 16) {
-    __m512i code = load_digits(digits + i, count - i);
-    __m512 decoded = _mm512_mul_ps(table.at(code), _mm512_set1_ps(step));
-    __m512 value = load_floats(values + i, count - i);
-    store_floats(lost + i, _mm512_sub_ps(value, decoded), count - i);
   }
 }
 

@@ -52,8 +52,7 @@ class Walk {
     rest_ %= blocks_;
   }
 
-  int64_t slot() const { return slot_; }       // the block's first
-  int64_t most() const { return whole_ + 1; }  // no block has more, and none less than whole_
+  int64_t slot() const { return slot_; }  // the block's first
 
   void next() {
     rest_ += part_;
@@ -66,36 +65,26 @@ class Walk {
   int64_t blocks_, whole_, part_, slot_, rest_;
 };
 
-constexpr int64_t kGroup = 1024;  // slots, whose places stay in the L1 cache
-constexpr int64_t kAhead = 128;   // slots, more than a core can have misses at a time
+constexpr int64_t kAhead = 128;  // slots, more than a core can have misses at a time
 
 // Calls work(slot, entry) for the slots of a part of a segment, in order; entries are counted
 // within the segment. Slots lie far apart and every one is a cache miss, so touch(entry) is called
-// kAhead slots earlier, to prefetch: then the misses overlap instead of following one another.
+// kAhead slots earlier, by a second walk: then the misses overlap instead of following one another.
 template <typename Touch, typename Work>
 void for_slots(const Picks& picks, const Segment& segment, int64_t first, int64_t last,
                const Touch& touch, const Work& work) {
-  int64_t entries[kGroup + kBlock];
-  Walk walk(segment, first, picks.phase);
-  int64_t end = segment.first_slot + segment.slots;
-  while (first < last) {
-    int64_t begin = walk.slot(), count = 0;
-    for (; first < last && count < kGroup; ++first) {
-      // Always as many, for the branch predictor: the next block overwrites one too many.
-      int64_t most = std::min(walk.most(), end - walk.slot());
-      for (int64_t k = 0; k < most; ++k) {
-        entries[count + k] = first * kBlock + picks.offsets[walk.slot() + k];
-      }
-      walk.next();
-      count = walk.slot() - begin;
+  const uint8_t* offsets = picks.offsets;
+  Walk walk(segment, first, picks.phase), ahead = walk;
+  int64_t fetched = first;
+  for (; first < last; ++first) {
+    for (; fetched < last && ahead.slot() < walk.slot() + kAhead; ++fetched) {
+      int64_t slot = ahead.slot();
+      ahead.next();
+      for (; slot < ahead.slot(); ++slot) touch(fetched * kBlock + offsets[slot]);
     }
-    int64_t ahead = std::min(kAhead, count), k = 0;
-    for (; k < ahead; ++k) touch(entries[k]);
-    for (; k < count; ++k) {
-      touch(entries[k]);
-      work(begin + k - ahead, entries[k - ahead]);
-    }
-    for (k -= ahead; k < count; ++k) work(begin + k, entries[k]);
+    int64_t slot = walk.slot();
+    walk.next();
+    for (; slot < walk.slot(); ++slot) work(slot, first * kBlock + offsets[slot]);
   }
 }
 

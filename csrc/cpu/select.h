@@ -1,15 +1,75 @@
 // The picks of one block on the CPU, whose scores lie in the L1 cache.
 #pragma once
 
+#include "../pack.h"
 #include "../select.h"
 
 namespace hvd_compress {
 
-constexpr int kFew = 6;         // up to so many picks, repeated argmax is faster than the search
-constexpr int32_t kTaken = -1;  // below every score
+constexpr int kFew = 2;         // up to so many picks, repeated argmax is faster than the search
+constexpr int32_t kTaken = -1;  // below every score, and every threshold
 
 HVD_BODY void explore_block(int32_t* scores, int64_t block, uint32_t key) {
   for (int i = 0; i < kBlock; ++i) scores[i] = explore_bits(scores[i], block * kBlock + i, key);
+}
+
+// How many scores reach a threshold.
+HVD_BODY int reaching(const int32_t* scores, int32_t threshold) {
+  int32_t reached = 0;
+  for (int i = 0; i < kBlock; ++i) reached += scores[i] >= threshold;
+  return reached;
+}
+
+// The largest score of each of 16 groups: so many scores reach the least of them, and none is above
+// the greatest.
+struct Bounds {
+  static constexpr int kGroups = 16;
+  int32_t low;
+  int32_t high;
+
+  HVD_BODY explicit Bounds(const int32_t* scores) {
+    int32_t best[kGroups] = {};
+    for (int row = 0; row < kBlock; row += kGroups) {
+      for (int i = 0; i < kGroups; ++i) {
+        best[i] = scores[row + i] > best[i] ? scores[row + i] : best[i];
+      }
+    }
+    low = high = best[0];
+    for (int i = 1; i < kGroups; ++i) {
+      low = best[i] < low ? best[i] : low;
+      high = best[i] > high ? best[i] : high;
+    }
+  }
+};
+
+// For every set of eight bits which ones they are: a byte each, in ascending order.
+struct Places {
+  uint64_t of[256] = {};
+
+  constexpr Places() {
+    for (int set = 0; set < 256; ++set) {
+      for (int bit = 8; bit-- > 0;) {
+        if (set >> bit & 1) of[set] = of[set] << 8 | static_cast<uint64_t>(bit);
+      }
+    }
+  }
+};
+inline constexpr Places kPlaces;
+
+// Writes the offsets of the scores that reach a threshold: a word at a time, so that up to a word
+// more is overwritten.
+HVD_BODY void list_reaching(const int32_t* scores, int32_t threshold, uint8_t* listed) {
+  constexpr uint64_t kOnes = 0x0101010101010101, kGather = 0x0102040810204080;
+  alignas(64) uint8_t reached[kBlock];
+  for (int i = 0; i < kBlock; ++i) reached[i] = scores[i] >= threshold;
+  int filled = 0;
+  for (int i = 0; i < kBlock; i += 8) {
+    uint64_t flags = load_word(reached + i);
+    uint64_t set = (flags * kGather) >> 56;  // the product's top byte has every flag as a bit
+    uint64_t offsets = kPlaces.of[set] + static_cast<uint64_t>(i) * kOnes;
+    memcpy(listed + filled, &offsets, sizeof(offsets));
+    filled += static_cast<int>((flags * kOnes) >> 56);
+  }
 }
 
 // Takes the largest `count` times. Picks come out by score: put each in its place by offset.
@@ -29,28 +89,31 @@ HVD_BODY void pick_few(int32_t* scores, int count, uint8_t* picked) {
   }
 }
 
-// Finds, bit by bit, the largest threshold that `count` scores reach; the lowest offsets among
-// those equal to it fill up what the larger ones leave.
-HVD_BODY void pick_many(const int32_t* scores, int count, uint8_t* picked) {
-  int32_t threshold = 0;
-  for (int bit = 30; bit >= 0; --bit) {
-    int32_t candidate = threshold | (1 << bit);
-    int32_t reached = 0;
-    for (int i = 0; i < kBlock; ++i) reached += scores[i] >= candidate;
-    if (reached >= count) threshold = candidate;
-    if (reached == count) break;
+// Halves the thresholds left until one is reached `count` times or is the only one: then, of the
+// scores equal to it, those at the lowest offsets count.
+HVD_BODY void pick_many(int32_t* scores, int count, uint8_t* picked) {
+  Bounds bounds(scores);
+  int32_t high = bounds.high;
+  int32_t low = count <= Bounds::kGroups ? bounds.low : 0;
+  int reached = 0;
+  while (low < high && reached != count) {
+    int32_t middle = low + (high - low + 1) / 2;
+    reached = reaching(scores, middle);
+    if (reached >= count) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
   }
-  int32_t room = count;
-  for (int i = 0; i < kBlock; ++i) room -= scores[i] > threshold;
-  uint8_t chosen[kBlock + 1];  // written before it is known whether the entry is chosen
-  int filled = 0;
-  for (int i = 0; i < kBlock; ++i) {
-    int equal = (scores[i] == threshold) & (room > 0);
-    chosen[filled] = static_cast<uint8_t>(i);
-    filled += (scores[i] > threshold) | equal;
-    room -= equal;
+  if (reached != count) reached = reaching(scores, low);
+  for (int i = kBlock - 1; reached > count; --i) {
+    bool equal = scores[i] == low;
+    scores[i] = equal ? kTaken : scores[i];
+    reached -= equal;
   }
-  memcpy(picked, chosen, count);
+  uint8_t listed[kBlock + sizeof(uint64_t)];
+  list_reaching(scores, low, listed);
+  memcpy(picked, listed, count);
 }
 
 // Writes the picks that this rank leads in a block. The scores are used up.

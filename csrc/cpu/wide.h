@@ -13,7 +13,7 @@
 
 namespace hvd_compress {
 
-// 16 of something at a time, or what is left. A masked store is slow, so whole ones have no mask.
+// 16 of something at a time, or what is left. A mask takes time, so whole ones have none.
 constexpr __mmask16 kAll = 0xFFFF;
 
 HVD_V4_BODY __mmask16 first_lanes(int count) {
@@ -21,7 +21,7 @@ HVD_V4_BODY __mmask16 first_lanes(int count) {
 }
 
 HVD_V4_BODY __m512 load_floats(const float* values, int count) {
-  return _mm512_maskz_loadu_ps(first_lanes(count), values);
+  return count >= 16 ? _mm512_loadu_ps(values) : _mm512_maskz_loadu_ps(first_lanes(count), values);
 }
 
 HVD_V4_BODY void store_floats(float* values, __m512 value, int count) {
@@ -30,10 +30,6 @@ HVD_V4_BODY void store_floats(float* values, __m512 value, int count) {
   } else {
     _mm512_mask_storeu_ps(values, first_lanes(count), value);
   }
-}
-
-HVD_V4_BODY __m512i load_digits(const uint8_t* digits, int count) {
-  return _mm512_maskz_cvtepu8_epi32(kAll, _mm_maskz_loadu_epi8(first_lanes(count), digits));
 }
 
 HVD_V4_BODY __m512i load_digits(const uint16_t* digits, int count) {
