@@ -38,4 +38,7 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
   library.def(
       "range_decode(Tensor codes, Tensor base, Tensor edges, Tensor(a!) values, int bits, "
       "int mantissa, int positive, bool add) -> ()");
+
+  // Of the instruction set that the CPU's operators run with: cpu/isa.h.
+  library.def("cpu_level() -> int");
 }

@@ -161,7 +161,8 @@ def started(kind: type[B], description: str | None) -> B:
     torch.set_num_threads(args.threads)
     bench = kind(args.device, args.numel, args.repeats)
     compiled = ops.COMPILED_CUDA if args.device == "cuda" else ops.COMPILED
-    where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {args.threads} threads"
+    cpu = f"CPU with {ops.CPU_CAPABILITY}, {args.threads} thread{'s' * (args.threads > 1)}"
+    where = torch.cuda.get_device_name() if args.device == "cuda" else cpu
     print(f"{args.numel:,} entries, {where}, torch {torch.__version__}, compiled: {compiled}", end=", ")
     print(f"copy {bench.copy:.1f} GB/s\n")
     return bench

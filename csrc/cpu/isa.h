@@ -4,6 +4,9 @@
 // ifunc and does not take templates. The body has to be HVD_BODY, that is, always inlined.
 #pragma once
 
+#include <cstdlib>
+#include <cstring>
+
 #if defined(__x86_64__) && defined(__GNUC__)
 // Exactly what run_best asks the processor for: a hypervisor may mask one feature of a level.
 #define HVD_V4_FEATURES "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi2"
@@ -36,6 +39,13 @@ struct Isa {
 #endif
 };
 
+// The highest level that torch's own variable for this allows: "default", "avx2" or any other.
+inline int isa_allowed() {
+  const char* name = std::getenv("ATEN_CPU_CAPABILITY");
+  if (!name) return 4;
+  return !std::strcmp(name, "default") ? 0 : !std::strcmp(name, "avx2") ? 3 : 4;
+}
+
 // 4 or 3 for the level of this processor, 0 for one below both.
 inline int isa_level() {
 #ifdef HVD_V4
@@ -46,7 +56,8 @@ inline int isa_level() {
     bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
               __builtin_cpu_supports("avx512vl");
-    return v4 ? 4 : v3 ? 3 : 0;
+    int best = v4 ? 4 : v3 ? 3 : 0;
+    return best < isa_allowed() ? best : isa_allowed();
   }();
   return level;
 #else

@@ -2,12 +2,13 @@
 
 What each operator computes is written in :mod:`hvd_compress.reference`, which also takes over where the extension
 was not built (slow: a warning says so once). ``COMPILED`` tells which; ``COMPILED_CUDA`` tells it for CUDA tensors.
+``CPU_CAPABILITY`` is the instruction set that was chosen for this processor.
 
 Every operator mutates its arguments and returns nothing. Tensors are of one device; a bad argument raises a
 ``RuntimeError`` that says what was got and what is allowed (from the compiled operators; the reference checks nothing).
 """
 
-from ._load import COMPILED, COMPILED_CUDA
+from ._load import COMPILED, COMPILED_CUDA, CPU_CAPABILITY
 from .blocks import accumulate_select, put, select, take
 from .codes import (
     codebook_decode,
@@ -22,6 +23,7 @@ from .codes import (
 __all__ = [
     "COMPILED",
     "COMPILED_CUDA",
+    "CPU_CAPABILITY",
     "accumulate_select",
     "codebook_decode",
     "codebook_encode",

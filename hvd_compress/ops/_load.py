@@ -43,6 +43,8 @@ _missing_cuda = _missing or _load("_C_cuda")
 COMPILED: bool = _missing is None
 COMPILED_CUDA: bool = _missing_cuda is None
 implementation: Any = torch.ops.hvd_compress if COMPILED else reference
+#: What the CPU's operators run with; ``ATEN_CPU_CAPABILITY``, torch's own variable, can lower it.
+CPU_CAPABILITY: str = {4: "AVX-512", 3: "AVX2", 0: "portable"}[implementation.cpu_level()] if COMPILED else "torch"
 
 if _missing is not None:
     warnings.warn(f"hvd_compress: slow PyTorch code: no extension ({_missing})", RuntimeWarning, stacklevel=2)

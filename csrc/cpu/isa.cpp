@@ -1,0 +1,16 @@
+// Which level runs, for tests and benchmarks to say.
+#include "isa.h"
+
+#include <torch/csrc/stable/library.h>
+
+namespace hvd_compress {
+namespace {
+
+int64_t cpu_level() { return isa_level(); }
+
+}  // namespace
+}  // namespace hvd_compress
+
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CompositeExplicitAutograd, library) {
+  library.impl("cpu_level", TORCH_BOX(&hvd_compress::cpu_level));
+}

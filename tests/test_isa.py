@@ -1,0 +1,24 @@
+"""Every operator's code for lesser processors, on this one: all levels give the reference's bits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_operators_equal_the_reference_at_every_level(capability):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/operators", "-k", "not opcheck"]
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_level_can_be_lowered():
+    """Or the test above would say nothing."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    script = "from hvd_compress import ops; print(ops.CPU_CAPABILITY)"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "portable"
