@@ -112,10 +112,11 @@ case ${1:-} in
     one 64-mipd-whole "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2 --whole-model
     one 64-slimdp-no-explorer "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 1
     one 64-slimdp-no-core "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 0
+    one mp2-half "${common[@]}" --compression mp2 "${ours[@]}" --density 1/2
     one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}"
     one mp2-9-prediction "${common[@]}" --compression mp2 "${ours[@]}" --prediction
     one mp2-9-rotation "${common[@]}" --compression mp2 "${ours[@]}" --choice rotation
-    .venv/bin/python scripts/table.py "$out"/{none*,fp16,qsgd-4,terngrad,mp2-9*,64-*,16-*}.json --plot "$out/accuracy.png"
+    .venv/bin/python scripts/table.py "$out"/{none*,fp16,qsgd-4,terngrad,mp2-*,64-*,16-*}.json --plot "$out/accuracy.png"
     ;;
   cifar10-times)
     data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-times}
