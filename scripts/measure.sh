@@ -155,11 +155,12 @@ case ${1:-} in
       --methods slimdp@mix,slimdp@tenth,slimdp@quarter,slimdp@explorer,slimdp@core --option 'slimdp@tenth:--core 0.1' \
       --option 'slimdp@quarter:--core 0.25' --option 'slimdp@explorer:--core 0' --option 'slimdp@core:--core 1' \
       --budgets 1/64,1/128 --momentum-correction -- --batch-size 16 --lr 0.1
-    # Three times as long, at the density of 1/128.
-    for seed in 0 1 2; do
-      for core in 0 0.5 1; do
-        one "long-core-$core-$seed" --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 --seed "$seed" --compression slimdp \
-          --core "$core" --density 0.02629 "${ours[@]}"
+    # Three times as long, at the density of 1/128, and with a core that is selected more often.
+    for seed in 0 1 2 3 4; do
+      for pair in "0 20" "0.25 5" "0.25 2" "0.5 20" "0.5 5" "0.5 2"; do
+        read -r core steps <<<"$pair"
+        one "long-core-$core-$steps-$seed" --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 --seed "$seed" \
+          --compression slimdp --core "$core" --reselect "$steps" --density 0.02629 "${ours[@]}"
       done
     done
     .venv/bin/python scripts/table.py "$out"/long-*.json
