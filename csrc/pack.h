@@ -5,6 +5,9 @@
 
 namespace hvd_compress {
 
+// A word's first byte is its lowest: everybody who loads words relies on it.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+
 HVD_BODY uint64_t low_bits(int count) {
   return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
 }

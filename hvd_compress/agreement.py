@@ -14,7 +14,7 @@ MARKS = 2**20
 def alike(marks: Tensor, name: str = "step") -> Generator[Request, Tensor, Tensor]:
     """An exchange that returns, for each mark, whether it is the same on all ranks: bool, (n,).
 
-    ``marks``: whole numbers from 0 to ``MARKS``, (n,). Numbers are equal just where the mean of the squares is the
+    ``marks``: whole numbers from 0 to ``MARKS - 1``, (n,). Numbers are equal just where the mean of the squares is the
     square of the mean.
     """
     mark = marks.double()

@@ -166,7 +166,8 @@ class Sparse(MomentumCorrected):
         plan.sent = True
 
     def arrived(self, bucket: Bucket, plan: Plan, mean: Tensor, lost: Tensor) -> Exchange:
-        """What a method does with the averages before they are assigned; see :meth:`Channel.average`."""
+        """What a method does with the averages before they are assigned; see :meth:`Channel.average`. Part of
+        :meth:`communicate`: a method with its own has to call it, or need not."""
         yield from ()
 
     def undo(self, bucket: Bucket) -> None:

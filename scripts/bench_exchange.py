@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from typing import Any
 
 import table
 from experiment import columns, compressors, timing
+from experiment.cli import end_by_exception, texts
 from experiment.comparison import Variant, variants
 from experiment.exchangers import DDP_FP16
 from experiment.lab import NoLab, loopback, netlab
@@ -51,9 +51,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--hosts", type=int, metavar="N", help="ranks in network namespaces, one each")
     where.add_argument("--ranks", type=int, metavar="N", help="ranks on the loopback")
-    parser.add_argument("--rate", type=_texts, default=["none"], help="of --hosts, as 100mbit; several as 1gbit,none")
+    parser.add_argument("--rate", type=texts, default=["none"], help="of --hosts, as 100mbit; several as 1gbit,none")
     parser.add_argument("--shapes", choices=SHAPES, default="resnet50")
-    parser.add_argument("--methods", type=_texts, default=[*compressors.METHODS, DDP_FP16], help="by default all")
+    parser.add_argument("--methods", type=texts, default=[*compressors.METHODS, DDP_FP16], help="by default all")
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
     parser.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="of Horovod")
@@ -88,10 +88,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _texts(text: str) -> list[str]:
-    return text.split(",")
-
-
 def environments(labels: Sequence[str], settings: Sequence[str]) -> dict[str, dict[str, str]]:
     """Of every label's ranks, beside this program's own; ``ValueError`` says what does not fit."""
     chosen: dict[str, dict[str, str]] = {label: {} for label in labels}
@@ -113,10 +109,12 @@ def measure(args: argparse.Namespace, rate: str, variant: Variant) -> dict[str, 
         given = {name: str(getattr(args, name)) for name in ("shapes", "steps", "warmup", "momentum", "seed")}
         given |= {"method": variant.method, "interface": there.interface, "master": there.master, "result": str(file)}
         given |= {"max-seconds": str(args.max_seconds), "timeout": str(args.timeout)}
+        environment = args.environments[variant.label]
         options = [word for name, value in given.items() for word in (f"--{name}", value)]
+        options += [f"--expect={name}={value}" for name, value in environment.items()]
         with log.open("w") as stream:
             command = [*there.command, str(SCRIPTS / "exchange_rank.py"), *options, *variant.options]
-            status = run_group(command, args.timeout, stream, args.environments[variant.label])
+            status = run_group(command, args.timeout, stream, environment)
         if status is None:
             raise Failed(f"{variant.label} at {rate} was killed after {args.timeout:g} s\n{last_lines(log)}")
         if status or not file.exists():
@@ -185,7 +183,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # By way of an exception, which ends the run under way and takes its hosts down.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(143))
+    end_by_exception()
     sys.exit(main(sys.argv[1:]))

@@ -10,12 +10,15 @@ counted, nor is any network. Networks are layers of 1000 by 1000, gradients norm
 
 "ms" is what all `compress` and `decompress` of a step take, median, from the fastest to the slowest in brackets; "ns an
 entry" is that by the network's size. "held" is the memory, in bytes an entry, that the compressor has beyond weights
-and gradients between steps, and "peak" the most that it has within one (resident memory, by /proc/self/status).
+and gradients between steps, and "peak" the most that it has within one: resident memory by /proc/self/status, after a
+small compressor has loaded all code, and after what is free was given back to the system.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import multiprocessing
 import statistics
@@ -28,6 +31,7 @@ from typing import Any
 
 import table
 import torch
+from experiment.cli import texts
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, SlimDP, TernGrad, TopK
 from hvd_compress.collectives import Request
@@ -85,6 +89,12 @@ class Mirror:
         return _Done(result)
 
 
+def give_back() -> None:
+    """What is free goes back to the system: it is nobody's memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def resident(what: str) -> int:
     """Bytes: ``VmRSS``, now, or ``VmHWM``, the most since :func:`forget_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -97,35 +107,49 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+class Rank:
+    """A network and its compressor, which takes one step after the other."""
+
+    def __init__(self, method: str, millions: int, ranks: int) -> None:
+        layers = [torch.nn.Parameter(torch.randn(LAYER) * 0.02) for _ in range(millions)]
+        self.layers, self.noise = layers, torch.randn(layers[0].numel() + SLACK) * 0.01
+        for layer in layers:
+            layer.grad = torch.ones_like(layer)
+        self.entries = sum(layer.numel() for layer in layers)
+        give_back()
+        self.before = resident("VmRSS")
+        self.mirror, self.steps = Mirror(ranks), 0
+        self.compression = METHODS[method]([(f"layer{i}", p) for i, p in enumerate(layers)], collectives=self.mirror)
+
+    def step(self) -> float:
+        """The seconds that it took, without the mirror's."""
+        self.steps += 1
+        for i, layer in enumerate(self.layers):
+            assert layer.grad is not None
+            offset = (self.steps * 10007 + i) * 2654435761 % SLACK
+            layer.grad.copy_(self.noise[offset : offset + layer.numel()].view(LAYER))
+        begin, idle = time.perf_counter(), self.mirror.seconds
+        tickets = [self.compression.compress(layer.grad) for layer in reversed(self.layers)]  # type: ignore[arg-type]
+        for payload, ticket in tickets:
+            self.compression.decompress(payload, ticket)
+        return time.perf_counter() - begin - (self.mirror.seconds - idle)
+
+
 def measure(method: str, millions: int, ranks: int, steps: int) -> dict[str, Any]:
     """In a process of its own, or memory that an earlier measurement has freed would be taken for none."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layers = [torch.nn.Parameter(torch.randn(LAYER) * 0.02) for _ in range(millions)]
-    noise = torch.randn(layers[0].numel() + SLACK) * 0.01
-    for layer in layers:
-        layer.grad = torch.ones_like(layer)
-    entries = sum(layer.numel() for layer in layers)
-    before = resident("VmRSS")
-    mirror = Mirror(ranks)
-    compression = METHODS[method]([(f"layer{i}", p) for i, p in enumerate(layers)], collectives=mirror)
-
-    def step(number: int) -> float:
-        for i, layer in enumerate(layers):
-            assert layer.grad is not None
-            offset = (number * 10007 + i) * 2654435761 % SLACK
-            layer.grad.copy_(noise[offset : offset + layer.numel()].view(LAYER))
-        begin, idle = time.perf_counter(), mirror.seconds
-        tickets = [compression.compress(layer.grad) for layer in reversed(layers)]  # type: ignore[arg-type]
-        for payload, ticket in tickets:
-            compression.decompress(payload, ticket)
-        return time.perf_counter() - begin - (mirror.seconds - idle)
-
-    for number in range(3):
-        step(number)
+    Rank(method, 1, ranks).step()
+    rank = Rank(method, millions, ranks)
+    for _ in range(3):
+        rank.step()
+    give_back()
     forget_peak()
-    seconds = [step(3 + number) for number in range(steps)]
-    peak, held = resident("VmHWM"), resident("VmRSS")
+    seconds = [rank.step() for _ in range(steps)]
+    peak = resident("VmHWM")
+    give_back()
+    held = resident("VmRSS")
+    before, entries = rank.before, rank.entries
     return {
         "method": method,
         "entries": entries,
@@ -157,7 +181,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", type=_texts, default=list(METHODS), help=f"by default all: {','.join(METHODS)}")
+    parser.add_argument("--methods", type=texts, default=list(METHODS), help=f"by default all: {','.join(METHODS)}")
     parser.add_argument("--millions", type=_counts, default=[1, 10, 100], help="of entries, as 1,10,200")
     parser.add_argument("--ranks", type=_counts, default=[4], help="as 2,4,8")
     parser.add_argument("--steps", type=int, default=7, help="measured, after three others")
@@ -180,10 +204,6 @@ def main() -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     return 0
-
-
-def _texts(text: str) -> list[str]:
-    return text.split(",")
 
 
 def _counts(text: str) -> list[int]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import table
 from experiment import budgets, compressors, timing
+from experiment.cli import end_by_exception, texts
 from experiment.comparison import Decision, Densities, Variant, arguments, runs, variants
 from experiment.data import DATASETS
 from experiment.models import MODELS
@@ -43,17 +43,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--list", action="store_true", help="every method and its paper, and nothing else")
-    parser.add_argument("--methods", type=_texts, default=list(compressors.METHODS), help="by default all")
+    parser.add_argument("--methods", type=texts, default=list(compressors.METHODS), help="by default all")
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
     parser.add_argument("--momentum-correction", action="store_true", help="and --dense-values fp16, where they exist")
-    parser.add_argument("--budgets", type=_texts, default=[], help="shares of the dense bytes, as 1/64,1/16")
+    parser.add_argument("--budgets", type=texts, default=[], help="shares of the dense bytes, as 1/64,1/16")
     parser.add_argument("--data", choices=DATASETS, default="digits")
     parser.add_argument("--model", choices=MODELS, default="cnn")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
     parser.add_argument("--out", type=Path, default=Path("results/compare"))
-    parser.add_argument("--bandwidths", type=_texts, default=["100mbit", "1gbit", "10gbit"])
+    parser.add_argument("--bandwidths", type=texts, default=["100mbit", "1gbit", "10gbit"])
     parser.add_argument("--target-accuracy", type=float, help="by default the least of the methods' final ones - 0.01")
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--dry-run", action="store_true", help="print the commands that are left to run")
@@ -72,10 +72,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if moving := [option for option in args.option if args.budgets and "--diminishing" in option]:
         parser.error(f"--option {moving[0]!r}: a short run does not show what a density that moves will cost")
     return args
-
-
-def _texts(text: str) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def listing() -> str:
@@ -259,5 +255,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of an exception, which ends the run under way
+    end_by_exception()
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +40,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--interface", choices=("eth0", "lo"), required=True)
     parser.add_argument("--master", required=True)
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument(
+        "--expect", action="append", default=[], metavar="NAME=VALUE", help="of this rank's environment"
+    )
     chosen = parser.parse_known_args(argv)[0].method
     if chosen in compressors.METHODS:
         compressors.METHODS[chosen].add_arguments(parser)
@@ -151,6 +155,11 @@ def main(args: argparse.Namespace) -> int:
     # Whatever becomes of the launcher, a rank that hangs says where, and ends.
     faulthandler.dump_traceback_later(args.timeout, exit=True)
     torch.set_num_threads(1)
+    for setting in args.expect:
+        # A launcher may keep what it was given from ranks on other hosts.
+        name, _, value = setting.partition("=")
+        if os.environ.get(name) != value:
+            raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
     bench = Bench(args)
     measured = [bench.alone(), bench.exchanging()]
     failures = bench.failures()

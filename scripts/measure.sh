@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The measurements of docs/results.md: mostly trainings of 4 ranks under mpirun, one JSON file a run, then a table and a plot.
+# The measurements of docs/results.md and docs/speed.md: mostly trainings of 4 ranks under mpirun, one JSON file a run, then a table and a plot.
 # A run whose file is there is not repeated.
 #   usage: measure.sh digits [OUT]
 #          measure.sh cifar10 DATA_DIR [OUT]           DATA_DIR holds cifar-10-batches-py/

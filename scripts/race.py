@@ -5,24 +5,26 @@
         --out docs/results/race-resnet20 -- --data cifar10 --data-dir DATA_DIR --model resnet20 --epochs 4 --lr 0.3
 
 Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). What follows -- goes to
-train.py in every run. A run whose result lies in OUT is not repeated. OUT also gets race.md and race.png.
+train.py in every run. OUT gets every run's JSON, race.md and race.png. A run whose result lies in OUT is not repeated,
+so that a race that was interrupted goes on; for new times, race into another folder: clocks of different days, with
+other things to do, do not compare.
 
 "seconds" is wall clock from the first step to the end of the first test that reached the target, tests and all; they
 come at the end of epochs, so epochs are the same for all methods that learn alike. All hosts share this machine's
-cores: computing is slower here than on hosts of their own, and the gain from sending less is understated. Runs come
-one after the other on a machine that may have other things to do; times compare within one call only.
+cores: computing is slower here than on hosts of their own, and the gain from sending less is understated.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import table
 from experiment import timing
+from experiment.cli import end_by_exception, texts
 from experiment.comparison import Variant, variants
 from experiment.lab import NoLab, netlab
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint
@@ -37,8 +39,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rates", type=_texts, default=["100mbit", "1gbit"], help="of every link, or none")
-    parser.add_argument("--methods", type=_texts, default=["none", "fp16", "iwp"], help="compared with the first")
+    parser.add_argument("--rates", type=texts, default=["100mbit", "1gbit"], help="of every link, or none")
+    parser.add_argument("--methods", type=texts, default=["none", "fp16", "iwp"], help="compared with the first")
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
     parser.add_argument("--target", type=float, required=True, metavar="ACCURACY")
     parser.add_argument("--out", type=Path, required=True)
@@ -55,10 +57,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def _texts(text: str) -> list[str]:
-    return text.split(",")
 
 
 def planned(args: argparse.Namespace, rate: str, variant: Variant, launcher: tuple[str, ...] = ()) -> Run:
@@ -114,7 +112,7 @@ def plot(found: Results, target: float, file: Path) -> None:
     styles = ("-", "--", ":", "-.")
     about = {"xscale": "log", "xlabel": "seconds", "ylabel": "test accuracy"}
     with table.chart(file, len(labels), **about) as axes:
-        for style, (rate, results) in zip(styles, found.items(), strict=False):
+        for style, (rate, results) in zip(itertools.cycle(styles), found.items(), strict=False):
             for label, result in results.items():
                 tested = [entry for entry in result["history"] if entry["test_accuracy"] is not None]
                 times, reached = [e["seconds"] for e in tested], [e["test_accuracy"] for e in tested]
@@ -126,6 +124,17 @@ def plot(found: Results, target: float, file: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     found: Results = {}
+    status = run(args, found)
+    if found:
+        text = markdown(found, args.target, args.variants[0].label)
+        print(text)
+        (args.out / "race.md").write_text(text + "\n")
+        plot(found, args.target, args.out / "race.png")
+    return status
+
+
+def run(args: argparse.Namespace, found: Results) -> int:
+    """The exit status; what was measured is in ``found``, however it ends."""
     failed = False
     for rate in args.rates:
         for variant in args.variants:
@@ -140,16 +149,9 @@ def main(argv: Sequence[str]) -> int:
                 continue
             found.setdefault(rate, {})[variant.label] = result
             print(f"{variant.label} at {rate}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
-    if found:
-        text = markdown(found, args.target, args.variants[0].label)
-        print(text)
-        (args.out / "race.md").write_text(text + "\n")
-        plot(found, args.target, args.out / "race.png")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    # By way of an exception, which ends the run under way and takes its hosts down.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(143))
+    end_by_exception()
     sys.exit(main(sys.argv[1:]))

@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiment.compressors import complete
+from experiment.older import complete
 
 Result = dict[str, Any]
 
 # What may differ between the runs of a row: the seed, and what cannot change the outcome.
 NOT_A_SETTING = {
     "seed", "json", "trace", "data_dir", "progress", "eval_every",
-    "python", "torch", "horovod", "hvd_compress", "git_commit", "cpus", "threads_per_rank",
+    "python", "torch", "horovod", "hvd_compress", "git_commit", "cpus", "cpu_capability",
+    "threads_per_rank",
 }  # fmt: skip
 
 

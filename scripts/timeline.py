@@ -24,26 +24,30 @@ Span = dict[str, Any]
 
 
 def last_step(spans: Sequence[Span]) -> list[Span]:
-    """Those from the last forward on, in milliseconds after its begin. Raises ``ValueError`` without any."""
-    starts = [span["ts"] for span in spans if span["name"] == "forward"]
+    """Those of the last step, in milliseconds after its begin. Raises ``ValueError`` if there is none."""
+    starts = [span["ts"] for span in spans if span["name"] == Trace.STEP]
     if not starts:
         raise ValueError("no step in this trace: was the training over before the steps that are recorded?")
     start = starts[-1]
-    chosen = [span for span in spans if span["ts"] >= start]
+    chosen = [span for span in spans if span["ts"] >= start and span["name"] != Trace.STEP]
     return [{**span, "ts": (span["ts"] - start) / 1e3, "dur": span["dur"] / 1e3} for span in chosen]
 
 
 def figures(step: Iterable[Span]) -> dict[str, float]:
-    """Milliseconds, by what they were spent on."""
+    """Milliseconds, by what they were spent on. With several backward passes a step, messages follow the last."""
     spans = list(step)
-    model = {span["name"]: span for span in spans if span["tid"] == Trace.MODEL}
-    backward = model["backward"]
-    end = backward["ts"] + backward["dur"]
+    model: dict[str, float] = {}
+    end = 0.0
+    for span in spans:
+        if span["tid"] == Trace.MODEL:
+            model[span["name"]] = model.get(span["name"], 0.0) + span["dur"]
+        if span["name"] == "backward":
+            end = span["ts"] + span["dur"]
     flights = [span for span in spans if span["tid"].startswith("bucket")]
     ends = [span["ts"] + span["dur"] for span in flights]
     in_hooks = [s for s in spans if s["tid"] == Trace.COMPRESSOR and s["name"] == "compress" and s["ts"] < end]
     return {
-        **{name: span["dur"] for name, span in model.items()},
+        **model,
         "compress, in backward": sum(span["dur"] for span in in_hooks),
         "in flight": sum(span["dur"] for span in flights),
         "hidden": sum(max(0.0, min(last, end) - span["ts"]) for span, last in zip(flights, ends, strict=True)),

@@ -82,6 +82,8 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     for name in ("epochs", "batch_size", "backward_passes_per_step", "eval_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.trace and args.device != "cpu":
+        parser.error("--trace needs --device cpu: on a GPU it would show when work is launched, not when it is done")
     return args
 
 

@@ -18,6 +18,7 @@ table = importlib.import_module("table")
 compressors = importlib.import_module("experiment.compressors")
 datasets = importlib.import_module("experiment.data")
 models = importlib.import_module("experiment.models")
+older = importlib.import_module("experiment.older")
 
 
 @pytest.fixture(scope="module")
@@ -323,3 +324,11 @@ def test_table_command_with_plot(tmp_path, monkeypatch, capsys):
     table.main()
     assert capsys.readouterr().out.count("\n") == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_from_before_an_option_keeps_what_it_ran_with():
+    old = {"compression": "iwp", "density": 0.5}
+    assert older.complete(old) == {**old, "extrapolate": None, "dense_values": "fp32", "bucket_mb": 16.0, "floor": 0.5}
+    assert older.complete({"compression": "none"}) == {"compression": "none", "extrapolate": None}
+    given = {"compression": "mp2", "extrapolate": "wnn", "dense_values": "fp16", "bucket_mb": 4.0}
+    assert older.complete(given) == given

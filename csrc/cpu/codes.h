@@ -8,8 +8,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <bit>
-
 #include "../pack.h"
 #include "groups.h"
 #include "isa.h"
@@ -19,8 +17,6 @@
 #define HVD_INLINE __attribute__((always_inline))
 
 namespace hvd_compress {
-
-static_assert(std::endian::native == std::endian::little);
 
 constexpr int kChunk = 512;  // values
 constexpr int kUnits = kChunk / 8;

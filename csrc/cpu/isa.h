@@ -4,6 +4,7 @@
 // ifunc and does not take templates. The body has to be HVD_BODY, that is, always inlined.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -56,8 +57,7 @@ inline int isa_level() {
     bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
               __builtin_cpu_supports("avx512vl");
-    int best = v4 ? 4 : v3 ? 3 : 0;
-    return best < isa_allowed() ? best : isa_allowed();
+    return std::min(v4 ? 4 : v3 ? 3 : 0, isa_allowed());
   }();
   return level;
 #else

@@ -121,6 +121,7 @@ class MP2(Sparse):
         self._predictions = [
             Prediction(bucket, self.predict, self._period, gate, smoothing) for bucket in self._buckets if prediction
         ]
+        self._ends = [_ends(bucket) for bucket in self._buckets]
         #: Weights and optimizer state of rank 0, to be taken over at the end of the step.
         self._repairs: list[tuple[Tensor, Tensor]] = []
 
@@ -188,8 +189,7 @@ class MP2(Sparse):
     def significance(self, bucket: Bucket) -> list[Tensor]:
         """Of each segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
         smoothed = bucket.state["smoothed"]
-        ends = [0, *(segment.first_block + segment.blocks for segment in bucket.segments)]
-        units = Moments(smoothed, torch.tensor(ends, device=bucket.device) * BLOCK).rms.float() + _TINY
+        units = Moments(smoothed, self._ends[bucket.index]).rms.float() + _TINY
         return [
             segment.of(smoothed)[: segment.numel].abs() + self._floor * unit
             for segment, unit in zip(bucket.segments, units, strict=True)
@@ -283,3 +283,9 @@ class MP2(Sparse):
         super().load_method_state(state)
         for prediction, fit in zip(self._predictions, state["fit"], strict=True):
             prediction.fit.copy_(fit)
+
+
+def _ends(bucket: Bucket) -> Tensor:
+    """Where segments begin and end in the bucket's flat memory: int64, (segments + 1,)."""
+    ends = [0, *(segment.first_block + segment.blocks for segment in bucket.segments)]
+    return torch.tensor(ends, device=bucket.device) * BLOCK

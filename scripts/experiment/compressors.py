@@ -440,10 +440,3 @@ METHODS: dict[str, Method] = {
         "Wen et al., TernGrad, NeurIPS 2017; arXiv 1705.07878",
     ),
 }
-
-
-def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run, with the defaults of those options of its method that there were not yet."""
-    method = METHODS.get(config["compression"])
-    defaults = {"extrapolate": None, **(method.defaults() if method else {})}
-    return config | {key: value for key, value in defaults.items() if key not in config}

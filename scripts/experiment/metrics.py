@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from experiment import data as datasets
+from hvd_compress import ops
 
 
 def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -74,6 +75,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "horovod": _version("horovod"),
         "hvd_compress": _version("hvd_compress"),
+        "cpu_capability": ops.CPU_CAPABILITY,
         "git_commit": _git_commit(),
         "cpus": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),

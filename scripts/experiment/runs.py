@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiment.compressors import complete
+from experiment.older import complete
 
 Result = dict[str, Any]
 

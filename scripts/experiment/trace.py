@@ -17,7 +17,7 @@ class Trace:
     A collective lasts from its start until the compressor saw that it was done, which may be a while after it was.
     """
 
-    MODEL, COMPRESSOR = "model", "compressor"
+    MODEL, COMPRESSOR, STEP = "model", "compressor", "step"
 
     def __init__(self, steps: range) -> None:
         self.steps = steps
@@ -25,8 +25,10 @@ class Trace:
         self.spans: list[dict[str, Any]] = []
 
     def step(self, number: int) -> None:
-        """A step begins."""
+        """A step begins: a mark without length."""
         self.on = number in self.steps
+        now = time.perf_counter()
+        self.add(self.MODEL, self.STEP, now, now)
 
     def add(self, row: str, name: str, begin: float, end: float) -> None:
         """In seconds of ``time.perf_counter``."""
@@ -37,8 +39,10 @@ class Trace:
     @contextmanager
     def span(self, row: str, name: str) -> Iterator[None]:
         begin = time.perf_counter()
-        yield
-        self.add(row, name, begin, time.perf_counter())
+        try:
+            yield
+        finally:
+            self.add(row, name, begin, time.perf_counter())
 
     def watch(self, compression: Any) -> None:
         """From now on, what this compressor does is in the trace; of one of hvd_compress', its collectives, too."""
