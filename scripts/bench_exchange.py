@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import Any
 
 import table
-from experiment import columns, compressors, timing
+from experiment import columns, compressors
 from experiment.cli import end_by_exception, texts
 from experiment.comparison import Variant, variants
 from experiment.exchangers import DDP_FP16
-from experiment.lab import NoLab, loopback, netlab
+from experiment.lab import NoLab, check_rates, loopback, netlab
 from experiment.runs import SCRIPTS, Failed, last_lines, run_group
 from experiment.shapes import SHAPES
 
@@ -71,9 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
     try:
-        for rate in args.rate:
-            if rate != "none":
-                timing.bandwidth(rate)
+        check_rates(args.rate)
         known = variants([label for label in args.methods if label != DDP_FP16], args.option)
     except ValueError as error:
         parser.error(str(error))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import table
 from experiment import budgets, compressors, timing
-from experiment.cli import end_by_exception, texts
+from experiment.cli import end_by_exception, split, texts
 from experiment.comparison import Decision, Densities, Variant, arguments, runs, variants
 from experiment.data import DATASETS
 from experiment.models import MODELS
@@ -38,22 +38,22 @@ class NotNow(Exception):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    own, train = (list(argv), []) if "--" not in argv else (argv[: argv.index("--")], argv[argv.index("--") + 1 :])
+    own, train = split(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--list", action="store_true", help="every method and its paper, and nothing else")
-    parser.add_argument("--methods", type=texts, default=list(compressors.METHODS), help="by default all")
+    parser.add_argument("--methods", type=_distinct, default=list(compressors.METHODS), help="by default all")
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
     parser.add_argument("--momentum-correction", action="store_true", help="and --dense-values fp16, where they exist")
-    parser.add_argument("--budgets", type=texts, default=[], help="shares of the dense bytes, as 1/64,1/16")
+    parser.add_argument("--budgets", type=_distinct, default=[], help="shares of the dense bytes, as 1/64,1/16")
     parser.add_argument("--data", choices=DATASETS, default="digits")
     parser.add_argument("--model", choices=MODELS, default="cnn")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
     parser.add_argument("--out", type=Path, default=Path("results/compare"))
-    parser.add_argument("--bandwidths", type=texts, default=["100mbit", "1gbit", "10gbit"])
+    parser.add_argument("--bandwidths", type=_distinct, default=["100mbit", "1gbit", "10gbit"])
     parser.add_argument("--target-accuracy", type=float, help="by default the least of the methods' final ones - 0.01")
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--dry-run", action="store_true", help="print the commands that are left to run")
@@ -72,6 +72,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if moving := [option for option in args.option if args.budgets and "--diminishing" in option]:
         parser.error(f"--option {moving[0]!r}: a short run does not show what a density that moves will cost")
     return args
+
+
+def _distinct(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in texts(text)))
 
 
 def listing() -> str:

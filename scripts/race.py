@@ -20,13 +20,14 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import table
 from experiment import timing
-from experiment.cli import end_by_exception, texts
+from experiment.cli import end_by_exception, split, texts
 from experiment.comparison import Variant, variants
-from experiment.lab import NoLab, netlab
+from experiment.lab import NoLab, check_rates, netlab
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint
 
 #: Results by the rate of the links, and by the variant's label.
@@ -34,7 +35,7 @@ Results = dict[str, dict[str, Result]]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    own, train = (list(argv), []) if "--" not in argv else (argv[: argv.index("--")], argv[argv.index("--") + 1 :])
+    own, train = split(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -51,26 +52,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--hosts must be at least 2, got {args.hosts}")
     try:
         args.variants = variants(args.methods, args.option)
-        for rate in args.rates:
-            if rate != "none":
-                timing.bandwidth(rate)
+        check_rates(args.rates)
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
-def planned(args: argparse.Namespace, rate: str, variant: Variant, launcher: tuple[str, ...] = ()) -> Run:
-    arguments = (*args.train, "--compression", variant.method, *variant.options)
-    return Run(args.out / f"{rate}-{variant.label}.json", args.hosts, arguments, launcher)
-
-
 def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     """The result, from its file if it is there. ``Failed``, ``NoLab`` or ``OtherConfiguration`` say why not."""
-    run = planned(args, rate, variant)
+    arguments = (*args.train, "--compression", variant.method, *variant.options)
+    run = Run(args.out / f"{rate}-{variant.label}.json", args.hosts, arguments)
     result = run.result()
     if result is None:
         with netlab(args.hosts, rate, gloo=False) as place:
-            result = planned(args, rate, variant, place.command).execute(args.timeout)
+            result = replace(run, launcher=place.command).execute(args.timeout)
     if wrong := complaint(result):
         raise Failed(f"{run.name}: {wrong}")
     return result
@@ -78,8 +73,8 @@ def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
 
 def seconds_to(result: Result, target: float) -> float | None:
     """None if no test reached it."""
-    reached = (e for e in result["history"] if e["test_accuracy"] is not None and e["test_accuracy"] >= target)
-    return next((float(entry["seconds"]) for entry in reached), None)
+    entry = timing.reached(result, target)
+    return None if entry is None else float(entry["seconds"])
 
 
 def markdown(found: Results, target: float, base: str) -> str:

@@ -58,27 +58,16 @@ def figures(step: Iterable[Span]) -> dict[str, float]:
 
 def plot(step: Sequence[Span], file: Path) -> None:
     """A line a row, from left to right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     buckets = sorted({s["tid"] for s in step} - {Trace.MODEL, Trace.COMPRESSOR}, key=lambda row: int(row.split()[1]))
     rows = [Trace.MODEL, Trace.COMPRESSOR, *buckets]
     names = list(dict.fromkeys(span["name"].partition(",")[0] for span in step))
-    figure, axes = pyplot.subplots(figsize=(11, 0.8 + 0.45 * len(rows)), layout="constrained")
-    for number, name in enumerate(names):
-        mine = [span for span in step if span["name"].partition(",")[0] == name]
-        where, widths = [span["ts"] for span in mine], [span["dur"] for span in mine]
-        color = pyplot.get_cmap("tab10")(number % 10)
-        axes.barh([rows.index(span["tid"]) for span in mine], widths, left=where, height=0.7, label=name, color=color)
-    axes.set_yticks(range(len(rows)), labels=rows)
-    axes.invert_yaxis()
-    axes.set(xlabel="ms since the step began")
-    axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
+    with table.chart(file, len(names), xlabel="ms since the step began") as axes:
+        for name in names:
+            mine = [span for span in step if span["name"].partition(",")[0] == name]
+            where, widths = [span["ts"] for span in mine], [span["dur"] for span in mine]
+            axes.barh([rows.index(span["tid"]) for span in mine], widths, left=where, height=0.7, label=name)
+        axes.set_yticks(range(len(rows)), labels=rows)
+        axes.invert_yaxis()
 
 
 def main() -> None:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 
 
 def texts(text: str) -> list[str]:
-    """The parts of `none,fp16,iwp`, each once."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",")))
+    """The parts of `none,fp16,iwp`."""
+    return text.split(",")
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A script's own arguments, and those after `--`, which go to train.py."""
+    where = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:where]), list(argv[where + 1 :])
 
 
 def end_by_exception() -> None:
-    """A signal to end comes as SystemExit, so that the run under way is ended and what was made for it removed."""
+    """A signal to end comes as SystemExit, so that the run under way is ended and what was made for it removed. One
+    that is ignored stays ignored: under nohup, a terminal may go."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(143))
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: sys.exit(143))

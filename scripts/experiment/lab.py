@@ -6,10 +6,11 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from experiment import timing
 from experiment.runs import SCRIPTS
 
 
@@ -20,6 +21,13 @@ class Place:
     command: tuple[str, ...]
     interface: str
     master: str
+
+
+def check_rates(rates: Iterable[str]) -> None:
+    """Raises ``ValueError`` for one that is neither a bandwidth nor none."""
+    for rate in rates:
+        if rate != "none":
+            timing.bandwidth(rate)
 
 
 class NoLab(Exception):

@@ -42,12 +42,16 @@ def step_seconds(compute_ms: float, compress_ms: float, wire_bytes: float, bits_
     return (compute_ms + compress_ms) / 1000 + 8 * wire_bytes / bits_per_second
 
 
+def reached(run: Result, target: float) -> dict[str, Any] | None:
+    """What was noted at the first test that reached ``target``; None if none did."""
+    tested = (entry for entry in run["history"] if entry["test_accuracy"] is not None)
+    return next((entry for entry in tested if entry["test_accuracy"] >= target), None)
+
+
 def steps_to(run: Result, target: float) -> float | None:
-    """Steps at the first test that reached ``target``; None if none did."""
-    for entry in run["history"]:
-        if entry["test_accuracy"] is not None and entry["test_accuracy"] >= target:
-            return table.steps_at(run, entry["epoch"])
-    return None
+    """Steps until then."""
+    entry = reached(run, target)
+    return None if entry is None else table.steps_at(run, entry["epoch"])
 
 
 def default_target(results: Sequence[Result]) -> float:
