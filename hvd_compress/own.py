@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .agreement import disagreement
 from .bucket import Bucket
 from .codecs import Codec, CodedGather, codec
 from .codecs.coded import GatherChannel
@@ -47,14 +46,9 @@ class Own(Led):
         return self.plane
 
     def places(self, gathered: Tensor, ranks: int) -> list[Tensor]:
-        """Each rank's entries in the bucket's flat memory, in slot order: int64, (slots,).
-
-        Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
-        """
-        rows = gathered.view(ranks, -1)
-        if self.check and not bool((rows[:, : self.head] == rows[0, : self.head]).all()):
-            raise disagreement()
-        return [self.decoded(row[self.head :]) for row in rows]
+        """Each rank's entries in the bucket's flat memory, in slot order: int64, (slots,); raises as
+        :meth:`picks_by_rank` does."""
+        return [self.decoded(row) for row in self.picks_by_rank(gathered, ranks)]
 
     @abc.abstractmethod
     def decoded(self, picks: Tensor) -> Tensor:

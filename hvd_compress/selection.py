@@ -191,15 +191,19 @@ class Led(Selection):
         gathered = yield allgather(self.plane, "indices")
         self.picks = self.in_slot_order(gathered)
 
-    def in_slot_order(self, gathered: Tensor) -> Tensor:
-        """All ranks' picks, as the allgather lined them up by rank, put into the order of the slots.
+    def picks_by_rank(self, gathered: Tensor, ranks: int) -> Tensor:
+        """What the allgather lined up, a row for each of ``ranks``, without the four bytes.
 
         Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
         """
-        planes = gathered.view(self.ranks, -1)
+        planes = gathered.view(ranks, -1)
         if self.check and not bool((planes[:, : self.head] == planes[0, : self.head]).all()):
             raise disagreement()
-        by_rank = planes[:, self.head :].view(self.ranks, -1, self.run)
+        return planes[:, self.head :]
+
+    def in_slot_order(self, gathered: Tensor) -> Tensor:
+        """All ranks' picks in the order of the slots; raises as :meth:`picks_by_rank` does."""
+        by_rank = self.picks_by_rank(gathered, self.ranks).view(self.ranks, -1, self.run)
         # Not by an index tensor: on its way to a GPU it would wait for all that is queued there.
         return torch.stack([by_rank[rank] for rank in self.turn.order], dim=1).view(-1)[: self.total]
 
