@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times whole steps of Horovod's unmodified optimizer, method by method, on the shapes of a well-known network.
 
-    bench_exchange.py --shapes resnet50 --hosts 4 --rate 100mbit,1gbit --methods none,fp16,ddp-fp16,iwp --json FILE
+    bench_exchange.py --shapes resnet50 --hosts 4 --rate 100mbit,1gbit --backend mpi,gloo --methods none,iwp --json FILE
     bench_exchange.py --shapes alexnet --ranks 2 --backend gloo --methods none,iwp@64 --option 'iwp@64:--density 1/64'
     bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
 
@@ -13,7 +13,8 @@ without hooks. "step" is backward, exchange and update, of the slowest rank; "ex
 and update alone; "compress" and "decompress" are the time inside the compression object without its waiting, mean over
 ranks; "tx" is what the interface sent per rank and step, as it counts large segments, negotiation and the benchmark's
 one barrier a step included (on the loopback what the method's books say, or a ring would send); "wire ratio" is what a
-dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those bytes / exchange, as in nccl-tests; "even" the
+dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those bytes / exchange, as in nccl-tests; "x none"
+and "x fp16" are how many times as fast the step is as theirs at that rate, by the better backend; "even" is the
 bandwidth under which the saved bytes are worth the compressor's time, if nothing overlaps; "wrong" counts failed checks
 of one more step (experiment/soundness.py; a method with --momentum-correction is checked without it). Medians over
 steps, from the fastest to the slowest in brackets. All ranks share this machine's cores: times compare within one call
@@ -30,7 +31,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--methods", type=texts, default=[*compressors.METHODS, DDP_FP16], help="by default all")
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
-    parser.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="of Horovod")
+    parser.add_argument("--backend", type=texts, default=["mpi"], help="of Horovod, mpi or gloo, or both as mpi,gloo")
     parser.add_argument("--steps", type=int, default=7, help="measured")
     parser.add_argument("--warmup", type=int, default=3, metavar="STEPS")
     parser.add_argument("--max-seconds", type=float, default=120, help="no more steps then, but at least 5")
@@ -75,6 +76,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         known = variants([label for label in args.methods if label != DDP_FP16], args.option)
     except ValueError as error:
         parser.error(str(error))
+    if unknown := set(args.backend) - {"mpi", "gloo"}:
+        parser.error(f"--backend must be of mpi and gloo, got {', '.join(sorted(unknown))}")
     if args.ranks and args.rate != ["none"]:
         parser.error("--rate needs --hosts: the loopback has none")
     found = {variant.label: variant for variant in [*known, Variant(DDP_FP16)]}
@@ -98,9 +101,20 @@ def environments(labels: Sequence[str], settings: Sequence[str]) -> dict[str, di
     return chosen
 
 
-def measure(args: argparse.Namespace, rate: str, variant: Variant) -> dict[str, Any]:
+def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, Variant]]:
+    """Rate, backend and variant. DDP has Gloo always: it runs once."""
+    for rate in args.rate:
+        for backend in args.backend:
+            for variant in args.variants:
+                if variant.method != DDP_FP16:
+                    yield rate, backend, variant
+                elif backend == args.backend[-1]:
+                    yield rate, "gloo", variant
+
+
+def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant) -> dict[str, Any]:
     """What the ranks measured; ``Failed`` or ``NoLab`` if they did not."""
-    gloo = args.backend == "gloo"
+    gloo = backend == "gloo"
     place = netlab(args.hosts, rate, gloo) if args.hosts else loopback(args.ranks, gloo)
     with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as there:
         file, log = Path(folder) / "result.json", Path(folder) / "log"
@@ -110,13 +124,14 @@ def measure(args: argparse.Namespace, rate: str, variant: Variant) -> dict[str, 
         environment = args.environments[variant.label]
         options = [word for name, value in given.items() for word in (f"--{name}", value)]
         options += [f"--expect={name}={value}" for name, value in environment.items()]
+        run = f"{variant.label} by {backend} at {rate}"
         with log.open("w") as stream:
             command = [*there.command, str(SCRIPTS / "exchange_rank.py"), *options, *variant.options]
             status = run_group(command, args.timeout, stream, environment)
         if status is None:
-            raise Failed(f"{variant.label} at {rate} was killed after {args.timeout:g} s\n{last_lines(log)}")
+            raise Failed(f"{run} was killed after {args.timeout:g} s\n{last_lines(log)}")
         if status or not file.exists():
-            raise Failed(f"{variant.label} at {rate} ended with status {status}\n{last_lines(log)}")
+            raise Failed(f"{run} ended with status {status}\n{last_lines(log)}")
         result: dict[str, Any] = json.loads(file.read_text())
         return result
 
@@ -131,20 +146,20 @@ def write(file: Path, args: argparse.Namespace, environment: dict[str, Any], row
 
 def plot(args: argparse.Namespace, rows: Sequence[columns.Row]) -> Path:
     """Bars of the median step, a group for each rate and a colour for each method; the lines are the spread."""
-    labels = list(dict.fromkeys(row["method"] for row in rows))
+    labels = list(dict.fromkeys((row["method"], row["backend"]) for row in rows))
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    file: Path = args.plot / f"exchange-{args.shapes}-{args.hosts or args.ranks}-{args.backend}.png"
+    file: Path = args.plot / f"exchange-{args.shapes}-{args.hosts or args.ranks}-{'-'.join(args.backend)}.png"
     width = 0.8 / len(labels)
     with table.chart(file, len(labels), yscale="log", ylabel="step, ms", xlabel="rate of every link") as axes:
         for number, label in enumerate(labels):
-            mine = [row for row in rows if row["method"] == label]
+            mine = [row for row in rows if (row["method"], row["backend"]) == label]
             where = [rates.index(row["rate"]) + (number - (len(labels) - 1) / 2) * width for row in mine]
             steps = [row["step_ms"] for row in mine]
             spread = [
                 [row["step_ms"] - row["step_ms_spread"][0] for row in mine],
                 [row["step_ms_spread"][1] - row["step_ms"] for row in mine],
             ]
-            axes.bar(where, steps, width, label=label, yerr=spread, error_kw={"linewidth": 0.8})
+            axes.bar(where, steps, width, label=", ".join(label), yerr=spread, error_kw={"linewidth": 0.8})
         axes.set_xticks(range(len(rates)), labels=rates)
     return file
 
@@ -153,26 +168,26 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     rows: list[columns.Row] = []
     failed = False
-    for rate in args.rate:
-        for variant in args.variants:
-            try:
-                result = measure(args, rate, variant)
-            except NoLab as error:
-                print(f"bench_exchange.py: {error}", file=sys.stderr)
-                if rows:
-                    print(columns.markdown(columns.compared(rows)))
-                return 2
-            except Failed as error:
-                failed = True
-                print(f"bench_exchange.py: {error}", file=sys.stderr)
-                continue
-            rows.append(columns.row(variant.label, rate, result, sent_by_ring=2))
-            failed = failed or bool(result["failures"])
-            for text in result["failures"][:5]:  # the file has them all
-                print(f"bench_exchange.py: {variant.label} at {rate}: {text}", file=sys.stderr)
-            print(f"{variant.label} at {rate}: {rows[-1]['step_ms']:.1f} ms", file=sys.stderr, flush=True)
-            if args.json:  # after every run, so that nothing is lost if a later one is interrupted
-                write(args.json, args, result["environment"], columns.compared(rows))
+    for rate, backend, variant in runs(args):
+        try:
+            result = measure(args, rate, backend, variant)
+        except NoLab as error:
+            print(f"bench_exchange.py: {error}", file=sys.stderr)
+            if rows:
+                print(columns.markdown(columns.compared(rows)))
+            return 2
+        except Failed as error:
+            failed = True
+            print(f"bench_exchange.py: {error}", file=sys.stderr)
+            continue
+        rows.append(columns.row(variant.label, rate, backend, result, sent_by_ring=2))
+        failed = failed or bool(result["failures"])
+        run = f"{variant.label} by {backend} at {rate}"
+        for text in result["failures"][:5]:  # the file has them all
+            print(f"bench_exchange.py: {run}: {text}", file=sys.stderr)
+        print(f"{run}: {rows[-1]['step_ms']:.1f} ms", file=sys.stderr, flush=True)
+        if args.json:  # after every run, so that nothing is lost if a later one is interrupted
+            write(args.json, args, result["environment"], columns.compared(rows))
     if rows:
         print(columns.markdown(columns.compared(rows)))
         if args.plot:

@@ -167,10 +167,9 @@ case ${1:-} in
     ;;
   exchange)
     out=${2:-docs/results/exchange}
-    for backend in mpi gloo; do
-      .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,10gbit,1gbit,100mbit --backend "$backend" \
-        --methods none,fp16,ddp-fp16,iwp --json "$out/resnet50-$backend.json" --plot "$out"
-    done
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,10gbit,1gbit,100mbit --backend mpi,gloo \
+      --methods none,fp16,ddp-fp16,iwp,iwp@correction --option iwp@correction:--momentum-correction --max-seconds 60 \
+      --json "$out/resnet50.json" --plot "$out"
     ;;
   exchange-settings)
     out=${2:-docs/results/exchange-settings}

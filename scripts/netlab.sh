@@ -17,6 +17,8 @@ down() {
   for host in $(ip netns list | awk -v "name=^${lab}host[0-9]+\$" '$1 ~ name {print $1}'); do
     # What is left of a job that was killed: a rank keeps its namespace alive.
     ip netns pids "$host" | xargs -r kill -9 2>/dev/null || true
+    # With the namespace it would go, too, but later: the next `up` would find the name taken.
+    ip link del "${lab}lab${host#"${lab}host"}" 2>/dev/null || true
     ip netns del "$host"
     rm -rf "/etc/netns/$host"
   done

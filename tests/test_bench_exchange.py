@@ -151,7 +151,7 @@ def test_a_row_is_of_the_slowest_rank_and_of_mean_compression():
     own = {"compress": [0.001] * 3, "decompress": [0.002] * 3, "wait": [0.0] * 3}
     slow = {**own, "compress": [0.003] * 3}
     row = columns.row(
-        "iwp", "1gbit", result(measured([0.1, 0.2, 0.3], 4e4, **own), measured([0.3, 0.1, 0.1], 6e4, **slow)), 2
+        "iwp", "1gbit", "mpi", result(measured([0.1, 0.2, 0.3], 4e4, **own), measured([0.3, 0.1, 0.1], 6e4, **slow)), 2
     )
     assert set(row) >= ROW
     assert row["step_ms"] == pytest.approx(300) and row["step_ms_spread"] == pytest.approx([200, 300])
@@ -166,7 +166,7 @@ def test_a_row_is_of_the_slowest_rank_and_of_mean_compression():
 
 
 def test_what_is_not_known_is_none():
-    row = columns.row("ddp-fp16", "none", result(*[measured([0.1] * 3)] * 4), sent_by_ring=2)
+    row = columns.row("ddp-fp16", "none", "gloo", result(*[measured([0.1] * 3)] * 4), sent_by_ring=2)
     assert row["tx_bytes"] == pytest.approx(2 * 3 / 4 * 2e6) and row["wire_ratio"] == pytest.approx(2)
     assert row["compress_ms"] is row["decompress_ms"] is row["break_even_gbit_s"] is None
     assert columns.break_even(0.0, 1.0, 1.0) is None and columns.bus(1e6, -1.0) is None
@@ -175,19 +175,28 @@ def test_what_is_not_known_is_none():
     assert 8 * 1e8 / (bandwidth * 1e9) == pytest.approx(0.08)
 
 
-def test_methods_are_compared_at_the_same_rate():
+def test_methods_are_compared_at_the_same_rate_and_with_the_faster_backend():
     rows = [
-        {"method": method, "rate": rate, "step_ms": step}
-        for method, rate, step in (
-            ("none", "a", 100),
-            ("fp16", "a", 60),
-            ("iwp", "a", 20),
-            ("none", "b", 10),
-            ("iwp", "b", 20),
+        {"method": method, "rate": rate, "backend": backend, "step_ms": step}
+        for method, rate, backend, step in (
+            ("none", "a", "mpi", 100),
+            ("none", "a", "gloo", 80),
+            ("fp16", "a", "mpi", 60),
+            ("fp16", "a", "gloo", 90),
+            ("iwp", "a", "mpi", 20),
+            ("none", "b", "mpi", 10),
+            ("iwp", "b", "gloo", 20),
         )
     ]
     found = [(row["speedup_over_none"], row["speedup_over_fp16"]) for row in columns.compared(rows)]
-    assert found == [(1, 0.6), (100 / 60, 1), (5, 3), (1, None), (0.5, None)]
+    assert found == [(0.8, 0.6), (1, 0.75), (80 / 60, 1), (80 / 90, 60 / 90), (4, 3), (1, None), (0.5, None)]
+
+
+def test_ddp_runs_once_and_by_gloo():
+    args = bench.parse(["--hosts=2", "--rate=none,1gbit", "--backend=mpi,gloo", "--methods=none,ddp-fp16"])
+    found = [(rate, backend, variant.label) for rate, backend, variant in bench.runs(args)]
+    once = [("mpi", "none"), ("gloo", "none"), ("gloo", "ddp-fp16")]
+    assert found == [(rate, *run) for rate in ("none", "1gbit") for run in once]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +205,7 @@ def test_methods_are_compared_at_the_same_rate():
         ("--ranks 2 --rate 1gbit", "--rate needs --hosts"),
         ("--hosts 2 --rate fast", "got 'fast'"),
         ("--hosts 2 --methods none,zip", "unknown method 'zip'"),
+        ("--ranks 2 --backend mpi,nccl", "--backend must be of mpi and gloo, got nccl"),
         ("--ranks 1", "--ranks must be at least 2"),
         ("--hosts 2 --option qsgd", "expected METHOD:OPTIONS"),
         ("--hosts 2 --methods iwp --environment none:A=1", "expected METHOD:NAME=VALUE"),
@@ -257,7 +267,7 @@ def test_a_run_on_the_loopback(tmp_path):
     assert ratios[:2] == pytest.approx([1, 2]) and 10 < ratios[2] < 30
     # Horovod looks at what is to do once in a cycle: two messages, one after the other, take one at least.
     assert content["rows"][3]["step_ms"] > 200
-    assert all(f"| none | {method} |" in output for method in methods.split(","))
+    assert all(f"| none | mpi | {method} |" in output for method in methods.split(","))
     assert (tmp_path / "exchange-tiny-2-mpi.png").stat().st_size > 10_000
 
 

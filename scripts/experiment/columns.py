@@ -13,7 +13,7 @@ from hvd_compress.collectives import ring_bytes
 Row = dict[str, Any]
 
 
-def row(method: str, rate: str, result: dict[str, Any], sent_by_ring: int) -> Row:
+def row(method: str, rate: str, backend: str, result: dict[str, Any], sent_by_ring: int) -> Row:
     """Medians over steps, and [least, largest] beside them; ``sent_by_ring``: bytes of an entry, for a method without
     books where there is no interface to ask.
 
@@ -29,6 +29,7 @@ def row(method: str, rate: str, result: dict[str, Any], sent_by_ring: int) -> Ro
     found: Row = {
         "method": method,
         "rate": rate,
+        "backend": backend,
         "ranks": ranks,
         "steps": len(step),
         **_milliseconds("step", step),
@@ -66,11 +67,15 @@ def break_even(saved: float, compress_ms: float | None, decompress_ms: float | N
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """With ``speedup_over_none`` and ``speedup_over_fp16``, of whole steps at the same rate; None without that row."""
+    """With ``speedup_over_none`` and ``speedup_over_fp16``, of whole steps at the same rate and by the faster backend;
+    None without such a row."""
     done = []
     for one in rows:
-        of = {other["method"]: other["step_ms"] for other in rows if other["rate"] == one["rate"]}
-        speedups = {f"speedup_over_{base}": of[base] / one["step_ms"] if base in of else None for base in _BASES}
+        peers = [other for other in rows if other["rate"] == one["rate"]]
+        speedups = {}
+        for base in _BASES:
+            steps = [peer["step_ms"] for peer in peers if peer["method"] == base]
+            speedups[f"speedup_over_{base}"] = min(steps) / one["step_ms"] if steps else None
         done.append({**one, **speedups})
     return done
 
@@ -81,7 +86,7 @@ _BASES = ("none", "fp16")
 def markdown(rows: Sequence[Row]) -> str:
     """The table; ms unless a column says otherwise, spreads from the fastest to the slowest step."""
     header = [
-        "rate", "method", "step ms", "backward", "exchange", "compress", "decompress", "tx MB", "wire ratio",
+        "rate", "backend", "method", "step ms", "backward", "exchange", "compress", "decompress", "tx MB", "wire ratio",
         "bus Gbit/s", "x none", "x fp16", "even at Gbit/s", "wrong",
     ]  # fmt: skip
     lines = []
@@ -90,6 +95,7 @@ def markdown(rows: Sequence[Row]) -> str:
         lines.append(
             [
                 one["rate"],
+                one["backend"],
                 one["method"],
                 f"{one['step_ms']:,.1f} ({low:,.1f} to {high:,.1f})",
                 *(_text(one[f"{key}_ms"], ",.1f") for key in ("backward", "exchange", "compress", "decompress")),
@@ -101,7 +107,7 @@ def markdown(rows: Sequence[Row]) -> str:
                 str(one["wrong"]),
             ]
         )
-    return table.markdown(header, lines, left=2)
+    return table.markdown(header, lines, left=3)
 
 
 def _text(value: float | None, form: str) -> str:
