@@ -17,9 +17,10 @@ dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those bytes 
 and "x fp16" are how many times as fast the step is as theirs at that rate, by the better backend; "even" is the
 bandwidth under which the saved bytes are worth the compressor's time, if nothing overlaps; "wrong" counts failed checks
 of one more step (experiment/soundness.py; a method with --momentum-correction is checked without it). Medians over
-steps, from the fastest to the slowest in brackets. All ranks share this machine's cores: times compare within one call
-only, "compress" is an upper bound, and "even" a lower one. A shaped link lets what it could send in 2 ms, at least
-32 kB, pass at once after a pause.
+steps of all --runs, from the fastest to the slowest in brackets. All ranks share this machine's cores: times compare
+within one call only, "compress" is an upper bound, and "even" a lower one; and how threads that wait share them with
+those that work differs from run to run, by more than from step to step. A shaped link lets what it could send in 2 ms,
+at least 32 kB, pass at once after a pause.
 
 The methods are those of train.py, each with its defaults there unless --option says otherwise, and ddp-fp16: torch's
 DistributedDataParallel over Gloo with fp16_compress_hook. Exit status 1 if a run failed or anything was wrong.
@@ -28,6 +29,7 @@ DistributedDataParallel over Gloo with fp16_compress_hook. Exit status 1 if a ru
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -37,7 +39,7 @@ from typing import Any
 
 import table
 from experiment import columns, compressors
-from experiment.cli import end_by_exception, texts
+from experiment.cli import end_by_exception, environments, texts
 from experiment.comparison import Variant, variants
 from experiment.exchangers import DDP_FP16
 from experiment.lab import NoLab, check_rates, loopback, netlab
@@ -58,7 +60,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
     parser.add_argument("--backend", type=texts, default=["mpi"], help="of Horovod, mpi or gloo, or both as mpi,gloo")
-    parser.add_argument("--steps", type=int, default=7, help="measured")
+    parser.add_argument("--runs", type=int, default=1, help="of every method, in turn")
+    parser.add_argument("--steps", type=int, default=7, help="measured in each run")
     parser.add_argument("--warmup", type=int, default=3, metavar="STEPS")
     parser.add_argument("--max-seconds", type=float, default=120, help="no more steps then, but at least 5")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="after which a run is killed")
@@ -67,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows here")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write the step times by method and rate here")
     args = parser.parse_args(argv)
-    for name, least in (("hosts", 2), ("ranks", 2), ("steps", 1), ("warmup", 0)):
+    for name, least in (("hosts", 2), ("ranks", 2), ("runs", 1), ("steps", 1), ("warmup", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
@@ -89,27 +92,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def environments(labels: Sequence[str], settings: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Of every label's ranks, beside this program's own; ``ValueError`` says what does not fit."""
-    chosen: dict[str, dict[str, str]] = {label: {} for label in labels}
-    for setting in settings:
-        label, _, text = setting.partition(":")
-        name, equals, value = text.partition("=")
-        if label not in chosen or not name or not equals:
-            raise ValueError(f"--environment {setting!r}: expected METHOD:NAME=VALUE with one of {', '.join(chosen)}")
-        chosen[label][name] = value
-    return chosen
-
-
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, Variant]]:
-    """Rate, backend and variant. DDP has Gloo always: it runs once."""
-    for rate in args.rate:
-        for backend in args.backend:
-            for variant in args.variants:
-                if variant.method != DDP_FP16:
-                    yield rate, backend, variant
-                elif backend == args.backend[-1]:
-                    yield rate, "gloo", variant
+    """Rate, backend and variant; DDP's backend is always Gloo. What is slow for a while is so for all methods alike."""
+    for rate, _ in itertools.product(args.rate, range(args.runs)):
+        for backend, variant in itertools.product(args.backend, args.variants):
+            if variant.method != DDP_FP16:
+                yield rate, backend, variant
+            elif backend == args.backend[-1]:
+                yield rate, "gloo", variant
 
 
 def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant) -> dict[str, Any]:
@@ -166,6 +156,7 @@ def plot(args: argparse.Namespace, rows: Sequence[columns.Row]) -> Path:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    results: dict[tuple[str, str, str], dict[str, Any]] = {}
     rows: list[columns.Row] = []
     failed = False
     for rate, backend, variant in runs(args):
@@ -174,24 +165,26 @@ def main(argv: Sequence[str]) -> int:
         except NoLab as error:
             print(f"bench_exchange.py: {error}", file=sys.stderr)
             if rows:
-                print(columns.markdown(columns.compared(rows)))
+                print(columns.markdown(rows))
             return 2
         except Failed as error:
             failed = True
             print(f"bench_exchange.py: {error}", file=sys.stderr)
             continue
-        rows.append(columns.row(variant.label, rate, backend, result, sent_by_ring=2))
         failed = failed or bool(result["failures"])
-        run = f"{variant.label} by {backend} at {rate}"
+        run = variant.label, rate, backend
         for text in result["failures"][:5]:  # the file has them all
-            print(f"bench_exchange.py: {run}: {text}", file=sys.stderr)
-        print(f"{run}: {rows[-1]['step_ms']:.1f} ms", file=sys.stderr, flush=True)
+            print(f"bench_exchange.py: {' '.join(run)}: {text}", file=sys.stderr)
+        this = columns.row(*run, result, sent_by_ring=2)
+        print(f"{' '.join(run)}: {this['step_ms']:.1f} ms", file=sys.stderr, flush=True)
+        results[run] = columns.together(results[run], result) if run in results else result
+        rows = columns.compared([columns.row(*which, whole, sent_by_ring=2) for which, whole in results.items()])
         if args.json:  # after every run, so that nothing is lost if a later one is interrupted
-            write(args.json, args, result["environment"], columns.compared(rows))
+            write(args.json, args, result["environment"], rows)
     if rows:
-        print(columns.markdown(columns.compared(rows)))
+        print(columns.markdown(rows))
         if args.plot:
-            plot(args, columns.compared(rows))
+            plot(args, rows)
     return 1 if failed else 0
 
 

@@ -30,6 +30,10 @@ one() {  # NAME ARGUMENTS...
   [[ -f $file ]] || bash scripts/run.sh "${ranks:-4}" scripts/train.py --json "$file" "$@"
 }
 
+sleeping() {  # MPI's threads sleep while they wait: with more ranks than cores, all methods are faster so (exchange-settings)
+  export OMPI_MCA_threads_pthreads_yield_strategy=nanosleep OMPI_MCA_threads_pthreads_nanosleep_time=100000
+}
+
 at_equal_bytes() {  # COMMON ARGUMENTS...: densities such that all bytes together, tensors that travel dense included, are a share of dense
   local share density method
   one none "$@" --compression none
@@ -167,34 +171,42 @@ case ${1:-} in
     ;;
   exchange)
     out=${2:-docs/results/exchange}
-    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,10gbit,1gbit,100mbit --backend mpi,gloo \
-      --methods none,fp16,ddp-fp16,iwp,iwp@correction --option iwp@correction:--momentum-correction --max-seconds 60 \
-      --json "$out/resnet50.json" --plot "$out"
+    sleeping
+    for rates in "none,1gbit 3" "10gbit 1" "100mbit 1"; do
+      read -r rate runs <<<"$rates"
+      .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate "$rate" --backend mpi,gloo --runs "$runs" \
+        --methods none,fp16,ddp-fp16,iwp,iwp@correction --option iwp@correction:--momentum-correction --max-seconds 60 \
+        --json "$out/resnet50-${rate/,/-}.json" --plot "$out/${rate/,/-}"
+    done
     ;;
   exchange-settings)
     out=${2:-docs/results/exchange-settings}
-    methods=() settings=()
+    sleeping
+    methods=() environments=()
     for method in none iwp; do
       methods+=("$method")
-      for setting in cycle-0.2:HOROVOD_CYCLE_TIME=0.2 cycle-5:HOROVOD_CYCLE_TIME=5 fusion-1MB:HOROVOD_FUSION_THRESHOLD=1048576 \
-        no-cache:HOROVOD_CACHE_CAPACITY=0 no-yield:OMPI_MCA_mpi_yield_when_idle=0 ring:OMPI_MCA_coll_tuned_allreduce_algorithm=4 \
+      for setting in yield:OMPI_MCA_threads_pthreads_yield_strategy=sched_yield spin:OMPI_MCA_mpi_yield_when_idle=0 \
+        cycle-0.2:HOROVOD_CYCLE_TIME=0.2 cycle-5:HOROVOD_CYCLE_TIME=5 fusion-1MB:HOROVOD_FUSION_THRESHOLD=1048576 \
+        no-cache:HOROVOD_CACHE_CAPACITY=0 ring:OMPI_MCA_coll_tuned_allreduce_algorithm=4 \
         segmented-ring:OMPI_MCA_coll_tuned_allreduce_algorithm=5 rabenseifner:OMPI_MCA_coll_tuned_allreduce_algorithm=6; do
         label=$method@${setting%%:*}
-        methods+=("$label") settings+=(--environment "$label:${setting#*:}")
-        [[ $setting != *coll_tuned* ]] || settings+=(--environment "$label:OMPI_MCA_coll_tuned_use_dynamic_rules=1")
+        methods+=("$label") environments+=(--environment "$label:${setting#*:}")
+        # Open MPI takes no notice of the algorithm otherwise.
+        [[ $setting != *coll_tuned* ]] || environments+=(--environment "$label:OMPI_MCA_coll_tuned_use_dynamic_rules=1")
       done
     done
-    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate 1gbit --methods "$(IFS=,; echo "${methods[*]}")" \
-      "${settings[@]}" --json "$out/mpi.json" --plot "$out"
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate 1gbit --runs 2 --steps 5 \
+      --methods "$(IFS=,; echo "${methods[*]}")" "${environments[@]}" --json "$out/mpi.json" --plot "$out"
     ;;
   exchange-buckets)
     out=${2:-docs/results/exchange-buckets}
+    sleeping
     methods=() options=()
     for size in 1 4 8 16 32 128; do
       methods+=("iwp@$size") options+=(--option "iwp@$size:--bucket-mb $size")
     done
-    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,1gbit --methods "$(IFS=,; echo "${methods[*]}")" \
-      "${options[@]}" --json "$out/mpi.json" --plot "$out"
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,1gbit --runs 2 \
+      --methods "$(IFS=,; echo "${methods[*]}")" "${options[@]}" --json "$out/mpi.json" --plot "$out"
     ;;
   growth)
     out=${2:-docs/results/growth}
@@ -204,12 +216,24 @@ case ${1:-} in
     ;;
   race-*)
     data=${2:?DATA_DIR} out=${3:-docs/results/$1}
+    # Each method as fast as it gets here: see exchange for large networks; of a small one, IWP's messages are short, and sleep delays them.
+    how=()
     case $1 in
-      race-resnet20) target=0.75 training=(--model resnet20 --epochs 4 --lr 0.3) ;;
-      race-vgg11) target=0.65 training=(--model vgg11 --epochs 2 --batch-size 64 --lr 0.1) ;;
+      race-resnet20)
+        target=0.7 training=(--model resnet20 --epochs 4 --lr 0.3)
+        for method in none fp16; do
+          how+=(--environment "$method:OMPI_MCA_threads_pthreads_yield_strategy=nanosleep")
+          how+=(--environment "$method:OMPI_MCA_threads_pthreads_nanosleep_time=100000")
+        done
+        ;;
+      race-vgg11)
+        target=0.5 training=(--model vgg11 --epochs 2 --batch-size 128 --lr 0.1)
+        sleeping
+        how=(--gloo none:100mbit,none:1gbit,fp16:100mbit)
+        ;;
       *) usage ;;
     esac
-    .venv/bin/python scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp --option "iwp:${ours[*]}" \
+    .venv/bin/python scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp "${how[@]}" --option "iwp:${ours[*]}" \
       --target "$target" --out "$out" -- --data cifar10 --data-dir "$data" "${training[@]}" --channels-last --amp bf16
     ;;
   gradients)

@@ -7,7 +7,8 @@
 Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). What follows -- goes to
 train.py in every run. OUT gets every run's JSON, race.md and race.png. A run whose result lies in OUT is not repeated,
 so that a race that was interrupted goes on; for new times, race into another folder: clocks of different days, with
-other things to do, do not compare.
+other things to do, do not compare. Runs are by MPI but for those of --gloo: which is faster, and with which settings,
+depends on method and rate.
 
 "seconds" is wall clock from the first step to the end of the first test that reached the target, tests and all; they
 come at the end of epochs, so epochs are the same for all methods that learn alike. All hosts share this machine's
@@ -25,12 +26,12 @@ from pathlib import Path
 
 import table
 from experiment import timing
-from experiment.cli import end_by_exception, split, texts
+from experiment.cli import end_by_exception, environments, split, texts
 from experiment.comparison import Variant, variants
 from experiment.lab import NoLab, check_rates, netlab
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint
 
-#: Results by the rate of the links, and by the variant's label.
+#: Results by the rate of the links, and by the variant's label; each with its ``backend`` beside what train.py wrote.
 Results = dict[str, dict[str, Result]]
 
 
@@ -42,7 +43,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rates", type=texts, default=["100mbit", "1gbit"], help="of every link, or none")
     parser.add_argument("--methods", type=texts, default=["none", "fp16", "iwp"], help="compared with the first")
+    parser.add_argument("--gloo", type=texts, default=[], metavar="RUNS", help="as none:1gbit,fp16:1gbit")
     parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
+    parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
     parser.add_argument("--target", type=float, required=True, metavar="ACCURACY")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=7200, metavar="SECONDS", help="after which a run is killed")
@@ -53,6 +56,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         args.variants = variants(args.methods, args.option)
         check_rates(args.rates)
+        args.environments = environments(args.methods, args.environment)
+        if unknown := set(args.gloo) - {f"{label}:{rate}" for label in args.methods for rate in args.rates}:
+            raise ValueError(f"--gloo {','.join(sorted(unknown))}: expected METHOD:RATE, of those of this race")
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -61,14 +67,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     """The result, from its file if it is there. ``Failed``, ``NoLab`` or ``OtherConfiguration`` say why not."""
     arguments = (*args.train, "--compression", variant.method, *variant.options)
-    run = Run(args.out / f"{rate}-{variant.label}.json", args.hosts, arguments)
+    backend = "gloo" if f"{variant.label}:{rate}" in args.gloo else "mpi"
+    run = Run(args.out / f"{rate}-{variant.label}-{backend}.json", args.hosts, arguments)
     result = run.result()
     if result is None:
-        with netlab(args.hosts, rate, gloo=False) as place:
-            result = replace(run, launcher=place.command).execute(args.timeout)
+        with netlab(args.hosts, rate, gloo=backend == "gloo") as place:
+            result = replace(run, launcher=place.command).execute(args.timeout, args.environments[variant.label])
     if wrong := complaint(result):
         raise Failed(f"{run.name}: {wrong}")
-    return result
+    return {**result, "backend": backend}
 
 
 def seconds_to(result: Result, target: float) -> float | None:
@@ -79,7 +86,8 @@ def seconds_to(result: Result, target: float) -> float | None:
 
 def markdown(found: Results, target: float, base: str) -> str:
     """``base``: the method that the others are compared with, where it got there."""
-    header = ["links", "method", "MB a step", "step ms", f"steps to {target:g}", "seconds", "faster", "final accuracy"]
+    header = ["links", "method", "backend", "MB a step", "step ms"]
+    header += [f"steps to {target:g}", "seconds", "faster", "final accuracy"]
     rows = []
     for rate, results in found.items():
         times = {label: seconds_to(result, target) for label, result in results.items()}
@@ -90,6 +98,7 @@ def markdown(found: Results, target: float, base: str) -> str:
                 [
                     rate,
                     label,
+                    result["backend"],
                     f"{result['wire_bytes_per_step'] / 1e6:.3f}",
                     f"{result['step_ms_median']:.0f}",
                     "-" if steps is None else f"{steps:,.0f}",
@@ -98,7 +107,7 @@ def markdown(found: Results, target: float, base: str) -> str:
                     f"{result['test_accuracy']:.4f}",
                 ]
             )
-    return table.markdown(header, rows, left=2)
+    return table.markdown(header, rows, left=3)
 
 
 def plot(found: Results, target: float, file: Path) -> None:

@@ -165,6 +165,13 @@ def test_a_row_is_of_the_slowest_rank_and_of_mean_compression():
     assert row["wrong"] == 0
 
 
+def test_runs_of_a_method_share_a_row():
+    first, second = measured([0.1, 0.2], 4e4), measured([0.3], 6e4)
+    row = columns.row("iwp", "1gbit", "mpi", columns.together(result(first), result(second)), 2)
+    assert row["step_ms"] == pytest.approx(200) and row["step_ms_spread"] == pytest.approx([100, 300])
+    assert row["steps"] == 3 and row["tx_bytes"] == 5e4
+
+
 def test_what_is_not_known_is_none():
     row = columns.row("ddp-fp16", "none", "gloo", result(*[measured([0.1] * 3)] * 4), sent_by_ring=2)
     assert row["tx_bytes"] == pytest.approx(2 * 3 / 4 * 2e6) and row["wire_ratio"] == pytest.approx(2)
@@ -193,10 +200,10 @@ def test_methods_are_compared_at_the_same_rate_and_with_the_faster_backend():
 
 
 def test_ddp_runs_once_and_by_gloo():
-    args = bench.parse(["--hosts=2", "--rate=none,1gbit", "--backend=mpi,gloo", "--methods=none,ddp-fp16"])
+    args = bench.parse(["--hosts=2", "--rate=none,1gbit", "--backend=mpi,gloo", "--methods=none,ddp-fp16", "--runs=2"])
     found = [(rate, backend, variant.label) for rate, backend, variant in bench.runs(args)]
     once = [("mpi", "none"), ("gloo", "none"), ("gloo", "ddp-fp16")]
-    assert found == [(rate, *run) for rate in ("none", "1gbit") for run in once]
+    assert found == [(rate, *run) for rate in ("none", "none", "1gbit", "1gbit") for run in once]
 
 
 @pytest.mark.parametrize(
@@ -254,13 +261,13 @@ def test_a_run_on_the_loopback(tmp_path):
     file = tmp_path / "out" / "rows.json"
     methods = "none,fp16,iwp@8,iwp@slow"
     more = f"--option iwp@8:--density=1/8 --environment iwp@slow:HOROVOD_CYCLE_TIME=200 --json {file} --plot {tmp_path}"
-    output = run(f"--ranks 2 --methods {methods} {more}", timeout=240)
+    output = run(f"--ranks 2 --methods {methods} --runs 2 {more}", timeout=240)
     content = json.loads(file.read_text())
     assert set(content) == {"config", "rows"}
     assert content["config"]["shapes"] == "tiny" and content["config"]["torch"] == torch.__version__
     assert [row["method"] for row in content["rows"]] == methods.split(",")
     for row in content["rows"]:
-        assert set(row) >= ROW and row["wrong"] == 0 and row["steps"] == 3
+        assert set(row) >= ROW and row["wrong"] == 0 and row["steps"] == 6
         low, high = row["step_ms_spread"]
         assert low <= row["step_ms"] <= high and row["step_ms"] > row["backward_ms"] > 0
     ratios = [row["wire_ratio"] for row in content["rows"]]

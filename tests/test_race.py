@@ -15,7 +15,7 @@ race = importlib.import_module("race")
 
 def result(*tests, step_ms=100.0):
     history = [{"epoch": i + 1, "test_accuracy": a, "seconds": 10.0 * (i + 1)} for i, a in enumerate(tests)]
-    measured = {"wire_bytes_per_step": 2e6, "step_ms_median": step_ms, "test_accuracy": tests[-1]}
+    measured = {"backend": "mpi", "wire_bytes_per_step": 2e6, "step_ms_median": step_ms, "test_accuracy": tests[-1]}
     return {"history": history, "steps": 10 * len(tests), "epochs": len(tests), **measured}
 
 
@@ -31,8 +31,8 @@ def test_compares_with_the_first_method_where_it_got_there():
         "none": {"none": result(0.1), "iwp": result(0.7)},
     }
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in race.markdown(found, 0.7, "none").splitlines()]
-    assert rows[0][4:7] == ["steps to 0.7", "seconds", "faster"]
-    assert [row[:2] + row[4:7] for row in rows[2:]] == [
+    assert rows[0][5:8] == ["steps to 0.7", "seconds", "faster"]
+    assert [row[:2] + row[5:8] for row in rows[2:]] == [
         ["100mbit", "none", "30", "30", "1.00"],
         ["100mbit", "iwp", "10", "10", "3.00"],
         ["1gbit", "iwp", "10", "10", "-"],
@@ -41,7 +41,9 @@ def test_compares_with_the_first_method_where_it_got_there():
     ]
 
 
-@pytest.mark.parametrize("wrong", [["--rates", "fast"], ["--hosts", "1"], ["--methods", "none,magic"]])
+@pytest.mark.parametrize(
+    "wrong", [["--rates", "fast"], ["--hosts", "1"], ["--methods", "none,magic"], ["--gloo", "qsgd"]]
+)
 def test_refuses(wrong, tmp_path, capsys):
     with pytest.raises(SystemExit):
         race.parse(["--target", "0.5", "--out", str(tmp_path), *wrong])
@@ -52,7 +54,7 @@ def test_refuses(wrong, tmp_path, capsys):
 def test_a_race_on_two_hosts_is_run_once(tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     options = ["--hosts", "2", "--rates", "1gbit", "--methods", "none,iwp", "--target", "0.01", "--out", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "scripts" / "race.py"), *options]
+    command = [sys.executable, str(ROOT / "scripts" / "race.py"), *options, "--gloo", "none:1gbit"]
     command += ["--", "--data", "digits", "--epochs", "1", "--max-steps", "8", "--limit-train", "400"]
     seconds = []
     for _ in range(2):
@@ -60,8 +62,8 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
         if "no network namespaces" in done.stderr:
             pytest.skip(done.stderr)
         assert done.returncode == 0, done.stderr
-        assert "| 1gbit | iwp |" in (tmp_path / "race.md").read_text() and (tmp_path / "race.png").exists()
-        written = [json.loads((tmp_path / f"1gbit-{method}.json").read_text()) for method in ("none", "iwp")]
+        assert "| 1gbit | none | gloo |" in (tmp_path / "race.md").read_text() and (tmp_path / "race.png").exists()
+        written = [json.loads((tmp_path / f"1gbit-{run}.json").read_text()) for run in ("none-gloo", "iwp-mpi")]
         assert [w["config"]["compression"] for w in written] == ["none", "iwp"]
         seconds.append([w["seconds"] for w in written])
     assert seconds[0] == seconds[1]

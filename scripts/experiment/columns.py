@@ -25,7 +25,7 @@ def row(method: str, rate: str, backend: str, result: dict[str, Any], sent_by_ri
     alone = statistics.median(base)
     exchange = [seconds - alone for seconds in step]
     nominal = ring_bytes("allreduce", sent_by_ring * entries, ranks)
-    sent = statistics.mean(rank["sent"][0] if "sent" in rank else nominal for rank in measured)
+    sent = statistics.mean(statistics.mean(rank.get("sent", [nominal])) for rank in measured)
     found: Row = {
         "method": method,
         "rate": rate,
@@ -50,6 +50,13 @@ def row(method: str, rate: str, backend: str, result: dict[str, Any], sent_by_ri
         "failures": result["failures"],
     }
     return found
+
+
+def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of two runs, as if one had gone on where the other ended."""
+    ranks = zip(one["measured"], other["measured"], strict=True)
+    measured = [{key: mine[key] + theirs[key] for key in mine} for mine, theirs in ranks]
+    return {**one, "measured": measured, "failures": one["failures"] + other["failures"]}
 
 
 def bus(dense: float, exchange_ms: float) -> float | None:

@@ -72,7 +72,7 @@ class Run:
             raise OtherConfiguration(f"{self.file} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
         return found
 
-    def execute(self, timeout: float) -> Result:
+    def execute(self, timeout: float, environment: dict[str, str] | None = None) -> Result:
         """Runs it now; ``Failed`` if it takes more than so many seconds, or ends with an error and without a result.
 
         A diverged run ends with an error and a result: see :func:`complaint`.
@@ -81,7 +81,7 @@ class Run:
         self.file.unlink(missing_ok=True)
         log = self.file.with_suffix(".log")
         with log.open("w") as stream:
-            status = run_group(self.command(), timeout, stream)
+            status = run_group(self.command(), timeout, stream, environment)
         if status is None:
             raise Failed(f"{self.name} was killed after {timeout:g} s\n{last_lines(log)}")
         try:
