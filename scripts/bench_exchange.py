@@ -14,13 +14,13 @@ and update alone; "compress" and "decompress" are the time inside the compressio
 ranks; "tx" is what the interface sent per rank and step, as it counts large segments, negotiation and the benchmark's
 one barrier a step included (on the loopback what the method's books say, or a ring would send); "wire ratio" is what a
 dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those bytes / exchange, as in nccl-tests; "x none"
-and "x fp16" are how many times as fast the step is as theirs at that rate, by the better backend; "even" is the
-bandwidth under which the saved bytes are worth the compressor's time, if nothing overlaps; "wrong" counts failed checks
-of one more step (experiment/soundness.py; a method with --momentum-correction is checked without it). Medians over
-steps of all --runs, from the fastest to the slowest in brackets. All ranks share this machine's cores: times compare
-within one call only, "compress" is an upper bound, and "even" a lower one; and how threads that wait share them with
-those that work differs from run to run, by more than from step to step. A shaped link lets what it could send in 2 ms,
-at least 32 kB, pass at once after a pause.
+and "x fp16" are how many times as fast the step is as the fastest of theirs at that rate, whatever the backend and what
+follows an @; "even" is the bandwidth under which the saved bytes are worth the compressor's time, if nothing overlaps;
+"wrong" counts failed checks of one more step (experiment/soundness.py; a method with --momentum-correction is checked
+without it). Medians over steps of all --runs, from the fastest to the slowest in brackets. All ranks share this
+machine's cores: times compare within one call only, "compress" is an upper bound, and "even" a lower one; and how
+threads that wait share them with those that work differs from run to run, by more than from step to step. A shaped link
+lets what it could send in 2 ms, at least 32 kB, pass at once after a pause.
 
 The methods are those of train.py, each with its defaults there unless --option says otherwise, and ddp-fp16: torch's
 DistributedDataParallel over Gloo with fp16_compress_hook. Exit status 1 if a run failed or anything was wrong.
@@ -79,6 +79,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         known = variants([label for label in args.methods if label != DDP_FP16], args.option)
     except ValueError as error:
         parser.error(str(error))
+    for name in ("rate", "backend", "methods"):
+        if len(set(getattr(args, name))) < len(getattr(args, name)):
+            parser.error(f"--{name} {','.join(getattr(args, name))}: each only once")
     if unknown := set(args.backend) - {"mpi", "gloo"}:
         parser.error(f"--backend must be of mpi and gloo, got {', '.join(sorted(unknown))}")
     if args.ranks and args.rate != ["none"]:
@@ -93,13 +96,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, Variant]]:
-    """Rate, backend and variant; DDP's backend is always Gloo. What is slow for a while is so for all methods alike."""
+    """Rate, backend and variant: a run of each, then the next of each. DDP's backend is always Gloo, and what differs
+    in settings of Open MPI only is not run by Gloo."""
     for rate, _ in itertools.product(args.rate, range(args.runs)):
         for backend, variant in itertools.product(args.backend, args.variants):
-            if variant.method != DDP_FP16:
+            names = args.environments[variant.label]
+            if variant.method == DDP_FP16:
+                if backend == args.backend[-1]:
+                    yield rate, "gloo", variant
+            elif backend == "mpi" or not names or not all(name.startswith("OMPI_MCA_") for name in names):
                 yield rate, backend, variant
-            elif backend == args.backend[-1]:
-                yield rate, "gloo", variant
 
 
 def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant) -> dict[str, Any]:
@@ -126,12 +132,19 @@ def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant)
         return result
 
 
-def write(file: Path, args: argparse.Namespace, environment: dict[str, Any], rows: Sequence[columns.Row]) -> None:
+def write(
+    file: Path,
+    args: argparse.Namespace,
+    environment: dict[str, Any],
+    rows: Sequence[columns.Row],
+    failed: Sequence[tuple[str, str]],
+) -> None:
+    """``failed``: (method, rate) of each run that came to nothing."""
     asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     asked.pop("variants")
     asked.pop("environments")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"config": {**asked, **environment}, "rows": rows}, indent=1) + "\n")
+    file.write_text(json.dumps({"config": {**asked, **environment, "failed": failed}, "rows": rows}, indent=1) + "\n")
 
 
 def plot(args: argparse.Namespace, rows: Sequence[columns.Row]) -> Path:
@@ -156,9 +169,10 @@ def plot(args: argparse.Namespace, rows: Sequence[columns.Row]) -> Path:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    results: dict[tuple[str, str, str], dict[str, Any]] = {}
+    results: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     rows: list[columns.Row] = []
-    failed = False
+    failed: list[tuple[str, str]] = []
+    wrong = False
     for rate, backend, variant in runs(args):
         try:
             result = measure(args, rate, backend, variant)
@@ -168,24 +182,24 @@ def main(argv: Sequence[str]) -> int:
                 print(columns.markdown(rows))
             return 2
         except Failed as error:
-            failed = True
+            failed.append((variant.label, rate))
             print(f"bench_exchange.py: {error}", file=sys.stderr)
             continue
-        failed = failed or bool(result["failures"])
+        wrong = wrong or bool(result["failures"])
         run = variant.label, rate, backend
         for text in result["failures"][:5]:  # the file has them all
             print(f"bench_exchange.py: {' '.join(run)}: {text}", file=sys.stderr)
-        this = columns.row(*run, result, sent_by_ring=2)
+        this = columns.row(*run, [result], sent_by_ring=2)
         print(f"{' '.join(run)}: {this['step_ms']:.1f} ms", file=sys.stderr, flush=True)
-        results[run] = columns.together(results[run], result) if run in results else result
-        rows = columns.compared([columns.row(*which, whole, sent_by_ring=2) for which, whole in results.items()])
+        results.setdefault(run, []).append(result)
+        rows = columns.compared([columns.row(*key, of, sent_by_ring=2) for key, of in results.items()], failed)
         if args.json:  # after every run, so that nothing is lost if a later one is interrupted
-            write(args.json, args, result["environment"], rows)
+            write(args.json, args, result["environment"], rows, failed)
     if rows:
         print(columns.markdown(rows))
         if args.plot:
             plot(args, rows)
-    return 1 if failed else 0
+    return 1 if failed or wrong else 0
 
 
 if __name__ == "__main__":

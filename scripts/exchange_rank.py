@@ -167,12 +167,14 @@ def main(args: argparse.Namespace) -> int:
     if bench.exchanger.rank == 0:
         from experiment import metrics
 
+        environment = metrics.environment()
         content = {
             "ranks": bench.exchanger.size,
             "entries": bench.model.numel,
             "measured": everyone,
             "failures": failures,
-            "environment": metrics.environment(),
+            "settings": environment.pop("settings"),
+            "environment": environment,
         }
         args.result.write_text(json.dumps(content))
     bench.exchanger.close()

@@ -30,9 +30,8 @@ one() {  # NAME ARGUMENTS...
   [[ -f $file ]] || bash scripts/run.sh "${ranks:-4}" scripts/train.py --json "$file" "$@"
 }
 
-sleeping() {  # MPI's threads sleep while they wait: with more ranks than cores, all methods are faster so (exchange-settings)
-  export OMPI_MCA_threads_pthreads_yield_strategy=nanosleep OMPI_MCA_threads_pthreads_nanosleep_time=100000
-}
+# Threads of MPI that wait sleep, instead of giving way in a loop: with more threads than cores, who gains by it depends on method and network.
+sleep=(OMPI_MCA_threads_pthreads_yield_strategy=nanosleep OMPI_MCA_threads_pthreads_nanosleep_time=100000)
 
 at_equal_bytes() {  # COMMON ARGUMENTS...: densities such that all bytes together, tensors that travel dense included, are a share of dense
   local share density method
@@ -171,17 +170,21 @@ case ${1:-} in
     ;;
   exchange)
     out=${2:-docs/results/exchange}
-    sleeping
-    for rates in "none,1gbit 3" "10gbit 1" "100mbit 1"; do
+    methods=() environments=()
+    for method in none fp16 iwp; do
+      methods+=("$method" "$method@sleep")
+      for setting in "${sleep[@]}"; do environments+=(--environment "$method@sleep:$setting"); done
+    done
+    for rates in "none,10gbit,1gbit 3" "100mbit 1"; do
       read -r rate runs <<<"$rates"
       .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate "$rate" --backend mpi,gloo --runs "$runs" \
-        --methods none,fp16,ddp-fp16,iwp,iwp@correction --option iwp@correction:--momentum-correction --max-seconds 60 \
-        --json "$out/resnet50-${rate/,/-}.json" --plot "$out/${rate/,/-}"
+        --methods "$(IFS=,; echo "${methods[*]}"),ddp-fp16" "${environments[@]}" --max-seconds 60 \
+        --json "$out/resnet50-${rate//,/-}.json" --plot "$out/${rate//,/-}"
     done
     ;;
   exchange-settings)
     out=${2:-docs/results/exchange-settings}
-    sleeping
+    export "${sleep[@]}"
     methods=() environments=()
     for method in none iwp; do
       methods+=("$method")
@@ -200,7 +203,7 @@ case ${1:-} in
     ;;
   exchange-buckets)
     out=${2:-docs/results/exchange-buckets}
-    sleeping
+    export "${sleep[@]}"
     methods=() options=()
     for size in 1 4 8 16 32 128; do
       methods+=("iwp@$size") options+=(--option "iwp@$size:--bucket-mb $size")
@@ -216,20 +219,17 @@ case ${1:-} in
     ;;
   race-*)
     data=${2:?DATA_DIR} out=${3:-docs/results/$1}
-    # Each method as fast as it gets here: see exchange for large networks; of a small one, IWP's messages are short, and sleep delays them.
+    # Settings as short trials of each method found fastest; a target that all of them reach in so few epochs.
     how=()
     case $1 in
       race-resnet20)
         target=0.7 training=(--model resnet20 --epochs 4 --lr 0.3)
-        for method in none fp16; do
-          how+=(--environment "$method:OMPI_MCA_threads_pthreads_yield_strategy=nanosleep")
-          how+=(--environment "$method:OMPI_MCA_threads_pthreads_nanosleep_time=100000")
-        done
+        for setting in "${sleep[@]}"; do how+=(--environment "none:$setting" --environment "fp16:$setting"); done
         ;;
       race-vgg11)
         target=0.5 training=(--model vgg11 --epochs 2 --batch-size 128 --lr 0.1)
-        sleeping
         how=(--gloo none:100mbit,none:1gbit,fp16:100mbit)
+        for setting in "${sleep[@]}"; do how+=(--environment "fp16:$setting" --environment "iwp:$setting"); done
         ;;
       *) usage ;;
     esac

@@ -13,12 +13,14 @@ usage() { sed -n '2,8s/^# \?//p' "$0" >&2; exit 2; }
 number() { [[ $1 =~ ^[1-9][0-9]?$ ]] || { echo "netlab.sh: HOSTS must be 1 to 99, got '$1'" >&2; exit 2; }; }
 
 down() {
-  local host
+  local host link
+  # With their namespaces they would go, too, but later: the next `up` would find their names taken.
+  for link in $(ip -o link show master "${lab}lab" 2>/dev/null | awk -F '[:@ ]+' '{print $2}'); do
+    ip link del "$link" 2>/dev/null || true
+  done
   for host in $(ip netns list | awk -v "name=^${lab}host[0-9]+\$" '$1 ~ name {print $1}'); do
     # What is left of a job that was killed: a rank keeps its namespace alive.
     ip netns pids "$host" | xargs -r kill -9 2>/dev/null || true
-    # With the namespace it would go, too, but later: the next `up` would find the name taken.
-    ip link del "${lab}lab${host#"${lab}host"}" 2>/dev/null || true
     ip netns del "$host"
     rm -rf "/etc/netns/$host"
   done

@@ -68,11 +68,12 @@ def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     """The result, from its file if it is there. ``Failed``, ``NoLab`` or ``OtherConfiguration`` say why not."""
     arguments = (*args.train, "--compression", variant.method, *variant.options)
     backend = "gloo" if f"{variant.label}:{rate}" in args.gloo else "mpi"
-    run = Run(args.out / f"{rate}-{variant.label}-{backend}.json", args.hosts, arguments)
+    file = args.out / f"{rate}-{variant.label}-{backend}.json"
+    run = Run(file, args.hosts, arguments, settings=args.environments[variant.label])
     result = run.result()
     if result is None:
         with netlab(args.hosts, rate, gloo=backend == "gloo") as place:
-            result = replace(run, launcher=place.command).execute(args.timeout, args.environments[variant.label])
+            result = replace(run, launcher=place.command).execute(args.timeout)
     if wrong := complaint(result):
         raise Failed(f"{run.name}: {wrong}")
     return {**result, "backend": backend}
@@ -131,6 +132,8 @@ def main(argv: Sequence[str]) -> int:
     status = run(args, found)
     if found:
         text = markdown(found, args.target, args.variants[0].label)
+        for label, settings in args.environments.items():
+            text += "".join(f"\n\n{label} with {name}={value}" for name, value in settings.items())
         print(text)
         (args.out / "race.md").write_text(text + "\n")
         plot(found, args.target, args.out / "race.png")

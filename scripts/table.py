@@ -23,7 +23,7 @@ Result = dict[str, Any]
 # What may differ between the runs of a row: the seed, and what cannot change the outcome.
 NOT_A_SETTING = {
     "seed", "json", "trace", "data_dir", "progress", "eval_every",
-    "python", "torch", "horovod", "hvd_compress", "git_commit", "cpus", "cpu_capability",
+    "python", "torch", "horovod", "hvd_compress", "git_commit", "cpus", "cpu_capability", "settings",
     "threads_per_rank",
 }  # fmt: skip
 

@@ -143,16 +143,15 @@ def measured(step, sent=None, **compressor):
     return {**seconds, **compressor, **({"sent": [sent]} if sent else {})}
 
 
-def result(*ranks, entries=1_000_000):
-    return {"ranks": len(ranks), "entries": entries, "measured": ranks, "failures": []}
+def result(*ranks, entries=1_000_000, failures=()):
+    return {"ranks": len(ranks), "entries": entries, "measured": ranks, "failures": list(failures), "settings": {}}
 
 
 def test_a_row_is_of_the_slowest_rank_and_of_mean_compression():
     own = {"compress": [0.001] * 3, "decompress": [0.002] * 3, "wait": [0.0] * 3}
     slow = {**own, "compress": [0.003] * 3}
-    row = columns.row(
-        "iwp", "1gbit", "mpi", result(measured([0.1, 0.2, 0.3], 4e4, **own), measured([0.3, 0.1, 0.1], 6e4, **slow)), 2
-    )
+    ranks = measured([0.1, 0.2, 0.3], 4e4, **own), measured([0.3, 0.1, 0.1], 6e4, **slow)
+    row = columns.row("iwp", "1gbit", "mpi", [result(*ranks)], 2)
     assert set(row) >= ROW
     assert row["step_ms"] == pytest.approx(300) and row["step_ms_spread"] == pytest.approx([200, 300])
     assert row["backward_ms"] == pytest.approx(10) and row["update_ms"] == pytest.approx(10)
@@ -166,14 +165,16 @@ def test_a_row_is_of_the_slowest_rank_and_of_mean_compression():
 
 
 def test_runs_of_a_method_share_a_row():
-    first, second = measured([0.1, 0.2], 4e4), measured([0.3], 6e4)
-    row = columns.row("iwp", "1gbit", "mpi", columns.together(result(first), result(second)), 2)
-    assert row["step_ms"] == pytest.approx(200) and row["step_ms_spread"] == pytest.approx([100, 300])
-    assert row["steps"] == 3 and row["tx_bytes"] == 5e4
+    first = result(measured([0.1, 0.2], 4e4), measured([0.1, 0.1], 4e4), failures=["one"])
+    second = result(measured([0.1, 0.1], 6e4), measured([0.6, 0.5], 6e4), failures=["two"])
+    row = columns.row("iwp", "1gbit", "mpi", [first, second], 2)
+    assert row["step_ms"] == pytest.approx(350) and row["step_ms_spread"] == pytest.approx([100, 600])
+    assert row["step_ms_runs"] == pytest.approx([150, 550])
+    assert row["steps"] == 4 and row["tx_bytes"] == 5e4 and row["failures"] == ["one", "two"] and row["wrong"] == 2
 
 
 def test_what_is_not_known_is_none():
-    row = columns.row("ddp-fp16", "none", "gloo", result(*[measured([0.1] * 3)] * 4), sent_by_ring=2)
+    row = columns.row("ddp-fp16", "none", "gloo", [result(*[measured([0.1] * 3)] * 4)], sent_by_ring=2)
     assert row["tx_bytes"] == pytest.approx(2 * 3 / 4 * 2e6) and row["wire_ratio"] == pytest.approx(2)
     assert row["compress_ms"] is row["decompress_ms"] is row["break_even_gbit_s"] is None
     assert columns.break_even(0.0, 1.0, 1.0) is None and columns.bus(1e6, -1.0) is None
@@ -182,11 +183,12 @@ def test_what_is_not_known_is_none():
     assert 8 * 1e8 / (bandwidth * 1e9) == pytest.approx(0.08)
 
 
-def test_methods_are_compared_at_the_same_rate_and_with_the_faster_backend():
+def test_methods_are_compared_at_the_same_rate_and_with_the_fastest():
     rows = [
         {"method": method, "rate": rate, "backend": backend, "step_ms": step}
         for method, rate, backend, step in (
             ("none", "a", "mpi", 100),
+            ("none@slow", "a", "mpi", 90),
             ("none", "a", "gloo", 80),
             ("fp16", "a", "mpi", 60),
             ("fp16", "a", "gloo", 90),
@@ -196,13 +198,18 @@ def test_methods_are_compared_at_the_same_rate_and_with_the_faster_backend():
         )
     ]
     found = [(row["speedup_over_none"], row["speedup_over_fp16"]) for row in columns.compared(rows)]
-    assert found == [(0.8, 0.6), (1, 0.75), (80 / 60, 1), (80 / 90, 60 / 90), (4, 3), (1, None), (0.5, None)]
+    a = [(80 / step, 60 / step) for step in (100, 90, 80, 60, 90, 20)]
+    assert found == [*a, (1, None), (0.5, None)]
+    # What failed may have been the fastest.
+    rows = columns.compared(rows, [("none@slow", "a")])
+    assert [row["speedup_over_none"] for row in rows[-3:]] == [None, 1, 0.5] and rows[-3]["speedup_over_fp16"] == 3
 
 
-def test_ddp_runs_once_and_by_gloo():
-    args = bench.parse(["--hosts=2", "--rate=none,1gbit", "--backend=mpi,gloo", "--methods=none,ddp-fp16", "--runs=2"])
+def test_ddp_runs_once_and_by_gloo_and_what_is_for_open_mpi_by_mpi():
+    methods, setting = "--methods=none,none@sleep,ddp-fp16", "--environment=none@sleep:OMPI_MCA_mpi_yield_when_idle=0"
+    args = bench.parse(["--hosts=2", "--rate=none,1gbit", "--backend=mpi,gloo", "--runs=2", methods, setting])
     found = [(rate, backend, variant.label) for rate, backend, variant in bench.runs(args)]
-    once = [("mpi", "none"), ("gloo", "none"), ("gloo", "ddp-fp16")]
+    once = [("mpi", "none"), ("mpi", "none@sleep"), ("gloo", "none"), ("gloo", "ddp-fp16")]
     assert found == [(rate, *run) for rate in ("none", "none", "1gbit", "1gbit") for run in once]
 
 
@@ -213,6 +220,9 @@ def test_ddp_runs_once_and_by_gloo():
         ("--hosts 2 --rate fast", "got 'fast'"),
         ("--hosts 2 --methods none,zip", "unknown method 'zip'"),
         ("--ranks 2 --backend mpi,nccl", "--backend must be of mpi and gloo, got nccl"),
+        ("--ranks 2 --backend mpi,mpi", "each only once"),
+        ("--hosts 2 --rate none,1gbit,none", "each only once"),
+        ("--hosts 2 --methods ddp-fp16,none,ddp-fp16", "each only once"),
         ("--ranks 1", "--ranks must be at least 2"),
         ("--hosts 2 --option qsgd", "expected METHOD:OPTIONS"),
         ("--hosts 2 --methods iwp --environment none:A=1", "expected METHOD:NAME=VALUE"),
@@ -274,6 +284,7 @@ def test_a_run_on_the_loopback(tmp_path):
     assert ratios[:2] == pytest.approx([1, 2]) and 10 < ratios[2] < 30
     # Horovod looks at what is to do once in a cycle: two messages, one after the other, take one at least.
     assert content["rows"][3]["step_ms"] > 200
+    assert [row["settings"].get("HOROVOD_CYCLE_TIME") for row in content["rows"]] == [None, None, None, "200"]
     assert all(f"| none | mpi | {method} |" in output for method in methods.split(","))
     assert (tmp_path / "exchange-tiny-2-mpi.png").stat().st_size > 10_000
 

@@ -55,6 +55,7 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     options = ["--hosts", "2", "--rates", "1gbit", "--methods", "none,iwp", "--target", "0.01", "--out", str(tmp_path)]
     command = [sys.executable, str(ROOT / "scripts" / "race.py"), *options, "--gloo", "none:1gbit"]
+    command += ["--environment", "iwp:HOROVOD_CYCLE_TIME=2"]
     command += ["--", "--data", "digits", "--epochs", "1", "--max-steps", "8", "--limit-train", "400"]
     seconds = []
     for _ in range(2):
@@ -62,8 +63,14 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
         if "no network namespaces" in done.stderr:
             pytest.skip(done.stderr)
         assert done.returncode == 0, done.stderr
-        assert "| 1gbit | none | gloo |" in (tmp_path / "race.md").read_text() and (tmp_path / "race.png").exists()
+        text = (tmp_path / "race.md").read_text()
+        assert "| 1gbit | none | gloo |" in text and "iwp with HOROVOD_CYCLE_TIME=2" in text
+        assert (tmp_path / "race.png").exists()
         written = [json.loads((tmp_path / f"1gbit-{run}.json").read_text()) for run in ("none-gloo", "iwp-mpi")]
         assert [w["config"]["compression"] for w in written] == ["none", "iwp"]
+        assert [w["config"]["settings"].get("HOROVOD_CYCLE_TIME") for w in written] == [None, "2"]
         seconds.append([w["seconds"] for w in written])
     assert seconds[0] == seconds[1]
+    command[command.index("iwp:HOROVOD_CYCLE_TIME=2")] = "iwp:HOROVOD_CYCLE_TIME=3"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2 and "HOROVOD_CYCLE_TIME '2', not '3'" in done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import table
@@ -13,19 +13,20 @@ from hvd_compress.collectives import ring_bytes
 Row = dict[str, Any]
 
 
-def row(method: str, rate: str, backend: str, result: dict[str, Any], sent_by_ring: int) -> Row:
-    """Medians over steps, and [least, largest] beside them; ``sent_by_ring``: bytes of an entry, for a method without
-    books where there is no interface to ask.
+def row(method: str, rate: str, backend: str, runs: Sequence[dict[str, Any]], sent_by_ring: int) -> Row:
+    """Medians over the steps of all runs, and [least, largest] beside them; ``step_ms_runs`` has each run's median.
+    ``sent_by_ring``: bytes of an entry, for a method without books where there is no interface to ask.
 
     A step takes as long as its slowest rank; the compressor's own time is the mean over ranks.
     """
-    ranks, entries, measured = result["ranks"], result["entries"], result["measured"]
+    ranks, entries, measured = runs[0]["ranks"], runs[0]["entries"], _together([run["measured"] for run in runs])
     dense = ring_bytes("allreduce", 4 * entries, ranks)
     step, backward, base = (_over_ranks(measured, key, max) for key in ("step", "backward", "base"))
     alone = statistics.median(base)
     exchange = [seconds - alone for seconds in step]
     nominal = ring_bytes("allreduce", sent_by_ring * entries, ranks)
     sent = statistics.mean(statistics.mean(rank.get("sent", [nominal])) for rank in measured)
+    failures = [text for run in runs for text in run["failures"]]
     found: Row = {
         "method": method,
         "rate": rate,
@@ -33,6 +34,7 @@ def row(method: str, rate: str, backend: str, result: dict[str, Any], sent_by_ri
         "ranks": ranks,
         "steps": len(step),
         **_milliseconds("step", step),
+        "step_ms_runs": [1e3 * statistics.median(_over_ranks(run["measured"], "step", max)) for run in runs],
         **_milliseconds("backward", backward),
         **_milliseconds("update", [a - b for a, b in zip(base, backward, strict=True)]),
         **_milliseconds("backward_with_hooks", _over_ranks(measured, "hooked", max)),
@@ -46,17 +48,16 @@ def row(method: str, rate: str, backend: str, result: dict[str, Any], sent_by_ri
         "wire_ratio": dense / sent,
         "bus_gbit_s": bus(dense, found["exchange_ms"]),
         "break_even_gbit_s": break_even(dense - sent, found["compress_ms"], found["decompress_ms"]),
-        "wrong": len(result["failures"]),
-        "failures": result["failures"],
+        "settings": runs[0]["settings"],
+        "wrong": len(failures),
+        "failures": failures,
     }
     return found
 
 
-def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two runs, as if one had gone on where the other ended."""
-    ranks = zip(one["measured"], other["measured"], strict=True)
-    measured = [{key: mine[key] + theirs[key] for key in mine} for mine, theirs in ranks]
-    return {**one, "measured": measured, "failures": one["failures"] + other["failures"]}
+def _together(runs: Sequence[Sequence[dict[str, list[float]]]]) -> list[dict[str, list[float]]]:
+    """What each rank measured, as if every run had gone on where the one before it ended."""
+    return [{key: [x for part in parts for x in part[key]] for key in parts[0]} for parts in zip(*runs, strict=True)]
 
 
 def bus(dense: float, exchange_ms: float) -> float | None:
@@ -73,18 +74,24 @@ def break_even(saved: float, compress_ms: float | None, decompress_ms: float | N
     return 8e-6 * saved / seconds if seconds > 0 else None
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
-    """With ``speedup_over_none`` and ``speedup_over_fp16``, of whole steps at the same rate and by the faster backend;
-    None without such a row."""
+def compared(rows: Sequence[Row], failed: Collection[tuple[str, str]] = ()) -> list[Row]:
+    """With ``speedup_over_none`` and ``speedup_over_fp16``: of whole steps, over the fastest row of that method at the
+    same rate, whatever its backend and its label's part after @. None without such a row, or if a run of that method at
+    that rate, (method, rate), ``failed``: it may have been the fastest."""
     done = []
     for one in rows:
-        peers = [other for other in rows if other["rate"] == one["rate"]]
-        speedups = {}
+        speedups: dict[str, float | None] = {}
         for base in _BASES:
-            steps = [peer["step_ms"] for peer in peers if peer["method"] == base]
-            speedups[f"speedup_over_{base}"] = min(steps) / one["step_ms"] if steps else None
+            peers = [other for other in rows if (_method(other["method"]), other["rate"]) == (base, one["rate"])]
+            known = peers and (base, one["rate"]) not in {(_method(label), rate) for label, rate in failed}
+            fastest = min(peer["step_ms"] for peer in peers) if known else None
+            speedups[f"speedup_over_{base}"] = None if fastest is None else fastest / one["step_ms"]
         done.append({**one, **speedups})
     return done
+
+
+def _method(label: str) -> str:
+    return label.partition("@")[0]
 
 
 _BASES = ("none", "fp16")

@@ -78,7 +78,11 @@ class HorovodExchanger:
             self.optimizer.step()
 
     def any(self, flag: bool) -> bool:
-        return bool(self._hvd.allreduce(torch.tensor([int(flag)]), name="bench.any", op=self._hvd.Sum) > 0)
+        handle = self._hvd.allreduce_async(torch.tensor([int(flag)]), name="bench.any", op=self._hvd.Sum)
+        # Horovod's own wait yields in a loop, and takes a core from ranks that are still at work.
+        while not self._hvd.poll(handle):
+            time.sleep(100e-6)
+        return bool(self._hvd.synchronize(handle) > 0)
 
     def sum(self, tensor: Tensor) -> Tensor:
         total: Tensor = self._hvd.allreduce(tensor, name="bench.sum", op=self._hvd.Sum)

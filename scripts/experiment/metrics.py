@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -79,7 +80,15 @@ def environment() -> dict[str, Any]:
         "git_commit": _git_commit(),
         "cpus": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
+        "settings": {name: value for name, value in sorted(os.environ.items()) if _SETTING.match(name)},
     }
+
+
+# Of Horovod and Open MPI; what launchers tell a rank of itself is none.
+_SETTING = re.compile(
+    r"OMPI_MCA_(?!PREFIXES|cpu_type|initial_wdir|num_procs)"
+    r"|HOROVOD_(?!RANK|SIZE|HOSTNAME|LOCAL_|CROSS_|GLOO_RENDEZVOUS|GLOO_IFACE|SECRET)"
+)
 
 
 def _version(package: str) -> str | None:

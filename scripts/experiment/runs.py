@@ -11,7 +11,8 @@ import math
 import os
 import signal
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Run:
     arguments: tuple[str, ...]  # of train.py
     #: What starts so many ranks of a script; by default run.sh, on this machine.
     launcher: tuple[str, ...] = ()
+    #: Settings of Horovod and Open MPI for the ranks, beside this program's own environment.
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -67,12 +70,14 @@ class Run:
         except (FileNotFoundError, json.JSONDecodeError):
             return None
         asked, given = self.configuration(), {**complete(found["config"]), "ranks": found["ranks"]}
+        asked |= self.settings
+        given |= given.get("settings") or {}
         other = [f"{key} {given.get(key)!r}, not {value!r}" for key, value in asked.items() if given.get(key) != value]
         if other:
             raise OtherConfiguration(f"{self.file} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
         return found
 
-    def execute(self, timeout: float, environment: dict[str, str] | None = None) -> Result:
+    def execute(self, timeout: float) -> Result:
         """Runs it now; ``Failed`` if it takes more than so many seconds, or ends with an error and without a result.
 
         A diverged run ends with an error and a result: see :func:`complaint`.
@@ -81,19 +86,21 @@ class Run:
         self.file.unlink(missing_ok=True)
         log = self.file.with_suffix(".log")
         with log.open("w") as stream:
-            status = run_group(self.command(), timeout, stream, environment)
+            status = run_group(self.command(), timeout, stream, self.settings)
         if status is None:
             raise Failed(f"{self.name} was killed after {timeout:g} s\n{last_lines(log)}")
         try:
             result = self.result()
-        except OtherConfiguration as error:  # a method that changes its own options
+        except OtherConfiguration as error:  # a method that changes its own options, a launcher that keeps a setting
             raise Failed(f"{self.name} did not do what it was asked for: {error}") from error
         if result is None:
             raise Failed(f"{self.name} ended with status {status}\n{last_lines(log)}")
         return result
 
 
-def run_group(command: list[str], timeout: float, output: Any, environment: dict[str, str] | None = None) -> int | None:
+def run_group(
+    command: list[str], timeout: float, output: Any, environment: Mapping[str, str] | None = None
+) -> int | None:
     """The exit status of a child that leads a process group, with ``environment`` beside this program's; None if it
     took too long and the group was killed."""
     process = subprocess.Popen(
