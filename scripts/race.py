@@ -133,7 +133,8 @@ def main(argv: Sequence[str]) -> int:
     if found:
         text = markdown(found, args.target, args.variants[0].label)
         for label, settings in args.environments.items():
-            text += "".join(f"\n\n{label} with {name}={value}" for name, value in settings.items())
+            if settings:
+                text += f"\n\n{label} with " + ", ".join(f"{name}={value}" for name, value in settings.items())
         print(text)
         (args.out / "race.md").write_text(text + "\n")
         plot(found, args.target, args.out / "race.png")
