@@ -18,6 +18,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import table
 import torch
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, SlimDP, TernGrad, TopK
@@ -125,22 +126,14 @@ def network() -> torch.nn.Module:
 
 
 def plot(found: dict[str, dict[int, float]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for number, (method, sent) in enumerate(found.items()):
-        color = pyplot.get_cmap("tab20")(number)
-        style = "--" if method == "FFT" else "-"  # the same bytes as IWP's
-        axes.plot(list(sent), list(sent.values()), style, color=color, label=method)
-        axes.plot(COUNTED, [sent[n] for n in COUNTED], "o", color=color, markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="ranks (dots: counted)", ylabel="bytes a rank sends in a step")
-    axes.set_xticks([*COUNTED, *MODELLED], labels=[str(n) for n in (*COUNTED, *MODELLED)])
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(file, dpi=120)
+    about = {"xlabel": "ranks (dots: counted)", "ylabel": "bytes a rank sends in a step"}
+    with table.chart(file, len(found), **about) as axes:
+        axes.set(xscale="log", yscale="log")
+        for method, sent in found.items():
+            style = "--" if method == "FFT" else "-"  # the same bytes as IWP's
+            (line,) = axes.plot(list(sent), list(sent.values()), style, label=method)
+            axes.plot(COUNTED, [sent[n] for n in COUNTED], "o", color=line.get_color(), markersize=4)
+        axes.set_xticks([*COUNTED, *MODELLED], labels=[str(n) for n in (*COUNTED, *MODELLED)])
 
 
 def main() -> None:
