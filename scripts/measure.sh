@@ -15,6 +15,7 @@
 #          measure.sh growth [OUT]                     cost and memory as network and ranks grow
 #          measure.sh race-resnet20 DATA_DIR [OUT]     time to an accuracy on four hosts with slow links (root)
 #          measure.sh race-vgg11 DATA_DIR [OUT]
+#          measure.sh timeline DATA_DIR [OUT]          what hides behind backward, on two hosts (root)
 #          measure.sh gradients DATA_DIR [OUT]         errors against bits, on gradients recorded from both
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,7 +24,7 @@ bash scripts/setup.sh
 # What compressed runs have in common where bytes are compared.
 ours=(--momentum-correction --dense-values fp16)
 
-usage() { sed -n '2,18s/^# \?//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,19s/^# \?//p' "$0" >&2; exit 2; }
 
 one() {  # NAME ARGUMENTS...
   local file=$out/$1.json; shift
@@ -237,6 +238,18 @@ case ${1:-} in
     esac
     .venv/bin/python scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${how[@]}" --option "iwp:${ours[*]}" \
       --target "$target" --out "$out" -- --data cifar10 --data-dir "$data" "${training[@]}" --channels-last --amp bf16
+    ;;
+  timeline)
+    # Two hosts for two cores: with more, a rank waits for the others' turns, which no network does.
+    data=${2:?DATA_DIR} out=${3:-docs/results}
+    export "${sleep[@]}"
+    trap 'bash scripts/netlab.sh --lab tl down' EXIT
+    bash scripts/netlab.sh --lab tl up 2 1gbit
+    trace=$(mktemp)
+    bash scripts/netlab.sh --lab tl run 2 scripts/train.py --data cifar10 --data-dir "$data" --model vgg11 --batch-size 64 --epochs 2 --lr 0.1 \
+      --channels-last --amp bf16 --compression iwp "${ours[@]}" --bucket-mb 4 --max-steps 30 --eval-every 1000 --limit-train 5120 \
+      --trace "$trace" --no-progress
+    .venv/bin/python scripts/timeline.py "$trace" --plot "$out/timeline.png"
     ;;
   gradients)
     data=${2:?DATA_DIR} out=${3:-results/gradients}
