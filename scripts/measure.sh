@@ -243,9 +243,9 @@ case ${1:-} in
     # Two hosts for two cores: with more, a rank waits for the others' turns, which no network does.
     data=${2:?DATA_DIR} out=${3:-docs/results}
     export "${sleep[@]}"
-    trap 'bash scripts/netlab.sh --lab tl down' EXIT
-    bash scripts/netlab.sh --lab tl up 2 1gbit
     trace=$(mktemp)
+    trap 'bash scripts/netlab.sh --lab tl down; rm -f "$trace"' EXIT
+    bash scripts/netlab.sh --lab tl up 2 1gbit
     bash scripts/netlab.sh --lab tl run 2 scripts/train.py --data cifar10 --data-dir "$data" --model vgg11 --batch-size 64 --epochs 2 --lr 0.1 \
       --channels-last --amp bf16 --compression iwp "${ours[@]}" --bucket-mb 4 --max-steps 30 --eval-every 1000 --limit-train 5120 \
       --trace "$trace" --no-progress

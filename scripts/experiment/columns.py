@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -78,15 +79,16 @@ def compared(rows: Sequence[Row], failed: Collection[tuple[str, str]] = ()) -> l
     """With ``speedup_over_none`` and ``speedup_over_fp16``: of whole steps, over the fastest row of that method at the
     same rate, whatever its backend and its label's part after @. None without such a row, or if a run of that method at
     that rate, (method, rate), ``failed``: it may have been the fastest."""
+    fastest: dict[tuple[str, str], float] = {}
+    for one in rows:
+        key = _method(one["method"]), one["rate"]
+        fastest[key] = min(one["step_ms"], fastest.get(key, math.inf))
+    for label, rate in failed:
+        fastest.pop((_method(label), rate), None)
     done = []
     for one in rows:
-        speedups: dict[str, float | None] = {}
-        for base in _BASES:
-            peers = [other for other in rows if (_method(other["method"]), other["rate"]) == (base, one["rate"])]
-            known = peers and (base, one["rate"]) not in {(_method(label), rate) for label, rate in failed}
-            fastest = min(peer["step_ms"] for peer in peers) if known else None
-            speedups[f"speedup_over_{base}"] = None if fastest is None else fastest / one["step_ms"]
-        done.append({**one, **speedups})
+        of = {base: fastest.get((base, one["rate"])) for base in _BASES}
+        done.append({**one, **{f"speedup_over_{base}": ms and ms / one["step_ms"] for base, ms in of.items()}})
     return done
 
 
