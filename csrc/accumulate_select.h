@@ -9,6 +9,7 @@ namespace hvd_compress {
 struct AccumulateSelect {
   float* residual;
   float* velocity;  // or null
+  float* means;     // or null
   const float* floor;
   int32_t* invalid;
   int64_t entries;
@@ -29,10 +30,16 @@ struct Entry {
   bool finite;
 };
 
+// Of a block's sum. An infinity says nothing of the other entries: they are taken as they are.
+HVD_BODY float mean_of(float sum, int inside) {
+  float mean = sum / static_cast<float>(inside < 1 ? 1 : inside);
+  return is_finite(mean) ? mean : 0.0f;
+}
+
 // Without a branch, for the vectoriser: an entry that would not be finite keeps what it had.
+// `step` is the gradient, scaled.
 template <bool kVelocity>
-HVD_BODY Entry accumulate(float grad, float residual, float velocity, float scale, float momentum) {
-  float step = grad * scale;
+HVD_BODY Entry accumulate(float step, float residual, float velocity, float momentum) {
   if (kVelocity) step = velocity * momentum + step;
   float sum = residual + step;
   bool finite = is_finite(sum);

@@ -10,7 +10,8 @@ namespace hvd_compress {
 inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
                                 const std::optional<Tensor>& weight,
                                 const std::optional<Tensor>& velocity, const Tensor& floor,
-                                const Tensor& invalid, double scale, double momentum) {
+                                const Tensor& invalid, const std::optional<Tensor>& means,
+                                double scale, double momentum) {
   check_residual(residual, velocity);
   check_dense(grad, "grad", residual);
   if (weight) {
@@ -24,14 +25,13 @@ inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
   check_numel(floor, "floor", 1);
   check_flat(invalid, "invalid", ScalarType::Int, residual);
   check_numel(invalid, "invalid", 1);
-  return {data<float>(residual),
-          velocity_data(velocity),
-          const_data<float>(floor),
-          data<int32_t>(invalid),
-          grad.numel(),
-          static_cast<float>(scale),
-          static_cast<float>(momentum),
-          {}};
+  if (means) {
+    check_flat(*means, "means", ScalarType::Float, residual);
+    check_numel(*means, "means", residual.numel() / kBlock);
+  }
+  return {data<float>(residual),     data_or_null(velocity),       data_or_null(means),
+          const_data<float>(floor),  data<int32_t>(invalid),       grad.numel(),
+          static_cast<float>(scale), static_cast<float>(momentum), {}};
 }
 
 }  // namespace hvd_compress

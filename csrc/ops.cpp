@@ -6,7 +6,7 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
   library.def(
       "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor? weight, "
       "Tensor(c!)? velocity, Tensor floor, Tensor(d!) offsets, Tensor(e!) invalid, "
-      "float scale, float momentum, int slots, int first_slot, int phase, "
+      "Tensor(f!)? means, float scale, float momentum, int slots, int first_slot, int phase, "
       "int run, int ranks, int position, int key, int explore) -> ()");
   library.def(
       "select(Tensor score, Tensor(a!) offsets, int slots, int first_slot, int phase, "
@@ -16,7 +16,8 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "int phase) -> ()");
   library.def(
       "put(Tensor(a!)[] grads, Tensor(b!) residual, Tensor(c!)? velocity, Tensor offsets, "
-      "Tensor segments, Tensor mean, Tensor lost, int phase, float scale) -> ()");
+      "Tensor segments, Tensor mean, Tensor lost, int phase, float scale, "
+      "Tensor? block_means=None) -> ()");
 
   // Codes: reference/codes.py.
   library.def("moments(Tensor values, Tensor edges, Tensor(a!) out) -> ()");

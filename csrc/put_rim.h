@@ -12,12 +12,13 @@ struct Put {
   const float* mean;
   const float* lost;
   float scale;
+  const float* block_means;  // or null
 };
 
 inline Put checked(const std::vector<Tensor>& grads, const Tensor& residual,
                    const std::optional<Tensor>& velocity, const Tensor& offsets,
                    const Tensor& segments, const Tensor& mean, const Tensor& lost, int64_t phase,
-                   double scale) {
+                   double scale, const std::optional<Tensor>& block_means) {
   check_residual(residual, velocity);
   Picks picks = checked_picks(residual, offsets, segments, phase);
   STD_TORCH_CHECK(static_cast<int64_t>(grads.size()) == picks.segment_count, "grads has to have ",
@@ -27,12 +28,17 @@ inline Put checked(const std::vector<Tensor>& grads, const Tensor& residual,
   check_numel(mean, "mean", picks.slots);
   check_flat(lost, "lost", ScalarType::Float, residual);
   check_numel(lost, "lost", picks.slots);
+  if (block_means) {
+    check_flat(*block_means, "block_means", ScalarType::Float, residual);
+    check_numel(*block_means, "block_means", picks.blocks);
+  }
   return {picks,
           data<float>(residual),
-          velocity_data(velocity),
+          data_or_null(velocity),
           const_data<float>(mean),
           const_data<float>(lost),
-          static_cast<float>(scale)};
+          static_cast<float>(scale),
+          block_means ? const_data<float>(*block_means) : nullptr};
 }
 
 }  // namespace hvd_compress

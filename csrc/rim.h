@@ -92,8 +92,8 @@ const T* const_data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
 }
 
-inline float* velocity_data(const std::optional<Tensor>& velocity) {
-  return velocity ? data<float>(*velocity) : nullptr;
+inline float* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor ? data<float>(*tensor) : nullptr;
 }
 
 // The slots of take and put. What the segments hold cannot be read here on CUDA.

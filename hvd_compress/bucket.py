@@ -34,9 +34,17 @@ class Segment:
         """This segment's part of a bucket-wide tensor (padding included)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]
 
+    def of_blocks(self, each: Tensor) -> Tensor:
+        """This segment's part of a tensor with one entry for each of the bucket's blocks."""
+        return each[self.first_block : self.first_block + self.blocks]
+
     def shaped(self, flat: Tensor) -> Tensor:
-        """The same without the padding, in the parameter's shape and memory order: a view."""
-        return self.of(flat).as_strided(self.parameter.shape, self.parameter.stride())
+        """A bucket-wide tensor's part without the padding, in the parameter's shape and memory order: a view."""
+        return self.reshaped(self.of(flat))
+
+    def reshaped(self, part: Tensor) -> Tensor:
+        """The same, of the part."""
+        return part.as_strided(self.parameter.shape, self.parameter.stride())
 
 
 @dataclass

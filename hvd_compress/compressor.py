@@ -159,6 +159,11 @@ class Compressor(abc.ABC):
         """What this rank holds back of a parameter's gradients, in the parameter's shape: float32."""
         return segment.shaped(bucket.residual)
 
+    def held_norm(self, bucket: Bucket) -> Tensor:
+        """The L2 norm of all that this rank holds back in a bucket: float32, ()."""
+        norm: Tensor = bucket.residual.norm()
+        return norm
+
     def saved(self, segment: Segment, flat: Tensor) -> Tensor:
         """What a checkpoint holds of a bucket-wide tensor: a view of the segment's part, as the method understands
         it."""
@@ -323,7 +328,7 @@ class Compressor(abc.ABC):
         ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms``
         the median over recent steps of the time spent in the compressor without waiting.
         """
-        norms = [bucket.residual.norm() for bucket in self._buckets]
+        norms = [self.held_norm(bucket) for bucket in self._buckets]
         norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
         return {"steps": self._step, **self.traffic.report(), "residual_norm": norm}
 

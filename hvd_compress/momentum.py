@@ -62,9 +62,7 @@ class MomentumCorrected(Compressor):
         momentum, self._momentum = self._momentum, 0.0
         if not momentum:
             raise ValueError("return_momentum: this compressor has no momentum to return")
-        self._dense_velocity.clear()
-        for bucket in self._buckets:
-            bucket.state.pop("velocity", None)
+        self.drop_velocity()
         for group in optimizer.param_groups:
             group["momentum"] = momentum
             group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)
@@ -75,6 +73,12 @@ class MomentumCorrected(Compressor):
         for bucket in self._buckets:
             if "velocity" not in bucket.state:
                 bucket.add_state("velocity")
+
+    def drop_velocity(self) -> None:
+        """The correction ends."""
+        self._dense_velocity.clear()
+        for bucket in self._buckets:
+            bucket.state.pop("velocity", None)
 
     def momentum_text(self) -> str:
         """For ``__repr__``."""

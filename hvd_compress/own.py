@@ -17,7 +17,7 @@ from .codecs.coded import GatherChannel
 from .collectives import allgather
 from .driver import Exchange
 from .reference import BLOCK, positions
-from .selection import BlockSelection, Led, Rule, TopkSelection, Turn
+from .selection import Averages, BlockSelection, Led, Rule, TopkSelection, Turn
 
 if TYPE_CHECKING:
     from .sparse import Plan, Sparse
@@ -140,7 +140,7 @@ def average_own(method: "Sparse", bucket: Bucket, plan: "Plan") -> Exchange:
     arrived = mean[:1].isfinite().expand(selection.total)
     nowhere = [torch.empty(0, device=bucket.device)] * len(bucket.segments)
     fine = torch.where(arrived, 0.0, float("nan"))
-    selection.put(nowhere, bucket.state.get("velocity"), fine, channel.lost, 0.0)
+    selection.put(nowhere, bucket.state.get("velocity"), Averages(fine, channel.lost, 0.0))
     for segment, target in zip(bucket.segments, method.targets(bucket, plan), strict=True):
         if target.numel():
             target.as_strided((target.numel(),), (1,)).copy_(segment.of(mean)[: target.numel()] * method.scale)

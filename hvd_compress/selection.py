@@ -54,7 +54,8 @@ class Rule:
     """How entries are scored: |residual| / (|weight| + floor), or |residual| where ``floors`` is None.
 
     ``floors``: float32, (segments,). ``explore``: the share of random picks. ``scale`` of incoming gradients,
-    ``momentum``, and the flag for gradients that are not finite (int32, (1,)).
+    ``momentum``, and the flag for gradients that are not finite (int32, (1,)). ``means``: where the blocks' means go
+    instead of to their entries (float32, (blocks,) of the bucket), or None.
     """
 
     floors: Tensor | None
@@ -62,6 +63,7 @@ class Rule:
     scale: float
     momentum: float
     invalid: Tensor
+    means: Tensor | None = None
 
     @property
     def threshold(self) -> int:
@@ -75,6 +77,18 @@ class Rule:
             return magnitude
         weight = segment.parameter.detach().as_strided((segment.numel,), (1,)).float().abs()
         return magnitude / (weight + self.floors[position])
+
+
+@dataclass(frozen=True)
+class Averages:
+    """What comes back of a step's values: their ``mean`` over ranks and what this rank ``lost`` on the way (float32,
+    (slots,)); gradients get the mean times ``scale``. ``block_means``: what every entry of a block gets beside it
+    (float32, (blocks,)), or None; of leaders' selections and of :class:`Everything` only."""
+
+    mean: Tensor
+    lost: Tensor
+    scale: float
+    block_means: Tensor | None = None
 
 
 class Selection(abc.ABC):
@@ -104,7 +118,7 @@ class Selection(abc.ABC):
         """The entries' values in a bucket-wide tensor: float32, (slots,), memory of the selection."""
 
     @abc.abstractmethod
-    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+    def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
         """See :func:`hvd_compress.reference.put`; ``targets``: one a segment, to be assigned to, or empty."""
 
     def _accumulate(
@@ -129,6 +143,7 @@ class Selection(abc.ABC):
             rule.floors[position : position + 1] if rule.floors is not None else _zero(grad.device),
             picks,
             rule.invalid,
+            None if rule.means is None else segment.of_blocks(rule.means),
             rule.scale,
             rule.momentum,
             slots,
@@ -221,9 +236,9 @@ class BlockSelection(Led):
         ops.take(memory, self.picks, self.segments, self.values, self.phase)
         return self.values
 
-    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
-        phase = self.phase
-        ops.put(targets, self.bucket.residual, velocity, self.picks, self.segments, mean, lost, phase, scale)
+    def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
+        a, residual, rows = averages, self.bucket.residual, self.segments
+        ops.put(targets, residual, velocity, self.picks, rows, a.mean, a.lost, self.phase, a.scale, a.block_means)
 
 
 class TopkSelection(Led):
@@ -256,9 +271,9 @@ class TopkSelection(Led):
     def take(self, memory: Tensor) -> Tensor:
         return torch.index_select(memory, 0, self.picks, out=self.values)
 
-    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
-        where = self.picks.long()
-        reference.put_at(targets, self.bucket.residual, velocity, where, self.segments, mean, lost, scale)
+    def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
+        a, residual, where = averages, self.bucket.residual, self.picks.long()
+        reference.put_at(targets, residual, velocity, where, self.segments, a.mean, a.lost, a.scale, a.block_means)
 
 
 class Unled(Selection):
@@ -303,14 +318,16 @@ class Everything(Unled):
     def take(self, memory: Tensor) -> Tensor:
         return self.values.copy_(memory)
 
-    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+    def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
         # The velocity goes on as in plain momentum: nothing was held back.
-        residual = self.bucket.residual
-        residual.copy_(torch.where(mean.isfinite(), lost, residual))
+        residual, mean = self.bucket.residual, averages.mean
+        residual.copy_(torch.where(mean.isfinite(), averages.lost, residual))
+        if averages.block_means is not None:
+            mean = mean + averages.block_means.repeat_interleave(BLOCK)
         for segment, target in zip(self.bucket.segments, targets, strict=True):
             if target.numel():
                 flat = target.as_strided((target.numel(),), (1,))
-                flat.copy_(segment.of(mean)[: target.numel()] * scale)
+                flat.copy_(segment.of(mean)[: target.numel()] * averages.scale)
 
     def read(self, memory: Tensor) -> Tensor:
         return memory.clone()
@@ -357,10 +374,10 @@ class SharedSelection(Unled):
         ops.take(memory, self.picks, self.rows, self.values, self.phase)
         return self.values
 
-    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
+    def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
         parts = [p.of(target) if target.numel() else target for p, target in zip(self.parts, targets, strict=True)]
-        phase = self.phase
-        ops.put(parts, self.bucket.residual, velocity, self.picks, self.rows, mean, lost, phase, scale)
+        a, residual = averages, self.bucket.residual
+        ops.put(parts, residual, velocity, self.picks, self.rows, a.mean, a.lost, self.phase, a.scale)
 
     def read(self, memory: Tensor) -> Tensor:
         values = torch.empty_like(self.values)
@@ -407,14 +424,14 @@ class Rotating(Unled):
         for part, first in zip(self.parts(memory), self.first, strict=True):
             part.copy_(values[first : first + part.numel()])
 
-    def put(self, targets: list[Tensor], velocity: Tensor | None, mean: Tensor, lost: Tensor, scale: float) -> None:
-        finite = mean.isfinite()
-        self.write(self.bucket.residual, torch.where(finite, lost, self.read(self.bucket.residual)))
+    def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
+        mean, residual = averages.mean, self.bucket.residual
+        self.write(residual, torch.where(mean.isfinite(), averages.lost, self.read(residual)))
         # The velocity goes on: all entries wait equally long, and cleared every period it would never get up to speed.
         for position, (target, first) in enumerate(zip(targets, self.first, strict=True)):
             if target.numel():
                 here = self._of(target.as_strided((target.numel(),), (1,)), position)
-                here.copy_(mean[first : first + here.numel()] * scale)
+                here.copy_(mean[first : first + here.numel()] * averages.scale)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bucket import Bucket
+from .bucket import Bucket, Segment
 from .budget import apportion, shares
 from .codecs import Channel, Codec, codec
 from .collectives import allreduce
 from .driver import Exchange
+from .means import BlockMeans
 from .momentum import MomentumCorrected
 from .rng import derive
 from .schedule import Density, WarmUp
-from .selection import Everything, Rule, Selection, Turn
+from .selection import Averages, Everything, Led, Rule, Selection, Turn
 
 # On a GPU the ranks' agreement is looked at this often, in steps.
 _CHECK_INTERVAL = 100
@@ -25,8 +26,9 @@ _CHECK_INTERVAL = 100
 class Plan:
     """One bucket's share of the method: how many slots each parameter has now, and what was drawn for this step."""
 
-    def __init__(self, bucket: Bucket, channel: Channel) -> None:
+    def __init__(self, bucket: Bucket, channel: Channel, means: BlockMeans | None) -> None:
         self.channel = channel
+        self.means = means
         self.sizes = [segment.numel for segment in bucket.segments]
         self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
         #: Whether the last step's values were taken: then the selection still has them.
@@ -53,6 +55,10 @@ class Sparse(MomentumCorrected):
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``.
     """
 
+    #: Whether the mean of every block is sent in every step (:mod:`hvd_compress.means`). A method that offers it says
+    #: so before it calls this constructor, and selects by leaders.
+    _block_means = False
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
@@ -74,7 +80,10 @@ class Sparse(MomentumCorrected):
             raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
         super().__init__(named_parameters, **common)
         self._layerwise, self._budget_interval = layerwise, budget_interval
-        self._plans = [Plan(bucket, self._channel(bucket)) for bucket in self._buckets]
+        self._plans = [
+            Plan(bucket, self._channel(bucket), BlockMeans(bucket) if self._block_means else None)
+            for bucket in self._buckets
+        ]
 
     # What a method says.
 
@@ -96,7 +105,8 @@ class Sparse(MomentumCorrected):
 
     def settings(self) -> tuple[Any, ...]:
         """What must be the same on all ranks, beside seed, step and slots: they compare it."""
-        return type(self).__name__, self._codec, self._layerwise, self._budget_interval, self._momentum
+        name = type(self).__name__
+        return name, self._codec, self._layerwise, self._block_means, self._budget_interval, self._momentum
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
         """What the averages are assigned to, one tensor a segment, empty where there is none."""
@@ -128,6 +138,7 @@ class Sparse(MomentumCorrected):
 
     def _channel(self, bucket: Bucket) -> Channel:
         groups = len(bucket.segments) if self._layerwise else 1
+        groups += len(bucket.segments) if self._block_means else 0
         return self._codec.channel(groups, self._collectives.size, self._collectives.rank, bucket.device)
 
     def _lay_out(self, bucket: Bucket, plan: Plan, density: float) -> None:
@@ -139,7 +150,8 @@ class Sparse(MomentumCorrected):
             slots = apportion(total, plan.weights, self.room(bucket, plan, density))
             plan.selection = self.select(bucket, plan, slots, density)
         slots = plan.selection.slots
-        plan.channel.deal(slots if self._layerwise else [sum(slots)])
+        counts = slots if self._layerwise else [sum(slots)]
+        plan.channel.deal([*counts, *(segment.blocks for segment in bucket.segments if plan.means)])
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         plan = self._plans[bucket.index]
@@ -156,14 +168,23 @@ class Sparse(MomentumCorrected):
 
     def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
         """The algorithm: agree on the entries, average them, assign the average."""
-        selection = plan.selection
+        selection, means = plan.selection, plan.means
         yield from selection.agree(plan.rule)
         values = selection.take(bucket.residual)
+        if means is not None:
+            values = means.beside(values, self._momentum, plan.invalid)
         key = derive(selection.turn.key, self._collectives.rank)
         mean, lost = yield from plan.channel.average(values, plan.invalid, key)
-        yield from self.arrived(bucket, plan, mean, lost)
-        selection.put(self.targets(bucket, plan), bucket.state.get("velocity"), mean, lost, self._scale)
         plan.sent = True
+        whole = None
+        if means is not None:
+            mean, whole = torch.split(mean, [selection.total, bucket.blocks])
+            lost, rest = torch.split(lost, [selection.total, bucket.blocks])
+            means.arrived(whole, rest)
+        yield from self.arrived(bucket, plan, mean, lost)
+        targets, velocity = self.targets(bucket, plan), bucket.state.get("velocity")
+        assert whole is None or isinstance(selection, Led | Everything)
+        selection.put(targets, velocity, Averages(mean, lost, self._scale, whole))
 
     def arrived(self, bucket: Bucket, plan: Plan, mean: Tensor, lost: Tensor) -> Exchange:
         """What a method does with the averages before they are assigned; see :meth:`Channel.average`. Part of
@@ -178,7 +199,9 @@ class Sparse(MomentumCorrected):
         # Put what was taken back into the residual, and into no gradient.
         nowhere = [torch.empty(0, device=bucket.device)] * len(bucket.segments)
         taken = plan.selection.values
-        plan.selection.put(nowhere, bucket.state.get("velocity"), torch.zeros_like(taken), taken, 0.0)
+        plan.selection.put(nowhere, bucket.state.get("velocity"), Averages(torch.zeros_like(taken), taken, 0.0))
+        if plan.means is not None:
+            plan.means.undo()
         plan.sent = False
 
     def invalidate(self, bucket: Bucket, bad: Tensor) -> None:
@@ -195,7 +218,25 @@ class Sparse(MomentumCorrected):
     def _budget_due(self) -> bool:
         return self._budget_interval > 0 and self._step % self._budget_interval == self._budget_interval - 1
 
-    # Checkpoints.
+    def drop_velocity(self) -> None:
+        super().drop_velocity()
+        for plan in self._plans:
+            if plan.means is not None:
+                plan.means.velocity.zero_()
+
+    # What is held back, and saved.
+
+    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
+        means = self._plans[bucket.index].means
+        if means is None:
+            return super().held(bucket, segment)
+        return segment.reshaped(segment.of(bucket.residual) + means.waiting(segment))
+
+    def held_norm(self, bucket: Bucket) -> Tensor:
+        if self._plans[bucket.index].means is None:
+            return super().held_norm(bucket)
+        norm: Tensor = torch.stack([self.held(bucket, segment).norm() for segment in bucket.segments]).norm()
+        return norm
 
     def method_state(self) -> dict[str, Any]:
         weights = {
@@ -209,11 +250,26 @@ class Sparse(MomentumCorrected):
             "weights": weights,
             "channels": [plan.channel.state() for plan in self._plans],
             "density": self._density.state(),
+            "strides": self._strides(),
+            "block_means": [plan.means.state() for plan in self._plans if plan.means],
+        }
+
+    def follows_memory(self) -> bool:
+        """Whether a state's tensors depend on the order in which the parameters lie in memory."""
+        return self._block_means
+
+    def _strides(self) -> dict[str, list[int]]:
+        """Of the dimensions in which they mean something."""
+        parameters = {s.name: s.parameter for bucket in self._buckets for s in bucket.segments}
+        return {
+            name: [stride for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
+            for name, p in parameters.items()
         }
 
     def _made_with(self) -> dict[str, Any]:
         """What a state's tensors depend on."""
         return {
+            **({"block means": True} if self._block_means else {}),
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
@@ -221,15 +277,25 @@ class Sparse(MomentumCorrected):
         }
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        for what, ours in self._made_with().items():
-            theirs = state.get("made_with", {}).get(what)
-            if theirs != ours:
+        ours, theirs = self._made_with(), state.get("made_with", {})
+        for what in {**ours, **theirs}:
+            if theirs.get(what) != ours.get(what):
                 raise ValueError(
-                    f"the state was made with other {what}: {theirs!r:.200}, and this compressor has {ours!r:.200}"
+                    f"the state was made with other {what}: {theirs.get(what)!r:.200}, and this compressor has "
+                    f"{ours.get(what)!r:.200}"
+                )
+        for name, stride in self._strides().items() if self.follows_memory() else ():
+            if state["strides"][name] != stride:
+                raise ValueError(
+                    f"{name}: the state was saved in the memory order of strides {state['strides'][name]}, and this "
+                    f"parameter has {stride}: use the same memory_format"
                 )
         super().load_method_state(state)
         self._density.load_state(state["density"])
         for bucket, plan, channel in zip(self._buckets, self._plans, state["channels"], strict=True):
             plan.weights = [state["weights"][segment.name] for segment in bucket.segments]
             plan.channel.load_state(channel)
-            plan.sent, plan.unchecked = False, True
+            plan.shape, plan.sent, plan.unchecked = (), False, True
+        for plan, means in zip(self._plans, state.get("block_means", ()), strict=False):
+            if plan.means is not None:
+                plan.means.load_state(means)

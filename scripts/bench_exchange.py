@@ -152,11 +152,11 @@ def plot(args: argparse.Namespace, rows: Sequence[columns.Row]) -> Path:
     labels = list(dict.fromkeys((row["method"], row["backend"]) for row in rows))
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     file: Path = args.plot / f"exchange-{args.shapes}-{args.hosts or args.ranks}-{'-'.join(args.backend)}.png"
-    width = 0.8 / len(labels)
     with table.chart(file, len(labels), yscale="log", ylabel="step, ms", xlabel="rate of every link") as axes:
         for number, label in enumerate(labels):
+            offset, width = table.beside(number, len(labels))
             mine = [row for row in rows if (row["method"], row["backend"]) == label]
-            where = [rates.index(row["rate"]) + (number - (len(labels) - 1) / 2) * width for row in mine]
+            where = [rates.index(row["rate"]) + offset for row in mine]
             steps = [row["step_ms"] for row in mine]
             spread = [
                 [row["step_ms"] - row["step_ms_spread"][0] for row in mine],

@@ -59,7 +59,15 @@ class Bench:
         print(f"| {name} | {seconds * 1e3:.2f} | {rate:.1f} | {share:.0%} | {ratio} | {wrong} |", flush=True)
 
     def accumulate_select(
-        self, name: str, dtype: torch.dtype, each: int, ranks: int, explore: int, velocity: bool, weighted: bool = True
+        self,
+        name: str,
+        dtype: torch.dtype,
+        each: int,
+        ranks: int,
+        explore: int,
+        velocity: bool,
+        weighted: bool = True,
+        means: bool = False,
     ) -> None:
         """``each`` slots a block, dealt one by one to ``ranks``; each = 0 accumulates only."""
         padded = self.blocks * BLOCK
@@ -70,7 +78,8 @@ class Bench:
         floor = torch.tensor([1e-3], device=self.device)
         offsets = torch.zeros(max(1, self.blocks * each // ranks + 1), dtype=torch.uint8, device=self.device)
         invalid = torch.zeros(1, dtype=torch.int32, device=self.device)
-        tensors = [grad, residual, weight, momentum, floor, offsets, invalid]
+        apart = torch.zeros(self.blocks, device=self.device) if means else None
+        tensors = [grad, residual, weight, momentum, floor, offsets, invalid, apart]
         numbers = (0.5, 0.9, each * self.blocks, 0, 0, 1, ranks, 0, 1234, explore)
 
         mine = [None if tensor is None else tensor.clone() for tensor in tensors]
@@ -83,6 +92,11 @@ class Bench:
         def obvious() -> None:
             flat = residual[: self.n]
             step = grad.float() * 0.5 if momentum is None else momentum[: self.n].mul_(0.9).add_(grad, alpha=0.5)
+            if apart is not None:
+                whole = step[: self.n // BLOCK * BLOCK].view(-1, BLOCK)
+                mean = whole.mean(1)
+                apart[: len(mean)] += mean
+                whole -= mean[:, None]
             flat += step
             grad.zero_()
             if each:
@@ -106,7 +120,7 @@ class Bench:
         torch_seconds = self.time(lambda: torch.topk(score, self.blocks * each // ranks), 3)
         self.row(f"select {name}", seconds, 4 * score.numel(), torch_seconds, wrong)
 
-    def take_put(self, each: int, velocity: bool) -> None:
+    def take_put(self, each: int, velocity: bool, means: bool = False) -> None:
         """``each`` slots a block. The obvious code reaches the same entries by flat int64 indices."""
         slots, padded = each * self.blocks, self.blocks * BLOCK
         generator = torch.Generator().manual_seed(1)
@@ -121,8 +135,8 @@ class Bench:
         def again() -> None:
             mine.copy_(residual)
 
-        name = f"{each} of 256{', velocity' if velocity else ''}"
-        if not velocity:
+        name = f"{each} of 256{', velocity' if velocity else ''}{', means' if means else ''}"
+        if not velocity and not means:
             ops.take(mine, offsets, segments, values, 0)
             reference.take(mine, offsets, segments, wanted, 0)
             wrong = int((values != wanted).sum())
@@ -131,22 +145,27 @@ class Bench:
             self.row(f"take {name}", seconds, slots * (1 + 4 + 4), torch_seconds, wrong)
 
         mean, lost = self.random(slots), self.random(slots) * 1e-3
+        whole = self.random(self.blocks) if means else None
         others = [tensor if tensor is None else tensor.clone() for tensor in (grad, residual, momentum)]
-        ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25)
-        reference.put([others[0]], others[1], others[2], offsets, segments, mean, lost, 0, 0.25)  # type: ignore[list-item, arg-type]
+        ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25, whole)
+        reference.put([others[0]], others[1], others[2], offsets, segments, mean, lost, 0, 0.25, whole)  # type: ignore[list-item, arg-type]
         got = (grad, mine, momentum)
         wrong = sum(int((a != b).sum()) for a, b in zip(got, others, strict=True) if a is not None and b is not None)
         seconds = self.time(
-            lambda: ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25), before=again
+            lambda: ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25, whole), before=again
         )
 
         def obvious_put() -> None:
-            grad[indices] = mean * 0.25
+            if whole is not None:
+                grad.copy_((whole * 0.25).repeat_interleave(BLOCK)[: self.n])
+                grad[indices] += mean * 0.25
+            else:
+                grad[indices] = mean * 0.25
             mine[indices] = lost
             if momentum is not None:
                 momentum[indices] = 0.0
 
-        size = slots * (1 + 8 + 8 + 4 * velocity)
+        size = slots * (1 + 8 + 8 + 4 * velocity) + 4 * self.n * means
         self.row(f"put {name}", seconds, size, self.time(obvious_put, before=again), wrong)
 
 
@@ -175,6 +194,7 @@ def main() -> None:
     bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False)
     bench.accumulate_select("fp32, 1 of 4 slots, velocity", torch.float32, 4, 4, 0, True)
     bench.accumulate_select("fp32, 1 of 4 slots, explored", torch.float32, 4, 4, every, False)
+    bench.accumulate_select("fp32, 1 of 4 slots, means", torch.float32, 4, 4, 0, False, means=True)
     bench.accumulate_select("fp32, 4 slots", torch.float32, 4, 1, 0, False)
     bench.accumulate_select("fp32, 16 slots", torch.float32, 16, 1, 0, False)
     bench.accumulate_select("fp32, no slots", torch.float32, 0, 1, 0, False)
@@ -185,6 +205,7 @@ def main() -> None:
     bench.select("1 of 4 slots, explored", 4, 4, every)
     bench.take_put(4, False)
     bench.take_put(4, True)
+    bench.take_put(4, False, means=True)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,14 @@
 #          measure.sh digits-mp2 [OUT]                 MP2, its prediction, and its rivals
 #          measure.sh digits-slimdp [OUT]              core, explorer and both, at equal bytes
 #          measure.sh exchange [OUT]                   steps of ResNet-50's shapes on four hosts, by the rate of their links (root)
-#          measure.sh exchange-settings [OUT]          the same with other settings of Horovod and Open MPI
-#          measure.sh exchange-buckets [OUT]           and with other sizes of buckets
+#          measure.sh exchange-ring [OUT]              Horovod's own by the ring of Open MPI, and IWP (root)
+#          measure.sh exchange-methods [OUT]           every method at 1 Gbit/s (root)
+#          measure.sh exchange-settings [OUT]          dense and IWP with other settings of Horovod and Open MPI (root)
+#          measure.sh exchange-buckets [OUT]           IWP with other sizes of buckets (root)
 #          measure.sh growth [OUT]                     cost and memory as network and ranks grow
 #          measure.sh race-resnet20 DATA_DIR [OUT]     time to an accuracy on four hosts with slow links (root)
-#          measure.sh race-vgg11 DATA_DIR [OUT]
+#          measure.sh race-vgg11 DATA_DIR [OUT]        likewise
+#          measure.sh races [RESNET20 VGG11 [OUT]]     both in one table and one plot
 #          measure.sh timeline DATA_DIR [OUT]          what hides behind backward, on two hosts (root)
 #          measure.sh gradients DATA_DIR [OUT]         errors against bits, on gradients recorded from both
 set -euo pipefail
@@ -24,7 +27,10 @@ bash scripts/setup.sh
 # What compressed runs have in common where bytes are compared.
 ours=(--momentum-correction --dense-values fp16)
 
-usage() { sed -n '2,19s/^# \?//p' "$0" >&2; exit 2; }
+# IWP as it was when these were measured: a block's mean waited with its entries.
+waiting=(--no-block-means)
+
+usage() { sed -n '2,22s/^# \?//p' "$0" >&2; exit 2; }
 
 one() {  # NAME ARGUMENTS...
   local file=$out/$1.json; shift
@@ -33,6 +39,27 @@ one() {  # NAME ARGUMENTS...
 
 # Threads of MPI that wait sleep, instead of giving way in a loop: with more threads than cores, who gains by it depends on method and network.
 sleep=(OMPI_MCA_threads_pthreads_yield_strategy=nanosleep OMPI_MCA_threads_pthreads_nanosleep_time=100000)
+# Open MPI takes no notice of the algorithm without the first.
+ring=(OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_allreduce_algorithm=4)
+
+# Accuracies that dense reaches in the few epochs of a race.
+resnet20_target=0.7 vgg11_target=0.6
+
+# Options of bench_exchange.py and race.py: settings for the ranks of one method.
+environments=()
+having() {  # LABEL NAME=VALUE...
+  local label=$1 setting; shift
+  for setting in "$@"; do environments+=(--environment "$label:$setting"); done
+}
+
+steps_by_rate() {  # OUT ARGUMENTS...: one run where a dense step takes 20 s
+  local out=$1 rates rate runs; shift
+  for rates in "none,10gbit,1gbit 3" "100mbit 1"; do
+    read -r rate runs <<<"$rates"
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate "$rate" --runs "$runs" --max-seconds 60 \
+      --json "$out/resnet50-${rate//,/-}.json" --plot "$out/${rate//,/-}" "$@" "${environments[@]}"
+  done
+}
 
 at_equal_bytes() {  # COMMON ARGUMENTS...: densities such that all bytes together, tensors that travel dense included, are a share of dense
   local share density method
@@ -41,8 +68,8 @@ at_equal_bytes() {  # COMMON ARGUMENTS...: densities such that all bytes togethe
   for share in "64 1/29.3 1/56 1/18.2 1/362.7" "16 1/5.58 1/10.7 1/3.44 1/68.57"; do
     read -ra density <<<"$share"
     share=${density[0]}
-    one "$share-iwp-lanes4" "$@" --compression iwp "${ours[@]}" --density "${density[1]}"
-    one "$share-iwp-fp16" "$@" --compression iwp "${ours[@]}" --density "${density[2]}" --values fp16
+    one "$share-iwp-lanes4" "$@" --compression iwp "${ours[@]}" "${waiting[@]}" --density "${density[1]}"
+    one "$share-iwp-fp16" "$@" --compression iwp "${ours[@]}" "${waiting[@]}" --density "${density[2]}" --values fp16
     one "$share-fft" "$@" --compression fft "${ours[@]}" --density "${density[1]}"
     # Without indices.
     for method in mipd slimdp mp2; do
@@ -78,9 +105,9 @@ case ${1:-} in
     common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 10 --lr 0.3 --channels-last --amp bf16)
     one none "${common[@]}" --compression none
     for share in 64 32 16; do
-      one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share" --values fp16 --momentum-correction
+      one "iwp-$share" "${common[@]}" --compression iwp --density "1/$share" --values fp16 --momentum-correction "${waiting[@]}"
     done
-    one "iwp-64-plain" "${common[@]}" --compression iwp --density 1/64 --values fp16
+    one "iwp-64-plain" "${common[@]}" --compression iwp --density 1/64 --values fp16 "${waiting[@]}"
     one mp2-9 "${common[@]}" --compression mp2 "${ours[@]}"
     one fp16 "${common[@]}" --compression fp16
     .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain,mp2-9}.json --plot "$out/accuracy.png"
@@ -90,13 +117,14 @@ case ${1:-} in
     data=${2:?DATA_DIR} out=${3:-docs/results/cifar10-short}
     mkdir -p "$out"
     common=(--data cifar10 --data-dir "$data" --model resnet20 --epochs 4 --channels-last --amp bf16)
+    iwp=(--compression iwp --density 1/64 --values fp16 "${waiting[@]}")
     for lr in 0.1 0.3; do
       one "none-$lr" "${common[@]}" --lr "$lr" --compression none
-      one "iwp-64-plain-$lr" "${common[@]}" --lr "$lr" --compression iwp --density 1/64 --values fp16
+      one "iwp-64-plain-$lr" "${common[@]}" --lr "$lr" "${iwp[@]}"
     done
-    one iwp-64-0.3 "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --values fp16 --momentum-correction
-    one iwp-64-0.3-one-leader "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --values fp16 --momentum-correction --leaders 1
-    one iwp-64-0.3-no-random "${common[@]}" --lr 0.3 --compression iwp --density 1/64 --values fp16 --momentum-correction --explore 0
+    one iwp-64-0.3 "${common[@]}" --lr 0.3 "${iwp[@]}" --momentum-correction
+    one iwp-64-0.3-one-leader "${common[@]}" --lr 0.3 "${iwp[@]}" --momentum-correction --leaders 1
+    one iwp-64-0.3-no-random "${common[@]}" --lr 0.3 "${iwp[@]}" --momentum-correction --explore 0
     .venv/bin/python scripts/table.py "$out"/*.json
     ;;
   cifar10-budgets)
@@ -107,10 +135,13 @@ case ${1:-} in
     # More seeds of dense and of the best.
     for seed in 1 2; do
       one "none-$seed" "${common[@]}" --compression none --seed "$seed"
-      for pair in "iwp-lanes4 iwp 1/29.3" "fft fft 1/29.3" "topk topk 1/362.7" "dgc dgc 1/362.7"; do
-        read -r name method density <<<"$pair"
-        one "64-$name-$seed" "${common[@]}" --compression "$method" "${ours[@]}" --density "$density" --seed "$seed"
+      for pair in "iwp-lanes4 iwp 1/29.3 --no-block-means" "fft fft 1/29.3" "topk topk 1/362.7" "dgc dgc 1/362.7"; do
+        read -r name method density more <<<"$pair"
+        one "64-$name-$seed" "${common[@]}" --compression "$method" "${ours[@]}" --density "$density" --seed "$seed" $more
       done
+    done
+    for seed in 0 1 2; do
+      one "64-iwp-means-$seed" "${common[@]}" --compression iwp "${ours[@]}" --density 1/31.9 --seed "$seed"
     done
     # What a method's parts are worth.
     one 64-mipd-whole "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2 --whole-model
@@ -170,33 +201,38 @@ case ${1:-} in
     .venv/bin/python scripts/table.py "$out"/long-*.json
     ;;
   exchange)
-    out=${2:-docs/results/exchange}
-    methods=() environments=()
+    methods=()
     for method in none fp16 iwp; do
       methods+=("$method" "$method@sleep")
-      for setting in "${sleep[@]}"; do environments+=(--environment "$method@sleep:$setting"); done
+      having "$method@sleep" "${sleep[@]}"
     done
-    for rates in "none,10gbit,1gbit 3" "100mbit 1"; do
-      read -r rate runs <<<"$rates"
-      .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate "$rate" --backend mpi,gloo --runs "$runs" \
-        --methods "$(IFS=,; echo "${methods[*]}"),ddp-fp16" "${environments[@]}" --max-seconds 60 \
-        --json "$out/resnet50-${rate//,/-}.json" --plot "$out/${rate//,/-}"
-    done
+    steps_by_rate "${2:-docs/results/exchange}" --methods "$(IFS=,; echo "${methods[*]}"),ddp-fp16" --backend mpi,gloo
+    ;;
+  exchange-ring)
+    having iwp@sleep "${sleep[@]}"
+    having none@ring "${ring[@]}"
+    having fp16@ring "${ring[@]}"
+    steps_by_rate "${2:-docs/results/exchange-ring}" --methods none,none@ring,fp16,fp16@ring,iwp,iwp@sleep
+    ;;
+  exchange-methods)
+    out=${2:-docs/results/exchange-methods}
+    export "${sleep[@]}"
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate 1gbit --json "$out/mpi.json" --plot "$out"
     ;;
   exchange-settings)
     out=${2:-docs/results/exchange-settings}
     export "${sleep[@]}"
-    methods=() environments=()
+    methods=()
     for method in none iwp; do
       methods+=("$method")
       for setting in yield:OMPI_MCA_threads_pthreads_yield_strategy=sched_yield spin:OMPI_MCA_mpi_yield_when_idle=0 \
         cycle-0.2:HOROVOD_CYCLE_TIME=0.2 cycle-5:HOROVOD_CYCLE_TIME=5 fusion-1MB:HOROVOD_FUSION_THRESHOLD=1048576 \
-        no-cache:HOROVOD_CACHE_CAPACITY=0 ring:OMPI_MCA_coll_tuned_allreduce_algorithm=4 \
+        no-cache:HOROVOD_CACHE_CAPACITY=0 ring:"${ring[1]}" \
         segmented-ring:OMPI_MCA_coll_tuned_allreduce_algorithm=5 rabenseifner:OMPI_MCA_coll_tuned_allreduce_algorithm=6; do
         label=$method@${setting%%:*}
-        methods+=("$label") environments+=(--environment "$label:${setting#*:}")
-        # Open MPI takes no notice of the algorithm otherwise.
-        [[ $setting != *coll_tuned* ]] || environments+=(--environment "$label:OMPI_MCA_coll_tuned_use_dynamic_rules=1")
+        methods+=("$label")
+        having "$label" "${setting#*:}"
+        [[ $setting != *coll_tuned* ]] || having "$label" "${ring[0]}"
       done
     done
     .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate 1gbit --runs 2 --steps 5 \
@@ -220,24 +256,29 @@ case ${1:-} in
     ;;
   race-*)
     data=${2:?DATA_DIR} out=${3:-docs/results/$1}
-    # Settings as short trials of each method found fastest; a target that all of them reach in so few epochs.
-    how=() methods=none,fp16,iwp
+    methods=none,fp16,iwp options=(--option "iwp:${ours[*]}")
     case $1 in
       race-resnet20)
-        # So small a network leaves room for more bytes: four times as many, too.
-        methods+=,iwp@16 how+=(--option "iwp@16:--density 1/5.58 ${ours[*]}")
-        target=0.7 training=(--model resnet20 --epochs 4 --lr 0.3)
-        for setting in "${sleep[@]}"; do how+=(--environment "none:$setting" --environment "fp16:$setting"); done
+        # So small a network leaves room for more bytes: four times as many, too. Settings as short trials found fastest.
+        methods+=,iwp@16 options+=(--option "iwp@16:--density 1/5.58 ${ours[*]}")
+        target=$resnet20_target training=(--model resnet20 --epochs 4 --lr 0.3)
+        for method in none fp16; do having "$method" "${sleep[@]}"; done
         ;;
       race-vgg11)
-        target=0.5 training=(--model vgg11 --epochs 2 --batch-size 128 --lr 0.1)
-        how=(--gloo none:100mbit,none:1gbit,fp16:100mbit)
-        for setting in "${sleep[@]}"; do how+=(--environment "fp16:$setting" --environment "iwp:$setting"); done
+        # The ring, by which exchange-ring found Horovod's own fastest on such links; many threads for few cores, so all sleep.
+        methods+=,fft options+=(--option "fft:${ours[*]}")
+        target=$vgg11_target training=(--model vgg11 --epochs 2 --batch-size 128 --lr 0.02)
+        for method in none fp16; do having "$method" "${sleep[@]}" "${ring[@]}"; done
+        for method in iwp fft; do having "$method" "${sleep[@]}"; done
         ;;
       *) usage ;;
     esac
-    .venv/bin/python scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${how[@]}" --option "iwp:${ours[*]}" \
+    .venv/bin/python scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${options[@]}" "${environments[@]}" \
       --target "$target" --out "$out" -- --data cifar10 --data-dir "$data" "${training[@]}" --channels-last --amp bf16
+    ;;
+  races)
+    .venv/bin/python scripts/races.py "${2:-docs/results/race-resnet20}:$resnet20_target" "${3:-docs/results/race-vgg11}:$vgg11_target" \
+      --plot "${4:-docs/results}/races.png"
     ;;
   timeline)
     # Two hosts for two cores: with more, a rank waits for the others' turns, which no network does.

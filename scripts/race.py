@@ -64,11 +64,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def stem(rate: str, label: str, backend: str) -> str:
+    """The name of a run's files."""
+    return f"{rate}-{label}-{backend}"
+
+
+def parts(name: str) -> tuple[str, str, str]:
+    """Rate, label and backend of a run with such a name. Labels may hold dashes."""
+    rate, _, rest = name.partition("-")
+    label, _, backend = rest.rpartition("-")
+    return rate, label, backend
+
+
 def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     """The result, from its file if it is there. ``Failed``, ``NoLab`` or ``OtherConfiguration`` say why not."""
     arguments = (*args.train, "--compression", variant.method, *variant.options)
     backend = "gloo" if f"{variant.label}:{rate}" in args.gloo else "mpi"
-    file = args.out / f"{rate}-{variant.label}-{backend}.json"
+    file = args.out / f"{stem(rate, variant.label, backend)}.json"
     run = Run(file, args.hosts, arguments, settings=args.environments[variant.label])
     result = run.result()
     if result is None:
@@ -87,8 +99,15 @@ def seconds_to(result: Result, target: float) -> float | None:
 
 def markdown(found: Results, target: float, base: str) -> str:
     """``base``: the method that the others are compared with, where it got there."""
-    header = ["links", "method", "backend", "MB a step", "step ms"]
-    header += [f"steps to {target:g}", "seconds", "faster", "final accuracy"]
+    return table.markdown(header(f"steps to {target:g}"), cells(found, target, base), left=3)
+
+
+def header(steps: str) -> list[str]:
+    return ["links", "method", "backend", "MB a step", "step ms", steps, "seconds", "faster", "final accuracy"]
+
+
+def cells(found: Results, target: float, base: str) -> list[list[str]]:
+    """The table's rows, as :func:`markdown` says."""
     rows = []
     for rate, results in found.items():
         times = {label: seconds_to(result, target) for label, result in results.items()}
@@ -108,7 +127,7 @@ def markdown(found: Results, target: float, base: str) -> str:
                     f"{result['test_accuracy']:.4f}",
                 ]
             )
-    return table.markdown(header, rows, left=3)
+    return rows
 
 
 def plot(found: Results, target: float, file: Path) -> None:

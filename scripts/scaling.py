@@ -50,10 +50,15 @@ class Wire:
     def lanes(self, count: int, bits: int) -> int:  # integers, in words of 64 bits with room for the sum of n
         return 8 * math.ceil(count / (64 // (bits + math.ceil(math.log2(self.n)))))
 
-    def lanes4(self) -> float:  # values; a word that says who is invalid; two tensors' scales a word
+    def with_means(self) -> "Wire":  # a value more a block, of one more group a tensor; indices stay as they are
+        more = copy.copy(self)
+        more.k, more.tensors = self.k + self.padded // 256, 2 * self.tensors
+        return more
+
+    def lanes4(self) -> float:  # values; a word that says who is invalid; two groups' scales a word
         return self.ring(self.lanes(self.k, 4) + 8 + 8 * math.ceil(self.tensors / 2))
 
-    def lloyd4(self) -> float:  # 4 bits a value to its owner, in whole bytes; back, with two scales a tensor each time
+    def lloyd4(self) -> float:  # 4 bits a value to its owner, in whole bytes; back, with two scales a group each time
         part = 4 * math.ceil(self.k / (8 * self.n))
         return (self.n - 1) * part + self.gather(8 * self.tensors + part)
 
@@ -81,8 +86,12 @@ _nothing = partial(IWP, min_numel=10**9)
 METHODS: dict[str, tuple[Callable[..., Compressor], float | None, Callable[[Wire], float]]] = {
     "dense": (_nothing, None, lambda w: w.ring(4 * w.all)),
     "fp16": (partial(_nothing, dense_values="fp16"), None, lambda w: w.ring(2 * w.all)),
-    "IWP": (IWP, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
-    "IWP, lloyd4": (partial(IWP, values="lloyd4"), 1 / 32, lambda w: w.leaders() + w.lloyd4() + w.rest()),
+    "IWP": (IWP, 1 / 32, lambda w: w.leaders() + w.with_means().lanes4() + w.rest()),
+    "IWP, lloyd4": (
+        partial(IWP, values="lloyd4"),
+        1 / 32,
+        lambda w: w.leaders() + w.with_means().lloyd4() + w.rest(),
+    ),
     "FFT": (FFT, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
     "MIPD": (MIPD, 1 / 64, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "SlimDP": (SlimDP, 1 / 32, lambda w: w.agreed() + w.lanes4() + w.rest()),

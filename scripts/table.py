@@ -151,6 +151,12 @@ def chart(file: Path, rows: int, **settings: Any) -> Iterator[Any]:
     pyplot.close(figure)
 
 
+def beside(number: int, count: int) -> tuple[float, float]:
+    """Where the ``number``-th of ``count`` bars of a group stands beside the group's middle, and how wide it is."""
+    width = 0.8 / count
+    return (number - (count - 1) / 2) * width, width
+
+
 def _curve(axes: Any, label: str, runs: list[Result], x: Callable[[Result, Any], float], key: str) -> None:
     """A row's ``key`` over its epochs: the mean of its seeds, and a band from the least to the largest."""
     # Runs of a row have the same epochs, unless one was cut short.

@@ -34,6 +34,25 @@ def gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> list[Ten
     return [torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * scale) for p in model.parameters()]
 
 
+class Scheduled:
+    """A density schedule without a memory: whatever a function says of the step."""
+
+    def __init__(self, density: Callable[[int], float]) -> None:
+        self.density = density
+
+    def __call__(self, step: int) -> float:
+        return self.density(step)
+
+    def restart(self) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
 class Rank:
     """One rank: its replica, its compressor, and a step as Horovod takes it."""
 

@@ -12,6 +12,7 @@ METHODS = {
     "iwp-fp16": partial(IWP, density=1 / 64, values="fp16"),
     "iwp-fp32": partial(IWP, density=1 / 64, values="fp32"),
     "iwp-one-leader": partial(IWP, density=1 / 16, leaders=1),
+    "iwp-no-means": partial(IWP, density=1 / 32, block_means=False),
     "iwp-topk": partial(IWP, density=1 / 64, selection="topk"),
     "iwp-sparse": partial(IWP, density=1 / 1000, explore=0.5),
     "iwp-half": partial(IWP, density=0.5, leaders=2),

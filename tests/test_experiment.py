@@ -328,7 +328,8 @@ def test_table_command_with_plot(tmp_path, monkeypatch, capsys):
 
 def test_a_run_from_before_an_option_keeps_what_it_ran_with():
     old = {"compression": "iwp", "density": 0.5}
-    assert older.complete(old) == {**old, "extrapolate": None, "dense_values": "fp32", "bucket_mb": 16.0, "floor": 0.5}
+    then = {"extrapolate": None, "dense_values": "fp32", "bucket_mb": 16.0, "floor": 0.5, "no_block_means": True}
+    assert older.complete(old) == {**old, **then}
     assert older.complete({"compression": "none"}) == {"compression": "none", "extrapolate": None}
     given = {"compression": "mp2", "extrapolate": "wnn", "dense_values": "fp16", "bucket_mb": 4.0}
     assert older.complete(given) == given

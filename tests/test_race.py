@@ -11,6 +11,7 @@ from launch import ROOT, needs_hosts
 sys.path.insert(0, str(ROOT / "scripts"))
 
 race = importlib.import_module("race")
+races = importlib.import_module("races")
 
 
 def result(*tests, step_ms=100.0):
@@ -39,6 +40,56 @@ def test_compares_with_the_first_method_where_it_got_there():
         ["none", "none", "-", "-", "-"],
         ["none", "iwp", "10", "10", "-"],
     ]
+
+
+def raced(folder, runs, **changes):
+    """A folder with results of such names."""
+    folder.mkdir()
+    for name, tests in runs.items():
+        made = {
+            **result(*tests),
+            "train_loss": 1.0,
+            "replicas_equal": True,
+            "config": {"model": folder.name},
+            **changes,
+        }
+        (folder / f"{name}.json").write_text(json.dumps(made))
+    return folder
+
+
+def test_races_are_read_from_their_folders_slow_links_and_dense_first(tmp_path, capsys):
+    small = {"none-iwp@16-mpi": (0.7,), "1gbit-a-b-mpi": (0.7,), "1gbit-none-gloo": (0.6, 0.7)}
+    small["900mbit-none-mpi"] = (0.7,)
+    given = [f"{raced(tmp_path / 'small', small)}:0.7", f"{raced(tmp_path / 'large', {'1gbit-iwp-mpi': (0.4,)})}:0.5"]
+    assert races.main([*given, "--plot", str(tmp_path / "races.png")]) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [[*row[:5], *row[8:10]] for row in rows[2:]] == [
+        ["small", "0.7", "900mbit", "none", "mpi", "10", "1.00"],
+        ["small", "0.7", "1gbit", "none", "gloo", "20", "1.00"],
+        ["small", "0.7", "1gbit", "a-b", "mpi", "10", "2.00"],
+        ["small", "0.7", "none", "iwp@16", "mpi", "10", "-"],
+        ["large", "0.5", "1gbit", "iwp", "mpi", "-", "-"],
+    ]
+    assert (tmp_path / "races.png").exists()
+    groups = [(found, rate) for found in map(races.read, given) for rate in found.found]
+    assert races.reached(groups, "none") == {0: 10.0, 1: 20.0}
+    assert races.reached(groups, "iwp") == {}
+
+
+def test_races_refuses_what_is_no_race(tmp_path, monkeypatch):
+    monkeypatch.chdir(raced(tmp_path / "cnn", {"1gbit-none-mpi": (0.7,)}))
+    with pytest.raises(ValueError, match="expected FOLDER:TARGET"):
+        races.read("0.7")
+    with pytest.raises(ValueError, match="expected FOLDER:TARGET"):
+        races.read("nowhere:0.7")
+    with pytest.raises(ValueError, match="much"):
+        races.read(f"{tmp_path}/cnn:much")
+    twice = raced(tmp_path / "twice", {"1gbit-none-mpi": (0.7,), "1gbit-none-gloo": (0.7,)})
+    with pytest.raises(ValueError, match="two results of none at 1gbit"):
+        races.read(f"{twice}:0.7")
+    apart = raced(tmp_path / "apart", {"1gbit-none-mpi": (0.7,)}, replicas_equal=False)
+    with pytest.raises(ValueError, match=r"1gbit-none-mpi\.json: its replicas differ"):
+        races.read(f"{apart}:0.7")
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def test_a_bucket_that_was_done_gives_back_when_another_fails():
     [
         ("iwp", {"explore": 0.1}),
         ("iwp", {"momentum": 0.5}),
+        ("iwp", {"block_means": False}),
         ("iwp", {"values": Lanes(4, stochastic=False)}),
         ("fft", {"leaders": 1}),
         ("mipd", {"compensation": 0.5}),
@@ -311,13 +312,20 @@ def test_hooks_go_with_the_compressor():
 def test_state_is_kept_in_logical_order():
     """Saved by a contiguous model, loaded into a channels_last one."""
     model = mixed_model().to(memory_format=torch.contiguous_format)
-    world, ranks = replicas(1, IWP, model=model, density=1 / 16)
+    world, ranks = replicas(1, IWP, model=model, density=1 / 16, block_means=False)
     random_steps(world, ranks, range(2))
     last = mixed_model().to(memory_format=torch.channels_last)
-    world, others = replicas(1, IWP, model=last, density=1 / 16)
+    world, others = replicas(1, IWP, model=last, density=1 / 16, block_means=False)
     others[0].compression.load_state_dict(ranks[0].compression.state_dict())
     for name, residual in residuals(ranks[0]).items():
         assert torch.equal(residual, residuals(others[0])[name])
+
+
+def test_blocks_means_are_of_one_memory_order():
+    _, (one,) = replicas(1, IWP, model=mixed_model().to(memory_format=torch.contiguous_format))
+    _, (other,) = replicas(1, IWP, model=mixed_model().to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match="use the same memory_format"):
+        other.compression.load_state_dict(one.compression.state_dict())
 
 
 def test_taking_the_momentum_leaves_the_rest_of_the_model_as_it_was():

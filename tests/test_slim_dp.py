@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from harness import gradients, mixed_model, random_steps, replicas
+from harness import Scheduled, gradients, mixed_model, random_steps, replicas
 
 from hvd_compress import SlimDP
 from hvd_compress.local import LocalWorld
@@ -78,20 +78,8 @@ def test_no_index_travels():
 
 
 def test_a_density_that_falls_from_one_finds_an_explorer():
-    class Falls:
-        def __call__(self, step):
-            return 1.0 if step < 3 else 1 / 32
-
-        def restart(self):
-            pass
-
-        def state(self):
-            return {}
-
-        def load_state(self, state):
-            pass
-
-    world, ranks = replicas(2, partial(SlimDP, density=Falls(), reselect=50))
+    falls = Scheduled(lambda step: 1.0 if step < 3 else 1 / 32)
+    world, ranks = replicas(2, partial(SlimDP, density=falls, reselect=50))
     random_steps(world, ranks, range(4))
     offsets = ranks[0].compression._plans[0].selection.picks
     assert int(offsets.max()) > 100, "by lot, not the first of every block"

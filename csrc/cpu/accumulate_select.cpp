@@ -14,18 +14,32 @@ namespace {
 
 constexpr int64_t kGrain = 128;  // blocks a thread takes at least
 
+// Of a block's gradient, scaled. Halves are added to each other, as in the reference.
+template <typename T>
+HVD_BODY float block_mean(const T* __restrict grad, float scale, int inside) {
+  alignas(64) float sums[kBlock];
+  for (int i = 0; i < inside; ++i) sums[i] = static_cast<float>(grad[i]) * scale;
+  for (int i = inside; i < kBlock; ++i) sums[i] = 0.0f;
+  for (int half = kBlock / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  return mean_of(sums[0], inside);
+}
+
 // In one loop, so that an entry's weight is read before anything is written: tensors of a whole
 // number of pages lie so that it has the same place in its page as the residual and the gradient,
 // and a read waits for the writes under way there.
 template <bool kVelocity, bool kWeighted, typename T>
 HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
                                float* __restrict residual, float* __restrict velocity,
-                               const T* __restrict weight, int32_t* __restrict scores, int inside) {
+                               const T* __restrict weight, float mean, int32_t* __restrict scores,
+                               int inside) {
   float scale = args.scale, momentum = args.momentum, floor = *args.floor;
   uint32_t bad = 0;
   for (int i = 0; i < inside; ++i) {
-    Entry entry = accumulate<kVelocity>(static_cast<float>(grad[i]), residual[i],
-                                        kVelocity ? velocity[i] : 0.0f, scale, momentum);
+    float step = static_cast<float>(grad[i]) * scale - mean;
+    Entry entry =
+        accumulate<kVelocity>(step, residual[i], kVelocity ? velocity[i] : 0.0f, momentum);
     scores[i] = kWeighted ? weighted_bits(entry.residual, static_cast<float>(weight[i]), floor)
                           : score_bits(magnitude(entry.residual));
     residual[i] = entry.residual;
@@ -52,12 +66,17 @@ struct Blocks {
       float* velocity = kVelocity ? args->velocity + base : nullptr;
       int64_t next = select.slots ? select.place(block + 1) : 0;
       int count = static_cast<int>(next - place);
+      float mean = 0.0f;
+      if (args->means) {
+        mean = block_mean(grad + base, args->scale, inside);
+        args->means[block] += mean;
+      }
       if (weight && count > 0) {  // only a leader reads the weight
         bad |= accumulate_block<kVelocity, true>(*args, grad + base, residual, velocity,
-                                                 weight + base, scores, inside);
+                                                 weight + base, mean, scores, inside);
       } else {
         bad |= accumulate_block<kVelocity, false>(*args, grad + base, residual, velocity, weight,
-                                                  scores, inside);
+                                                  mean, scores, inside);
       }
       if (count > 0) pick(select, block, scores, count, select.offsets + place);
       place = next;
@@ -79,11 +98,12 @@ void run(const AccumulateSelect& args, T* grad, const T* weight) {
 
 void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> weight,
                            std::optional<Tensor> velocity, Tensor floor, Tensor offsets,
-                           Tensor invalid, double scale, double momentum, int64_t slots,
-                           int64_t first_slot, int64_t phase, int64_t run_length, int64_t ranks,
-                           int64_t position, int64_t key, int64_t explore) {
+                           Tensor invalid, std::optional<Tensor> means, double scale,
+                           double momentum, int64_t slots, int64_t first_slot, int64_t phase,
+                           int64_t run_length, int64_t ranks, int64_t position, int64_t key,
+                           int64_t explore) {
   AccumulateSelect args =
-      checked(grad, residual, weight, velocity, floor, invalid, scale, momentum);
+      checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
   args.select = checked_select(residual, offsets, slots, first_slot, phase, run_length, ranks,
                                position, key, explore);
   with_type(grad.scalar_type(), [&](auto type) {

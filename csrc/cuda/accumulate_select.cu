@@ -6,6 +6,27 @@
 namespace hvd_compress {
 namespace {
 
+// Of a block's gradient, scaled: the same in all lanes. Halves are added to each other, as in the
+// reference: entries 128 to 8 apart lie in different lanes, then 4 to 1 apart in one.
+template <typename T>
+__device__ __forceinline__ float block_mean(const T (&grad)[kEach], float scale, int inside) {
+  float sums[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    sums[i] = static_cast<float>(grad[i]) * scale;
+#pragma unroll
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      sums[i] += __shfl_xor_sync(kAll, sums[i], half);
+    }
+  }
+#pragma unroll
+  for (int half = kEach / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  return mean_of(sums[0], inside);
+}
+
 template <typename T, bool kVelocity>
 __global__ void __launch_bounds__(kThreads)
     accumulate_select_kernel(const __grid_constant__ AccumulateSelect args, T* __restrict__ grad,
@@ -22,11 +43,16 @@ __global__ void __launch_bounds__(kThreads)
   load(step, grad + first, inside, aligned);
   load(residual, args.residual + first, inside, aligned);
   if (kVelocity) load(velocity, args.velocity + first, inside, aligned);
+  float mean = 0.0f;
+  if (args.means) {
+    mean = block_mean(step, args.scale, args.inside(block));
+    if (lane_id() == 0) args.means[block] += mean;
+  }
   bool bad = false;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    Entry entry = accumulate<kVelocity>(static_cast<float>(step[i]), residual[i],
-                                        kVelocity ? velocity[i] : 0.0f, args.scale, args.momentum);
+    Entry entry = accumulate<kVelocity>(static_cast<float>(step[i]) * args.scale - mean,
+                                        residual[i], kVelocity ? velocity[i] : 0.0f, args.momentum);
     bad |= !entry.finite;  // padding was loaded as zeros, which are finite
     residual[i] = entry.residual;
     velocity[i] = entry.velocity;
@@ -61,11 +87,12 @@ __global__ void __launch_bounds__(kThreads)
 
 void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> weight,
                             std::optional<Tensor> velocity, Tensor floor, Tensor offsets,
-                            Tensor invalid, double scale, double momentum, int64_t slots,
-                            int64_t first_slot, int64_t phase, int64_t run, int64_t ranks,
-                            int64_t position, int64_t key, int64_t explore) {
+                            Tensor invalid, std::optional<Tensor> means, double scale,
+                            double momentum, int64_t slots, int64_t first_slot, int64_t phase,
+                            int64_t run, int64_t ranks, int64_t position, int64_t key,
+                            int64_t explore) {
   AccumulateSelect args =
-      checked(grad, residual, weight, velocity, floor, invalid, scale, momentum);
+      checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
   args.select = checked_select(residual, offsets, slots, first_slot, phase, run, ranks, position,
                                key, explore);
   if (args.select.blocks == 0) return;

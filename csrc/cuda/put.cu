@@ -38,15 +38,24 @@ __device__ __forceinline__ void assign(void* grad, int64_t entry, ScalarType dty
 __device__ __forceinline__ void put_block(const Put& args, const Chunk& chunk, int64_t block) {
   const Picks& picks = args.picks;
   Slots slots = slots_of(picks, picks.segments + chunk.first, chunk.count, block);
+  if (slots.segment < 0) return;                                // a block of no segment
   int64_t inside = chunk.entries[slots.segment] - slots.entry;  // <= 0: skipped, or padding
+  float base = 0.0f;
+  if (args.block_means) {
+    base = args.block_means[block] * args.scale;
+    for (int offset = lane_id(); offset < kBlock && offset < inside; offset += kLanes) {
+      assign(chunk.data[slots.segment], slots.entry + offset, chunk.dtype[slots.segment], base);
+    }
+    __syncwarp();
+  }
   for (int round = 0; round < slots.count; round += kLanes) {
     int64_t slot = slots.begin + round + lane_id();
     bool active = round + lane_id() < slots.count;
     int offset = active ? picks.offsets[slot] : 0;
     float mean = active ? args.mean[slot] : 0.0f;
     if (last_of_equals(offset, active) && offset < inside) {
-      assign(chunk.data[slots.segment], slots.entry + offset, chunk.dtype[slots.segment],
-             mean * args.scale);
+      float value = args.block_means ? base + mean * args.scale : mean * args.scale;
+      assign(chunk.data[slots.segment], slots.entry + offset, chunk.dtype[slots.segment], value);
     }
     if (last_of_equals(offset, active && is_finite(mean))) {
       args.residual[block * kBlock + offset] = args.lost[slot];
@@ -69,10 +78,11 @@ __global__ void __launch_bounds__(kThreads)
 
 void put_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
               Tensor offsets, Tensor segments, Tensor mean, Tensor lost, int64_t phase,
-              double scale) {
-  Put args = checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale);
+              double scale, std::optional<Tensor> block_means) {
+  Put args =
+      checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means);
   const Picks& picks = args.picks;
-  if (picks.blocks == 0 || picks.slots == 0) return;
+  if (picks.blocks == 0 || (picks.slots == 0 && !block_means)) return;
   Launch launch(residual);
   unsigned grid = std::min(grid_for(picks.blocks), kGrid);
   for (int64_t first = 0; first < picks.segment_count; first += kTensors) {

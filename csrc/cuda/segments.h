@@ -6,10 +6,10 @@
 namespace hvd_compress {
 
 struct Slots {
-  int64_t begin;
-  int count;
-  int64_t segment;  // its number, counted from the first of those searched
-  int64_t entry;    // the block's first one, counted within the segment
+  int64_t begin = 0;
+  int count = 0;
+  int64_t segment = -1;  // its number, counted from the first of those searched; -1: in none
+  int64_t entry = 0;     // the block's first one, counted within the segment
 };
 
 // The slots of a block in one of `count` segments; none where it is in none of them.

@@ -154,18 +154,5 @@ class FFT(Sparse):
     def saved(self, segment: Segment, flat: Tensor) -> Tensor:
         return segment.of(flat)
 
-    def method_state(self) -> dict[str, Any]:
-        return {**super().method_state(), "strides": self._strides()}
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        for name, stride in self._strides().items():
-            if state["strides"][name] != stride:
-                raise ValueError(
-                    f"{name}: its spectrum was saved in the memory order of strides {state['strides'][name]}, and this "
-                    f"parameter has {stride}: use the same memory_format"
-                )
-        super().load_method_state(state)
-
-    def _strides(self) -> dict[str, list[int]]:
-        segments = [segment for bucket in self._buckets for segment in bucket.segments]
-        return {segment.name: list(segment.parameter.stride()) for segment in segments}
+    def follows_memory(self) -> bool:
+        return True

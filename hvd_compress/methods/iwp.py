@@ -32,8 +32,10 @@ class IWP(Sparse):
         g   = mean_i a_i[S] on S, else 0                    Horovod's ring allreduce
         r_i = a_i - what was sent
 
+    and the mean of every block of 256 gradients is taken out first and sent whole in every step (``block_means``).
+
     The paper's: the importance, the random leaders, the layer-wise budget, the ring. Ours: block-local choice (the m
-    largest of every 256 entries), ``floor``, the random share, everything counted in the wire ratio.
+    largest of every 256 entries), ``floor``, the random share, the blocks' means, everything counted in the wire ratio.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
@@ -44,6 +46,8 @@ class IWP(Sparse):
             bytes, slow).
         leaders: how many ranks, on average, choose the entries of one block; None for all.
         explore: share of the choices drawn at random in proportion to importance, in [0, 1].
+        block_means: whether every block's mean goes ahead of its entries, for one value of 256 more. What entries
+            have in common would otherwise arrive late and whole, and overshoot (:mod:`hvd_compress.means`).
         floor: the constant under the weights, in units of mean|w|; above 0.
         budget_interval: steps between re-balancings of the layers' shares by importance (within 1/4 and 4 times the
             density, the total constant); 0 keeps the shares equal.
@@ -69,6 +73,7 @@ class IWP(Sparse):
         leaders: int | None = None,
         explore: float = 0.05,
         floor: float = 0.5,
+        block_means: bool = True,
         budget_interval: int = 100,
         warmup_steps: int = 0,
         momentum: float = 0.0,
@@ -80,6 +85,7 @@ class IWP(Sparse):
         check_explore(explore)
         if not floor > 0.0:
             raise ValueError(f"floor must be above 0, got {floor}")
+        self._block_means = block_means
         super().__init__(
             named_parameters,
             density,
@@ -111,7 +117,8 @@ class IWP(Sparse):
             means = [segment.parameter.abs().mean(dtype=torch.float32) for segment in bucket.segments]
             self._floors[bucket.index] = torch.stack(means) * self._floor + _TINY
         floors = self._floors[bucket.index]
-        return Rule(floors, self._explore, 1.0 / self._scale, self._momentum, plan.invalid)
+        fresh = plan.means.fresh if plan.means else None
+        return Rule(floors, self._explore, 1.0 / self._scale, self._momentum, plan.invalid, fresh)
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         sums = [plan.rule.score(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]

@@ -12,7 +12,18 @@ from ..driver import Exchange
 from ..history import History, flat_weights, root_mean_squares
 from ..rng import derive
 from ..schedule import Density
-from ..selection import Part, Rule, Selection, SharedSelection, Turn, Unled, check_explore, smaller_half, whole
+from ..selection import (
+    Averages,
+    Part,
+    Rule,
+    Selection,
+    SharedSelection,
+    Turn,
+    Unled,
+    check_explore,
+    smaller_half,
+    whole,
+)
 from ..sparse import Plan, Sparse
 
 _SIGNIFICANCE = ("taylor", "fisher")
@@ -178,7 +189,7 @@ class MIPD(Sparse):
         mean, lost = yield from plan.channel.average(values - guess, plan.invalid, key)
         if self._compensation:
             self._apply_guess(bucket, plan, mean[:1].isfinite())
-        selection.put(self.targets(bucket, plan), state.get("velocity"), mean + guess, lost, self._scale)
+        selection.put(self.targets(bucket, plan), state.get("velocity"), Averages(mean + guess, lost, self._scale))
         share = 0.5 if selection.halves else 1.0
         self._history[bucket.index].learn(selection, mean, self._step, smoothed * (share * self._compensation))
         plan.sent = True

@@ -10,8 +10,8 @@ import torch
 from .. import reference
 
 _PACKAGE = __package__.rpartition(".")[0]
-#: The operator that came last: an extension without it is an old one.
-_NEWEST = "cpu_level"
+#: What came last: an extension without this argument of this operator is an old one.
+_NEWEST = ("put", "block_means")
 
 
 def _load(module: str) -> str | None:
@@ -25,7 +25,9 @@ def _load(module: str) -> str | None:
         loader.load_library(spec.origin)
     except OSError as error:
         return str(error)
-    if not hasattr(torch.ops.hvd_compress, _NEWEST):
+    operator, argument = _NEWEST
+    found = getattr(torch.ops.hvd_compress, operator, None)
+    if found is None or argument not in {a.name for a in found.default._schema.arguments}:
         return "it was built from other sources: build it again"
     return None
 

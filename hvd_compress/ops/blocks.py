@@ -13,6 +13,7 @@ def accumulate_select(
     floor: Tensor,
     offsets: Tensor,
     invalid: Tensor,
+    means: Tensor | None,
     scale: float,
     momentum: float,
     slots: int,
@@ -30,12 +31,13 @@ def accumulate_select(
     weight, the score is the residual's magnitude.
     ``residual``, ``velocity``: float32, (blocks * 256,), contiguous, blocks * 256 >= n. ``floor``: float32, (1,), >= 0.
     ``offsets``: uint8, this rank's whole plane. ``invalid``: int32, (1,), set to 1 by an entry that is not finite.
+    ``means``: float32, (blocks,), contiguous; None leaves the blocks' means where they are.
     ``slots``: 0 (accumulate only) to blocks * 256. ``0 <= position < ranks``, ``run >= 1``, ``0 <= explore <= 2**32``.
     Raises RuntimeError for another dtype, device or size, or if the picks would not fit in ``offsets``.
     """
     # fmt: off
-    implementation.accumulate_select(grad, residual, weight, velocity, floor, offsets, invalid, scale, momentum,
-                                      slots, first_slot, phase, run, ranks, position, key, explore)
+    implementation.accumulate_select(grad, residual, weight, velocity, floor, offsets, invalid, means, scale,
+                                      momentum, slots, first_slot, phase, run, ranks, position, key, explore)
     # fmt: on
 
 
@@ -78,15 +80,17 @@ def put(
     lost: Tensor,
     phase: int,
     scale: float,
+    block_means: Tensor | None = None,
 ) -> None:
     """Assign ``mean * scale`` to the gradients' entries at ``offsets``, whose other entries stay as they are, and
-    ``lost`` to the residual's.
+    ``lost`` to the residual's. With ``block_means``, the others become their block's, and those have it on top.
 
     ``grads``: a dense tensor a segment, float32, float16 or bfloat16, written in memory order; an empty one is skipped.
-    ``velocity``: as the residual. ``mean``, ``lost``: float32, all slots. ``residual``, ``offsets``, ``segments`` as in
+    ``velocity``: as the residual. ``mean``, ``lost``: float32, all slots. ``block_means``: float32, (blocks,) of the
+    bucket, contiguous. ``residual``, ``offsets``, ``segments`` as in
     :func:`take`. Raises RuntimeError for another dtype, device, size or number of gradients.
     """
-    implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale)
+    implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means)
 
 
 register("accumulate_select", "select", "take", "put")

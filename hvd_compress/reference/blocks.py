@@ -68,6 +68,7 @@ def accumulate_select(
     floor: Tensor,
     offsets: Tensor,
     invalid: Tensor,
+    means: Tensor | None,
     scale: float,
     momentum: float,
     slots: int,
@@ -81,7 +82,8 @@ def accumulate_select(
 ) -> None:
     """Take a gradient into the residual and write the offsets of the entries that this rank, as leader, picks.
 
-    Per entry, with ``g = grad * scale``::
+    Per entry, with ``g = grad * scale``, and with ``means`` less the mean of its block, which is added there (0 for
+    a block whose sum is not finite)::
 
         velocity <- momentum * velocity + g      (only with a velocity; else velocity stands for g)
         residual <- residual + velocity
@@ -93,11 +95,15 @@ def accumulate_select(
     ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16.
     ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0.
     ``offsets``: uint8, this rank's whole plane.
-    ``invalid``: int32, (1,). ``slots`` 0 accumulates only.
+    ``invalid``: int32, (1,). ``means``: float32, (blocks,). ``slots`` 0 accumulates only.
     """
     n = grad.numel()
     flat = grad.as_strided((n,), (1,))
     step = flat.float() * scale
+    if means is not None:
+        mean = block_means(step, len(means))
+        means += mean
+        step -= mean.repeat_interleave(BLOCK)[:n]
     old = residual[:n]
     if velocity is not None:
         step = velocity[:n] * momentum + step
@@ -115,6 +121,19 @@ def accumulate_select(
     if weight is not None:
         score[:n] /= weight.as_strided((n,), (1,)).float().abs() + floor
     select(score, offsets, slots, first_slot, phase, run, ranks, position, key, explore)
+
+
+def block_means(entries: Tensor, blocks: int) -> Tensor:
+    """The mean of every block's entries, the padding left out: float32, (blocks,); 0 where it is not finite.
+
+    Halves are added to each other, down to one number: an order that any width of vectors and warps can follow.
+    """
+    sums = torch.nn.functional.pad(entries, (0, blocks * BLOCK - entries.numel())).view(blocks, BLOCK)
+    while sums.shape[1] > 1:
+        lower, upper = sums.chunk(2, dim=1)
+        sums = lower + upper
+    inside = (entries.numel() - torch.arange(blocks, device=entries.device) * BLOCK).clamp(1, BLOCK)
+    return (sums[:, 0] / inside).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def select(
@@ -194,6 +213,7 @@ def put(
     lost: Tensor,
     phase: int,
     scale: float,
+    block_means: Tensor | None = None,
 ) -> None:
     """What the ranks agreed on arrives: the gradients' entries at ``offsets`` become ``mean * scale``.
 
@@ -202,10 +222,13 @@ def put(
     training), and nothing leaves the residual. The slots act one after the other: of two for one entry, the later has
     the last word. Entries in a gradient's padding are passed over.
 
+    With ``block_means``, float32, (blocks,) of the bucket, every entry of a gradient becomes its block's, times
+    ``scale``, and those at ``offsets`` that plus ``mean * scale``.
+
     ``grads``: a dense tensor a segment, in memory order, or an empty one to skip it. ``mean``, ``lost``: float32, all
     slots. The rest as in :func:`take`.
     """
-    put_at(grads, residual, velocity, positions(offsets, segments, phase), segments, mean, lost, scale)
+    put_at(grads, residual, velocity, positions(offsets, segments, phase), segments, mean, lost, scale, block_means)
 
 
 def put_at(
@@ -217,6 +240,7 @@ def put_at(
     mean: Tensor,
     lost: Tensor,
     scale: float,
+    block_means: Tensor | None = None,
 ) -> None:
     """:func:`put` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
     finite = mean.isfinite()
@@ -225,9 +249,15 @@ def put_at(
     if velocity is not None:
         velocity[place] = 0.0
     value = mean * scale
-    for grad, (first_block, _, first_slot, slots) in zip(grads, segments.tolist(), strict=True):
+    if block_means is not None:
+        base = block_means * scale
+        value = base[where // BLOCK] + value
+    for grad, (first_block, blocks, first_slot, slots) in zip(grads, segments.tolist(), strict=True):
+        flat = grad.as_strided((grad.numel(),), (1,))
+        if block_means is not None:
+            flat.copy_(base[first_block : first_block + blocks].repeat_interleave(BLOCK)[: grad.numel()])
         place = where[first_slot : first_slot + slots] - first_block * BLOCK
         inside = place < grad.numel()
         place, mine = place[inside], value[first_slot : first_slot + slots][inside]
         place, mine = _last(place, mine, grad.numel())
-        grad.as_strided((grad.numel(),), (1,))[place] = mine.to(grad.dtype)
+        flat[place] = mine.to(grad.dtype)

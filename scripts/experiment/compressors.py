@@ -211,12 +211,21 @@ def _iwp_arguments(parser: argparse.ArgumentParser) -> None:
     _leader_arguments(parser)
     parser.add_argument("--floor", type=float, default=0.5, help="constant under the weights, in units of mean |w|")
     parser.add_argument("--selection", choices=("block", "topk"), default="block")
+    parser.add_argument("--no-block-means", action="store_true", help="all of a gradient waits for its entries' turns")
 
 
 def _iwp(args: argparse.Namespace, setting: Setting) -> Compression:
     import hvd_compress
 
-    return _sparse(hvd_compress.IWP, args, setting, leaders=args.leaders, floor=args.floor, selection=args.selection)
+    return _sparse(
+        hvd_compress.IWP,
+        args,
+        setting,
+        leaders=args.leaders,
+        floor=args.floor,
+        selection=args.selection,
+        block_means=not args.no_block_means,
+    )
 
 
 def _fft_arguments(parser: argparse.ArgumentParser) -> None:

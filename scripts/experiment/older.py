@@ -12,5 +12,5 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     if config["compression"] not in ("none", "fp16"):
         before |= {"dense_values": "fp32", "bucket_mb": 16.0}
     if config["compression"] == "iwp":
-        before["floor"] = 0.5
+        before |= {"floor": 0.5, "no_block_means": True}
     return config | {key: value for key, value in before.items() if key not in config}

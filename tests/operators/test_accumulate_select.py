@@ -27,7 +27,7 @@ from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
-NAMES = ["grad", "residual", "weight", "velocity", "floor", "offsets", "invalid"]
+NAMES = ["grad", "residual", "weight", "velocity", "floor", "offsets", "invalid", "means"]
 
 
 @st.composite
@@ -51,6 +51,7 @@ def arguments(draw: st.DrawFn) -> list:
         torch.tensor([draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))]),
         torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # nothing else may be written
         torch.tensor([draw(st.integers(0, 1))], dtype=torch.int32),
+        torch.full((blocks,), 3.0) if draw(st.booleans()) else None,
         draw(st.sampled_from([1.0, 0.3, 1 / 65536, 1e30])),
         draw(st.sampled_from([0.9, 0.0, 1.0])),
         slots,
@@ -67,7 +68,7 @@ def arguments(draw: st.DrawFn) -> list:
 def sample(device: str = "cpu") -> list:
     """Arguments that are right: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
     tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
-    tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)]
+    tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(3)]
     return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31])
 
 
@@ -94,7 +95,7 @@ def test_every_number_of_picks(device: str, count: int, kind: str, weighted: boo
     weight, floor = values(n, "normal", 1) if weighted else None, torch.tensor([0.1])
     invalid = torch.zeros(1, dtype=torch.int32)
     args = [values(n, kind, 2), residual, weight, None, floor, torch.zeros(blocks * count, dtype=torch.uint8), invalid]
-    args += [1.0, 0.0, blocks * count, 0, 3, 1, 1, 0, 11, 2**31]
+    args += [None, 1.0, 0.0, blocks * count, 0, 3, 1, 1, 0, 11, 2**31]
     got, want = on(device, clone(args)), clone(args)
     ops.accumulate_select(*got)
     reference.accumulate_select(*want)
@@ -107,7 +108,7 @@ def test_many_blocks(device: str) -> None:
     n = 2000 * BLOCK
     for phase in (0, -77, 2500):
         tensors = [values(n, "normal", 1), values(n, "normal", 2), values(n, "equal", 3), None, torch.tensor([0.1])]
-        tensors += [torch.zeros(4000, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)]
+        tensors += [torch.zeros(4000, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(2000)]
         args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31]
         got, want = on(device, clone(args)), clone(args)
         with threads(3):
@@ -135,10 +136,29 @@ def test_unaligned_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_means_are_left_out_of_the_residual(device: str) -> None:
+    """By the blocks' own sums, padding not counted; a block with an infinity keeps its finite entries whole."""
+    check_device(device)
+    args = sample(device)
+    grad = args[0].clone() + 1.0
+    grad[300] = float("inf")
+    args[0], args[3] = grad.clone(), None
+    ops.accumulate_select(*args)
+    residual, means = args[1].cpu(), args[7].cpu()
+    blocks = grad.cpu().split(BLOCK)
+    for i in (0, 2):
+        torch.testing.assert_close(means[i], blocks[i].mean())
+        inside = residual[i * BLOCK :][: len(blocks[i])]
+        torch.testing.assert_close(inside, blocks[i] - blocks[i].mean())
+    assert means[1] == 0 and torch.equal(residual[BLOCK : BLOCK + 44], blocks[1][:44]) and residual[300] == 0
+    assert not residual[600:].any() and args[6].item() == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
     torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)))
-    for optional in (2, 3):
+    for optional in (2, 3, 7):
         without = sample(device)
         without[optional] = None
         torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
@@ -159,14 +179,16 @@ BAD = {
     "offsets short": (5, lambda x: x[:5].clone(), "offsets has to have 6 entries for these slots, got 5"),
     "offsets dtype": (5, lambda x: x.int(), "offsets has to be Byte, got Int"),
     "invalid dtype": (6, lambda x: x.long(), "invalid has to be Int, got Long"),
-    "slots": (9, lambda x: 769, "slots has to be 0 to 768, got 769"),
-    "slots < 0": (9, lambda x: -1, "slots has to be 0 to 768, got -1"),
-    "first_slot": (10, lambda x: -1, "first_slot"),
-    "run": (12, lambda x: 0, "run has to be 1 to .*, got 0"),
-    "ranks": (13, lambda x: 0, "ranks has to be 1 to .*, got 0"),
-    "position": (14, lambda x: 2, "position has to be 0 to 1, got 2"),
-    "key": (15, lambda x: 2**32, "key has to be"),
-    "explore": (16, lambda x: 2**32 + 1, "explore has to be"),
+    "means dtype": (7, lambda x: x.double(), "means has to be Float, got Double"),
+    "means size": (7, lambda x: x[:2].clone(), "means has to have 3 entries, got 2"),
+    "slots": (10, lambda x: 769, "slots has to be 0 to 768, got 769"),
+    "slots < 0": (10, lambda x: -1, "slots has to be 0 to 768, got -1"),
+    "first_slot": (11, lambda x: -1, "first_slot"),
+    "run": (13, lambda x: 0, "run has to be 1 to .*, got 0"),
+    "ranks": (14, lambda x: 0, "ranks has to be 1 to .*, got 0"),
+    "position": (15, lambda x: 2, "position has to be 0 to 1, got 2"),
+    "key": (16, lambda x: 2**32, "key has to be"),
+    "explore": (17, lambda x: 2**32 + 1, "explore has to be"),
 }
 
 

@@ -53,6 +53,9 @@ def arguments(draw: st.DrawFn) -> list:
         values(layout.slots, draw(kinds), seed + 14),
         draw(phases),
         draw(st.sampled_from([1.0, 0.25, 1 / 3])),
+        values(layout.blocks, draw(st.sampled_from(["normal", "huge", "wild"])), seed + 15)
+        if draw(st.booleans())
+        else None,
     ]
 
 
@@ -66,7 +69,7 @@ def sample(device: str = "cpu") -> list:
     segments = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
     tensors = [torch.randn(3 * BLOCK), torch.randn(3 * BLOCK), torch.arange(13).to(torch.uint8), segments]
     tensors += [torch.randn(13), torch.randn(13)]
-    return on(device, [[torch.zeros(400), torch.zeros(256).bfloat16()], *tensors, 3, 0.5])
+    return on(device, [[torch.zeros(400), torch.zeros(256).bfloat16()], *tensors, 3, 0.5, torch.randn(3)])
 
 
 def check(args: list, device: str) -> None:
@@ -94,7 +97,9 @@ def test_many_blocks(device: str) -> None:
         n, slots = MANY.blocks * BLOCK, MANY.slots
         tensors = [values(n, "normal", 1), values(n, "normal", 2), offsets_of(MANY, 3, 256), MANY.tensor("cpu")]
         with threads(3):
-            check([grads, *tensors, values(slots, "wild", 4), values(slots, "normal", 5), phase, 0.25], device)
+            for means in (None, values(MANY.blocks, "normal", 6)):
+                more = [values(slots, "wild", 4), values(slots, "normal", 5), phase, 0.25, means]
+                check([grads, *tensors, *more], device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,7 +112,9 @@ def test_more_tensors_than_a_launch_takes(device: str) -> None:
     offsets = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     residual = values(count * 3 * BLOCK, "normal", 2)
     tensors = [residual, residual.flip(0), offsets, torch.tensor(rows)]
-    check([grads, *tensors, values(slots, "wild", 3), values(slots, "normal", 4), 1, 0.25], device)
+    more = [values(slots, "wild", 3), values(slots, "normal", 4), 1, 0.25]
+    check([grads, *tensors, *more], device)
+    check([grads, *tensors, *more, values(count * 3, "normal", 5)], device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -158,6 +165,8 @@ BAD = {
     "segments": (4, lambda x: x.flip(0).contiguous(), "segments have to follow"),
     "mean": (5, lambda x: x.double(), "mean has to be Float, got Double"),
     "lost dtype": (6, lambda x: x.half(), "lost has to be Float, got Half"),
+    "block_means dtype": (9, lambda x: x.double(), "block_means has to be Float, got Double"),
+    "block_means numel": (9, lambda x: x[:2].clone(), "block_means has to have 3 entries, got 2"),
     "lost numel": (6, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
 }
 

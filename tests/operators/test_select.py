@@ -92,7 +92,7 @@ def test_is_the_second_half_of_accumulate_select(device: str) -> None:
     args = sample(device)
     offsets, invalid = args[1].clone(), torch.zeros(1, dtype=torch.int32, device=device)
     floor = torch.zeros(1, device=device)
-    ops.accumulate_select(grad, residual, None, None, floor, offsets, invalid, 1.0, 0.0, *args[2:])
+    ops.accumulate_select(grad, residual, None, None, floor, offsets, invalid, None, 1.0, 0.0, *args[2:])
     args[0] = residual.abs()
     ops.select(*args)
     assert torch.equal(args[1], offsets)

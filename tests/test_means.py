@@ -1,0 +1,199 @@
+"""The means of blocks, which go ahead of their entries: hvd_compress/means.py."""
+
+import pytest
+import torch
+from harness import Scheduled, gradients, mixed_model, random_steps, replicas, residuals, together
+
+from hvd_compress import FFT, IWP, MIPD, TopK
+from hvd_compress.reference import BLOCK
+
+
+def flat(tensor):
+    """In memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def compressed(model):
+    return [i for i, p in enumerate(model.parameters()) if p.dim() >= 2 and p.numel() >= 1024]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_every_entry_moves_by_its_blocks_mean(momentum):
+    """With momentum correction as under plain momentum: the mean of nothing waits."""
+    world, ranks = replicas(3, IWP, density=1 / 256, values="fp32", momentum=momentum, budget_interval=0)
+    velocity = {}
+    for step in range(3):
+        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
+        given = [[g.clone() for g in grad] for grad in grads]
+        applied = together(world, ranks, grads)[0]
+        for i in compressed(ranks[0].model):
+            mean = torch.stack([flat(grad[i]) for grad in given]).mean(0)
+            for number, block in enumerate(mean.split(BLOCK)):
+                now = velocity[i, number] = momentum * velocity.get((i, number), 0.0) + block.mean()
+                # Entries that were picked are off it; all others are at it.
+                torch.testing.assert_close(flat(applied[i]).split(BLOCK)[number].median(), now, rtol=0, atol=1e-6)
+
+
+def test_a_push_that_all_entries_share_never_waits():
+    world, ranks = replicas(2, IWP, density=1 / 64, values="fp32")
+    for _ in range(3):
+        grads = [[torch.ones_like(p) * (1 + r.rank) for p in r.model.parameters()] for r in ranks]
+        applied = together(world, ranks, grads)[0]
+        for gradient in applied:
+            torch.testing.assert_close(gradient, torch.full_like(gradient, 1.5))
+    for rank in ranks:
+        for residual in residuals(rank).values():
+            assert residual.abs().max() < 1e-6
+
+
+def test_what_the_wire_loses_of_the_means_waits():
+    """With 2 bits a value, most of a mean is rounded off; in the long run all of it arrives."""
+    world, ranks = replicas(2, IWP, density=1 / 256, values="lanes2", budget_interval=0)
+    steps, total = 20, [torch.zeros_like(p) for p in ranks[0].model.parameters()]
+    for _ in range(steps):
+        grads = [gradients(r.model, seed=r.rank) for r in ranks]
+        mean = [(a + b) / 2 for a, b in zip(*grads, strict=True)]
+        for sum_, gradient in zip(total, together(world, ranks, grads)[0], strict=True):
+            sum_ += gradient
+    lost = False
+    for bucket in range(len(ranks[0].compression.buckets)):
+        means = [r.compression._plans[bucket].means for r in ranks]
+        held = (means[0].held + means[1].held) / 2
+        lost = lost or bool(held.any())
+        for segment in ranks[0].compression.buckets[bucket].segments:
+            number = [name for name, _ in ranks[0].model.named_parameters()].index(segment.name)
+            blocks = zip(flat(total[number]).split(BLOCK), flat(mean[number]).split(BLOCK), strict=True)
+            for (got, want), rest in zip(blocks, segment.of_blocks(held), strict=True):
+                # Most entries were never picked: they have the means only.
+                torch.testing.assert_close(got.median() + rest, steps * want.mean(), rtol=0, atol=1e-4)
+    assert lost
+
+
+#: Sends all entries in some steps between.
+SWINGING = Scheduled(lambda step: 1.0 if 3 <= step < 6 else 1 / 64)
+
+
+def like(model, values):
+    return [torch.full_like(p, values) for p in model.parameters()]
+
+
+def test_a_schedule_may_go_to_all_entries_and_back():
+    """What is the same for all of a block's entries moves them as under plain momentum throughout."""
+    world, ranks = replicas(2, IWP, density=SWINGING, values="fp32", momentum=0.9)
+    velocity = 0.0
+    for _ in range(9):
+        velocity = 0.9 * velocity + 1.0
+        for gradient in together(world, ranks, [like(r.model, 1.0) for r in ranks])[0]:
+            torch.testing.assert_close(gradient, torch.full_like(gradient, velocity))
+
+
+def test_nothing_is_lost_where_a_schedule_changes():
+    world, ranks = replicas(2, IWP, density=SWINGING, values="lanes2")
+    for step in range(9):
+        before = [residuals(r) for r in ranks]
+        grads = [gradients(r.model, seed=2 * step + r.rank) for r in ranks]
+        given = [[g.double() for g in grad] for grad in grads]
+        applied = together(world, ranks, grads)[0]
+        after = [residuals(r) for r in ranks]
+        for i, (name, _) in enumerate(ranks[0].model.named_parameters()):
+            said = before[0][name] + before[1][name] + given[0][i] + given[1][i]
+            torch.testing.assert_close(
+                2 * applied[i].double() + after[0][name] + after[1][name], said, rtol=0, atol=1e-4
+            )
+
+
+def test_momentum_that_was_given_back_is_forgotten():
+    world, ranks = replicas(2, IWP, density=1 / 64, values="fp32")
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1, momentum=0.9) for r in ranks]
+
+    def step(value):
+        gradient = together(world, ranks, [like(r.model, value) for r in ranks])[0][compressed(ranks[0].model)[0]]
+        assert gradient.std() < 1e-5
+        return gradient.mean().item()
+
+    assert step(1.0) == pytest.approx(1.0)
+    for rank, optimizer in zip(ranks, optimizers, strict=True):
+        rank.compression.take_momentum(optimizer)
+    assert step(0.0) == pytest.approx(0.0, abs=1e-6), "the step before was without"
+    assert [step(1.0), step(0.0)] == pytest.approx([1.0, 0.9])
+    for rank, optimizer in zip(ranks, optimizers, strict=True):
+        rank.compression.return_momentum(optimizer)
+        rank.compression.take_momentum(optimizer)
+    assert step(0.0) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_step_that_failed_is_said_in_the_next():
+    """Also where a checkpoint lies between."""
+    _, (rank,) = replicas(1, IWP, density=1 / 64, values="fp32", momentum=0.9)
+    _, (other,) = replicas(1, IWP, density=1 / 64, values="fp32", momentum=0.9)
+    number = compressed(rank.model)[0]
+    parameter = list(rank.model.parameters())[number]
+    parameter.grad = torch.ones_like(parameter)
+    rank.compression.compress(parameter.grad)
+    rank.compression.reset()
+    other.compression.load_state_dict(rank.compression.state_dict())
+    for one in (rank, other):
+        (applied,) = together(one.world, [one], [like(one.model, 1.0)])
+        torch.testing.assert_close(applied[number], torch.full_like(parameter, 2.0))
+
+
+def test_going_back_to_a_state_is_going_back():
+    """Loaded into a compressor that is at another density by now, it goes on as in a new one."""
+    world, ranks = replicas(2, IWP, density=SWINGING, momentum=0.9)
+    random_steps(world, ranks, range(3))
+    states = [r.compression.state_dict() for r in ranks]
+    random_steps(world, ranks, range(3, 5))
+    fresh_world, fresh = replicas(2, IWP, density=SWINGING, momentum=0.9)
+    results = []
+    for where, those in ((world, ranks), (fresh_world, fresh)):
+        for rank, state in zip(those, states, strict=True):
+            rank.compression.load_state_dict(state)
+        results.append(random_steps(where, those, range(10, 15))[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_mean_that_would_overflow_stays():
+    """The last block has four entries: its sum is a float still."""
+    model = torch.nn.Linear(257, 4, bias=False)
+    world, ranks = replicas(1, IWP, model=model, density=1 / 64, values="fp32", momentum=0.9)
+    finite = [together(world, ranks, [like(model, 8e37)])[0][0].isfinite().all().item() for _ in range(8)]
+    assert finite[0] and not finite[-1]
+    means = ranks[0].compression._plans[0].means
+    assert means.held.isfinite().all() and means.velocity.isfinite().all()
+
+
+@pytest.mark.parametrize("method", [TopK, MIPD, FFT])
+def test_other_methods_do_not_take_them(method):
+    with pytest.raises(TypeError, match="block_means"):
+        method(mixed_model().named_parameters(), block_means=True)
+
+
+def test_positive_inputs_need_them():
+    """All gradients of a unit's weights then share a direction, a steep one; in it, what waits overshoots."""
+
+    def loss_after(**options):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 8, bias=False)
+        world, ranks = replicas(2, IWP, model=model, momentum=0.9, **options)
+        optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.001) for r in ranks]
+        target = torch.randn(256, 8, generator=torch.Generator().manual_seed(5)) / 16
+
+        def train(i):
+            rank, generator = ranks[i], torch.Generator().manual_seed(i)
+            for _ in range(150):
+                x = torch.rand(32, 256, generator=generator)
+                loss = (rank.model(x) - x @ target).square().sum(1).mean()
+                rank.exchange(list(torch.autograd.grad(loss, list(rank.model.parameters()))))
+                optimizers[i].step()
+            return loss.item()
+
+        return max(world.run(train))
+
+    dense = loss_after(density=1.0, values="fp32")
+    assert loss_after() < 2 * dense < 2
+    assert loss_after(block_means=False) > 100
+
+
+def test_mixed_model_has_short_blocks():
+    """What the tests above rest on."""
+    assert any(p.numel() % BLOCK for p in mixed_model().parameters() if p.dim() >= 2 and p.numel() >= 1024)
