@@ -9,7 +9,7 @@ namespace hvd_compress {
 struct AccumulateSelect {
   float* residual;
   float* velocity;  // or null
-  float* means;     // or null
+  float* means;     // or null; with them the gradient stays as it is: put writes all of it
   const float* floor;
   int32_t* invalid;
   int64_t entries;

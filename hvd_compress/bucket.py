@@ -87,6 +87,13 @@ class Bucket:
         self.owners: list[Tensor | None] = [None] * len(self.segments)
         self.arrived = [False] * len(self.segments)
 
+    def use_up(self) -> None:
+        """Gradients that were taken in and not given back become zero: what they brought is in the residual."""
+        self.order.enter()
+        for owner in self.owners:
+            if owner is not None:
+                owner.zero_()
+
     def receive(self, position: int, grad: Tensor) -> Tensor:
         """Takes note of a segment's gradient and returns it in canonical memory order (a copy only if it is laid out
         otherwise)."""
@@ -108,6 +115,8 @@ class Bucket:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the entries fill their memory without gaps or overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != expected:

@@ -83,7 +83,7 @@ class Compressor(abc.ABC):
         *,
         seed: int = 0,
         min_numel: int = 1024,
-        bucket_mb: float = 16.0,
+        bucket_mb: float = 32.0,
         dense_values: str = "fp32",
         process_set: Any = None,
         grad_scaler: Any = None,
@@ -306,16 +306,14 @@ class Compressor(abc.ABC):
             # The last step was not taken: with what was loaded, there is nothing of it to undo.
             self._guard.stepped = True
 
+    @torch.no_grad()
     def reset(self) -> None:
         """After a failure: forgets the step under way; the next gradient begins a new one. What buckets have sent in
-        that step goes back into the residuals."""
+        that step goes back into the residuals, and gradients that it has taken in become zero."""
         with self._lock:
-            self._driver.abandon()
-            if self._collecting:
-                self._undo()
-            self._collecting = False
             for bucket in self._buckets:
-                bucket.clear()
+                bucket.use_up()
+            self._forget_step()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a compressor belongs to its model and optimizer: build a new one for a copy")
@@ -410,6 +408,14 @@ class Compressor(abc.ABC):
             self.undo(bucket)
             bucket.order.leave()
 
+    def _forget_step(self) -> None:
+        self._driver.abandon()
+        if self._collecting:
+            self._undo()
+        self._collecting = False
+        for bucket in self._buckets:
+            bucket.clear()
+
     def _finish_step(self) -> None:
         """In the first decompress of a step: every gradient of the step has been through compress on this rank."""
         for bucket in self._buckets:
@@ -435,7 +441,8 @@ class Compressor(abc.ABC):
         self._generation = self._collectives.generation()
         if not self._collecting and self._guard.stepped is False:
             self._undo()
-        self.reset()
+        # Not reset(): where the old gradients were there may be new ones by now.
+        self._forget_step()
         self._step = 0
         self._guard.stepped = None
         for bucket in self._buckets:

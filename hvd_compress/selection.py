@@ -106,7 +106,7 @@ class Selection(abc.ABC):
         self.turn, self.check, self.phase = turn, check, turn.phase
 
     def receive(self, position: int, grad: Tensor, velocity: Tensor | None, rule: Rule) -> None:
-        """A segment's gradient goes into the residual and becomes zero."""
+        """A segment's gradient goes into the residual, and becomes zero unless :meth:`put` writes all of it."""
         self._accumulate(position, grad, velocity, rule, 0, grad.new_empty(0, dtype=torch.uint8))
 
     def agree(self, rule: Rule) -> Agreement:

@@ -261,6 +261,9 @@ def test_a_failed_exchange_does_not_haunt_the_next_step():
     with pytest.raises(ConnectionError):
         rank.compression.compress(rank.model.deep.weight.grad)
     assert rank.compression.state_dict()["step"] == 0
+    # What a next backward adds to must not hold what the residual has: it would count twice.
+    assert not any(p.grad.any() for p in rank.model.parameters() if p.grad is not None)
+    assert rank.compression.residual("conv.weight").any()
     rank.collectives.start = start
     applied = random_steps(world, ranks, range(2))
     assert all(g.isfinite().all() for g in applied[0])

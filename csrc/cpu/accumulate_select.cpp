@@ -12,6 +12,7 @@
 namespace hvd_compress {
 namespace {
 
+constexpr int64_t kAhead = 2;    // blocks
 constexpr int64_t kGrain = 128;  // blocks a thread takes at least
 
 // Of a block's gradient, scaled. Halves are added to each other, as in the reference.
@@ -24,6 +25,12 @@ HVD_BODY float block_mean(const T* __restrict grad, float scale, int inside) {
     for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
   return mean_of(sums[0], inside);
+}
+
+template <bool kWrite, typename T>
+HVD_BODY void fetch(const T* entries) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int i = 0; i < kBlock; i += kLine) __builtin_prefetch(entries + i, kWrite);
 }
 
 // In one loop, so that an entry's weight is read before anything is written: tensors of a whole
@@ -46,7 +53,7 @@ HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
     if (kVelocity) velocity[i] = entry.velocity;
     bad |= !entry.finite;
   }
-  memset(static_cast<void*>(grad), 0, inside * sizeof(T));
+  if (!args.means) memset(static_cast<void*>(grad), 0, inside * sizeof(T));
   for (int i = inside; i < kBlock; ++i) scores[i] = 0;
   return bad;
 }
@@ -62,6 +69,14 @@ struct Blocks {
     for (int64_t block = begin; block < end; ++block) {
       int64_t base = block * kBlock;
       int inside = args->inside(block);
+      // The next blocks' memory is on its way while this one's picks are looked for.
+      if (block + kAhead < end && args->inside(block + kAhead) == kBlock) {
+        int64_t ahead = base + kAhead * kBlock;
+        fetch<false>(grad + ahead);
+        fetch<true>(args->residual + ahead);
+        if (kVelocity) fetch<true>(args->velocity + ahead);
+        if (weight) fetch<false>(weight + ahead);
+      }
       float* residual = args->residual + base;
       float* velocity = kVelocity ? args->velocity + base : nullptr;
       int64_t next = select.slots ? select.place(block + 1) : 0;

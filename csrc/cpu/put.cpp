@@ -5,48 +5,77 @@
 
 #include "../put_rim.h"
 #include "segments.h"
+#include "stream.h"
 
 namespace hvd_compress {
 namespace {
 
 constexpr int64_t kGrain = 1024;  // blocks a thread takes at least
 
-// Every entry of a part's blocks becomes its block's mean.
-template <typename T>
-void spread(const float* block_means, float scale, int64_t first, int64_t last, T* grad,
-            int64_t entries) {
-  for (int64_t block = first; block < last; ++block) {
-    T value = static_cast<T>(block_means[block] * scale);
-    int64_t begin = std::min(block * kBlock, entries);
-    std::fill(grad + begin, grad + std::min(begin + kBlock, entries), value);
+// What one slot leaves behind: the residual's entry and the velocity's.
+template <bool kVelocity>
+struct Remains {
+  float *residual, *velocity;
+  const float *mean, *lost;
+
+  Remains(const Put& args, const Segment& segment)
+      : residual(args.residual + segment.first_block * kBlock),
+        velocity(kVelocity ? args.velocity + segment.first_block * kBlock : nullptr),
+        mean(args.mean),
+        lost(args.lost) {}
+
+  void touch(int64_t entry) const {
+    __builtin_prefetch(residual + entry, 1);
+    if (kVelocity) __builtin_prefetch(velocity + entry, 1);
   }
-}
+
+  void put(int64_t slot, int64_t entry) const {
+    if (!is_finite(mean[slot])) return;
+    residual[entry] = lost[slot];
+    if (kVelocity) velocity[entry] = 0.0f;
+  }
+};
 
 // In slot order: of two slots of one entry the later has the last word.
 template <typename T, bool kVelocity>
 void put_part(const Put& args, const Segment& segment, int64_t first, int64_t last, T* grad,
               int64_t entries) {
-  float* residual = args.residual + segment.first_block * kBlock;
-  float* velocity = kVelocity ? args.velocity + segment.first_block * kBlock : nullptr;
-  const float* base = args.block_means ? args.block_means + segment.first_block : nullptr;
-  const float *means = args.mean, *lost = args.lost;
+  Remains<kVelocity> remains(args, segment);
   float scale = args.scale;
-  if (base) spread(base, scale, first, last, grad, entries);
   for_slots(
       args.picks, segment, first, last,
       [=](int64_t entry) {
-        __builtin_prefetch(residual + entry, 1);
-        if (kVelocity) __builtin_prefetch(velocity + entry, 1);
+        remains.touch(entry);
         if (entry < entries) __builtin_prefetch(grad + entry, 1);
       },
       [=](int64_t slot, int64_t entry) {
-        float mean = means[slot];
-        float value = base ? base[entry / kBlock] * scale + mean * scale : mean * scale;
-        if (entry < entries) grad[entry] = static_cast<T>(value);
-        if (!is_finite(mean)) return;
-        residual[entry] = lost[slot];
-        if (kVelocity) velocity[entry] = 0.0f;
+        if (entry < entries) grad[entry] = static_cast<T>(remains.mean[slot] * scale);
+        remains.put(slot, entry);
       });
+}
+
+// With the blocks' means the gradient is written whole: in the L1 cache, and then past the others.
+template <typename T, bool kVelocity>
+void put_whole(const Put& args, const Segment& segment, int64_t first, int64_t last, T* grad,
+               int64_t entries) {
+  Remains<kVelocity> remains(args, segment);
+  const float* base = args.block_means + segment.first_block;
+  const uint8_t* offsets = args.picks.offsets;
+  float scale = args.scale;
+  for_blocks(
+      args.picks, segment, first, last, [=](int64_t entry) { remains.touch(entry); },
+      [=](int64_t block, int64_t slot, int64_t end) {
+        alignas(64) T values[kBlock];
+        float all = base[block] * scale;
+        std::fill(values, values + kBlock, static_cast<T>(all));
+        for (; slot < end; ++slot) {
+          values[offsets[slot]] = static_cast<T>(all + remains.mean[slot] * scale);
+          remains.put(slot, block * kBlock + offsets[slot]);
+        }
+        int64_t begin = std::min(block * kBlock, entries);
+        stream(grad + begin, values, std::min<int64_t>(entries - begin, kBlock) * sizeof(T));
+      });
+  streamed();
 }
 
 void put_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
@@ -62,7 +91,9 @@ void put_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> v
       const Tensor& grad = grads[index];
       with_type(grad.scalar_type(), [&](auto type) {
         using T = decltype(type);
-        auto put = args.velocity ? put_part<T, true> : put_part<T, false>;
+        auto put = args.block_means ? args.velocity ? put_whole<T, true> : put_whole<T, false>
+                   : args.velocity  ? put_part<T, true>
+                                    : put_part<T, false>;
         put(args, segment, first, last, data<T>(grad), grad.numel());
       });
     });

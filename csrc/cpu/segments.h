@@ -67,12 +67,13 @@ class Walk {
 
 constexpr int64_t kAhead = 128;  // slots, more than a core can have misses at a time
 
-// Calls work(slot, entry) for the slots of a part of a segment, in order; entries are counted
-// within the segment. Slots lie far apart and every one is a cache miss, so touch(entry) is called
-// kAhead slots earlier, by a second walk: then the misses overlap instead of following one another.
+// Calls work(block, first slot, last slot) for the blocks of a part of a segment, in order. Slots
+// lie far apart and every one is a cache miss, so touch(entry) is called kAhead slots earlier, by a
+// second walk: then the misses overlap instead of following one another. Blocks and entries are
+// counted within the segment.
 template <typename Touch, typename Work>
-void for_slots(const Picks& picks, const Segment& segment, int64_t first, int64_t last,
-               const Touch& touch, const Work& work) {
+void for_blocks(const Picks& picks, const Segment& segment, int64_t first, int64_t last,
+                const Touch& touch, const Work& work) {
   const uint8_t* offsets = picks.offsets;
   Walk walk(segment, first, picks.phase), ahead = walk;
   int64_t fetched = first;
@@ -84,8 +85,17 @@ void for_slots(const Picks& picks, const Segment& segment, int64_t first, int64_
     }
     int64_t slot = walk.slot();
     walk.next();
-    for (; slot < walk.slot(); ++slot) work(slot, first * kBlock + offsets[slot]);
+    work(first, slot, walk.slot());
   }
+}
+
+// Calls work(slot, entry) for its slots.
+template <typename Touch, typename Work>
+void for_slots(const Picks& picks, const Segment& segment, int64_t first, int64_t last,
+               const Touch& touch, const Work& work) {
+  for_blocks(picks, segment, first, last, touch, [&](int64_t block, int64_t slot, int64_t end) {
+    for (; slot < end; ++slot) work(slot, block * kBlock + picks.offsets[slot]);
+  });
 }
 
 }  // namespace hvd_compress

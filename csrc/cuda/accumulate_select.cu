@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     velocity[i] = entry.velocity;
     step[i] = static_cast<T>(0.0f);
   }
-  store(grad + first, step, inside, aligned);
+  if (!args.means) store(grad + first, step, inside, aligned);
   store(args.residual + first, residual, inside, aligned);
   if (kVelocity) store(args.velocity + first, velocity, inside, aligned);
   if (__any_sync(kAll, bad) && lane_id() == 0) atomicOr(args.invalid, 1);

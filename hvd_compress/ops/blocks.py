@@ -25,13 +25,14 @@ def accumulate_select(
     key: int,
     explore: int,
 ) -> None:
-    """Take a gradient into the residual, zero it, and write the offsets of the entries that this rank picks as leader.
+    """Take a gradient into the residual and write the offsets of the entries that this rank picks as leader.
 
     ``grad``, ``weight``: n entries, dense, in one memory order; float32, float16 or bfloat16, both the same. Without a
     weight, the score is the residual's magnitude.
     ``residual``, ``velocity``: float32, (blocks * 256,), contiguous, blocks * 256 >= n. ``floor``: float32, (1,), >= 0.
     ``offsets``: uint8, this rank's whole plane. ``invalid``: int32, (1,), set to 1 by an entry that is not finite.
-    ``means``: float32, (blocks,), contiguous; None leaves the blocks' means where they are.
+    ``means``: float32, (blocks,), contiguous; with None the blocks' means stay where they are, and the gradient becomes
+    zero (otherwise :func:`put` writes all of it).
     ``slots``: 0 (accumulate only) to blocks * 256. ``0 <= position < ranks``, ``run >= 1``, ``0 <= explore <= 2**32``.
     Raises RuntimeError for another dtype, device or size, or if the picks would not fit in ``offsets``.
     """

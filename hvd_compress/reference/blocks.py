@@ -89,8 +89,9 @@ def accumulate_select(
         residual <- residual + velocity
         score     = |residual| / (|weight| + floor)      (without a weight: |residual|)
 
-    and ``grad`` is zeroed. An entry whose new residual would not be finite keeps its residual and velocity,
-    and sets ``invalid`` to 1. Then :func:`select` by that score, 0 in the padding.
+    and ``grad`` is zeroed, but not with ``means``: then :func:`put` writes all of it. An entry whose new residual
+    would not be finite keeps its residual and velocity, and sets ``invalid`` to 1. Then :func:`select` by that score,
+    0 in the padding.
 
     ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16.
     ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0.
@@ -113,7 +114,8 @@ def accumulate_select(
     if velocity is not None:
         velocity[:n] = torch.where(finite, step, velocity[:n])
     residual[:n] = torch.where(finite, new, old)
-    flat.zero_()
+    if means is None:
+        flat.zero_()
     if slots == 0:
         return
     score = torch.zeros_like(residual)
