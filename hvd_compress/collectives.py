@@ -84,12 +84,14 @@ class Collectives(Protocol):
 
 class _HorovodHandle:
     def __init__(self, number: int) -> None:
-        self._number = number
-
-    def done(self) -> bool:
         import horovod.torch as hvd
 
-        return bool(hvd.poll(self._number))
+        self._number = number
+        # Asked often: not by way of an import.
+        self._poll = hvd.poll
+
+    def done(self) -> bool:
+        return bool(self._poll(self._number))
 
     def result(self) -> torch.Tensor:
         import horovod.torch as hvd

@@ -12,6 +12,9 @@ from .bucket import Bucket
 from .collectives import Collectives, Handle, Request
 from .traffic import Traffic
 
+# Horovod itself looks for work once a millisecond: to look much more often costs the processor and gains nothing.
+_NAP = 200e-6
+
 Exchange = Generator[Request, Tensor, None]
 
 
@@ -57,7 +60,7 @@ class Driver:
         while self._running:
             if not self.advance():
                 asleep = time.perf_counter()
-                time.sleep(50e-6)
+                time.sleep(_NAP)
                 self.waited += time.perf_counter() - asleep
 
     def abandon(self) -> None:

@@ -242,10 +242,10 @@ case ${1:-} in
     out=${2:-docs/results/exchange-buckets}
     export "${sleep[@]}"
     methods=() options=()
-    for size in 1 4 8 16 32 128; do
+    for size in 8 16 32 64; do
       methods+=("iwp@$size") options+=(--option "iwp@$size:--bucket-mb $size")
     done
-    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,1gbit --runs 2 \
+    .venv/bin/python scripts/bench_exchange.py --shapes resnet50 --hosts 4 --rate none,1gbit,100mbit --runs 2 \
       --methods "$(IFS=,; echo "${methods[*]}")" "${options[@]}" --json "$out/mpi.json" --plot "$out"
     ;;
   growth)

@@ -142,7 +142,7 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of all methods of hvd_compress."""
     parser.add_argument("--dense-values", choices=("fp16", "fp32"), default="fp32", help="how small tensors travel")
     parser.add_argument(
-        "--bucket-mb", type=float, default=16.0, metavar="MIB", help="of gradients that travel together"
+        "--bucket-mb", type=float, default=32.0, metavar="MIB", help="of gradients that travel together"
     )
     parser.add_argument(
         "--momentum-correction", action="store_true", help="take the momentum over from the optimizer, as DGC does"
