@@ -86,12 +86,20 @@ class Bucket:
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
         self.owners: list[Tensor | None] = [None] * len(self.segments)
         self.arrived = [False] * len(self.segments)
+        self._taken: list[int | None] = [None] * len(self.segments)
+
+    def taken(self, position: int) -> None:
+        """What the segment's gradient brought is in the bucket's state now."""
+        owner = self.owners[position]
+        assert owner is not None
+        self._taken[position] = owner._version
 
     def use_up(self) -> None:
-        """Gradients that were taken in and not given back become zero: what they brought is in the residual."""
+        """Gradients that were taken in become zero, or what is added to them later would bring it once more; but not
+        those that somebody has written to since."""
         self.order.enter()
-        for owner in self.owners:
-            if owner is not None:
+        for owner, version in zip(self.owners, self._taken, strict=True):
+            if owner is not None and owner._version == version:
                 owner.zero_()
 
     def receive(self, position: int, grad: Tensor) -> Tensor:

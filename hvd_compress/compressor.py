@@ -208,6 +208,7 @@ class Compressor(abc.ABC):
             with self._or_abandon():
                 bucket.order.enter()
                 self.receive(bucket, position, bucket.receive(position, tensor))
+                bucket.taken(position)
                 bucket.order.leave()
                 if bucket.full:
                     self._driver.launch(bucket, self.exchange(bucket))
@@ -309,11 +310,16 @@ class Compressor(abc.ABC):
     @torch.no_grad()
     def reset(self) -> None:
         """After a failure: forgets the step under way; the next gradient begins a new one. What buckets have sent in
-        that step goes back into the residuals, and gradients that it has taken in become zero."""
+        that step goes back into the residuals, and the gradients it has compressed become zero."""
         with self._lock:
+            self._driver.abandon()
+            if self._collecting:
+                self._collecting = False
+                self._undo()
+                for bucket in self._buckets:
+                    bucket.use_up()
             for bucket in self._buckets:
-                bucket.use_up()
-            self._forget_step()
+                bucket.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a compressor belongs to its model and optimizer: build a new one for a copy")
@@ -408,14 +414,6 @@ class Compressor(abc.ABC):
             self.undo(bucket)
             bucket.order.leave()
 
-    def _forget_step(self) -> None:
-        self._driver.abandon()
-        if self._collecting:
-            self._undo()
-        self._collecting = False
-        for bucket in self._buckets:
-            bucket.clear()
-
     def _finish_step(self) -> None:
         """In the first decompress of a step: every gradient of the step has been through compress on this rank."""
         for bucket in self._buckets:
@@ -441,8 +439,7 @@ class Compressor(abc.ABC):
         self._generation = self._collectives.generation()
         if not self._collecting and self._guard.stepped is False:
             self._undo()
-        # Not reset(): where the old gradients were there may be new ones by now.
-        self._forget_step()
+        self.reset()
         self._step = 0
         self._guard.stepped = None
         for bucket in self._buckets:

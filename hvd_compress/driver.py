@@ -12,7 +12,8 @@ from .bucket import Bucket
 from .collectives import Collectives, Handle, Request
 from .traffic import Traffic
 
-# Horovod itself looks for work once a millisecond: to look much more often costs the processor and gains nothing.
+# Seconds. Horovod itself looks for work once a millisecond, unless told otherwise: to look much more often than that
+# costs the processor more than it gains.
 _NAP = 200e-6
 
 Exchange = Generator[Request, Tensor, None]

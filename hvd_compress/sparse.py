@@ -149,6 +149,7 @@ class Sparse(MomentumCorrected):
         else:
             slots = apportion(total, plan.weights, self.room(bucket, plan, density))
             plan.selection = self.select(bucket, plan, slots, density)
+        assert plan.means is None or isinstance(plan.selection, Led | Everything), "others put no blocks' means"
         slots = plan.selection.slots
         counts = slots if self._layerwise else [sum(slots)]
         plan.channel.deal([*counts, *(segment.blocks for segment in bucket.segments if plan.means)])
@@ -183,7 +184,6 @@ class Sparse(MomentumCorrected):
             means.arrived(whole, rest)
         yield from self.arrived(bucket, plan, mean, lost)
         targets, velocity = self.targets(bucket, plan), bucket.state.get("velocity")
-        assert whole is None or isinstance(selection, Led | Everything)
         selection.put(targets, velocity, Averages(mean, lost, self._scale, whole))
 
     def arrived(self, bucket: Bucket, plan: Plan, mean: Tensor, lost: Tensor) -> Exchange:

@@ -98,7 +98,8 @@ class Bench:
                 apart[: len(mean)] += mean
                 whole -= mean[:, None]
             flat += step
-            grad.zero_()
+            if apart is None:
+                grad.zero_()
             if each:
                 score = flat.abs() if weight is None else flat.abs() / (weight.float().abs() + floor)
                 torch.topk(score, max(1, self.blocks * each // ranks))

@@ -26,7 +26,7 @@ def test_stats_agree_with_the_network_interface(four_hosts):
     rows = [json.loads(line.split("wire ", 1)[1]) for line in output.splitlines() if "wire {" in line]
     assert len(rows) == 20, output[-3000:]
     for row in rows:
-        # Headers and negotiation come on top, so the interface may count a little more, and never less. Negotiation
-        # goes by time: on a slow machine it is up to 5 % of the smallest messages.
-        assert 0.99 < row["tx_to_stats"] < 1.1, row
-    assert all(row["dense_to_tx"] > 70 for row in rows if row["method"] in ("iwp 1/64 fp16", "iwp 1/32"))
+        # Headers and negotiation come on top, so the interface may count a little more, and never less. With fp16 it
+        # counts 2 to 5 % more, by the machine: why, is not known.
+        assert 0.99 < row["tx_to_stats"] < (1.08 if row["method"] == "iwp 1/64 fp16" else 1.05), row
+        assert row["dense_to_tx"] > {"iwp 1/32": 78, "iwp 1/64 fp16": 70}.get(row["method"], 0.98), row

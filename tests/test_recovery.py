@@ -173,6 +173,38 @@ def test_a_bucket_that_was_done_gives_back_when_another_fails():
         if name in names:
             want = before[name] + given[number]
             torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-5)
+            assert not rank.model.get_parameter(name).grad.any(), "averages that were taken back"
+
+
+@pytest.mark.parametrize("means", [True, False])
+def test_gradients_of_a_step_that_was_lost_are_not_counted_twice(means):
+    """The other ranks were lost in the middle of a step, and the loop goes on without zeroing any gradient."""
+    _, (rank,) = replicas(1, IWP, density=1 / 16, block_means=means)
+    left, added, new = rank.model.wide.weight, rank.model.deep.weight, rank.model.conv.weight
+    for p in (left, added):
+        p.grad = torch.ones_like(p)
+        rank.compression.compress(p.grad)
+    rank.move_to(LocalWorld(1, timeout=20), 0)
+    added.grad += 1.0
+    new.grad = torch.ones_like(new)
+    rank.compression.compress(new.grad)
+    assert not left.grad.any(), "its residual has it"
+    assert added.grad.all(), "a new gradient was added"
+    torch.testing.assert_close(rank.compression.residual("wide.weight"), torch.ones_like(left))
+
+
+def test_a_gradient_that_could_not_be_taken_in_stays(monkeypatch):
+    _, (rank,) = replicas(1, IWP, density=1 / 16)
+    p = rank.model.wide.weight
+    p.grad = torch.ones_like(p)
+
+    def broken(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(rank.compression, "receive", broken)
+    with pytest.raises(MemoryError):
+        rank.compression.compress(p.grad)
+    assert p.grad.all() and not rank.compression.residual("wide.weight").any()
 
 
 @pytest.mark.parametrize(
@@ -254,7 +286,7 @@ def test_a_failed_exchange_does_not_haunt_the_next_step():
 
     rank.collectives.start = broken
     rank.model.wide.weight.grad = torch.ones(47, 301)
-    rank.model.conv.weight.grad = torch.ones_like(rank.model.conv.weight)
+    rank.model.conv.weight.grad = torch.ones(rank.model.conv.weight.shape)  # contiguous, and the weight is not
     rank.model.deep.weight.grad = torch.ones(64, 64)
     rank.compression.compress(rank.model.wide.weight.grad)
     rank.compression.compress(rank.model.conv.weight.grad)

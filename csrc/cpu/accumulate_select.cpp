@@ -12,7 +12,6 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int64_t kAhead = 2;    // blocks
 constexpr int64_t kGrain = 128;  // blocks a thread takes at least
 
 // Of a block's gradient, scaled. Halves are added to each other, as in the reference.
@@ -65,21 +64,24 @@ struct Blocks {
     alignas(64) int32_t scores[kBlock];
     bool bad = false;
     const Select& select = args->select;
-    int64_t place = select.slots ? select.place(begin) : 0;
+    auto place_of = [&](int64_t block) { return select.slots ? select.place(block) : 0; };
+    int64_t place = place_of(begin), next = place_of(begin + 1);
     for (int64_t block = begin; block < end; ++block) {
       int64_t base = block * kBlock;
       int inside = args->inside(block);
-      // The next blocks' memory is on its way while this one's picks are looked for.
-      if (block + kAhead < end && args->inside(block + kAhead) == kBlock) {
-        int64_t ahead = base + kAhead * kBlock;
-        fetch<false>(grad + ahead);
-        fetch<true>(args->residual + ahead);
-        if (kVelocity) fetch<true>(args->velocity + ahead);
-        if (weight) fetch<false>(weight + ahead);
+      int64_t after = next;
+      if (block + 1 < end) {
+        // Its memory is on its way while this block's picks are looked for.
+        after = place_of(block + 2);
+        if (args->inside(block + 1) == kBlock) {
+          fetch<false>(grad + base + kBlock);
+          fetch<true>(args->residual + base + kBlock);
+          if (kVelocity) fetch<true>(args->velocity + base + kBlock);
+          if (weight && after > next) fetch<false>(weight + base + kBlock);
+        }
       }
       float* residual = args->residual + base;
       float* velocity = kVelocity ? args->velocity + base : nullptr;
-      int64_t next = select.slots ? select.place(block + 1) : 0;
       int count = static_cast<int>(next - place);
       float mean = 0.0f;
       if (args->means) {
@@ -95,6 +97,7 @@ struct Blocks {
       }
       if (count > 0) pick(select, block, scores, count, select.offsets + place);
       place = next;
+      next = after;
     }
     return bad;
   }

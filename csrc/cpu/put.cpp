@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "../put_rim.h"
 #include "segments.h"
@@ -10,7 +11,8 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int64_t kGrain = 1024;  // blocks a thread takes at least
+constexpr int64_t kGrain = 1024;   // blocks a thread takes at least
+constexpr int64_t kCached = 4096;  // blocks: of more than 4 MiB the gradient goes past the caches
 
 // What one slot leaves behind: the residual's entry and the velocity's.
 template <bool kVelocity>
@@ -54,7 +56,7 @@ void put_part(const Put& args, const Segment& segment, int64_t first, int64_t la
       });
 }
 
-// With the blocks' means the gradient is written whole: in the L1 cache, and then past the others.
+// With the blocks' means the gradient is written whole, a block at a time in the L1 cache.
 template <typename T, bool kVelocity>
 void put_whole(const Put& args, const Segment& segment, int64_t first, int64_t last, T* grad,
                int64_t entries) {
@@ -62,6 +64,7 @@ void put_whole(const Put& args, const Segment& segment, int64_t first, int64_t l
   const float* base = args.block_means + segment.first_block;
   const uint8_t* offsets = args.picks.offsets;
   float scale = args.scale;
+  bool past = args.picks.blocks > kCached;
   for_blocks(
       args.picks, segment, first, last, [=](int64_t entry) { remains.touch(entry); },
       [=](int64_t block, int64_t slot, int64_t end) {
@@ -73,7 +76,12 @@ void put_whole(const Put& args, const Segment& segment, int64_t first, int64_t l
           remains.put(slot, block * kBlock + offsets[slot]);
         }
         int64_t begin = std::min(block * kBlock, entries);
-        stream(grad + begin, values, std::min<int64_t>(entries - begin, kBlock) * sizeof(T));
+        size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);
+        if (past) {
+          stream(grad + begin, values, bytes);
+        } else if (bytes) {
+          memcpy(static_cast<void*>(grad + begin), values, bytes);
+        }
       });
   streamed();
 }

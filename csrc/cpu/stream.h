@@ -1,5 +1,5 @@
-// Writing past the caches: memory that is written whole need not be read first, and what nobody
-// reads soon pushes nothing out.
+// Writing past the caches: memory that is written whole need not be read first. Not for what fits
+// into them, and is there when it is read next.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,10 @@
 
 namespace hvd_compress {
 
-// Like memcpy. Other threads see it after streamed().
+// Like memcpy, which it is for what does not lie or end on 16 bytes. Other threads see it after
+// streamed().
 inline void stream(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;
 #ifdef __SSE2__
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0 && bytes % sizeof(__m128i) == 0) {
     __m128i* target = static_cast<__m128i*>(to);

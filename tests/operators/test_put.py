@@ -103,6 +103,24 @@ def test_many_blocks(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
+    """Views into other memory, of more than the caches take and of less: nothing beside them is written."""
+    check_device(device)
+    for blocks in (3, 5000):
+        memory = torch.ones(blocks * BLOCK + 2, device=device).to(dtype)
+        slots = 2 * blocks
+        offsets = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+        tensors = [values(blocks * BLOCK, "normal", 2), None, offsets, torch.tensor([[0, blocks, 0, slots]])]
+        more = [values(slots, "normal", 3), values(slots, "normal", 4), 1, 0.25, values(blocks, "normal", 5)]
+        want = [[memory[1:-1].cpu().clone()], *clone([*tensors, *more])]
+        ops.put([memory[1:-1]], *on(device, [[], *tensors, *more])[1:])
+        reference.put(*want)
+        assert same(memory[1:-1], want[0][0])
+        assert memory[0] == memory[-1] == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_more_tensors_than_a_launch_takes(device: str) -> None:
     """400 parameters of every dtype: the CUDA kernel gets their addresses in several launches."""
     count, kinds_of = 400, [torch.float32, torch.float16, torch.bfloat16]
