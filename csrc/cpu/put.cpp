@@ -77,9 +77,10 @@ void put_whole(const Put& args, const Segment& segment, int64_t first, int64_t l
         }
         int64_t begin = std::min(block * kBlock, entries);
         size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);
+        if (bytes == 0) return;  // skipped, or padding
         if (past) {
           stream(grad + begin, values, bytes);
-        } else if (bytes) {
+        } else {
           memcpy(static_cast<void*>(grad + begin), values, bytes);
         }
       });

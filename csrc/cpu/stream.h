@@ -15,7 +15,6 @@ namespace hvd_compress {
 // Like memcpy, which it is for what does not lie or end on 16 bytes. Other threads see it after
 // streamed().
 inline void stream(void* to, const void* from, size_t bytes) {
-  if (bytes == 0) return;
 #ifdef __SSE2__
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0 && bytes % sizeof(__m128i) == 0) {
     __m128i* target = static_cast<__m128i*>(to);

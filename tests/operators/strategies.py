@@ -1,7 +1,7 @@
 """What the operators' tests share: random sizes, values and segments, and equality to the last bit."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,6 +52,23 @@ def same(got: Tensor | None, want: Tensor | None) -> bool:
     word = WORDS[got.element_size()]
     equal = got.contiguous().view(word) == want.contiguous().view(word)
     return bool((equal | (got.isnan() & want.isnan()).contiguous()).all())
+
+
+def bad_selection(offsets: int, slots: int) -> dict[str, tuple[int, Callable, str]]:
+    """What accumulate_select and select refuse alike, given 3 blocks, 6 offsets and two ranks: which argument, what is
+    wrong with it, the message. The arguments' places: of the picks, and of ``slots``, after which the others follow."""
+    return {
+        "offsets short": (offsets, lambda x: x[:5].clone(), "offsets has to have 6 entries for these slots, got 5"),
+        "offsets dtype": (offsets, lambda x: x.int(), "offsets has to be Byte, got Int"),
+        "slots": (slots, lambda x: 769, "slots has to be 0 to 768, got 769"),
+        "slots < 0": (slots, lambda x: -1, "slots has to be 0 to 768, got -1"),
+        "first_slot": (slots + 1, lambda x: -1, "first_slot has to be .*, got -1"),
+        "run": (slots + 3, lambda x: 0, "run has to be 1 to .*, got 0"),
+        "ranks": (slots + 4, lambda x: 0, "ranks has to be 1 to .*, got 0"),
+        "position": (slots + 5, lambda x: 2, "position has to be 0 to 1, got 2"),
+        "key": (slots + 6, lambda x: 2**32, "key has to be .*, got 4294967296"),
+        "explore": (slots + 7, lambda x: 2**32 + 1, "explore has to be .*, got 4294967297"),
+    }
 
 
 def clone(args: list) -> list:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     DEVICES,
+    bad_selection,
     bounded,
     check_device,
     clone,
@@ -176,19 +177,10 @@ BAD = {
     "residual short": (1, lambda x: x[:512].clone(), "velocity|at most 512"),
     "velocity size": (3, lambda x: x[:512].clone(), "velocity has to have 768 entries, got 512"),
     "floor": (4, lambda x: x.expand(2).clone(), "floor has to have 1 entries, got 2"),
-    "offsets short": (5, lambda x: x[:5].clone(), "offsets has to have 6 entries for these slots, got 5"),
-    "offsets dtype": (5, lambda x: x.int(), "offsets has to be Byte, got Int"),
     "invalid dtype": (6, lambda x: x.long(), "invalid has to be Int, got Long"),
     "means dtype": (7, lambda x: x.double(), "means has to be Float, got Double"),
     "means size": (7, lambda x: x[:2].clone(), "means has to have 3 entries, got 2"),
-    "slots": (10, lambda x: 769, "slots has to be 0 to 768, got 769"),
-    "slots < 0": (10, lambda x: -1, "slots has to be 0 to 768, got -1"),
-    "first_slot": (11, lambda x: -1, "first_slot"),
-    "run": (13, lambda x: 0, "run has to be 1 to .*, got 0"),
-    "ranks": (14, lambda x: 0, "ranks has to be 1 to .*, got 0"),
-    "position": (15, lambda x: 2, "position has to be 0 to 1, got 2"),
-    "key": (16, lambda x: 2**32, "key has to be"),
-    "explore": (17, lambda x: 2**32 + 1, "explore has to be"),
+    **bad_selection(offsets=5, slots=10),
 }
 
 

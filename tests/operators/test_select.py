@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     DEVICES,
+    bad_selection,
     bounded,
     check_device,
     clone,
@@ -135,16 +136,7 @@ BAD = {
     "score dtype": (0, lambda x: x.half(), "score has to be Float, got Half"),
     "score size": (0, lambda x: x[:700].clone(), "score has to have a multiple of 256 entries, got 700"),
     "score strided": (0, lambda x: torch.rand(6 * BLOCK)[::2], "score has to be contiguous"),
-    "offsets short": (1, lambda x: x[:5].clone(), "offsets has to have 6 entries for these slots, got 5"),
-    "offsets dtype": (1, lambda x: x.int(), "offsets has to be Byte, got Int"),
-    "slots": (2, lambda x: 769, "slots has to be 0 to 768, got 769"),
-    "slots < 0": (2, lambda x: -1, "slots has to be 0 to 768, got -1"),
-    "first_slot": (3, lambda x: -1, "first_slot has to be .*, got -1"),
-    "run": (5, lambda x: 0, "run has to be 1 to .*, got 0"),
-    "ranks": (6, lambda x: 0, "ranks has to be 1 to .*, got 0"),
-    "position": (7, lambda x: 2, "position has to be 0 to 1, got 2"),
-    "key": (8, lambda x: 2**32, "key has to be .*, got 4294967296"),
-    "explore": (9, lambda x: EVERY + 1, "explore has to be .*, got 4294967297"),
+    **bad_selection(offsets=1, slots=2),
 }
 
 
