@@ -19,6 +19,12 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "Tensor segments, Tensor mean, Tensor lost, int phase, float scale, "
       "Tensor? block_means=None) -> ()");
 
+  // Blocks' means: reference/means.py.
+  library.def(
+      "means_send(Tensor(a!) fresh, Tensor(b!) held, Tensor(c!)? velocity, Tensor(d!) out, "
+      "Tensor(e!) invalid, float momentum) -> ()");
+  library.def("means_keep(Tensor mean, Tensor lost, Tensor(a!) held) -> ()");
+
   // Codes: reference/codes.py.
   library.def("moments(Tensor values, Tensor edges, Tensor(a!) out) -> ()");
   library.def(
@@ -39,6 +45,14 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
   library.def(
       "range_decode(Tensor codes, Tensor base, Tensor edges, Tensor(a!) values, int bits, "
       "int mantissa, int positive, bool add) -> ()");
+
+  // Scales of lanes: reference/scales.py.
+  library.def(
+      "lanes_prepare(Tensor values, Tensor edges, Tensor shared, Tensor kind, Tensor grid, "
+      "Tensor invalid, Tensor(a!) step, Tensor(b!) rest, int ranks) -> ()");
+  library.def(
+      "lanes_follow(Tensor(a!) mean, Tensor edges, Tensor shared, Tensor kind, Tensor rest, "
+      "Tensor(b!) next_shared, Tensor(c!) next_kind, int ranks) -> ()");
 
   // Of the instruction set that the CPU's operators run with: cpu/isa.h.
   library.def("cpu_level() -> int");

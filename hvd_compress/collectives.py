@@ -33,8 +33,10 @@ class Request:
 
 def ring_bytes(verb: Verb, size: int, ranks: int) -> float:
     """Bytes that one rank sends when each of ``ranks`` contributes ``size`` bytes."""
+    if verb == "allgather":
+        return (ranks - 1) * size
     share = (ranks - 1) / ranks
-    return {"allreduce": 2 * share * size, "allgather": (ranks - 1) * size, "alltoall": share * size}[verb]
+    return 2 * share * size if verb == "allreduce" else share * size
 
 
 def allreduce(tensor: torch.Tensor, kind: Kind = "values", name: str = "step") -> Request:
@@ -114,8 +116,11 @@ class HorovodCollectives:
 
     def __init__(self, process_set: Any = None) -> None:
         import horovod.torch as hvd
+        from horovod.torch import mpi_ops
 
         self._set = hvd.global_process_set if process_set is None else process_set
+        # Asked for with every gradient: not by way of an import.
+        self._module = mpi_ops
 
     @property
     def rank(self) -> int:
@@ -126,10 +131,9 @@ class HorovodCollectives:
         return int(self._set.size())
 
     def generation(self) -> object:
-        from horovod.torch import mpi_ops
-
         # hvd.init() makes a new table; a handle of the old one may name somebody else's operation in the new.
-        return mpi_ops._handle_map
+        table: object = self._module._handle_map
+        return table
 
     def start(self, request: Request, name: str) -> Handle:
         import horovod.torch as hvd

@@ -15,9 +15,8 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,16 +33,14 @@ from .traffic import Traffic
 _COMPRESSED = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class _Ticket:
+class _Ticket(NamedTuple):
     """``decompress`` finds the result by this: a segment of a bucket."""
 
     bucket: Bucket
     position: int
 
 
-@dataclass(frozen=True)
-class _Dense:
+class _Dense(NamedTuple):
     """A parameter's gradient that travels as it is, flat; ``strides`` are those of the payload's memory order, and
     ``scale`` is what it was divided by."""
 
@@ -51,6 +48,41 @@ class _Dense:
     grad: Tensor
     strides: tuple[int, ...]
     scale: float
+
+
+# Entered for every gradient: classes, which cost a fraction of generators.
+
+
+class _Clock:
+    """What the body takes, without its waiting, is the compressor's own time."""
+
+    def __init__(self, driver: Driver, traffic: Traffic) -> None:
+        self._driver, self._traffic = driver, traffic
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter() - self._driver.waited
+
+    def __exit__(self, *error: object) -> None:
+        self._traffic.busy(time.perf_counter() - self._driver.waited - self._begin)
+
+
+class _OrAbandon:
+    """A failed exchange must not haunt the steps after it."""
+
+    def __init__(self, compressor: "Compressor") -> None:
+        self._compressor = compressor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            self._compressor.reset()
+
+
+def _without_autograd() -> AbstractContextManager[Any]:
+    """In backward's hooks it is off already, as a rule."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 class Compressor(abc.ABC):
@@ -126,7 +158,8 @@ class Compressor(abc.ABC):
         self._generation = self._collectives.generation()
         self._step = 0
         self._collecting = False
-        self._scale = 1.0
+        # Of the step under way.
+        self._scale, self._ranks = 1.0, 1
         self._warned: set[str] = set()
 
     # What a method provides.
@@ -182,7 +215,6 @@ class Compressor(abc.ABC):
 
     # Horovod's protocol.
 
-    @torch.no_grad()
     def compress(self, tensor: Tensor) -> tuple[Tensor, object]:
         """Called by Horovod with a gradient; returns what Horovod's own allreduce is to average, and a context.
 
@@ -190,7 +222,7 @@ class Compressor(abc.ABC):
             TypeError: the gradient is not of a floating dtype.
             ValueError: its parameter moved to another device since the compressor was built.
         """
-        with self._lock, self._clock():
+        with self._lock, self._clock(), _without_autograd():
             number = self._lookup.find(tensor)
             if number is None:
                 return self._pass(tensor)
@@ -204,8 +236,8 @@ class Compressor(abc.ABC):
             bucket, position = ticket.bucket, ticket.position
             if bucket.arrived[position]:
                 raise RuntimeError(f"{self._names[number]}: compressed twice in one step")
-            self.traffic.count_gradient(tensor.numel(), self._collectives.size)
-            with self._or_abandon():
+            self.traffic.count_gradient(tensor.numel(), self._ranks)
+            with _OrAbandon(self):
                 bucket.order.enter()
                 self.receive(bucket, position, bucket.receive(position, tensor))
                 bucket.taken(position)
@@ -216,7 +248,6 @@ class Compressor(abc.ABC):
             # Horovod insists on reducing something for this name: nothing at all will do.
             return tensor.new_empty(0, dtype=torch.float32), ticket
 
-    @torch.no_grad()
     def decompress(self, tensor: Tensor, ctx: object) -> Tensor:
         """Called by Horovod with what its allreduce returned; returns the gradient, averaged, of the parameter's
         shape."""
@@ -224,16 +255,17 @@ class Compressor(abc.ABC):
             return tensor
         with self._lock, self._clock():
             if self._collecting:
-                with self._or_abandon():
+                with _without_autograd(), _OrAbandon(self):
                     self._finish_step()
             if isinstance(ctx, _Ticket):
                 return ctx.bucket.give_back(ctx.position)
             assert isinstance(ctx, _Dense)
-            if tensor.data_ptr() != ctx.grad.data_ptr():
-                ctx.grad.copy_(tensor.as_strided(ctx.grad.shape, ctx.strides))
-                if ctx.scale != 1.0:
-                    ctx.grad.mul_(ctx.scale)
-            self.settle(ctx.number, ctx.grad)
+            with _without_autograd():
+                if tensor.data_ptr() != ctx.grad.data_ptr():
+                    ctx.grad.copy_(tensor.as_strided(ctx.grad.shape, ctx.strides))
+                    if ctx.scale != 1.0:
+                        ctx.grad.mul_(ctx.scale)
+                self.settle(ctx.number, ctx.grad)
             return ctx.grad
 
     # The user's view.
@@ -366,11 +398,11 @@ class Compressor(abc.ABC):
     def step_of_its_own(self, worth: int = 0) -> Iterator[None]:
         """A step whose exchanges are launched in the body and run to their ends after it; it stands for ``worth``
         exchanges of all gradients."""
-        with self._lock, self._clock(), self._or_abandon():
+        with self._lock, self._clock(), _OrAbandon(self):
             self._begin_step()
             for parameter in self._parameters:
                 if parameter.requires_grad:
-                    self.traffic.count_gradient(worth * parameter.numel(), self._collectives.size)
+                    self.traffic.count_gradient(worth * parameter.numel(), self._ranks)
             yield
             self._driver.finish()
             self.traffic.end_step()
@@ -398,6 +430,7 @@ class Compressor(abc.ABC):
         if self._guard.stepped is False:
             self._undo()
         self._collecting = True
+        self._ranks = self._collectives.size
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         self.traffic.begin_step()
         self._lookup.forget()
@@ -445,22 +478,8 @@ class Compressor(abc.ABC):
         for bucket in self._buckets:
             self.restart(bucket)
 
-    @contextmanager
-    def _or_abandon(self) -> Iterator[None]:
-        """A failed exchange must not haunt the steps after it."""
-        try:
-            yield
-        except BaseException:
-            self.reset()
-            raise
-
-    @contextmanager
-    def _clock(self) -> Iterator[None]:
-        started, waited = time.perf_counter(), self._driver.waited
-        try:
-            yield
-        finally:
-            self.traffic.busy(time.perf_counter() - started - (self._driver.waited - waited))
+    def _clock(self) -> _Clock:
+        return _Clock(self._driver, self.traffic)
 
     # Gradients that are not compressed.
 
@@ -475,7 +494,7 @@ class Compressor(abc.ABC):
             canonical = (canonical / scale).half()
         elif canonical.dtype == torch.bfloat16:
             canonical = canonical.float()
-        self.traffic.count_dense(canonical.numel(), canonical.nbytes, self._collectives.size)
+        self.traffic.count_dense(canonical.numel(), canonical.nbytes, self._ranks)
         return canonical.as_strided((canonical.numel(),), (1,)), _Dense(number, grad, canonical.stride(), scale)
 
     def _pass(self, tensor: Tensor) -> tuple[Tensor, None]:
@@ -487,7 +506,7 @@ class Compressor(abc.ABC):
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
                 "sent as it is; give the compressor all of the optimizer's named parameters"
             )
-            self.traffic.count_dense(tensor.numel(), tensor.nbytes, self._collectives.size)
+            self.traffic.count_dense(tensor.numel(), tensor.nbytes, self._ranks)
         return tensor.contiguous(), None
 
     def _check_gradient(self, number: int, grad: Tensor) -> None:

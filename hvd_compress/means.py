@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ops
 from .bucket import Bucket, Segment
 from .reference import BLOCK
 
@@ -22,35 +23,25 @@ class BlockMeans:
     """Of one bucket: float32 tensors of (blocks,).
 
     ``fresh``: what gradients have brought since the last exchange (:func:`hvd_compress.reference.accumulate_select`
-    adds it). ``velocity``: as the entries have one. ``held``: what the wire has not carried yet. ``sent``: what it was
-    given last.
+    adds it). ``velocity``: as the entries have one. ``held``: what the wire has not carried yet.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self.fresh, self.velocity, self.held, self.sent = torch.zeros(4, bucket.blocks, device=bucket.device).unbind()
+        self.fresh, self.velocity, self.held = torch.zeros(3, bucket.blocks, device=bucket.device).unbind()
 
-    def beside(self, values: Tensor, momentum: float, invalid: Tensor) -> Tensor:
-        """The values of a step: the picked entries', then all means'. One that would not be finite stays as it is, and
-        sets ``invalid``, int32, (1,)."""
-        step = self.velocity * momentum + self.fresh if momentum else self.fresh
-        total = self.held + step
-        finite = total.isfinite()
-        torch.where(finite, total, self.held, out=self.held)
-        if momentum:
-            torch.where(finite, step, self.velocity, out=self.velocity)
-        invalid |= (~finite.all()).to(torch.int32)
-        self.fresh.zero_()
-        self.sent.copy_(self.held)
-        return torch.cat([values, self.held])
+    def send(self, out: Tensor, momentum: float, invalid: Tensor) -> None:
+        """Writes a step's means to ``out``. One that would not be finite stays as it is, and sets ``invalid``, int32,
+        (1,)."""
+        ops.means_send(self.fresh, self.held, self.velocity if momentum else None, out, invalid, momentum)
 
     def arrived(self, mean: Tensor, lost: Tensor) -> None:
         """The averages are there: what is not in them is held. One that is not finite leaves ``held`` as it is."""
-        torch.where(mean.isfinite(), lost, self.held, out=self.held)
+        ops.means_keep(mean, lost, self.held)
 
-    def undo(self) -> None:
-        """Nothing was said after all."""
-        self.held.copy_(self.sent)
+    def undo(self, sent: Tensor) -> None:
+        """Nothing was said after all: not what went out as ``sent``."""
+        self.held.copy_(sent)
 
     def waiting(self, segment: Segment) -> Tensor:
         """What waits of a segment's means, for each of its entries: float32, (blocks * 256,), 0 in the padding."""

@@ -98,6 +98,7 @@ class Selection(abc.ABC):
         self.bucket, self.slots = bucket, slots
         self.total = sum(slots)
         self.first = list(accumulate(slots[:-1], initial=0))
+        #: Where :meth:`take` puts them: float32, (slots,).
         self.values = torch.empty(self.total, device=bucket.device)
 
     def begin(self, turn: Turn, check: bool) -> None:

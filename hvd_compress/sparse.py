@@ -35,6 +35,8 @@ class Plan:
         self.sent = False
         self.selection: Selection
         self.rule: Rule
+        #: What goes out: the selection's values, then the blocks' means.
+        self.message: Tensor
         self.forget()
 
     def forget(self) -> None:
@@ -150,7 +152,9 @@ class Sparse(MomentumCorrected):
             slots = apportion(total, plan.weights, self.room(bucket, plan, density))
             plan.selection = self.select(bucket, plan, slots, density)
         assert plan.means is None or isinstance(plan.selection, Led | Everything), "others put no blocks' means"
-        slots = plan.selection.slots
+        total, slots = plan.selection.total, plan.selection.slots
+        plan.message = torch.empty(total + (bucket.blocks if plan.means else 0), device=bucket.device)
+        plan.selection.values = plan.message[:total]
         counts = slots if self._layerwise else [sum(slots)]
         plan.channel.deal([*counts, *(segment.blocks for segment in bucket.segments if plan.means)])
 
@@ -171,11 +175,11 @@ class Sparse(MomentumCorrected):
         """The algorithm: agree on the entries, average them, assign the average."""
         selection, means = plan.selection, plan.means
         yield from selection.agree(plan.rule)
-        values = selection.take(bucket.residual)
+        selection.take(bucket.residual)
         if means is not None:
-            values = means.beside(values, self._momentum, plan.invalid)
+            means.send(plan.message[selection.total :], self._momentum, plan.invalid)
         key = derive(selection.turn.key, self._collectives.rank)
-        mean, lost = yield from plan.channel.average(values, plan.invalid, key)
+        mean, lost = yield from plan.channel.average(plan.message, plan.invalid, key)
         plan.sent = True
         whole = None
         if means is not None:
@@ -201,7 +205,7 @@ class Sparse(MomentumCorrected):
         taken = plan.selection.values
         plan.selection.put(nowhere, bucket.state.get("velocity"), Averages(torch.zeros_like(taken), taken, 0.0))
         if plan.means is not None:
-            plan.means.undo()
+            plan.means.undo(plan.message[plan.selection.total :])
         plan.sent = False
 
     def invalidate(self, bucket: Bucket, bad: Tensor) -> None:

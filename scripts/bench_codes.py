@@ -11,6 +11,7 @@ from hvd_compress/reference/codes.py, among the first values.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from bench_ops import Bench, started
@@ -66,6 +67,30 @@ class Codes(Bench):
 
         wrong = differ(out, want)
         self.show("moments", "encode", 4, wrong, lambda: ops.moments(self.values, self.edges, out), plain)
+
+    def scales(self) -> None:
+        """What lanes' words carry beside the values: before they are written, and after their average was read."""
+        shared, kind = self.scale.double(), torch.zeros(GROUPS, dtype=torch.int64, device=self.device)
+        grid, flag = torch.ones(2, device=self.device).double(), torch.zeros(1, dtype=torch.int32, device=self.device)
+        step, rest = torch.zeros_like(self.scale), torch.zeros(1 + GROUPS // 2, dtype=torch.int64, device=self.device)
+        after = torch.zeros_like(shared), torch.zeros_like(kind)
+        prepared, followed = (shared, kind, grid, flag, step, rest, 4), (shared, kind, rest, *after, 4)
+        for name, numbers in (("lanes_prepare", prepared), ("lanes_follow", followed)):
+            ours, plain = getattr(ops, name), getattr(reference, name)
+            mine, wanted = ([x.clone() if isinstance(x, Tensor) else x for x in numbers] for _ in range(2))
+            first = self.values[: self.first]
+            ours(first, self.first_edges, *mine)
+            plain(first, self.first_edges, *wanted)
+            wrong = sum(differ(a, b) for a, b in zip(mine, wanted, strict=True) if isinstance(a, Tensor))
+
+            def run(operator: Callable[..., None] = ours, numbers: tuple[Any, ...] = numbers) -> None:
+                operator(self.values, self.edges, *numbers)
+
+            def obvious() -> None:
+                square = self.values.double().square_()
+                square.sum(), square.square_().sum()
+
+            self.show(name, "encode", 4, wrong, run, obvious)
 
     def lanes(self, bits: int, width: int, key: int) -> None:
         count, top = 64 // width, 2 ** (bits - 1) - 1
@@ -191,6 +216,7 @@ def main() -> None:
     print("| operator | ms | GB/s | of copy | fp16 / ours | fp16, no malloc / ours | torch / ours | wrong |")
     print("|---|---|---|---|---|---|---|---|")
     bench.moments()
+    bench.scales()
     bench.lanes(4, 6, -1)
     bench.lanes(4, 6, 1234)
     bench.lanes(6, 9, 1234)

@@ -67,7 +67,7 @@ class Bench:
         self.args = args
         self.exchanger = exchanger(args)
         self.model = Synthetic(SHAPES[args.shapes](), self.exchanger.rank, args.seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=args.momentum)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=args.momentum, fused=True)
         # Momentum correction takes the optimizer's momentum away: its update is then the cheaper one.
         self.taken = bool(getattr(args, "momentum_correction", False))
 

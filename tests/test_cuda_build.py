@@ -20,6 +20,7 @@ def test_compiles_without_spills() -> None:
     sources = list((ROOT / "csrc" / "cuda").glob("*.cu"))
     assert f"compiled: {len(sources)} objects" in run.stdout
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", run.stdout)
-    # Two architectures; accumulate_select has six variants, the codes' operators have eight together, the others one.
-    assert len(spills) == 2 * (6 + 8 + 1 + 1 + 1), run.stdout
+    # Two architectures; accumulate_select has six variants, the codes' operators have eight together, the means' three,
+    # the scales' two, the others one.
+    assert len(spills) == 2 * (6 + 8 + 3 + 2 + 1 + 1 + 1), run.stdout
     assert set(spills) == {("0", "0")}, run.stdout

@@ -12,8 +12,6 @@ from torch import Tensor
 
 #: The distributions, in the order of a book's rows.
 DISTRIBUTIONS = ("gauss", "laplace")
-#: Between a Gaussian's kurtosis, 3, and a Laplacian's, 6.
-KURTOSIS = 4.5
 _FINE = 2.0**14
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..collectives import allgather, alltoall
+from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
 from .code import Code
-from .scales import Moments, Scales, bounded
+from .scales import Moments, Scales
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class _RingChannel(Channel):
             # One by one: a sum over ranks may add in another order on another processor.
             total = reduce(torch.add, parts.unbind(0))
             mean = (total / decoded.count.clamp(min=1)).sqrt()
-        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), decoded, mean)
+        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), mean, decoded)
         self.mean.masked_fill_(bad, float("nan"))
 
     def mark(self) -> None:

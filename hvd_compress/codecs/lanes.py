@@ -12,9 +12,6 @@ from .base import Averaged, Channel, Codec
 from .books import grid_step
 from .scales import Moments, Scales
 
-# Ratios of a rank's scale to the shared one travel in steps of 1/1024.
-_FINE = 1024
-
 
 @dataclass(frozen=True)
 class Lanes(Codec):
@@ -51,37 +48,27 @@ class _LanesChannel(Channel):
         self.width = codec.bits + (ranks - 1).bit_length()
         if self.width > 32:
             raise ValueError(f"{codec.name} has no room for the sum of {ranks} ranks")
-        self.steps = grid_step(2 ** (codec.bits - 1) - 1, codec.stochastic).double().to(device)
+        self.grid = grid_step(2 ** (codec.bits - 1) - 1, codec.stochastic).double().to(device)
+        self.step = torch.empty(groups, device=device)
         self.scales = Scales(groups, device)
 
     def deal(self, slots: list[int]) -> None:
         super().deal(slots)
-        self.body = -(-self.count // (64 // self.width))
-        #: The values' words; how many ranks are invalid; two groups' scales a word.
-        self.words = torch.zeros(self.body + 1 + -(-self.groups // 2), dtype=torch.int64, device=self.device)
+        self.parts = [-(-self.count // (64 // self.width)), 1 + -(-self.groups // 2)]
+        #: The values' words; how many ranks are invalid, and two groups' scales a word.
+        self.words = torch.zeros(sum(self.parts), dtype=torch.int64, device=self.device)
+        self.body, self.rest = torch.split(self.words, self.parts)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        moments = Moments(values, self.edges)
-        if not self.scales.known:
-            yield from self.scales.first(moments, self.ranks)
-        shared = self.scales.local
-        step = (shared * self.steps[self.scales.kind]).float()
-        words, rest = self.words[: self.body], self.words[self.body :]
-        ops.lanes_encode(
-            values, step, self.edges, words, self.lost, self.bits, self.width, key if self.stochastic else -1
-        )
-        rest[:1] = invalid
-        # A sum of ratios stays below 2**31, so that two of them share a word as values share theirs.
-        most = 2**31 // self.ranks - 1
-        ratio = (moments.rms / shared * _FINE).round().clamp(0, most).long()
-        low, high = torch.nn.functional.pad(ratio, (0, -self.groups % 2)).view(-1, 2).unbind(1)
-        rest[1:] = low + (high << 32)
-        total = yield allreduce(self.words)
-        ops.lanes_decode(total[: self.body], step, self.edges, self.mean, self.width, 1.0 / self.ranks)
-        both = total[self.body + 1 :]
-        sums = torch.stack([both & 0xFFFFFFFF, both >> 32], 1).view(-1)[: self.groups]
-        self.scales.follow(shared * sums / (_FINE * self.ranks), Moments(self.mean, self.edges))
-        self.mean.masked_fill_(total[self.body] != 0, float("nan"))
+        scales, edges, step = self.scales, self.edges, self.step
+        if not scales.known:
+            yield from scales.first(Moments(values, edges), self.ranks)
+        ops.lanes_prepare(values, edges, scales.local, scales.kind, self.grid, invalid, step, self.rest, self.ranks)
+        key = key if self.stochastic else -1
+        ops.lanes_encode(values, step, edges, self.body, self.lost, self.bits, self.width, key)
+        body, rest = torch.split((yield allreduce(self.words)), self.parts)
+        ops.lanes_decode(body, step, edges, self.mean, self.width, 1.0 / self.ranks)
+        scales.follow_lanes(self.mean, edges, rest, self.ranks)
         return self.mean, self.lost
 
     def mark(self) -> None:

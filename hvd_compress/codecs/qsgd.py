@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import allgather
+from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
 from .coded import floats
-from .scales import Moments, bounded
+from .scales import Moments
 
 
 @dataclass(frozen=True)

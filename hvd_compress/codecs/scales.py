@@ -8,13 +8,8 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Request, allreduce
-from .books import KURTOSIS
+from ..reference.scales import NEW, bounded, kind_of, root_mean_square, running
 
-# A scale below this is taken for it, so that its reciprocal and its products stay finite.
-_SMALLEST = 1e-20
-_LARGEST = 1e20
-# The share of a new observation in a running scale: a group of few slots is noisy.
-_NEW = 0.25
 # What the next step's largest magnitude may be, in units of this step's.
 _ROOM = 1.5
 
@@ -27,18 +22,12 @@ class Moments:
         ops.moments(values, edges, table)
         self.count = edges.diff()
         self.square, fourth, self.peak = table.unbind(1)
-        self.rms = (self.square / self.count.clamp(min=1)).sqrt()
-        kurtosis = self.count * fourth / self.square.square().clamp(min=1e-300)
+        self.rms = root_mean_square(self.square, self.count)
         #: 0 where the values look Gaussian, 1 where Laplacian: int64, a row of a codebook.
-        self.kind = (kurtosis > KURTOSIS).long()
+        self.kind = kind_of(self.square, fourth, self.count)
 
     def scale(self, peak: bool) -> Tensor:
         return self.peak if peak else self.rms
-
-
-def bounded(scale: Tensor) -> Tensor:
-    """Within what the operators can divide by."""
-    return scale.nan_to_num(nan=_SMALLEST, posinf=_LARGEST).clamp(_SMALLEST, _LARGEST)
 
 
 class Scales:
@@ -73,21 +62,26 @@ class Scales:
         """The step failed, maybe on some ranks only: they must not differ from now on."""
         self.known, self.local, self.mean, self.kind = self._marked
 
-    def follow(self, local: Tensor, decoded: Moments, mean: Tensor | None = None) -> None:
-        """After a step: the scales that all ranks saw in their values, and in the average before it was coded (none, if
-        it is not); and the ``decoded`` average itself, which only tells the kind: a scale that followed what it made
-        itself could do nothing but shrink."""
+    def follow(self, local: Tensor, mean: Tensor, decoded: Moments) -> None:
+        """After a step: the scales that all ranks saw in their values, and in the average before it was coded; and the
+        ``decoded`` average itself, which only tells the kind: a scale that followed what it made itself could do
+        nothing but shrink."""
         here = decoded.count > 0
         self.local = torch.where(here, self._running(self.local, local), self.local)
-        if mean is not None:
-            self.mean = torch.where(here, self._running(self.mean, mean), self.mean)
+        self.mean = torch.where(here, self._running(self.mean, mean), self.mean)
         self.kind = torch.where(here, decoded.kind, self.kind)
+
+    def follow_lanes(self, average: Tensor, edges: Tensor, rest: Tensor, ranks: int) -> None:
+        """The same of lanes, whose average is not coded: :func:`hvd_compress.reference.lanes_follow`. In new memory:
+        :meth:`undo` goes back to the old."""
+        local, kind = torch.empty_like(self.local), torch.empty_like(self.kind)
+        ops.lanes_follow(average, edges, self.local, self.kind, rest, local, kind, ranks)
+        self.local, self.kind = local, kind
 
     def _running(self, old: Tensor, new: Tensor) -> Tensor:
         # A root mean square is followed on average; a peak at once upwards and with room, or every other value that
         # sets a new one would be cut off.
-        slow = old * (1 - _NEW)
-        return bounded(torch.maximum(slow, new * _ROOM) if self.peak else slow + new * _NEW)
+        return bounded(torch.maximum(old * (1 - NEW), new * _ROOM)) if self.peak else running(old, new)
 
     def state(self) -> dict[str, Any]:
         return {"known": self.known, **{name: getattr(self, name).clone() for name in ("local", "mean", "kind")}}

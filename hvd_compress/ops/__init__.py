@@ -19,6 +19,8 @@ from .codes import (
     range_decode,
     range_encode,
 )
+from .means import means_keep, means_send
+from .scales import lanes_follow, lanes_prepare
 
 __all__ = [
     "COMPILED",
@@ -29,6 +31,10 @@ __all__ = [
     "codebook_encode",
     "lanes_decode",
     "lanes_encode",
+    "lanes_follow",
+    "lanes_prepare",
+    "means_keep",
+    "means_send",
     "moments",
     "put",
     "range_decode",

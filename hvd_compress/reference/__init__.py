@@ -4,7 +4,8 @@ The compiled operators (``csrc/``) are tested against these functions to the las
 falls back on them where the extension was not built. Read these files to know what an operator does;
 read ``csrc/`` only to know how it does it fast.
 
-``blocks``: residuals, picks, and what is taken and put. ``codes``: how values are written on the wire.
+``blocks``: residuals, picks, and what is taken and put. ``means``: blocks' means. ``codes``: how values are written on
+the wire, ``scales``: what goes beside them.
 """
 
 from .blocks import (
@@ -32,6 +33,8 @@ from .codes import (
     range_encode,
     unpack,
 )
+from .means import means_keep, means_send
+from .scales import lanes_follow, lanes_prepare
 
 __all__ = [
     "BLOCK",
@@ -42,6 +45,10 @@ __all__ = [
     "exponential",
     "lanes_decode",
     "lanes_encode",
+    "lanes_follow",
+    "lanes_prepare",
+    "means_keep",
+    "means_send",
     "mix",
     "moments",
     "owned",
