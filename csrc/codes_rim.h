@@ -26,10 +26,7 @@ inline void check_each(const Tensor& tensor, const char* name, ScalarType dtype,
 inline void check_lost(const Tensor& lost, const Tensor& values) {
   check_flat(lost, "lost", ScalarType::Float, values);
   check_numel(lost, "lost", values.numel());
-  const float* mine = const_data<float>(lost);
-  const float* other = const_data<float>(values);
-  STD_TORCH_CHECK(mine + lost.numel() <= other || other + values.numel() <= mine,
-                  "lost has to be other memory than values");
+  check_apart(lost, "lost", values, "values");
 }
 
 inline void check_codes(const Tensor& codes, int64_t bits, const Tensor& values) {

@@ -26,15 +26,17 @@ struct MeansKeep {
 inline void check_means(const Tensor& tensor, const char* name, const Tensor& held) {
   check_flat(tensor, name, ScalarType::Float, held);
   check_numel(tensor, name, held.numel());
+  check_apart(tensor, name, held, "held");
 }
 
 inline MeansSend checked(const Tensor& fresh, const Tensor& held,
                          const std::optional<Tensor>& velocity, const Tensor& out,
                          const Tensor& invalid, double momentum) {
-  check_means(held, "held", held);
+  check_flat(held, "held", ScalarType::Float, held);
   check_means(fresh, "fresh", held);
   if (velocity) check_means(*velocity, "velocity", held);
   check_means(out, "out", held);
+  check_apart(out, "out", fresh, "fresh");
   check_flat(invalid, "invalid", ScalarType::Int, held);
   check_numel(invalid, "invalid", 1);
   return {data<float>(fresh),     data<float>(held), data_or_null(velocity),      data<float>(out),
@@ -42,7 +44,7 @@ inline MeansSend checked(const Tensor& fresh, const Tensor& held,
 }
 
 inline MeansKeep checked(const Tensor& mean, const Tensor& lost, const Tensor& held) {
-  check_means(held, "held", held);
+  check_flat(held, "held", ScalarType::Float, held);
   check_means(mean, "mean", held);
   check_means(lost, "lost", held);
   return {const_data<float>(mean), const_data<float>(lost), data<float>(held), held.numel()};

@@ -96,6 +96,14 @@ inline float* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? data<float>(*tensor) : nullptr;
 }
 
+inline void check_apart(const Tensor& one, const char* name, const Tensor& other,
+                        const char* other_name) {
+  const float* begin = const_data<float>(one);
+  const float* other_begin = const_data<float>(other);
+  STD_TORCH_CHECK(begin + one.numel() <= other_begin || other_begin + other.numel() <= begin, name,
+                  " has to be other memory than ", other_name);
+}
+
 // The slots of take and put. What the segments hold cannot be read here on CUDA.
 inline Picks checked_picks(const Tensor& residual, const Tensor& offsets, const Tensor& segments,
                            int64_t phase) {

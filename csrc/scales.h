@@ -50,6 +50,8 @@ struct Follow {
 };
 
 // Where a group's ratio lies in `rest`: the lower or upper half of a word, lowest byte first.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+
 HVD_BODY uint32_t* half_of(int64_t* rest, int64_t group) {
   return reinterpret_cast<uint32_t*>(rest + 1) + group;
 }

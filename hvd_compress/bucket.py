@@ -117,7 +117,8 @@ class Bucket:
         self.order.enter()
         self.gradients[position] = self.owners[position] = None
         if canonical.data_ptr() != owner.data_ptr():
-            owner.copy_(canonical)
+            with torch.no_grad():  # Horovod calls from where autograd may be on
+                owner.copy_(canonical)
         return owner
 
 

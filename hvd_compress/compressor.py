@@ -429,8 +429,8 @@ class Compressor(abc.ABC):
     def _begin_step(self) -> None:
         if self._guard.stepped is False:
             self._undo()
-        self._collecting = True
         self._ranks = self._collectives.size
+        self._collecting = True
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         self.traffic.begin_step()
         self._lookup.forget()

@@ -98,8 +98,8 @@ class Selection(abc.ABC):
         self.bucket, self.slots = bucket, slots
         self.total = sum(slots)
         self.first = list(accumulate(slots[:-1], initial=0))
-        #: Where :meth:`take` puts them: float32, (slots,).
-        self.values = torch.empty(self.total, device=bucket.device)
+        #: Where :meth:`take` puts them: float32, (slots,), memory of its owner.
+        self.values: Tensor
 
     def begin(self, turn: Turn, check: bool) -> None:
         """A new step. ``check``: whether to find out if all ranks are in the same one (a look at the result: it waits
@@ -381,7 +381,7 @@ class SharedSelection(Unled):
         ops.put(parts, residual, velocity, self.picks, self.rows, a.mean, a.lost, self.phase, a.scale)
 
     def read(self, memory: Tensor) -> Tensor:
-        values = torch.empty_like(self.values)
+        values = torch.empty(self.total, device=memory.device)
         ops.take(memory, self.picks, self.rows, values, self.phase)
         return values
 
@@ -419,7 +419,7 @@ class Rotating(Unled):
         return self._into(self.values, memory)
 
     def read(self, memory: Tensor) -> Tensor:
-        return self._into(torch.empty_like(self.values), memory)
+        return self._into(torch.empty(self.total, device=memory.device), memory)
 
     def write(self, memory: Tensor, values: Tensor) -> None:
         for part, first in zip(self.parts(memory), self.first, strict=True):

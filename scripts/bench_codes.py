@@ -7,7 +7,7 @@ GB/s counts the bytes that have to cross memory; "of copy" is its share of what 
 this size. "fp16 / ours" is how many times longer a cast to fp16 takes (for a decoder: one from fp16), as
 ``values.half()``, whose result is new memory, and then as a ``copy_`` into memory that is there, as ours is; it has
 nothing to say of what was lost. "torch / ours" is the same for plain torch code; "wrong" counts results that differ
-from hvd_compress/reference/codes.py, among the first values.
+from hvd_compress/reference/codes.py and scales.py, among the first values.
 """
 
 from collections.abc import Callable
@@ -70,27 +70,29 @@ class Codes(Bench):
 
     def scales(self) -> None:
         """What lanes' words carry beside the values: before they are written, and after their average was read."""
-        shared, kind = self.scale.double(), torch.zeros(GROUPS, dtype=torch.int64, device=self.device)
-        grid, flag = torch.ones(2, device=self.device).double(), torch.zeros(1, dtype=torch.int32, device=self.device)
+        shared, kind = self.scale.double(), torch.arange(GROUPS, device=self.device) % 2
+        grid, flag = self.scale[:2].double(), torch.zeros(1, dtype=torch.int32, device=self.device)
         step, rest = torch.zeros_like(self.scale), torch.zeros(1 + GROUPS // 2, dtype=torch.int64, device=self.device)
         after = torch.zeros_like(shared), torch.zeros_like(kind)
         prepared, followed = (shared, kind, grid, flag, step, rest, 4), (shared, kind, rest, *after, 4)
-        for name, numbers in (("lanes_prepare", prepared), ("lanes_follow", followed)):
-            ours, plain = getattr(ops, name), getattr(reference, name)
+        for operator, numbers in (("lanes_prepare", prepared), ("lanes_follow", followed)):
+            ours, plain = getattr(ops, operator), getattr(reference, operator)
             mine, wanted = ([x.clone() if isinstance(x, Tensor) else x for x in numbers] for _ in range(2))
             first = self.values[: self.first]
             ours(first, self.first_edges, *mine)
             plain(first, self.first_edges, *wanted)
             wrong = sum(differ(a, b) for a, b in zip(mine, wanted, strict=True) if isinstance(a, Tensor))
+            if operator == "lanes_prepare":
+                rest.copy_(mine[5])  # what lanes_follow is to read
 
-            def run(operator: Callable[..., None] = ours, numbers: tuple[Any, ...] = numbers) -> None:
-                operator(self.values, self.edges, *numbers)
+            def run(ours: Callable[..., None] = ours, numbers: tuple[Any, ...] = numbers) -> None:
+                ours(self.values, self.edges, *numbers)
 
             def obvious() -> None:
                 square = self.values.double().square_()
                 square.sum(), square.square_().sum()
 
-            self.show(name, "encode", 4, wrong, run, obvious)
+            self.show(operator, "encode", 4, wrong, run, obvious)
 
     def lanes(self, bits: int, width: int, key: int) -> None:
         count, top = 64 // width, 2 ** (bits - 1) - 1

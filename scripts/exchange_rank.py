@@ -167,7 +167,7 @@ def main(args: argparse.Namespace) -> int:
     if bench.exchanger.rank == 0:
         from experiment import metrics
 
-        environment = metrics.environment()
+        environment = {**metrics.environment(), "optimizer": "SGD, fused"}
         content = {
             "ranks": bench.exchanger.size,
             "entries": bench.model.numel,

@@ -197,3 +197,14 @@ def test_positive_inputs_need_them():
 def test_mixed_model_has_short_blocks():
     """What the tests above rest on."""
     assert any(p.numel() % BLOCK for p in mixed_model().parameters() if p.dim() >= 2 and p.numel() >= 1024)
+
+
+def test_a_gradient_that_requires_grad_is_written_all_the_same():
+    """Of another memory order than its parameter, so that it is copied; Horovod calls with autograd on."""
+    _, (rank,) = replicas(1, IWP, model=torch.nn.Conv2d(16, 16, 3, bias=False), density=1.0, values="fp32")
+    (parameter,) = rank.model.parameters()
+    parameter.grad = torch.ones_like(parameter).to(memory_format=torch.channels_last).requires_grad_()
+    compression = rank.compression
+    result = compression.decompress(*compression.compress(parameter.grad))
+    assert result is parameter.grad and result.is_leaf
+    torch.testing.assert_close(result.detach(), torch.ones_like(result))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Request, allreduce
-from ..reference.scales import NEW, bounded, kind_of, root_mean_square, running
+from ..reference.scales import NEW, bounded, divided, kind_of, root_mean_square, running
 
 # What the next step's largest magnitude may be, in units of this step's.
 _ROOM = 1.5
@@ -50,8 +50,8 @@ class Scales:
         square, which is within a factor sqrt(ranks), has to do for one step."""
         mine = moments.peak.square() if self.peak else moments.square / moments.count.clamp(min=1)
         total = yield allreduce(torch.where(moments.count > 0, mine, 0.0), "budget", "scales")
-        self.local = bounded((total / ranks).sqrt())
-        self.mean = bounded(self.local / ranks**0.5)
+        self.local = bounded(divided(total, ranks).sqrt())
+        self.mean = bounded(divided(self.local, ranks**0.5))
         self.known = True
 
     def mark(self) -> None:

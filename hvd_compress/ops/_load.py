@@ -1,6 +1,7 @@
 """Loads the extensions, and says which code runs: theirs, or the reference."""
 
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,41 @@ import torch
 from .. import reference
 
 _PACKAGE = __package__.rpartition(".")[0]
-#: What came last: an extension without this argument of this operator is an old one.
-_NEWEST = ("put", "block_means")
+_OPERATORS = (
+    "accumulate_select",
+    "select",
+    "take",
+    "put",
+    "means_send",
+    "means_keep",
+    "moments",
+    "lanes_prepare",
+    "lanes_follow",
+    "lanes_encode",
+    "lanes_decode",
+    "codebook_encode",
+    "codebook_decode",
+    "range_encode",
+    "range_decode",
+)
 
 
-def _load(module: str) -> str | None:
-    """Load the extension ``module``, which registers its operators; or say why it could not be."""
+def is_current(name: str, key: str) -> bool:
+    """Whether a kernel for the dispatch key, CPU or CUDA, is there, and its operator's arguments are its reference's:
+    a file that was built from other sources may have others."""
+    found = getattr(torch.ops.hvd_compress, name, None)
+    wanted = list(inspect.signature(getattr(reference, name)).parameters)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return (
+        found is not None
+        and [argument.name for argument in found.default._schema.arguments] == wanted
+        and has_kernel(f"hvd_compress::{name}", key)
+    )
+
+
+def _load(module: str, key: str) -> str | None:
+    """Load the extension ``module``, which registers its operators' kernels for a dispatch key; or say why it could not
+    be."""
     spec = importlib.util.find_spec(f"{_PACKAGE}.{module}")
     if spec is None or spec.origin is None:
         return "it was not built"
@@ -25,9 +55,7 @@ def _load(module: str) -> str | None:
         loader.load_library(spec.origin)
     except OSError as error:
         return str(error)
-    operator, argument = _NEWEST
-    found = getattr(torch.ops.hvd_compress, operator, None)
-    if found is None or argument not in {a.name for a in found.default._schema.arguments}:
+    if not all(is_current(name, key) for name in _OPERATORS):
         return "it was built from other sources: build it again"
     return None
 
@@ -44,8 +72,8 @@ def _fake(*args: Any) -> None:
     """Shapes of the results, without computing: there are none, the arguments are mutated."""
 
 
-_missing = _load("_C")
-_missing_cuda = _missing or _load("_C_cuda")
+_missing = _load("_C", "CPU")
+_missing_cuda = _missing or _load("_C_cuda", "CUDA")
 COMPILED: bool = _missing is None
 COMPILED_CUDA: bool = _missing_cuda is None
 implementation: Any = torch.ops.hvd_compress if COMPILED else reference
@@ -56,13 +84,10 @@ if _missing is not None:
     warnings.warn(f"hvd_compress: slow PyTorch code: no extension ({_missing})", RuntimeWarning, stacklevel=2)
 
 
-def register(*names: str) -> None:
-    """What the operators of these names need beside the extension: their fakes, and the reference where CUDA's are
-    missing."""
-    if not COMPILED:
-        return
-    for name in names:
-        torch.library.register_fake(f"hvd_compress::{name}", _fake)
+# What operators need beside the extension: their fakes, and the reference where CUDA's are missing.
+if COMPILED:
+    for _name in _OPERATORS:
+        torch.library.register_fake(f"hvd_compress::{_name}", _fake)
         if _missing_cuda is not None:
-            kernel = _slow_cuda(getattr(reference, name), _missing_cuda)
-            torch.library.register_kernel(f"hvd_compress::{name}", "cuda", kernel)
+            _kernel = _slow_cuda(getattr(reference, _name), _missing_cuda)
+            torch.library.register_kernel(f"hvd_compress::{_name}", "cuda", _kernel)

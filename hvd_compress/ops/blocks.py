@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ._load import implementation, register
+from ._load import implementation
 
 
 def accumulate_select(
@@ -92,6 +92,3 @@ def put(
     :func:`take`. Raises RuntimeError for another dtype, device, size or number of gradients.
     """
     implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means)
-
-
-register("accumulate_select", "select", "take", "put")

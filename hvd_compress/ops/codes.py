@@ -7,7 +7,7 @@ ascending from 0 to n (checked on the CPU only). ``codes``: uint8, (ceil(n / 8) 
 
 from torch import Tensor
 
-from ._load import implementation, register
+from ._load import implementation
 
 
 def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
@@ -65,14 +65,3 @@ def range_decode(
 ) -> None:
     """Write what range-based floats stand for to ``values``, or ``add`` it."""
     implementation.range_decode(codes, base, edges, values, bits, mantissa, positive, add)
-
-
-register(
-    "moments",
-    "lanes_encode",
-    "lanes_decode",
-    "codebook_encode",
-    "codebook_decode",
-    "range_encode",
-    "range_decode",
-)

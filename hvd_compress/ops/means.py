@@ -6,7 +6,7 @@ another dtype, device or size.
 
 from torch import Tensor
 
-from ._load import implementation, register
+from ._load import implementation
 
 
 def means_send(
@@ -22,6 +22,3 @@ def means_send(
 def means_keep(mean: Tensor, lost: Tensor, held: Tensor) -> None:
     """``held`` becomes ``lost`` where the ``mean`` is finite."""
     implementation.means_keep(mean, lost, held)
-
-
-register("means_send", "means_keep")

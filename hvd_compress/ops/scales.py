@@ -7,7 +7,7 @@ float64, (groups,), 1e-20 to 1e20. ``kind``: int64, (groups,). ``rest``: int64, 
 
 from torch import Tensor
 
-from ._load import implementation, register
+from ._load import implementation
 
 
 def lanes_prepare(
@@ -45,6 +45,3 @@ def lanes_follow(
     ``next_shared``, ``next_kind``: as ``shared`` and ``kind``.
     """
     implementation.lanes_follow(mean, edges, shared, kind, rest, next_shared, next_kind, ranks)
-
-
-register("lanes_prepare", "lanes_follow")

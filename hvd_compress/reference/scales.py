@@ -37,6 +37,11 @@ def kind_of(square: Tensor, fourth: Tensor, count: Tensor) -> Tensor:
     return (kurtosis > KURTOSIS).long()
 
 
+def divided(dividend: Tensor, divisor: float) -> Tensor:
+    """The quotient, rounded once: by a plain number, torch's CUDA code would multiply with the reciprocal."""
+    return dividend / torch.full_like(dividend, divisor)
+
+
 def running(old: Tensor, new: Tensor) -> Tensor:
     """A scale that follows what is observed."""
     return bounded(old * (1 - NEW) + new * NEW)
@@ -104,6 +109,6 @@ def lanes_follow(
     count = edges.diff()
     words = rest[1:]
     sums = torch.stack([words & 0xFFFFFFFF, words >> 32], 1).view(-1)[: len(count)]
-    next_shared.copy_(torch.where(count > 0, running(shared, shared * sums / (FINE * ranks)), shared))
+    next_shared.copy_(torch.where(count > 0, running(shared, divided(shared * sums, FINE * ranks)), shared))
     next_kind.copy_(torch.where(count > 0, kind_of(square, fourth, count), kind))
     mean.masked_fill_(rest[0] != 0, float("nan"))

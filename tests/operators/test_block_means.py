@@ -105,6 +105,19 @@ BAD_KEEP = {
 }
 
 
+def test_all_are_other_memory() -> None:
+    for place, name in ((0, "fresh"), (2, "velocity"), (3, "out")):
+        args = to_send(9, "normal", 3, True)
+        args[place] = args[1]
+        with pytest.raises(RuntimeError, match=f"{name} has to be other memory than held"):
+            ops.means_send(*args)
+    for place, name in ((0, "mean"), (1, "lost")):
+        args = to_keep(9, "normal", 3)
+        args[place] = args[2]
+        with pytest.raises(RuntimeError, match=f"{name} has to be other memory than held"):
+            ops.means_keep(*args)
+
+
 @pytest.mark.parametrize("case", BAD_SEND)
 def test_send_refuses(case: str) -> None:
     refuses("means_send", to_send(9, "normal", 3, True), BAD_SEND[case])

@@ -191,9 +191,10 @@ def test_no_group_is_refused() -> None:
         ops.lanes_prepare(*nothing, args[4], args[5], args[6][:0], args[7][:1].clone(), 4)
 
 
-def test_ratios_are_rounded_to_even() -> None:
-    """As the reference does, whatever the processor's mode: of exact halves."""
-    args = to_prepare(torch.tensor([0, 1, 2]), "equal", 3, 1)
+@pytest.mark.parametrize("device", DEVICES)
+def test_halves_are_rounded_to_even(device: str) -> None:
+    check_device(device)
+    args = on(device, to_prepare(torch.tensor([0, 1, 2]), "equal", 3, 1))
     args[0].copy_(torch.tensor([2.5, 3.5]) / FINE)
     args[2].fill_(1.0)
     ops.lanes_prepare(*args)
