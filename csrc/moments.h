@@ -7,11 +7,23 @@ namespace hvd_compress {
 
 constexpr int kSums = 32;  // running sums, a part of the specification
 
+struct Sums {  // of a group's values
+  double square;
+  double fourth;
+  float largest;  // magnitude
+};
+
 struct Moments {
   const float* values;
   double* out;  // three a group
   Groups groups;
   int64_t size;  // of values
+
+  HVD_BODY void store(int64_t group, const Sums& sums) const {
+    out[3 * group] = sums.square;
+    out[3 * group + 1] = sums.fourth;
+    out[3 * group + 2] = sums.largest;
+  }
 };
 
 HVD_BODY float larger(float magnitude, float largest) {

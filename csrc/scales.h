@@ -14,21 +14,12 @@ constexpr double kKurtosis = 4.5;
 constexpr double kNew = 0.25;
 constexpr double kFine = 1024.0;
 
-struct Sums {  // of a group's values
-  double square;
-  double fourth;
-};
-
 struct Scales {
   Groups groups;
   int64_t size;  // of values
   const double* shared;
   const int64_t* kind;
   int64_t ranks;
-
-  HVD_BODY int64_t count(int64_t group) const {
-    return groups.edges[group + 1] - groups.edges[group];
-  }
 };
 
 struct Prepare {
@@ -65,9 +56,9 @@ HVD_BODY double bounded(double scale) {
   return scale < kLargest ? scale : kLargest;
 }
 
-HVD_BODY void prepare_group(const Prepare& args, int64_t group, Sums sums) {
+HVD_BODY void prepare_group(const Prepare& args, int64_t group, const Sums& sums) {
   double shared = args.scales.shared[group];
-  int64_t count = args.scales.count(group), kind = args.scales.kind[group];
+  int64_t count = args.scales.groups.size(group), kind = args.scales.kind[group];
   kind = kind < 0 || kind >= args.kinds ? 0 : kind;  // the host of a GPU cannot check this
   args.step[group] = static_cast<float>(shared * args.grid[kind]);
 
@@ -83,9 +74,9 @@ HVD_BODY void prepare_group(const Prepare& args, int64_t group, Sums sums) {
   }
 }
 
-HVD_BODY void follow_group(const Follow& args, int64_t group, Sums sums) {
+HVD_BODY void follow_group(const Follow& args, int64_t group, const Sums& sums) {
   double shared = args.scales.shared[group];
-  int64_t count = args.scales.count(group), kind = args.scales.kind[group];
+  int64_t count = args.scales.groups.size(group), kind = args.scales.kind[group];
   if (count > 0) {
     uint32_t half;
     memcpy(&half, half_of(args.rest, group), sizeof(half));

@@ -1,11 +1,8 @@
 // accumulate_select on the CPU: one block at a time, so that its scores never leave the L1 cache.
 #include "../accumulate_select.h"
 
-#include <torch/csrc/stable/ops.h>
-
-#include <atomic>
-
 #include "../accumulate_select_rim.h"
+#include "any.h"
 #include "isa.h"
 #include "select.h"
 
@@ -105,11 +102,9 @@ struct Blocks {
 
 template <typename T>
 void run(const AccumulateSelect& args, T* grad, const T* weight) {
-  std::atomic<bool> bad{false};
-  torch::stable::parallel_for(0, args.select.blocks, kGrain, [&](int64_t begin, int64_t end) {
-    bool found = args.velocity ? run_best<Blocks<T, true>>(&args, grad, weight, begin, end)
-                               : run_best<Blocks<T, false>>(&args, grad, weight, begin, end);
-    if (found) bad.store(true, std::memory_order_relaxed);
+  bool bad = any_part(args.select.blocks, kGrain, [&](int64_t begin, int64_t end) {
+    return args.velocity ? run_best<Blocks<T, true>>(&args, grad, weight, begin, end)
+                         : run_best<Blocks<T, false>>(&args, grad, weight, begin, end);
   });
   if (bad) *args.invalid |= 1;
 }

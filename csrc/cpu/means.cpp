@@ -1,9 +1,6 @@
 // means_send and means_keep on the CPU.
-#include <torch/csrc/stable/ops.h>
-
-#include <atomic>
-
 #include "../means_rim.h"
+#include "any.h"
 #include "isa.h"
 
 namespace hvd_compress {
@@ -44,11 +41,9 @@ struct Keep {
 void means_send_cpu(Tensor fresh, Tensor held, std::optional<Tensor> velocity, Tensor out,
                     Tensor invalid, double momentum) {
   MeansSend args = checked(fresh, held, velocity, out, invalid, momentum);
-  std::atomic<bool> bad{false};
-  torch::stable::parallel_for(0, args.blocks, kGrain, [&](int64_t begin, int64_t end) {
-    bool found = args.velocity ? run_best<Send<true>>(&args, begin, end)
-                               : run_best<Send<false>>(&args, begin, end);
-    if (found) bad.store(true, std::memory_order_relaxed);
+  bool bad = any_part(args.blocks, kGrain, [&](int64_t begin, int64_t end) {
+    return args.velocity ? run_best<Send<true>>(&args, begin, end)
+                         : run_best<Send<false>>(&args, begin, end);
   });
   if (bad) *args.invalid |= 1;
 }

@@ -1,11 +1,8 @@
-// moments on the CPU: a group at a time.
+// moments on the CPU.
 #include "moments.h"
-
-#include <torch/csrc/stable/ops.h>
 
 #include "../moments_rim.h"
 #include "groups.h"
-#include "isa.h"
 
 namespace hvd_compress {
 namespace {
@@ -13,13 +10,8 @@ namespace {
 void moments_cpu(Tensor values, Tensor edges, Tensor out) {
   Moments args = checked(values, edges, out);
   check_edges(args.groups, args.size);
-  torch::stable::parallel_for(0, args.groups.count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t group = begin; group < end; ++group) {
-      int64_t first = args.groups.edges[group];
-      run_best<GroupMoments>(args.values + first, args.groups.edges[group + 1] - first,
-                             args.out + 3 * group);
-    }
-  });
+  for_moments(args.groups, args.values,
+              [&](int64_t group, const Sums& sums) { args.store(group, sums); });
 }
 
 }  // namespace

@@ -1,12 +1,15 @@
-// A group's moments on the CPU: the running sums lie side by side, and 32 values are added at once.
+// Groups' moments on the CPU: the running sums lie side by side, and 32 values are added at once.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include "../moments.h"
+#include "isa.h"
 
 namespace hvd_compress {
 
 struct GroupMoments {
-  static HVD_BODY void run(const float* values, int64_t count, double* out) {
+  static HVD_BODY Sums run(const float* values, int64_t count) {
     double square[kSums] = {}, fourth[kSums] = {};
     float largest[kSums] = {};
     int64_t whole = count - count % kSums;
@@ -25,10 +28,18 @@ struct GroupMoments {
         largest[i] = larger(largest[i + width], largest[i]);
       }
     }
-    out[0] = square[0];
-    out[1] = fourth[0];
-    out[2] = largest[0];
+    return {square[0], fourth[0], largest[0]};
   }
 };
+
+// Calls work(group, sums) for all groups; they are as few as a bucket's parameters.
+template <typename Work>
+void for_moments(const Groups& groups, const float* values, const Work& work) {
+  torch::stable::parallel_for(0, groups.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      work(group, run_best<GroupMoments>(values + groups.edges[group], groups.size(group)));
+    }
+  });
+}
 
 }  // namespace hvd_compress

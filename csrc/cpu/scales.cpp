@@ -1,32 +1,15 @@
-// lanes_prepare and lanes_follow on the CPU: a group at a time.
+// lanes_prepare and lanes_follow on the CPU.
 #include "../scales.h"
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "../scales_rim.h"
 #include "groups.h"
-#include "isa.h"
 #include "moments.h"
 
 namespace hvd_compress {
 namespace {
-
-Sums sums_of(const Scales& scales, const float* values, int64_t group) {
-  double out[3];
-  run_best<GroupMoments>(values + scales.groups.edges[group], scales.count(group), out);
-  return {out[0], out[1]};
-}
-
-// Calls work(group) for all groups; they are as few as a bucket's parameters.
-template <typename Work>
-void for_groups(const Scales& scales, const Work& work) {
-  torch::stable::parallel_for(0, scales.groups.count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t group = begin; group < end; ++group) work(group);
-  });
-}
 
 void lanes_prepare_cpu(Tensor values, Tensor edges, Tensor shared, Tensor kind, Tensor grid,
                        Tensor invalid, Tensor step, Tensor rest, int64_t ranks) {
@@ -35,18 +18,16 @@ void lanes_prepare_cpu(Tensor values, Tensor edges, Tensor shared, Tensor kind, 
   for (int64_t i = 0; i < args.scales.groups.count; ++i) {
     check_range("kind", 0, args.scales.kind[i], args.kinds - 1);
   }
-  for_groups(args.scales, [&](int64_t group) {
-    prepare_group(args, group, sums_of(args.scales, args.values, group));
-  });
+  for_moments(args.scales.groups, args.values,
+              [&](int64_t group, const Sums& sums) { prepare_group(args, group, sums); });
 }
 
 void lanes_follow_cpu(Tensor mean, Tensor edges, Tensor shared, Tensor kind, Tensor rest,
                       Tensor next_shared, Tensor next_kind, int64_t ranks) {
   Follow args = checked(mean, edges, shared, kind, rest, next_shared, next_kind, ranks);
   check_edges(args.scales.groups, args.scales.size);
-  for_groups(args.scales, [&](int64_t group) {
-    follow_group(args, group, sums_of(args.scales, args.mean, group));
-  });
+  for_moments(args.scales.groups, args.mean,
+              [&](int64_t group, const Sums& sums) { follow_group(args, group, sums); });
   if (args.rest[0] != 0) {
     std::fill_n(args.mean, args.scales.size, std::numeric_limits<float>::quiet_NaN());
   }

@@ -30,8 +30,4 @@ class OfGroup {
   Constants constants_;
 };
 
-inline unsigned shares(int64_t size, int64_t share) {
-  return static_cast<unsigned>((size + share - 1) / share);
-}
-
 }  // namespace hvd_compress

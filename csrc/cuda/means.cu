@@ -9,10 +9,6 @@ __device__ __forceinline__ int64_t thread_id() {
   return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
 }
 
-inline unsigned threads_for(int64_t blocks) {
-  return static_cast<unsigned>((blocks + kThreads - 1) / kThreads);
-}
-
 template <bool kVelocity>
 __global__ void __launch_bounds__(kThreads) send_kernel(const __grid_constant__ MeansSend args) {
   int64_t i = thread_id();
@@ -36,7 +32,7 @@ void means_send_cuda(Tensor fresh, Tensor held, std::optional<Tensor> velocity, 
   if (args.blocks == 0) return;
   Launch launch(held);
   auto kernel = args.velocity ? send_kernel<true> : send_kernel<false>;
-  kernel<<<threads_for(args.blocks), kThreads, 0, launch.stream()>>>(args);
+  kernel<<<shares(args.blocks, kThreads), kThreads, 0, launch.stream()>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -44,7 +40,7 @@ void means_keep_cuda(Tensor mean, Tensor lost, Tensor held) {
   MeansKeep args = checked(mean, lost, held);
   if (args.blocks == 0) return;
   Launch launch(held);
-  keep_kernel<<<threads_for(args.blocks), kThreads, 0, launch.stream()>>>(args);
+  keep_kernel<<<shares(args.blocks, kThreads), kThreads, 0, launch.stream()>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -7,16 +7,9 @@ namespace {
 
 __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant__ Moments args) {
   int64_t group = warp_id();
-  if (group >= args.groups.count) return;
-  int64_t begin = args.groups.edges[group], end = args.groups.edges[group + 1];
-  if (begin < 0 || end > args.size) return;  // the host cannot check this
-
-  WarpMoments sums(args.values, begin, end);
-  if (lane_id() == 0) {
-    args.out[3 * group] = sums.square;
-    args.out[3 * group + 1] = sums.fourth;
-    args.out[3 * group + 2] = sums.largest;
-  }
+  if (group >= args.groups.count || !args.groups.within(group, args.size)) return;
+  Sums sums = warp_moments(args.values, args.groups, group);
+  if (lane_id() == 0) args.store(group, sums);
 }
 
 void moments_cuda(Tensor values, Tensor edges, Tensor out) {

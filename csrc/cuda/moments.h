@@ -8,23 +8,21 @@ namespace hvd_compress {
 
 static_assert(kSums == kLanes);
 
-struct WarpMoments {
-  double square = 0.0;
-  double fourth = 0.0;
-  float largest = 0.0f;
-
-  __device__ WarpMoments(const float* values, int64_t begin, int64_t end) {
+__device__ __forceinline__ Sums warp_moments(const float* values, const Groups& groups,
+                                             int64_t group) {
+  Sums sums{};
 #pragma unroll 8
-    for (int64_t i = begin + lane_id(); i < end; i += kLanes) {
-      take_moments(values[i], square, fourth, largest);
-    }
-#pragma unroll
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      square += __shfl_down_sync(kAll, square, width);
-      fourth += __shfl_down_sync(kAll, fourth, width);
-      largest = larger(__shfl_down_sync(kAll, largest, width), largest);
-    }
+  for (int64_t i = groups.edges[group] + lane_id(), end = groups.edges[group + 1]; i < end;
+       i += kLanes) {
+    take_moments(values[i], sums.square, sums.fourth, sums.largest);
   }
-};
+#pragma unroll
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    sums.square += __shfl_down_sync(kAll, sums.square, width);
+    sums.fourth += __shfl_down_sync(kAll, sums.fourth, width);
+    sums.largest = larger(__shfl_down_sync(kAll, sums.largest, width), sums.largest);
+  }
+  return sums;
+}
 
 }  // namespace hvd_compress

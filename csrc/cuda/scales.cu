@@ -6,28 +6,23 @@
 namespace hvd_compress {
 namespace {
 
-// Whether the group's values lie within what there is: the host cannot check this.
-__device__ __forceinline__ bool inside(const Scales& scales, int64_t group) {
-  return scales.groups.edges[group] >= 0 && scales.groups.edges[group + 1] <= scales.size;
-}
-
-__device__ __forceinline__ Sums sums_of(const Scales& scales, const float* values, int64_t group) {
-  WarpMoments sums(values, scales.groups.edges[group], scales.groups.edges[group + 1]);
-  return {sums.square, sums.fourth};
+// The group of this warp, if there is one.
+__device__ __forceinline__ bool has_group(const Scales& scales, int64_t group) {
+  return group < scales.groups.count && scales.groups.within(group, scales.size);
 }
 
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Prepare args) {
   int64_t group = warp_id();
-  if (group >= args.scales.groups.count || !inside(args.scales, group)) return;
-  Sums sums = sums_of(args.scales, args.values, group);
+  if (!has_group(args.scales, group)) return;
+  Sums sums = warp_moments(args.values, args.scales.groups, group);
   if (lane_id() == 0) prepare_group(args, group, sums);
 }
 
 // An invalid average becomes NaN after its moments were read: group by group, in one launch.
 __global__ void __launch_bounds__(kThreads) follow_kernel(const __grid_constant__ Follow args) {
   int64_t group = warp_id();
-  if (group >= args.scales.groups.count || !inside(args.scales, group)) return;
-  Sums sums = sums_of(args.scales, args.mean, group);
+  if (!has_group(args.scales, group)) return;
+  Sums sums = warp_moments(args.mean, args.scales.groups, group);
   if (lane_id() == 0) follow_group(args, group, sums);
   if (args.rest[0] == 0) return;
   int64_t end = args.scales.groups.edges[group + 1];

@@ -31,9 +31,12 @@ class Launch {
   cudaStream_t stream_;
 };
 
-inline unsigned grid_for(int64_t blocks) {
-  return static_cast<unsigned>((blocks + kWarps - 1) / kWarps);
+// Thread blocks that take so many each.
+inline unsigned shares(int64_t size, int64_t share) {
+  return static_cast<unsigned>((size + share - 1) / share);
 }
+
+inline unsigned grid_for(int64_t blocks) { return shares(blocks, kWarps); }
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kLanes; }
 

@@ -58,6 +58,9 @@ def to_follow(edges: Tensor, kind: str, seed: int, ranks: int, invalid: int = 0)
     return [values(int(edges[-1]), kind, seed), edges, shared, which, rest, shared * 0 + 7, which * 0 + 7, ranks]
 
 
+MAKERS = {"lanes_prepare": to_prepare, "lanes_follow": to_follow}
+
+
 def edges_of_some() -> st.SearchStrategy[Tensor]:
     return group_edges().filter(lambda edges: len(edges) > 1)
 
@@ -77,16 +80,16 @@ def test_follow_equals_reference(device: str, edges: Tensor, kind: str, seed: in
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [to_prepare, to_follow])
-def test_many_values(device: str, make) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_many_values(device: str, name: str) -> None:
     with threads(3):
-        agrees("lanes_" + make.__name__[3:], make(MANY_EDGES, "normal", 5, 4, 1), device)
+        agrees(name, MAKERS[name](MANY_EDGES, "normal", 5, 4, 1), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [to_prepare, to_follow])
-def test_within_other_memory(device: str, make) -> None:
-    agrees_within("lanes_" + make.__name__[3:], make(torch.tensor([0, 0, 33, 999]), "normal", 5, 4, 1), device)
+@pytest.mark.parametrize("name", MAKERS)
+def test_within_other_memory(device: str, name: str) -> None:
+    agrees_within(name, MAKERS[name](torch.tensor([0, 0, 33, 999]), "normal", 5, 4, 1), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,8 +134,8 @@ def test_an_invalid_rank_spoils_the_average_and_nothing_else(device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
-    for make in (to_prepare, to_follow):
-        operator = getattr(torch.ops.hvd_compress, "lanes_" + make.__name__[3:])
+    for name, make in MAKERS.items():
+        operator = getattr(torch.ops.hvd_compress, name)
         torch.library.opcheck(operator.default, tuple(on(device, make(torch.tensor([0, 5, 5, 13]), "normal", 3, 4))))
 
 
