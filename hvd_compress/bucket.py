@@ -94,6 +94,12 @@ class Bucket:
         assert owner is not None
         self._taken[position] = owner._version
 
+    def assigned(self) -> None:
+        """The exchange has written the averages into the gradients that were taken in."""
+        for position, version in enumerate(self._taken):
+            if version is not None:
+                self.taken(position)
+
     def use_up(self) -> None:
         """Gradients that were taken in become zero, or what is added to them later would bring it once more; but not
         those that somebody has written to since."""
@@ -101,6 +107,7 @@ class Bucket:
         for owner, version in zip(self.owners, self._taken, strict=True):
             if owner is not None and owner._version == version:
                 owner.zero_()
+        self.order.leave()
 
     def receive(self, position: int, grad: Tensor) -> Tensor:
         """Takes note of a segment's gradient and returns it in canonical memory order (a copy only if it is laid out
@@ -113,7 +120,11 @@ class Bucket:
     def give_back(self, position: int) -> Tensor:
         """The very tensor that Horovod handed in, holding the result; the bucket holds on to it no longer."""
         owner, canonical = self.owners[position], self.gradients[position]
-        assert owner is not None and canonical is not None
+        if owner is None or canonical is None:
+            raise RuntimeError(
+                f"{self.segments[position].name}: the step in which this gradient was compressed is no more (it failed "
+                "and was reset, or its result was asked for twice)"
+            )
         self.order.enter()
         self.gradients[position] = self.owners[position] = None
         if canonical.data_ptr() != owner.data_ptr():

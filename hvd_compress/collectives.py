@@ -4,6 +4,7 @@ A method describes what must cross the network as a :class:`Request` and yields 
 hands it to a :class:`Collectives`, which starts it without waiting. Nothing else in the package knows Horovod.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -74,6 +75,10 @@ class Collectives(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def active(self) -> bool:
+        """Whether the compressor is called: Horovod's optimizer exchanges nothing in a process alone."""
+
     def generation(self) -> object:
         """An object that is replaced when the ranks are formed anew (elastic); all handles before it are void."""
 
@@ -105,8 +110,11 @@ class _HorovodHandle:
         # alltoall also returns how much came from each rank; ours are of equal parts.
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         if result.is_cuda:
+            stream = torch.cuda.current_stream(result.device)
+            # With HOROVOD_ENABLE_ASYNC_COMPLETION it is the default stream that Horovod makes wait for its work.
+            stream.wait_stream(torch.cuda.default_stream(result.device))
             # Horovod allocated it on a stream of its own; until ours is done with it, it must not be used again.
-            result.record_stream(torch.cuda.current_stream(result.device))
+            result.record_stream(stream)
         return result
 
 
@@ -124,11 +132,19 @@ class HorovodCollectives:
 
     @property
     def rank(self) -> int:
-        return int(self._set.rank())
+        """0 in a process that is none of the set's, where the optimizer exchanges nothing."""
+        return int(self._set.rank()) if self._set.included() else 0
 
     @property
     def size(self) -> int:
-        return int(self._set.size())
+        return int(self._set.size()) if self._set.included() else 1
+
+    @property
+    def active(self) -> bool:
+        import horovod.torch as hvd
+
+        # As the optimizer itself decides when it is built.
+        return self._set.included() and (hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
 
     def generation(self) -> object:
         # hvd.init() makes a new table; a handle of the old one may name somebody else's operation in the new.

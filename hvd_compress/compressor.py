@@ -9,6 +9,7 @@ later ``compress`` (so it overlaps backward) and to its end in the first ``decom
 """
 
 import abc
+import operator
 import threading
 import time
 import warnings
@@ -128,7 +129,9 @@ class Compressor(abc.ABC):
             raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
         if min_numel < 1:
             raise ValueError(f"min_numel must be at least 1, got {min_numel}")
-        self._seed = seed
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
+        self._seed = _whole(seed)
         self._dense_half = dense_values == "fp16"
         self._scaler = grad_scaler
         self._collectives: Collectives = collectives or HorovodCollectives(process_set)
@@ -147,10 +150,10 @@ class Compressor(abc.ABC):
         }
         self.traffic = Traffic()
         # Horovod matches collectives by name: this one is the same on every rank that holds these parameters,
-        # whatever other compressors a rank may have built (a count of instances would not be).
+        # whatever other compressors a rank may have built (a count of instances would not be). It says nothing of the
+        # method: ranks with different ones must meet, to be told, and not wait for each other.
         shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
-        label = f"hvd_compress.{type(self).__name__}.{zlib.crc32(shapes.encode()):08x}"
-        self._driver = Driver(self._collectives, self.traffic, label)
+        self._driver = Driver(self._collectives, self.traffic, f"hvd_compress.{zlib.crc32(shapes.encode()):08x}")
         self._lookup = GradientLookup(self._parameters)
         self._guard = OptimizerGuard(self._parameters, self)
         # Gradients of a model spread over several GPUs come from several threads.
@@ -175,6 +178,10 @@ class Compressor(abc.ABC):
     @abc.abstractmethod
     def exchange(self, bucket: Bucket) -> Exchange:
         """The algorithm: yields requests, is sent their results, ends with the bucket's gradients assigned."""
+
+    def passed(self, tensor: Tensor) -> Tensor:
+        """What Horovod has averaged of a gradient that is none of ours, or sparse: the last word on it."""
+        return tensor
 
     def settle(self, number: int, grad: Tensor) -> None:
         """The averaged gradient of a parameter that travelled dense is in ``grad``: the last word on it."""
@@ -212,6 +219,16 @@ class Compressor(abc.ABC):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` if this optimizer and this compressor do not fit; called before each of its steps."""
         self._collectives.check_optimizer(optimizer)
+        if getattr(optimizer, "_compression", None) is self and (strangers := self.strangers(optimizer)):
+            self._warn(
+                f"{strangers} of the optimizer's parameters were not given to this compressor: their gradients travel "
+                "as they are, and stats() does not count them"
+            )
+
+    def strangers(self, optimizer: Optimizer) -> int:
+        """How many of the optimizer's parameters, of those that are trained, this compressor does not know."""
+        ours = {id(parameter) for parameter in self._parameters}
+        return sum(p.requires_grad and id(p) not in ours for group in optimizer.param_groups for p in group["params"])
 
     # Horovod's protocol.
 
@@ -235,7 +252,9 @@ class Compressor(abc.ABC):
                 return self._as_is(number, tensor)
             bucket, position = ticket.bucket, ticket.position
             if bucket.arrived[position]:
-                raise RuntimeError(f"{self._names[number]}: compressed twice in one step")
+                raise RuntimeError(
+                    f"{self._names[number]}: compressed twice in one step (after a step that failed, call reset())"
+                )
             self.traffic.count_gradient(tensor.numel(), self._ranks)
             with _OrAbandon(self):
                 bucket.order.enter()
@@ -243,7 +262,7 @@ class Compressor(abc.ABC):
                 bucket.taken(position)
                 bucket.order.leave()
                 if bucket.full:
-                    self._driver.launch(bucket, self.exchange(bucket))
+                    self._driver.launch(bucket, self._whole_exchange(bucket))
                 self._driver.advance()
             # Horovod insists on reducing something for this name: nothing at all will do.
             return tensor.new_empty(0, dtype=torch.float32), ticket
@@ -252,7 +271,7 @@ class Compressor(abc.ABC):
         """Called by Horovod with what its allreduce returned; returns the gradient, averaged, of the parameter's
         shape."""
         if ctx is None:
-            return tensor
+            return self.passed(tensor)
         with self._lock, self._clock():
             if self._collecting:
                 with _without_autograd(), _OrAbandon(self):
@@ -276,6 +295,7 @@ class Compressor(abc.ABC):
         for bucket in self._buckets:
             for segment in bucket.segments:
                 if segment.name == name:
+                    bucket.order.enter()
                     return self.held(bucket, segment).clone()
         parameter = dict(zip(self._names, self._parameters, strict=True))[name]
         return torch.zeros_like(parameter, dtype=torch.float32)
@@ -287,9 +307,12 @@ class Compressor(abc.ABC):
         Residuals differ from rank to rank: every rank saves its own.
         """
         if self._collecting:
-            raise RuntimeError("state_dict() in the middle of a step; call it after optimizer.step()")
+            raise RuntimeError(
+                "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
+            )
         if self._guard.stepped is False:
             self._undo()
+        self._enter_all()
         tensors = {
             segment.name: {key: self.saved(segment, flat).clone() for key, flat in bucket.state.items()}
             for bucket in self._buckets
@@ -305,15 +328,13 @@ class Compressor(abc.ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes bit-exactly from :meth:`state_dict` of a compressor built with the same arguments, on every rank.
+        """Resumes bit-exactly from :meth:`state_dict` of a compressor built with the same arguments, on every rank. A
+        step under way is forgotten (:meth:`reset`).
 
         Raises:
             ValueError: another method's state, or other parameters or shapes than this compressor's. Nothing is
                 changed.
-            RuntimeError: in the middle of a step.
         """
-        if self._collecting:
-            raise RuntimeError("load_state_dict() in the middle of a step; call it after optimizer.step()")
         if state.get("method") != type(self).__name__:
             raise ValueError(
                 f"this is the state of {state.get('method')}, and this compressor is {type(self).__name__}"
@@ -329,10 +350,13 @@ class Compressor(abc.ABC):
                 shape = tuple(self.saved(segment, bucket.state[key]).shape)
                 if loaded is None or loaded.shape != shape:
                     raise ValueError(f"{segment.name}: {key} needs shape {shape}, the state has {got}")
+        self.reset()
+        self._enter_all()
         self.load_method_state(state["extra"])
         for bucket, segment in places:
             for key, flat in bucket.state.items():
                 self.saved(segment, flat).copy_(state["tensors"][segment.name][key])
+        self._leave_all()
         self._step = state["step"]
         self.traffic.load_state_dict(state["traffic"])
         if self._guard.stepped is False:
@@ -356,14 +380,19 @@ class Compressor(abc.ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a compressor belongs to its model and optimizer: build a new one for a copy")
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a compressor belongs to its process: save its state_dict(), on every rank its own")
+
     def stats(self) -> dict[str, Any]:
-        """What crossed the network: this rank's bytes in the last step and in total, everything included.
+        """What crossed the network: this rank's bytes in the last step and in total, everything included but sparse
+        gradients and those of parameters that were not given to this compressor.
 
         ``last`` and ``total`` hold ``dense_bytes`` (what a float32 ring allreduce of the gradients would have sent),
         ``wire_bytes`` and its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, and
         ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms``
         the median over recent steps of the time spent in the compressor without waiting.
         """
+        self._enter_all()
         norms = [self.held_norm(bucket) for bucket in self._buckets]
         norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
         return {"steps": self._step, **self.traffic.report(), "residual_norm": norm}
@@ -430,7 +459,6 @@ class Compressor(abc.ABC):
         if self._guard.stepped is False:
             self._undo()
         self._ranks = self._collectives.size
-        self._collecting = True
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         self.traffic.begin_step()
         self._lookup.forget()
@@ -439,6 +467,12 @@ class Compressor(abc.ABC):
             bucket.order.enter()
             self.begin(bucket)
             bucket.order.leave()
+        # Only now: a step that could not begin has nothing to take back, and the next gradient begins it again.
+        self._collecting = True
+
+    def _whole_exchange(self, bucket: Bucket) -> Exchange:
+        yield from self.exchange(bucket)
+        bucket.assigned()
 
     def _undo(self) -> None:
         """The step was averaged, but no optimizer took it: nothing was said after all."""
@@ -457,7 +491,7 @@ class Compressor(abc.ABC):
                     f"Horovod never sent the gradients of {', '.join(missing)}: give the compressor only parameters "
                     "that the optimizer holds, or their buckets cannot overlap backward"
                 )
-                self._driver.launch(bucket, self.exchange(bucket))
+                self._driver.launch(bucket, self._whole_exchange(bucket))
         self._driver.finish()
         self.finished()
         self.traffic.end_step()
@@ -477,6 +511,15 @@ class Compressor(abc.ABC):
         self._guard.stepped = None
         for bucket in self._buckets:
             self.restart(bucket)
+
+    def _enter_all(self) -> None:
+        """What follows sees what all exchanges did, on whatever stream it runs."""
+        for bucket in self._buckets:
+            bucket.order.enter()
+
+    def _leave_all(self) -> None:
+        for bucket in self._buckets:
+            bucket.order.leave()
 
     def _clock(self) -> _Clock:
         return _Clock(self._driver, self.traffic)
@@ -526,6 +569,13 @@ class Compressor(abc.ABC):
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(f"{type(self).__name__}: {text}", stacklevel=4)
+
+
+def _whole(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be a whole number, the same on all ranks, got {seed!r:.80}") from None
 
 
 def _checked(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -15,6 +15,9 @@ class Guarded(Protocol):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Called before every step of an optimizer that holds one of the parameters; raises if they do not fit."""
 
+    def formed_anew(self) -> bool:
+        """Called before that: takes note, if the ranks were formed anew."""
+
 
 class OptimizerGuard:
     """Tells ``owner`` of every step of an optimizer that holds one of ``parameters``. Keeps no reference to it.
@@ -49,13 +52,16 @@ class OptimizerGuard:
                         "parameters of the very model that is trained (not of one that was copied afterwards)"
                     )
                 return
-            if seen is not None and not _same(optimizer, seen):
+            if seen is not None and not same(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
                     f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
                     "from that optimizer's own named parameters"
                 )
             self._seen = weakref.ref(optimizer)
+        # hvd.broadcast_optimizer_state() steps an optimizer without a state, and that after an elastic reset: such a
+        # step takes nothing of what was averaged before.
+        owner.formed_anew()
         owner.check_optimizer(optimizer)
         self.stepped = True
 
@@ -80,6 +86,7 @@ def _tell_guards(optimizer: Optimizer, args: object, kwargs: object) -> None:
             alive._before_step(optimizer)
 
 
-def _same(one: Optimizer, other: Optimizer) -> bool:
-    """Horovod's optimizer is another object than the one it wraps, with the same parameter groups."""
-    return any(a is b for a in one.param_groups for b in other.param_groups)
+def same(one: Optimizer, other: Optimizer) -> bool:
+    """Whether they are Horovod's optimizer and the one it wraps: another object, with the same lists of parameters (and
+    the same groups, until one of the two loads a state)."""
+    return any(a["params"] is b["params"] for a in one.param_groups for b in other.param_groups)

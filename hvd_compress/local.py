@@ -15,7 +15,8 @@ T = TypeVar("T")
 class _Meeting:
     """One collective: the ranks' tensors as they come, and the results once all are here."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, verb: str, size: int) -> None:
+        self.verb = verb
         self.given: list[torch.Tensor | None] = [None] * size
         self.results: list[torch.Tensor] | None = None
 
@@ -53,6 +54,10 @@ class LocalCollectives:
     def size(self) -> int:
         return self._world.size
 
+    @property
+    def active(self) -> bool:
+        return True
+
     def generation(self) -> object:
         return self._world
 
@@ -66,7 +71,7 @@ class LocalCollectives:
 class LocalWorld:
     """``size`` ranks that live in threads of this process.
 
-    Like Horovod, it matches collectives by name, in any order, and demands equal shapes for a sum.
+    Like Horovod, it matches collectives by name, in any order, and demands the same verb, and equal shapes for a sum.
     ``timeout``: seconds after which a wait raises ``TimeoutError`` and names the ranks that did not come.
     """
 
@@ -111,7 +116,9 @@ class LocalWorld:
 
     def join(self, request: Request, name: str, rank: int) -> Handle:
         with self._lock:
-            meeting = self._open.setdefault(name, _Meeting(self.size))
+            meeting = self._open.setdefault(name, _Meeting(request.verb, self.size))
+            if meeting.verb != request.verb:
+                raise ValueError(f"{name}: one rank asks for an {meeting.verb}, rank {rank} for an {request.verb}")
             if meeting.given[rank] is not None:
                 raise ValueError(f"rank {rank} started {name} twice")
             # Not copied yet: like Horovod, it reads the tensor when all ranks are here, so nobody may change it

@@ -19,6 +19,8 @@ class GradientLookup:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._number_by_id: dict[int, int] = {}
+        self._latest = -1
+        self._copied: set[int] = set()
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         # The hooks live as long as the model; they must not keep the compressor alive with it.
         me = weakref.ref(self)
@@ -30,7 +32,10 @@ class GradientLookup:
         weakref.finalize(self, _remove, hooks)
 
     def noted(self, number: int) -> None:
+        if len(self._number_by_id) > 2 * len(self._parameters):
+            self.forget()  # nobody begins a step where there is nobody to exchange with
         self._number_by_id[id(self._parameters[number].grad)] = number
+        self._latest = number
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter itself, as Horovod's Adasum hands in."""
@@ -49,6 +54,7 @@ class GradientLookup:
 
     def forget(self) -> None:
         """Drops the notes of gradients that are no more; to be called once a step."""
+        self._copied.clear()
         self._number_by_id = {
             id(parameter.grad): number
             for number, parameter in enumerate(self._parameters)
@@ -56,20 +62,20 @@ class GradientLookup:
         }
 
     def _find_dense_copy(self, grad: Tensor) -> int | None:
-        """With ``sparse_as_dense`` Horovod hands in a dense copy of a sparse gradient: whose, only its values tell."""
-        sparse = [
-            number
-            for number, parameter in enumerate(self._parameters)
-            if parameter.grad is not None and parameter.grad.is_sparse and parameter.shape == grad.shape
-        ]
-        if len(sparse) > 1:
-            sparse = [n for n in sparse if torch.equal(_dense(self._parameters[n]), grad)]
-        return sparse[0] if sparse else None
+        """With ``sparse_as_dense`` Horovod hands in a dense copy of a sparse gradient: whose, only its values tell. Of
+        equal ones, one that had no copy yet, and best that whose hook was the latest."""
+        whose = [number for number, parameter in enumerate(self._parameters) if _is_copy(grad, parameter.grad)]
+        if not whose:
+            return None
+        number = min(whose, key=lambda n: (n in self._copied, n != self._latest))
+        self._copied.add(number)
+        return number
 
 
-def _dense(parameter: torch.nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.to_dense()
+def _is_copy(dense: Tensor, grad: Tensor | None) -> bool:
+    if grad is None or not grad.is_sparse or grad.shape != dense.shape:
+        return False
+    return torch.allclose(grad.to_dense(), dense, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

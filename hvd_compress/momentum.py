@@ -23,21 +23,28 @@ class MomentumCorrected(Compressor):
             raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         super().__init__(*args, **common)
         self._momentum = 0.0
+        #: What take_momentum() left in the optimizer.
+        self._left = 0.0
         self._dense_velocity: dict[str, Tensor] = {}
         if momentum:
             self._set_momentum(momentum)
 
     def take_momentum(self, optimizer: Optimizer) -> float:
-        """Takes the momentum over from an SGD-like ``optimizer``: it becomes momentum correction here and 0 there.
+        """Takes the momentum over from a ``torch.optim.SGD``: it becomes momentum correction here and 0 there.
 
         Call it before the first step, on the optimizer that is given to Horovod; returns the momentum taken.
         Parameters that travel dense keep theirs, here. Weight decay, which stays in the optimizer and loses its
         momentum there, is scaled by 1 / (1 - momentum), so that it pulls as before. :meth:`return_momentum` undoes it
-        all. A learning-rate schedule that cycles the momentum would bring it back: an error then.
+        all. A learning-rate schedule that cycles the momentum would bring it back: an error then. In a process alone,
+        where Horovod calls no compressor, the momentum stays where it is.
 
         Raises:
-            ValueError: the optimizer has no ``momentum``, its groups disagree, or it uses Nesterov's or dampening.
+            TypeError: another optimizer: its momentum would be another thing.
+            ValueError: it has no momentum, its groups disagree, it uses Nesterov's or dampening, or it holds parameters
+                that were not given to this compressor, which would have no momentum anywhere.
         """
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise TypeError(f"take_momentum knows the momentum of torch.optim.SGD, not of {type(optimizer).__name__}")
         found: set[float | None] = {group.get("momentum") for group in optimizer.param_groups}
         momentum = found.pop()
         if found or momentum is None:
@@ -48,6 +55,10 @@ class MomentumCorrected(Compressor):
             raise ValueError("take_momentum knows plain momentum only: nesterov and dampening must be off")
         if not momentum:
             raise ValueError("take_momentum: the optimizer has no momentum to take (was it taken before?)")
+        self._check_knows_all_of(optimizer)
+        if not self._collectives.active:
+            self._left = momentum
+            return momentum
         self._set_momentum(momentum)
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
@@ -59,6 +70,9 @@ class MomentumCorrected(Compressor):
 
         Raises ``ValueError`` if there is none to give.
         """
+        if self._left:
+            momentum, self._left = self._left, 0.0
+            return momentum
         momentum, self._momentum = self._momentum, 0.0
         if not momentum:
             raise ValueError("return_momentum: this compressor has no momentum to return")
@@ -88,6 +102,16 @@ class MomentumCorrected(Compressor):
         super().check_optimizer(optimizer)
         if not self._momentum:
             return
+        if getattr(optimizer, "_compression", self) is not self:
+            raise ValueError(
+                "this compressor has the momentum, but DistributedOptimizer was not given it: pass compression="
+            )
+        if not self._collectives.active:
+            raise ValueError(
+                "momentum would be lost: in a process alone Horovod calls no compressor; leave momentum= out and call "
+                "compression.take_momentum(optimizer), which then leaves it to the optimizer"
+            )
+        self._check_knows_all_of(optimizer)
         for group in optimizer.param_groups:
             own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
             if own:
@@ -97,21 +121,34 @@ class MomentumCorrected(Compressor):
                     "compression.take_momentum(optimizer) before training instead of momentum="
                 )
 
+    def _check_knows_all_of(self, optimizer: Optimizer) -> None:
+        if strangers := self.strangers(optimizer):
+            raise ValueError(
+                f"{strangers} of the optimizer's parameters were not given to this compressor and would lose their "
+                "momentum: give it all of the optimizer's named parameters"
+            )
+
+    def passed(self, tensor: Tensor) -> Tensor:
+        if tensor.is_sparse and self._momentum:
+            raise ValueError("sparse gradients would have no momentum: use sparse_as_dense=True, or no momentum here")
+        return super().passed(tensor)
+
     def settle(self, number: int, grad: Tensor) -> None:
         if not self._momentum:
             return
         name = self._names[number]
         velocity = self._dense_velocity.get(name)
         if velocity is None:
-            velocity = self._dense_velocity[name] = torch.zeros_like(grad, dtype=torch.float32)
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            velocity = self._dense_velocity[name] = torch.zeros_like(grad, dtype=wide)
         if self._scaler is None:
             grad.copy_(velocity.mul_(self._momentum).add_(grad))
             return
         # A step with an infinity will be skipped: it must not stay in the velocity.
-        new = velocity * self._momentum + grad.float() / self._scale
+        new = velocity * self._momentum + grad.to(velocity.dtype) / self._scale
         finite = new.isfinite()
         velocity.copy_(torch.where(finite, new, velocity))
-        grad.copy_(torch.where(finite, new * self._scale, grad.float()))
+        grad.copy_(torch.where(finite, new * self._scale, grad.to(velocity.dtype)))
 
     def restart(self, bucket: Bucket) -> None:
         # A new rank has none, and replicas would drift apart.

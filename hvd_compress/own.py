@@ -60,13 +60,15 @@ class OwnBlocks(Own, BlockSelection):
 
     def __init__(self, bucket: Bucket, slots: list[int]) -> None:
         super().__init__(bucket, slots, run=1, ranks=1, rank=0)
+        #: The segments' table on the host, which reads it in every step: a GPU would be waited for.
+        self.rows = self.segments.cpu()
         #: A bit for every entry of the bucket, if that is shorter than a byte a slot.
         self.as_bitmap = self.total * 8 > bucket.blocks * BLOCK
 
     def begin(self, turn: Turn, check: bool) -> None:
         super().begin(turn, check)
         #: Where each slot's block begins, in the bucket's flat memory: the same on all ranks.
-        self.base = positions(torch.zeros_like(self.own[: self.total]), self.segments, self.phase)
+        self.base = positions(torch.zeros_like(self.own[: self.total]), self.rows, self.phase)
 
     def message(self, rule: Rule) -> Tensor:
         plane = super().message(rule)
@@ -81,8 +83,9 @@ class OwnBlocks(Own, BlockSelection):
         if not self.as_bitmap:
             return self.base + picks[: self.total]
         shift = torch.arange(8, device=picks.device, dtype=torch.uint8)
-        # A block's slots are in ascending order of offset, and blocks ascend: so are the set bits.
-        return ((picks[:, None] >> shift) & 1).view(-1).nonzero().view(-1)
+        # A block's slots are in ascending order of offset, and blocks ascend: so are the set bits. How many they are is
+        # known: to count them, a GPU would be waited for.
+        return ((picks[:, None] >> shift) & 1).view(-1).nonzero_static(size=self.total).view(-1)
 
 
 class OwnLargest(Own, TopkSelection):
@@ -90,6 +93,8 @@ class OwnLargest(Own, TopkSelection):
 
     def __init__(self, bucket: Bucket, slots: list[int]) -> None:
         super().__init__(bucket, slots, run=1, ranks=1, rank=0)
+        # Only the host reads it, in every step: a GPU would be waited for.
+        self.segments = self.segments.cpu()
 
     def decoded(self, picks: Tensor) -> Tensor:
         return picks[: self.total].long()
@@ -97,7 +102,7 @@ class OwnLargest(Own, TopkSelection):
 
 class OwnSampled(OwnLargest):
     """The same, found as DGC does (Lin et al., 2018): a sample guesses a threshold, and only what is above it is
-    sorted."""
+    sorted. (How many those are, only they can tell: it waits for a GPU.)"""
 
     #: How many more than wanted the guess lets through, so that it is seldom too few.
     MORE = 1.3
@@ -140,8 +145,9 @@ def average_own(method: "Sparse", bucket: Bucket, plan: "Plan") -> Exchange:
     arrived = mean[:1].isfinite().expand(selection.total)
     nowhere = [torch.empty(0, device=bucket.device)] * len(bucket.segments)
     fine = torch.where(arrived, 0.0, float("nan"))
-    selection.put(nowhere, bucket.state.get("velocity"), Averages(fine, channel.lost, 0.0))
-    for segment, target in zip(bucket.segments, method.targets(bucket, plan), strict=True):
+    targets = method.targets(bucket, plan)
+    selection.put(nowhere, bucket.state.get("velocity"), Averages(selection.spare(targets, fine), channel.lost, 0.0))
+    for segment, target in zip(bucket.segments, targets, strict=True):
         if target.numel():
             target.as_strided((target.numel(),), (1,)).copy_(segment.of(mean)[: target.numel()] * method.scale)
     plan.sent = True

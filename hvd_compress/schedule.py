@@ -1,6 +1,7 @@
 """Density over time."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +25,8 @@ class Density(Protocol):
         """The inverse of :meth:`state`."""
 
 
-def _check(density: float) -> None:
+def check_density(density: float) -> None:
+    """Raises ``ValueError`` where ``density`` is none."""
     if not 0.0 < density <= 1.0:
         raise ValueError(f"density must lie in (0, 1], got {density}")
 
@@ -41,7 +43,7 @@ class WarmUp:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.density)
+        check_density(self.density)
         if self.steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.steps}")
 
@@ -77,15 +79,18 @@ class Diminishing:
 
     Args:
         density: at the highest learning rate, in (0, 1].
-        optimizer: whose first parameter group's ``lr`` counts; the same on all ranks.
+        rate: the learning rate: a function, or an optimizer, whose first parameter group's ``lr`` counts; the same on
+            all ranks. Horovod's optimizer, once it has loaded a state, has other groups than the one it wraps, which
+            then stand still: give a function where states are loaded, as ``lambda: optimizer.param_groups[0]["lr"]``.
     """
 
-    def __init__(self, density: float, optimizer: Optimizer) -> None:
-        _check(density)
-        self.density, self._optimizer, self._highest = density, optimizer, 0.0
+    def __init__(self, density: float, rate: Optimizer | Callable[[], float]) -> None:
+        check_density(density)
+        self.density, self._highest = density, 0.0
+        self._rate = (lambda: rate.param_groups[0]["lr"]) if isinstance(rate, Optimizer) else rate
 
     def __call__(self, step: int) -> float:
-        rate = float(self._optimizer.param_groups[0]["lr"])
+        rate = float(self._rate())
         self._highest = max(self._highest, rate)
         if rate == 0.0 and self._highest:
             return 1.0

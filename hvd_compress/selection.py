@@ -54,8 +54,9 @@ class Rule:
     """How entries are scored: |residual| / (|weight| + floor), or |residual| where ``floors`` is None.
 
     ``floors``: float32, (segments,). ``explore``: the share of random picks. ``scale`` of incoming gradients,
-    ``momentum``, and the flag for gradients that are not finite (int32, (1,)). ``means``: where the blocks' means go
-    instead of to their entries (float32, (blocks,) of the bucket), or None.
+    ``momentum``, and the flag for gradients that are not finite (int32, (1,)). ``unlike``: set where the ranks chose
+    differently, until somebody looks (bool, (1,)). ``means``: where the blocks' means go instead of to their entries
+    (float32, (blocks,) of the bucket), or None.
     """
 
     floors: Tensor | None
@@ -63,6 +64,7 @@ class Rule:
     scale: float
     momentum: float
     invalid: Tensor
+    unlike: Tensor
     means: Tensor | None = None
 
     @property
@@ -101,6 +103,10 @@ class Selection(abc.ABC):
         #: Where :meth:`take` puts them: float32, (slots,), memory of its owner.
         self.values: Tensor
 
+    def span(self, position: int) -> slice:
+        """A segment's slots."""
+        return slice(self.first[position], self.first[position] + self.slots[position])
+
     def begin(self, turn: Turn, check: bool) -> None:
         """A new step. ``check``: whether to find out if all ranks are in the same one (a look at the result: it waits
         for a GPU)."""
@@ -121,6 +127,16 @@ class Selection(abc.ABC):
     @abc.abstractmethod
     def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
         """See :func:`hvd_compress.reference.put`; ``targets``: one a segment, to be assigned to, or empty."""
+
+    def spare(self, targets: list[Tensor], mean: Tensor) -> Tensor:
+        """``mean`` for :meth:`put`, not finite where a segment has no target: what nobody receives must stay in the
+        residual. (Horovod asks all ranks for the same gradients, so it has none on any of them.)"""
+        missing = [position for position, target in enumerate(targets) if not target.numel()]
+        if missing:
+            mean = mean.clone()
+            for position in missing:
+                mean[self.span(position)] = math.nan
+        return mean
 
     def _accumulate(
         self,
@@ -195,9 +211,8 @@ class Led(Selection):
     def begin(self, turn: Turn, check: bool) -> None:
         super().begin(turn, check)
         self.position = turn.order.index(self.rank)
-        if check:
-            stamp = self.stamp() & 0x7FFFFFFF
-            self.plane[: self.head].view(torch.int32).fill_(stamp)
+        # In every step: another rank may look in one in which this one does not.
+        self.plane[: self.head].view(torch.int32).fill_(self.stamp() & 0x7FFFFFFF)
 
     def choose(self, rule: Rule) -> None:
         """The last chance to fill ``own``, with the whole residual at hand."""
@@ -212,6 +227,8 @@ class Led(Selection):
 
         Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
         """
+        if gathered.numel() % ranks:
+            raise disagreement()
         planes = gathered.view(ranks, -1)
         if self.check and not bool((planes[:, : self.head] == planes[0, : self.head]).all()):
             raise disagreement()
@@ -287,7 +304,8 @@ class Unled(Selection):
         """No message of this selection would show that the ranks choose differently, so they compare hashes. In every
         step: if only some ranks knew when to compare, the others would wait for ever."""
         same = yield from alike(self.fingerprint())
-        if self.check and not bool(same):
+        rule.unlike.logical_or_(~same)
+        if self.check and bool(rule.unlike):
             raise disagreement()
 
     def fingerprint(self) -> Tensor:

@@ -1,6 +1,7 @@
 """What all methods share that send a few entries a step: residual, density, layers' shares, codec, momentum."""
 
 import abc
+import math
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +17,7 @@ from .driver import Exchange
 from .means import BlockMeans
 from .momentum import MomentumCorrected
 from .rng import derive
-from .schedule import Density, WarmUp
+from .schedule import Density, WarmUp, check_density
 from .selection import Averages, Everything, Led, Rule, Selection, Turn
 
 # On a GPU the ranks' agreement is looked at this often, in steps.
@@ -31,6 +32,7 @@ class Plan:
         self.means = means
         self.sizes = [segment.numel for segment in bucket.segments]
         self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        self.unlike = torch.zeros(1, dtype=torch.bool, device=bucket.device)
         #: Whether the last step's values were taken: then the selection still has them.
         self.sent = False
         self.selection: Selection
@@ -44,6 +46,7 @@ class Plan:
         self.weights = [float(size) for size in self.sizes]
         self.shape: tuple[object, ...] = ()
         self.unchecked, self.sent = True, False
+        self.unlike.zero_()
 
 
 class Sparse(MomentumCorrected):
@@ -93,9 +96,9 @@ class Sparse(MomentumCorrected):
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         """A selection of so many slots for each parameter."""
 
-    @abc.abstractmethod
     def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        """How entries are scored in this step."""
+        """How entries are scored in this step: by |residual|, where gradients as they come are scored at all."""
+        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid, plan.unlike)
 
     @abc.abstractmethod
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
@@ -121,6 +124,7 @@ class Sparse(MomentumCorrected):
         plan = self._plans[bucket.index]
         ranks, rank = self._collectives.size, self._collectives.rank
         density = self._density(self._step)
+        check_density(density)
         shape = (density, ranks, rank, tuple(plan.weights))
         if plan.shape != shape:
             self._lay_out(bucket, plan, density)
@@ -181,14 +185,17 @@ class Sparse(MomentumCorrected):
         key = derive(selection.turn.key, self._collectives.rank)
         mean, lost = yield from plan.channel.average(plan.message, plan.invalid, key)
         plan.sent = True
-        whole = None
+        whole, targets = None, self.targets(bucket, plan)
         if means is not None:
             mean, whole = torch.split(mean, [selection.total, bucket.blocks])
             lost, rest = torch.split(lost, [selection.total, bucket.blocks])
+            for segment, target in zip(bucket.segments, targets, strict=True):
+                if not target.numel():  # as Selection.spare() does
+                    segment.of_blocks(whole).fill_(math.nan)
             means.arrived(whole, rest)
         yield from self.arrived(bucket, plan, mean, lost)
-        targets, velocity = self.targets(bucket, plan), bucket.state.get("velocity")
-        selection.put(targets, velocity, Averages(mean, lost, self._scale, whole))
+        spared, velocity = selection.spare(targets, mean), bucket.state.get("velocity")
+        selection.put(targets, velocity, Averages(spared, lost, self._scale, whole))
 
     def arrived(self, bucket: Bucket, plan: Plan, mean: Tensor, lost: Tensor) -> Exchange:
         """What a method does with the averages before they are assigned; see :meth:`Channel.average`. Part of
@@ -300,6 +307,7 @@ class Sparse(MomentumCorrected):
             plan.weights = [state["weights"][segment.name] for segment in bucket.segments]
             plan.channel.load_state(channel)
             plan.shape, plan.sent, plan.unchecked = (), False, True
+            plan.unlike.zero_()
         for plan, means in zip(self._plans, state.get("block_means", ()), strict=False):
             if plan.means is not None:
                 plan.means.load_state(means)

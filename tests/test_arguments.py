@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from harness import gradients, mixed_model, replicas, together
+from harness import Scheduled, gradients, mixed_model, replicas, together
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_compress import IWP
-from hvd_compress.local import LocalWorld
+from hvd_compress.local import LocalCollectives, LocalWorld
 
 
 def build(model=None, **options):
@@ -127,10 +127,69 @@ def test_take_momentum_moves_it_and_back():
 
 def test_take_momentum_refuses_what_it_does_not_know():
     model = torch.nn.Linear(64, 64)
+    for other in (torch.optim.Adam(model.parameters()), torch.optim.RMSprop(model.parameters(), momentum=0.9)):
+        with pytest.raises(TypeError, match=f"not of {type(other).__name__}"):
+            build(model).take_momentum(other)
+    groups = [{"params": [model.weight], "momentum": 0.9}, {"params": [model.bias], "momentum": 0.5}]
     with pytest.raises(ValueError, match="one momentum"):
-        build(model).take_momentum(torch.optim.Adam(model.parameters()))
+        build(model).take_momentum(torch.optim.SGD(groups, lr=0.1))
     with pytest.raises(ValueError, match="nesterov"):
         build(model).take_momentum(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+
+
+def test_parameters_without_a_compressor_would_lose_their_momentum():
+    model, head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1, momentum=0.9)
+    compression = build(model)
+    with pytest.raises(ValueError, match="2 of the optimizer's parameters were not given"):
+        compression.take_momentum(optimizer)
+    head.requires_grad_(False)
+    compression.take_momentum(optimizer)
+    head.requires_grad_(True)
+    with pytest.raises(ValueError, match="would lose their momentum"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_was_not_given_the_compressor_would_lose_its_momentum():
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compression.take_momentum(optimizer)
+    optimizer._compression = object()
+    with pytest.raises(ValueError, match="pass compression="):
+        optimizer.step()
+
+
+def test_alone_the_optimizer_keeps_its_momentum(monkeypatch):
+    """Horovod calls no compressor in a process alone."""
+    monkeypatch.setattr(LocalCollectives, "active", property(lambda self: False))
+    model = torch.nn.Linear(64, 64)
+    compression = build(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    assert compression.take_momentum(optimizer) == 0.9
+    assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 0.01
+    optimizer.step()
+    assert compression.return_momentum(optimizer) == 0.9
+    assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 0.01
+    other = torch.nn.Linear(64, 64)
+    _kept = build(other, momentum=0.9)
+    with pytest.raises(ValueError, match="momentum would be lost: in a process alone"):
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
+def test_parameters_that_were_not_given_are_mentioned():
+    model, head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)
+    compression = build(model)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    optimizer._compression = compression
+    with pytest.warns(UserWarning, match="2 of the optimizer's parameters were not given to this compressor"):
+        optimizer.step()
+
+
+def test_sparse_gradients_have_no_momentum_here():
+    compression = build(momentum=0.9)
+    with pytest.raises(ValueError, match="sparse_as_dense"):
+        compression.decompress(torch.ones(64, 64).to_sparse(), None)
 
 
 def test_two_optimizers_are_refused():
@@ -180,6 +239,14 @@ def test_state_of_other_parameters_is_refused():
         build(torch.nn.Linear(64, 128)).load_state_dict(state)
     with pytest.raises(ValueError, match="the state of Other"):
         build(torch.nn.Linear(64, 64)).load_state_dict({**state, "method": "Other"})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [({"seed": 1.0}, "seed"), ({"seed": None}, "seed"), ({"grad_scaler": True}, "grad_scaler")]
+)
+def test_what_is_not_of_the_right_kind_is_refused_at_once(options, says):
+    with pytest.raises(TypeError, match=f"{says} must be"):
+        build(**options)
 
 
 def test_state_dict_in_the_middle_of_a_step_is_refused():
@@ -266,3 +333,14 @@ def test_an_optimizer_and_the_one_around_it_are_one():
     assert wrapper.param_groups[0] is plain.param_groups[0]
     wrapper.step()
     assert compression.stats()["steps"] == 0
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert wrapper.param_groups[0] is not plain.param_groups[0]
+    wrapper.step()
+    plain.step()
+
+
+@pytest.mark.parametrize("density", [0.0, 1.5, float("nan")])
+def test_a_schedule_that_returns_no_density_is_told(density):
+    world, ranks = replicas(1, IWP, density=Scheduled(lambda step: density))
+    with pytest.raises(ValueError, match=r"density must lie in \(0, 1\]"):
+        together(world, ranks, [gradients(ranks[0].model, 0)])

@@ -33,6 +33,10 @@ def run(ranks: list[str], plan: dict[str, list[str]], timeout: float, **environm
             assert done, f"{method} {case} did not finish:\n{output[-3000:]}"
 
 
+def test_a_process_alone_trains_as_without_compression():
+    assert "ok alone" in launch("run.sh", ["1", str(PARALLEL / "check_alone.py")], timeout=60)
+
+
 @on_every_launch
 @pytest.mark.parametrize("method", WHOLE)
 def test_training_on_real_horovod(ranks, method):

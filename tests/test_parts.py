@@ -1,18 +1,21 @@
 """The small rooms: schedule, budget, randomness, the local world, memory order, finding a parameter."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress.agreement import MARKS, alike
-from hvd_compress.bucket import fill, in_order_of, is_dense
+from hvd_compress.bucket import Bucket, Segment, fill, in_order_of, is_dense
 from hvd_compress.budget import apportion, shares
 from hvd_compress.collectives import allgather, allreduce, alltoall, ring_bytes
 from hvd_compress.local import LocalWorld
 from hvd_compress.lookup import GradientLookup
 from hvd_compress.rng import derive, permutation
 from hvd_compress.schedule import WarmUp
+from hvd_compress.selection import Everything, Rule, Turn
 
 
 def test_warm_up_goes_down_by_fours_and_stays():
@@ -145,6 +148,63 @@ def test_lookup_finds_the_dense_copies_of_sparse_gradients():
     for number in (1, 0):
         assert tables[number].weight.grad.is_sparse
         assert lookup.find(tables[number].weight.grad.to_dense()) == number
+
+
+def test_lookup_tells_equal_copies_apart():
+    """By whose hook was the latest, as Horovod's own follows it; at the end of a step, by who had none yet."""
+    tables = [torch.nn.Embedding(50, 8, sparse=True) for _ in range(2)]
+    lookup = GradientLookup([table.weight for table in tables])
+    found = []
+    for table in tables:  # as Horovod's hooks, which come after ours
+        table.weight.register_post_accumulate_grad_hook(lambda p: found.append(lookup.find(p.grad.to_dense())))
+    word = torch.tensor([1])
+    (tables[1](word) + tables[0](word)).sum().backward()
+    assert sorted(found) == [0, 1]
+    lookup.forget()
+    late = [lookup.find(table.weight.grad.to_dense()) for table in tables]
+    assert sorted(late) == [0, 1]
+
+
+def test_lookup_takes_a_copy_for_what_it_is_copied_from():
+    table = torch.nn.Embedding(50, 8, sparse=True)
+    lookup = GradientLookup([table.weight])
+    (table(torch.tensor([1])) * float("nan")).sum().backward()
+    assert lookup.find(table.weight.grad.to_dense()) == 0, "a NaN is a NaN"
+    assert lookup.find(torch.ones(50, 8)) is None, "of its shape, and none of its"
+
+
+def test_lookup_forgets_where_nobody_begins_a_step():
+    parameters = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]
+    lookup, kept = GradientLookup(parameters), []
+    for _ in range(20):
+        sum(p.sum() for p in parameters).backward()
+        kept += [p.grad for p in parameters]  # so that no id comes twice
+        for p in parameters:
+            p.grad = None
+    assert len(lookup._number_by_id) <= 2 * len(parameters) + 1
+
+
+def test_ranks_that_chose_differently_once_are_told_when_somebody_looks():
+    """On a GPU that is not in every step."""
+    bucket = Bucket(0, [Segment("w", torch.nn.Parameter(torch.zeros(512)), 0)], torch.device("cpu"))
+    selection = Everything(bucket)
+    flag = torch.zeros(1, dtype=torch.bool)
+    rule = Rule(None, 0.0, 1.0, 0.0, torch.zeros(1, dtype=torch.int32), flag)
+
+    def step(number, other_mark):
+        selection.begin(Turn.draw(0, number, 0, 2, 0), check=number == 2)
+        exchange = selection.agree(rule)
+        ours = next(exchange).tensor
+        mark = ours[1] + other_mark
+        with suppress(StopIteration):
+            exchange.send(ours + torch.stack([torch.ones_like(mark), mark, mark * mark]))
+
+    step(0, other_mark=0)
+    assert not flag
+    step(1, other_mark=1)
+    assert flag
+    with pytest.raises(RuntimeError, match="disagree"):
+        step(2, other_mark=0)
 
 
 @given(marks=st.lists(st.integers(0, MARKS - 1), min_size=1, max_size=40))

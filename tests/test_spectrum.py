@@ -68,6 +68,17 @@ def test_the_density_follows_the_learning_rate():
         assert 0.7 < kept / (1 - (1 - 1 / 64) * rate / 0.3) <= 1.0, "a step of sqrt(2) at most under the formula"
 
 
+def test_the_density_follows_a_function():
+    """Horovod's optimizer has other groups than the one it wraps once it has loaded a state."""
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    wrapper = torch.optim.SGD(plain.param_groups, lr=0.1)
+    density = Diminishing(1 / 64, lambda: wrapper.param_groups[0]["lr"])
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert density(0) == 1 / 64
+    wrapper.param_groups[0]["lr"] = 0.0
+    assert density(1) == 1.0 and plain.param_groups[0]["lr"] == 0.1
+
+
 def test_the_ratio_diminishes_in_training():
     """Shapes change with the density, and nothing else."""
     model = torch.nn.Linear(64, 64, bias=False)

@@ -1,6 +1,7 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class FFT(Sparse):
         return *super().settings(), self._exchange, self._leaders, self._explore
 
     def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        return Rule(None, self._explore, 1.0 / self._scale, self._momentum, plan.invalid)
+        return replace(super().rule(bucket, plan), explore=self._explore)
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         return torch.stack([segment.of(bucket.residual).abs().sum(dtype=torch.float64) for segment in bucket.segments])
@@ -139,7 +140,9 @@ class FFT(Sparse):
             coefficients.zero_()
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
-        return [self._coefficients(bucket, segment) for segment in bucket.segments]
+        nothing = torch.empty(0, device=bucket.device)
+        pairs = zip(bucket.segments, bucket.arrived, strict=True)
+        return [self._coefficients(bucket, segment) if here else nothing for segment, here in pairs]
 
     def _coefficients(self, bucket: Bucket, segment: Segment) -> Tensor:
         return segment.of(self._spectra[bucket.index])[: spectrum.padded(segment.numel)]

@@ -1,6 +1,7 @@
 """Importance-weighted pruning on ring allreduce (Cheng & Xu, arXiv 1901.01544)."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,12 +51,13 @@ class IWP(Sparse):
             have in common would otherwise arrive late and whole, and overshoot (:mod:`hvd_compress.means`).
         floor: the constant under the weights, in units of mean|w|; above 0.
         budget_interval: steps between re-balancings of the layers' shares by importance (within 1/4 and 4 times the
-            density, the total constant); 0 keeps the shares equal.
+            density, and among the layers of one bucket, whose total is constant: see ``bucket_mb``); 0 keeps the shares
+            equal.
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``.
         momentum: momentum correction (u = momentum u + g enters the residual; sent entries of u are cleared), in [0,
             1). The optimizer's own momentum must then be 0, or it counts twice: :meth:`take_momentum` moves it here.
             Parameters that travel dense get plain momentum on their averaged gradient.
-        seed, min_numel, bucket_mb, process_set, grad_scaler, collectives: see
+        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
             :class:`~hvd_compress.compressor.Compressor`.
 
     Raises:
@@ -118,7 +120,7 @@ class IWP(Sparse):
             self._floors[bucket.index] = torch.stack(means) * self._floor + _TINY
         floors = self._floors[bucket.index]
         fresh = plan.means.fresh if plan.means else None
-        return Rule(floors, self._explore, 1.0 / self._scale, self._momentum, plan.invalid, fresh)
+        return replace(super().rule(bucket, plan), floors=floors, explore=self._explore, means=fresh)
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         sums = [plan.rule.score(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]

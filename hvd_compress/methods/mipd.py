@@ -15,7 +15,6 @@ from ..schedule import Density
 from ..selection import (
     Averages,
     Part,
-    Rule,
     Selection,
     SharedSelection,
     Turn,
@@ -63,7 +62,8 @@ class MIPD(Sparse):
         floor: the constant under |w| and |e|, in units of their root mean square; above 0.
         explore: share of blocks whose entries are drawn at random in proportion to significance, in [0, 1].
         budget_interval: steps between re-balancings of the layers' shares by significance (within 1/4 and 4 times the
-            density, the total constant), and between checks that all ranks agree; 0 keeps the shares equal.
+            density, and among the layers of one bucket, whose total is constant: see ``bucket_mb``); 0 keeps the shares
+            equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
         seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
             :class:`~hvd_compress.compressor.Compressor`.
@@ -129,10 +129,6 @@ class MIPD(Sparse):
     def room(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
         return [smaller_half(s) if density <= 0.5 else s.numel for s in bucket.segments]
 
-    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        # Only accumulates: scores come from shared state.
-        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
-
     def settings(self) -> tuple[Any, ...]:
         ours = self._significance, self._compensation, self._smoothing, self._floor, self._explore
         return *super().settings(), *ours
@@ -189,7 +185,9 @@ class MIPD(Sparse):
         mean, lost = yield from plan.channel.average(values - guess, plan.invalid, key)
         if self._compensation:
             self._apply_guess(bucket, plan, mean[:1].isfinite())
-        selection.put(self.targets(bucket, plan), state.get("velocity"), Averages(mean + guess, lost, self._scale))
+        targets = self.targets(bucket, plan)
+        spared = selection.spare(targets, mean + guess)
+        selection.put(targets, state.get("velocity"), Averages(spared, lost, self._scale))
         share = 0.5 if selection.halves else 1.0
         self._history[bucket.index].learn(selection, mean, self._step, smoothed * (share * self._compensation))
         plan.sent = True

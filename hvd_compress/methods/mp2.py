@@ -17,7 +17,7 @@ from ..history import History, flat_weights
 from ..prediction import Prediction
 from ..predictor import Predictor, predict, shipped
 from ..reference import BLOCK
-from ..selection import Everything, Rotating, Rule, Selection, SharedSelection, Unled
+from ..selection import Everything, Rotating, Selection, SharedSelection, Unled
 from ..sparse import Plan, Sparse
 
 _CHOICES = ("significance", "rotation")
@@ -143,10 +143,11 @@ class MP2(Sparse):
     # What is sent.
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return Rotating(bucket, self._period) if self._choice == "rotation" else SharedSelection(bucket, slots, False)
-
-    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
+        rotates = self._choice == "rotation"
+        selection = Rotating(bucket, self._period) if rotates else SharedSelection(bucket, slots, False)
+        if self._predictions:
+            self._predictions[bucket.index].lay_out(selection)
+        return selection
 
     def settings(self) -> tuple[Any, ...]:
         ours = self._choice, self._floor, bool(self._predictions), self._gate, self._smoothing, self._check_interval

@@ -11,7 +11,7 @@ from ..codecs import Codec
 from ..codecs.qsgd import Levels
 from ..codecs.ternary import Ternary
 from ..driver import Exchange
-from ..selection import Rule, Selection
+from ..selection import Selection
 from ..sparse import Plan, Sparse
 
 
@@ -53,9 +53,6 @@ class Quantized(Sparse):
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         raise NotImplementedError("every entry is sent")
-
-    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         raise NotImplementedError("every entry is sent")

@@ -15,7 +15,7 @@ from ..local_steps import LocalSteps
 from ..reference import positions
 from ..rng import derive
 from ..schedule import Density
-from ..selection import Rule, Selection, SharedSelection, Turn, Unled
+from ..selection import Selection, SharedSelection, Turn, Unled
 from ..sparse import Plan, Sparse
 
 # Entries are drawn in proportion to their chance. This one is beyond all luck: a draw divides by a number between
@@ -131,10 +131,6 @@ class SlimDP(Sparse):
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         return SharedSelection(bucket, slots, halves=False)
-
-    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        # Only accumulates: the choice comes from shared state.
-        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
 
     def settings(self) -> tuple[Any, ...]:
         ours = self._core, self._reselect, self._gradient_weight, self._smoothing

@@ -16,7 +16,7 @@ from ..codecs import Codec
 from ..driver import Exchange
 from ..own import Own, OwnLargest, OwnSampled, average_own, gathered
 from ..schedule import Density
-from ..selection import Rule, Selection
+from ..selection import Selection
 from ..sparse import Plan, Sparse
 
 
@@ -73,9 +73,6 @@ class TopK(Sparse):
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         return OwnLargest(bucket, slots)
-
-    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid)
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         raise NotImplementedError("every parameter sends the same share")
