@@ -27,7 +27,7 @@ bash scripts/setup.sh
 # What compressed runs have in common where bytes are compared.
 ours=(--momentum-correction --dense-values fp16)
 
-# IWP as it was when these were measured: a block's mean waited with its entries.
+# IWP without its blocks' means, which then wait with their entries: as it was when these were measured, or to compare.
 waiting=(--no-block-means)
 
 usage() { sed -n '2,22s/^# \?//p' "$0" >&2; exit 2; }
@@ -65,18 +65,18 @@ at_equal_bytes() {  # COMMON ARGUMENTS...: densities such that all bytes togethe
   local share density method
   one none "$@" --compression none
   one fp16 "$@" --compression fp16
-  for share in "64 1/29.3 1/56 1/18.2 1/362.7" "16 1/5.58 1/10.7 1/3.44 1/68.57"; do
+  for share in "64 1/31.9 1/67.9 1/29.3 1/18.2 1/362.7" "16 1/5.65 1/11.07 1/5.58 1/3.44 1/68.57"; do
     read -ra density <<<"$share"
     share=${density[0]}
-    one "$share-iwp-lanes4" "$@" --compression iwp "${ours[@]}" "${waiting[@]}" --density "${density[1]}"
-    one "$share-iwp-fp16" "$@" --compression iwp "${ours[@]}" "${waiting[@]}" --density "${density[2]}" --values fp16
-    one "$share-fft" "$@" --compression fft "${ours[@]}" --density "${density[1]}"
+    one "$share-iwp-lanes4" "$@" --compression iwp "${ours[@]}" --density "${density[1]}"
+    one "$share-iwp-fp16" "$@" --compression iwp "${ours[@]}" --density "${density[2]}" --values fp16
+    one "$share-fft" "$@" --compression fft "${ours[@]}" --density "${density[3]}"
     # Without indices.
     for method in mipd slimdp mp2; do
-      one "$share-$method" "$@" --compression "$method" "${ours[@]}" --density "${density[3]}"
+      one "$share-$method" "$@" --compression "$method" "${ours[@]}" --density "${density[4]}"
     done
     for method in topk dgc; do
-      one "$share-$method" "$@" --compression "$method" "${ours[@]}" --density "${density[4]}"
+      one "$share-$method" "$@" --compression "$method" "${ours[@]}" --density "${density[5]}"
     done
   done
   # What has a ratio of its own.
@@ -135,15 +135,16 @@ case ${1:-} in
     # More seeds of dense and of the best.
     for seed in 1 2; do
       one "none-$seed" "${common[@]}" --compression none --seed "$seed"
-      for pair in "iwp-lanes4 iwp 1/29.3 --no-block-means" "fft fft 1/29.3" "topk topk 1/362.7" "dgc dgc 1/362.7"; do
-        read -r name method density more <<<"$pair"
-        one "64-$name-$seed" "${common[@]}" --compression "$method" "${ours[@]}" --density "$density" --seed "$seed" $more
+      for pair in "iwp-lanes4 iwp 1/31.9" "fft fft 1/29.3" "topk topk 1/362.7" "dgc dgc 1/362.7"; do
+        read -r name method density <<<"$pair"
+        one "64-$name-$seed" "${common[@]}" --compression "$method" "${ours[@]}" --density "$density" --seed "$seed"
       done
     done
-    for seed in 0 1 2; do
-      one "64-iwp-means-$seed" "${common[@]}" --compression iwp "${ours[@]}" --density 1/31.9 --seed "$seed"
-    done
     # What a method's parts are worth.
+    for seed in 0 1 2; do
+      one "64-iwp-waiting-$seed" "${common[@]}" --compression iwp "${ours[@]}" "${waiting[@]}" --density 1/29.3 --seed "$seed"
+    done
+    one 16-iwp-waiting "${common[@]}" --compression iwp "${ours[@]}" "${waiting[@]}" --density 1/5.58
     one 64-mipd-whole "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2 --whole-model
     one 64-slimdp-no-explorer "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 1
     one 64-slimdp-no-core "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 0
@@ -260,7 +261,7 @@ case ${1:-} in
     case $1 in
       race-resnet20)
         # So small a network leaves room for more bytes: four times as many, too. Settings as short trials found fastest.
-        methods+=,iwp@16 options+=(--option "iwp@16:--density 1/5.58 ${ours[*]}")
+        methods+=,iwp@16 options+=(--option "iwp@16:--density 1/5.65 ${ours[*]}")
         target=$resnet20_target training=(--model resnet20 --epochs 4 --lr 0.3)
         for method in none fp16; do having "$method" "${sleep[@]}"; done
         ;;
@@ -274,7 +275,7 @@ case ${1:-} in
       *) usage ;;
     esac
     .venv/bin/python scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${options[@]}" "${environments[@]}" \
-      --target "$target" --out "$out" -- --data cifar10 --data-dir "$data" "${training[@]}" --channels-last --amp bf16
+      --target "$target" --out "$out" -- --data cifar10 --data-dir "$data" "${training[@]}" --eval-every 0.25 --channels-last --amp bf16
     ;;
   races)
     .venv/bin/python scripts/races.py "${2:-docs/results/race-resnet20}:$resnet20_target" "${3:-docs/results/race-vgg11}:$vgg11_target" \

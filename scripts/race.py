@@ -10,9 +10,10 @@ so that a race that was interrupted goes on; for new times, race into another fo
 other things to do, do not compare. Runs are by MPI but for those of --gloo: which is faster, and with which settings,
 depends on method and rate.
 
-"seconds" is wall clock from the first step to the end of the first test that reached the target, tests and all; they
-come at the end of epochs, so epochs are the same for all methods that learn alike. All hosts share this machine's
-cores: computing is slower here than on hosts of their own, and the gain from sending less is understated.
+"seconds" is wall clock from the first step, without the tests, until the accuracy was the target, in a line between
+the first test that reached it and the one before: test often (--eval-every 0.25, say, after --), or it is a guess. All
+hosts share this machine's cores: computing is slower here than on hosts of their own, and the gain from sending less is
+understated.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
 
 def seconds_to(result: Result, target: float) -> float | None:
     """None if no test reached it."""
-    entry = timing.reached(result, target)
-    return None if entry is None else float(entry["seconds"])
+    there = timing.reached(result, target)
+    return None if there is None else there[1]
 
 
 def markdown(found: Results, target: float, base: str) -> str:

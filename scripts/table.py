@@ -181,12 +181,12 @@ def plot_loss(results: Sequence[Result], file: Path) -> None:
     rows = grouped(results)
     with chart(file, len(rows), yscale="log", xlabel="step", ylabel="training loss, mean of an epoch") as axes:
         for label, runs in rows:
-            _curve(axes, label, runs, lambda run, entry: steps_at(run, entry["epoch"]), "train_loss")
+            _curve(axes, label, runs, steps_at, "train_loss")
 
 
-def steps_at(run: Result, epoch: int) -> float:
-    """The steps taken when ``epoch`` ended; all epochs have equally many."""
-    return epoch * float(run["steps"]) / float(run["epochs"])
+def steps_at(run: Result, entry: dict[str, Any]) -> float:
+    """The steps taken when an entry of the history was made; older runs say the epoch only, at whose end that was."""
+    return float(entry.get("step", entry["epoch"] * run["steps"] / run["epochs"]))
 
 
 def main() -> None:

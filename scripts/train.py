@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hvd_compress import extrapolation
 
+Batch = tuple[torch.Tensor, torch.Tensor]
 EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
 
 
@@ -65,7 +67,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--limit-train", type=int, metavar="N", help="train on N images only")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N steps")
     parser.add_argument(
-        "--eval-every", type=int, default=1, metavar="N", help="epochs between tests; the last is tested"
+        "--eval-every", type=float, default=1, metavar="N", help="epochs between tests, 0.25 say; the end is tested"
     )
     # Under mpirun a rank's stderr is a pipe even on a terminal, so there the bar has to be asked for.
     parser.add_argument(
@@ -79,9 +81,11 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     )
     compressors.METHODS[chosen].add_arguments(parser)
     args = parser.parse_args(argv)
-    for name in ("epochs", "batch_size", "backward_passes_per_step", "eval_every"):
+    for name in ("epochs", "batch_size", "backward_passes_per_step"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not args.eval_every > 0:
+        parser.error(f"--eval-every must be above 0, got {args.eval_every}")
     if args.trace and args.device != "cpu":
         parser.error("--trace needs --device cpu: on a GPU it would show when work is launched, not when it is done")
     return args
@@ -140,18 +144,21 @@ class Run:
         self.accuracy = float("nan")  # at the latest test
         self.step_seconds: list[float] = []
         self.data_seconds: list[float] = []
+        self.test_seconds = 0.0
 
     def build_compression(self, setting: compressors.Setting) -> compressors.Compression:
         return compressors.METHODS[self.args.compression].build(self.args, setting)
 
-    def train_epoch(self, epoch: int, bar: tqdm) -> float:
-        """One epoch; the mean loss of this rank."""
+    def tests(self) -> set[int]:
+        """The steps after which the model is tested."""
+        between = self.args.eval_every * self.steps_per_epoch
+        return {max(1, round(i * between)) for i in range(1, int(self.total_steps / between) + 1)} | {self.total_steps}
+
+    def train_until(self, end: int, batches: Iterator[Batch], bar: tqdm) -> float:
+        """The steps to ``end``, all of one epoch; the mean loss of this rank."""
         args = self.args
-        batches = datasets.train_batches(
-            self.data, args.batch_size, hvd.rank(), hvd.size(), args.seed, epoch, not args.no_augment
-        )
         loss_sum = torch.zeros((), device=self.device)
-        steps = min(self.steps_per_epoch, self.total_steps - self.step)
+        steps = end - self.step
         for done in range(1, steps + 1):
             start = time.perf_counter()
             inputs = [next(batches) for _ in range(args.backward_passes_per_step)]
@@ -170,7 +177,7 @@ class Run:
                 )
         return float(loss_sum.item()) / steps
 
-    def train_step(self, inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def train_step(self, inputs: list[Batch]) -> torch.Tensor:
         """Forward, backward, exchange, update; the mean loss, still on the device."""
         args = self.args
         rate = learning_rate(self.step, args.lr, args.lr_warmup_epochs * self.steps_per_epoch, self.total_steps)
@@ -193,40 +200,51 @@ class Run:
         return total
 
     def train(self) -> dict[str, Any]:
-        """All epochs; the content of the JSON file."""
-        args, history = self.args, []
+        """All epochs; the content of the JSON file. Its history has an entry for every test and every end of an epoch,
+        whose loss is the mean since the entry before it; the clock of ``seconds`` stands still during tests."""
+        args, history, tests = self.args, [], self.tests()
         begin = time.perf_counter()
         # tqdm takes None for: a bar where stderr is a terminal.
         hidden = True if hvd.rank() else None if args.progress is None else not args.progress
         bar = tqdm(total=self.total_steps, disable=hidden, unit="step")
-        for epoch in range(1, self.epochs + 1):
-            loss = self.train_epoch(epoch, bar)
+        for end in sorted(tests | {min(i * self.steps_per_epoch, self.total_steps) for i in range(1, self.epochs + 1)}):
+            if self.step % self.steps_per_epoch == 0:
+                epoch = self.step // self.steps_per_epoch + 1
+                batches = datasets.train_batches(
+                    self.data, args.batch_size, hvd.rank(), hvd.size(), args.seed, epoch, not args.no_augment
+                )
+            loss = self.train_until(end, batches, bar)
             # No jump at the very end: nothing could settle after it, batch norm's statistics for one.
-            if self.ahead is not None and epoch < self.epochs:
+            if self.ahead is not None and end % self.steps_per_epoch == 0 and end < self.total_steps:
                 self.ahead.epoch_end()
-            last = epoch == self.epochs
-            accuracy = None
-            if last or epoch % args.eval_every == 0:
-                accuracy = self.accuracy = metrics.test_accuracy(self.model, self.data, args.amp)
+            seconds = time.perf_counter() - begin - self.test_seconds
+            accuracy = self.test() if end in tests else None
             total = self.compression.stats()["total"]
             means = metrics.mean_over_ranks({"loss": loss, "wire_bytes": total["wire_bytes"]})
             history.append(
                 {
                     "epoch": epoch,
+                    "step": end,
                     "train_loss": means["loss"],
                     "test_accuracy": accuracy,
                     "wire_bytes": means["wire_bytes"],
-                    "seconds": time.perf_counter() - begin,
+                    "seconds": seconds,
                 }
             )
             if hvd.rank() == 0:
                 tqdm.write(_line(history[-1], self.epochs, total["wire_ratio"]))
                 sys.stdout.flush()
             if not math.isfinite(means["loss"]):  # the same mean on every rank, so all of them leave
-                print(f"rank {hvd.rank()}: the loss is {means['loss']} after epoch {epoch}; stopping", file=sys.stderr)
+                print(f"rank {hvd.rank()}: the loss is {means['loss']} after step {end}; stopping", file=sys.stderr)
                 break
         bar.close()
         return self.result(history)
+
+    def test(self) -> float:
+        begin = time.perf_counter()
+        self.accuracy = metrics.test_accuracy(self.model, self.data, self.args.amp)
+        self.test_seconds += time.perf_counter() - begin
+        return self.accuracy
 
     def result(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         stats = self.compression.stats()
@@ -247,7 +265,7 @@ class Run:
         return {
             "test_accuracy": history[-1]["test_accuracy"],
             "train_loss": history[-1]["train_loss"],
-            "epochs": len(history),
+            "epochs": history[-1]["epoch"],
             "steps": self.step,
             "ranks": hvd.size(),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
@@ -262,8 +280,8 @@ class Run:
 def _line(entry: dict[str, Any], epochs: int, ratio: float) -> str:
     accuracy = "-" if entry["test_accuracy"] is None else f"{entry['test_accuracy']:.4f}"
     return (
-        f"epoch {entry['epoch']:3d}/{epochs}  loss {entry['train_loss']:.4f}  test accuracy {accuracy}  "
-        f"wire {entry['wire_bytes'] / 1e6:.3f} MB ({ratio:.1f}x less than dense)  {entry['seconds']:.1f} s"
+        f"epoch {entry['epoch']:3d}/{epochs}, step {entry['step']:,}  loss {entry['train_loss']:.4f}  "
+        f"test accuracy {accuracy}  wire {entry['wire_bytes'] / 1e6:.3f} MB ({ratio:.1f}x less than dense)  {entry['seconds']:.1f} s"
     )
 
 

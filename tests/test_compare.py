@@ -237,8 +237,8 @@ def test_time_is_steps_times_what_a_step_takes():
     # 10 ms and 1.5 ms of work, 8 Mbit over 100 Mbit/s.
     assert timing.step_seconds(10, 1.5, 1e6, 1e8) == pytest.approx(0.0115 + 0.08)
     run = result(accuracy=0.9)  # 0.45 after 50 steps, 0.9 after 100
-    assert [timing.steps_to(run, target) for target in (0.4, 0.45, 0.5, 0.95)] == [50, 50, 100, None]
-    assert timing.seconds_to([run], 0.5, 10, 1e8) == pytest.approx(100 * 0.0915)
+    assert [timing.steps_to(run, target) for target in (0.4, 0.45, 0.6, 0.95)] == [50, 50, pytest.approx(200 / 3), None]
+    assert timing.seconds_to([run], 0.6, 10, 1e8) == pytest.approx(200 / 3 * 0.0915)
     assert timing.seconds_to([run, result(seed=1, accuracy=0.4)], 0.5, 10, 1e8) is None
 
 
@@ -249,8 +249,8 @@ def test_time_report_and_plots(tmp_path):
     assert target == pytest.approx(0.85)
     text = timing.report(results, 10.0, ["100mbit", "1gbit"], target, False, 2)
     assert "**Measured**" in text and "**Modelled**" in text and "2 cores" in text and "least final accuracy" in text
-    assert "| none | 1 | 1,000,000 | 1.50 | 2 of 2 | 100 | 9.15 s | 1.95 s |" in text
-    assert "| iwp | 1/64 | 10,000 | 1.50 | 1 of 1 | 100 | 1.23 s | 1.16 s |" in text
+    assert "| none | 1 | 1,000,000 | 1.50 | 2 of 2 | 93 | 8.55 s | 1.82 s |" in text
+    assert "| iwp | 1/64 | 10,000 | 1.50 | 1 of 1 | 99 | 1.22 s | 1.14 s |" in text
     assert "| - | - |" in timing.report(results, 10.0, ["100mbit", "1gbit"], 0.91, True, 2)
     timing.plot(results, 10.0, ["100mbit", "1gbit"], 0.89, tmp_path / "time.png")
     table.plot_loss(results, tmp_path / "loss.png")

@@ -20,8 +20,10 @@ def result(*tests, step_ms=100.0):
     return {"history": history, "steps": 10 * len(tests), "epochs": len(tests), **measured}
 
 
-def test_the_first_test_at_the_target_counts():
+def test_seconds_are_those_to_the_first_time_at_the_target():
     assert race.seconds_to(result(0.1, None, 0.7, 0.6), 0.7) == 30.0
+    assert race.seconds_to(result(0.1, None, 0.7, 0.6), 0.4) == 20.0, "in a line between two tests"
+    assert race.seconds_to(result(0.5, 0.1, 0.7), 0.4) == 10.0
     assert race.seconds_to(result(0.1, 0.69), 0.7) is None
 
 

@@ -17,10 +17,10 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 WORDS = """\
 Time until the test accuracy is {target:.4f}{why}, on networks of the stated bandwidth.
 
-- **Measured**: the epoch after which each run first reached that accuracy, and so its steps (a test comes once in
-  `--eval-every` epochs: no finer); the bytes that a rank sends in a step, everything included, mean of the run; the
-  time that the compressor itself works in a step ("compress ms", median); and {compute:.2f} ms of compute: the median
-  step of one rank alone, which exchanges nothing (forward, backward and update, without loading data).
+- **Measured**: the steps after which each run first had that accuracy (in a line between two tests, which come once in
+  `--eval-every` epochs); the bytes that a rank sends in a step, everything included, mean of the run; the time that
+  the compressor itself works in a step ("compress ms", median); and {compute:.2f} ms of compute: the median step of one
+  rank alone, which exchanges nothing (forward, backward and update, without loading data).
 - **Modelled**: time = steps x (compute + compress + 8 x bytes / bandwidth). No latency, no headers, nothing overlaps,
   every rank has a processor of its own and a link that sends while it receives. Real systems overlap the exchange with
   backward, which helps most where both take about as long.
@@ -42,16 +42,29 @@ def step_seconds(compute_ms: float, compress_ms: float, wire_bytes: float, bits_
     return (compute_ms + compress_ms) / 1000 + 8 * wire_bytes / bits_per_second
 
 
-def reached(run: Result, target: float) -> dict[str, Any] | None:
-    """What was noted at the first test that reached ``target``; None if none did."""
-    tested = (entry for entry in run["history"] if entry["test_accuracy"] is not None)
-    return next((entry for entry in tested if entry["test_accuracy"] >= target), None)
+def reached(run: Result, target: float) -> tuple[float, float] | None:
+    """Steps and seconds until the accuracy was ``target``; None if no test reached it. Between the first test that did
+    and the one before, it is taken to rise in a line: else a run just under it at a test would lose all of the time to
+    the next, and one that was there at once would have it as late."""
+    before = None
+    for entry in run["history"]:
+        if entry["test_accuracy"] is None:
+            continue
+        here = entry["test_accuracy"], table.steps_at(run, entry), float(entry["seconds"])
+        if here[0] >= target:
+            if before is None:
+                return here[1:]
+            part = (target - before[0]) / (here[0] - before[0])
+            steps, seconds = (a + part * (b - a) for a, b in zip(before[1:], here[1:], strict=True))
+            return steps, seconds
+        before = here
+    return None
 
 
 def steps_to(run: Result, target: float) -> float | None:
     """Steps until then."""
-    entry = reached(run, target)
-    return None if entry is None else table.steps_at(run, entry["epoch"])
+    there = reached(run, target)
+    return None if there is None else there[0]
 
 
 def default_target(results: Sequence[Result]) -> float:
