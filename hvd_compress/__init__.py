@@ -1,5 +1,6 @@
 """Gradient compression for data-parallel training on Horovod: one object passed as ``compression=``."""
 
+from . import extrapolation
 from ._version import __version__
 from .compressor import Compressor
 from .methods.fft import FFT
@@ -10,4 +11,17 @@ from .methods.quantized import QSGD, TernGrad
 from .methods.slim_dp import SlimDP
 from .methods.topk import DGC, TopK
 
-__all__ = ["DGC", "FFT", "IWP", "MIPD", "MP2", "QSGD", "Compressor", "SlimDP", "TernGrad", "TopK", "__version__"]
+__all__ = [
+    "DGC",
+    "FFT",
+    "IWP",
+    "MIPD",
+    "MP2",
+    "QSGD",
+    "Compressor",
+    "SlimDP",
+    "TernGrad",
+    "TopK",
+    "__version__",
+    "extrapolation",
+]

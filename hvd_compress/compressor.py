@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import ops
 from .bucket import Bucket, Segment, fill, in_order_of, is_dense
 from .collectives import Collectives, HorovodCollectives
 from .driver import Driver, Exchange
@@ -108,6 +109,7 @@ class Compressor(abc.ABC):
         ValueError: an argument outside its range, duplicate names, a parameter that moved to another device, a second
             optimizer stepping the parameters.
         TypeError: an argument or a gradient of the wrong type.
+        RuntimeError: parameters on a GPU for which the CUDA operators were not built.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class Compressor(abc.ABC):
             if p.requires_grad and p.dtype in _COMPRESSED and p.dim() >= 2 and p.numel() >= min_numel and is_dense(p)
         ]
         self._buckets = fill(compressible, int(bucket_mb * 2**20))
+        for bucket in self._buckets:
+            ops.check_device(bucket.device)
         self._tickets = {
             id(segment.parameter): _Ticket(bucket, position)
             for bucket in self._buckets
@@ -318,10 +322,17 @@ class Compressor(abc.ABC):
             for bucket in self._buckets
             for segment in bucket.segments
         }
+        # Codes without a zero leave something in the padding, and that is coded again.
+        padding = {
+            segment.name: {key: segment.of(flat)[segment.numel :].clone() for key, flat in bucket.state.items()}
+            for bucket in self._buckets
+            for segment in bucket.segments
+        }
         return {
             "method": type(self).__name__,
             "step": self._step,
             "tensors": tensors,
+            "padding": padding,
             "extra": self.method_state(),
             "traffic": self.traffic.state_dict(),
         }
@@ -355,6 +366,7 @@ class Compressor(abc.ABC):
         self.load_method_state(state["extra"])
         for bucket, segment in places:
             for key, flat in bucket.state.items():
+                segment.of(flat)[segment.numel :].copy_(state["padding"][segment.name][key])
                 self.saved(segment, flat).copy_(state["tensors"][segment.name][key])
         self._leave_all()
         self._step = state["step"]

@@ -66,7 +66,8 @@ def root_mean_squares(bucket: Bucket, weights: list[Tensor], other: Tensor) -> t
     parts = []
     for segment, weight in zip(bucket.segments, weights, strict=True):
         both = torch.cat([weight, segment.of(other)[: segment.numel]])
-        edges = torch.tensor([0, segment.numel, 2 * segment.numel], device=bucket.device)
+        # Counted there: a GPU would be waited for, to copy them from here.
+        edges = torch.arange(3, device=bucket.device) * segment.numel
         parts.append(Moments(both, edges).rms)
     first, second = torch.stack(parts).float().unbind(1)
     return first + _TINY, second + _TINY

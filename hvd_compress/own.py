@@ -93,8 +93,6 @@ class OwnLargest(Own, TopkSelection):
 
     def __init__(self, bucket: Bucket, slots: list[int]) -> None:
         super().__init__(bucket, slots, run=1, ranks=1, rank=0)
-        # Only the host reads it, in every step: a GPU would be waited for.
-        self.segments = self.segments.cpu()
 
     def decoded(self, picks: Tensor) -> Tensor:
         return picks[: self.total].long()

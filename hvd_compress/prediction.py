@@ -62,6 +62,13 @@ class Prediction:
         #: A segment's running sums of guess * gradient, guess^2 and gradient^2: float64, (3, segments).
         self.fit = torch.zeros(3, len(bucket.segments), dtype=torch.float64, device=bucket.device)
         self._before: _Before | None = None
+        #: Where segments begin and end among a step's entries: int64, (segments + 1,).
+        self._edges: Tensor
+
+    def lay_out(self, selection: Unled) -> None:
+        """A step's entries are this selection's from now on."""
+        # Made here and not in each step: a GPU would be waited for.
+        self._edges = torch.tensor([*selection.first, selection.total], device=self._bucket.device)
 
     def restart(self) -> None:
         """Nothing is known."""
@@ -93,8 +100,8 @@ class Prediction:
         selection.write(state["arrived"], rate)
         selection.write(state["trend"], torch.where(arrived, new, known["trend"]))
         # By sums of squares, which are the same bits on all ranks; a dot product's are not.
-        guess, edges = selection.read(state["guess"]), torch.tensor([*selection.first, selection.total])
-        both, one, other = (Moments(x, edges.to(mean.device)).square for x in (guess + rate, guess, rate))
+        guess = selection.read(state["guess"])
+        both, one, other = (Moments(x, self._edges).square for x in (guess + rate, guess, rate))
         seen = torch.stack([(both - one - other) / 2, one, other])
         self.fit.copy_(torch.where(arrived, self.fit * _DECAY + seen, self.fit))
         return rate

@@ -4,8 +4,11 @@ It is trained once (``scripts/train_predictor.py``), ships with the package, and
 weights, so that the same inputs give the same predictions.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -16,6 +19,18 @@ from torch import Tensor, nn
 #: layer's root mean square, weights in theirs.
 CHANNELS = 6
 _WINDOWS = 512  # at once, so that the memory it takes is bounded
+# How it is computed. Of torch's two interfaces to float32's precision this is the one that kernels read, and that can
+# say what was set through the other, allow_tf32; asked what was set through this one, the other raises errors.
+_cuda, _cudnn, _mkldnn = (getattr(torch.backends, name) for name in ("cuda", "cudnn", "mkldnn"))
+_PINNED: tuple[tuple[Any, str, Any], ...] = (
+    (_cudnn, "enabled", True),
+    (_cudnn, "benchmark", False),
+    (_cudnn, "deterministic", True),
+    (_cudnn.conv, "fp32_precision", "ieee"),
+    (_cuda.matmul, "fp32_precision", "ieee"),
+    (_mkldnn.conv, "fp32_precision", "ieee"),
+    (_mkldnn.matmul, "fp32_precision", "ieee"),
+)
 
 
 class Predictor(nn.Module):
@@ -46,13 +61,23 @@ def shipped(device: torch.device) -> Predictor:
     return predictor.requires_grad_(False).to(device).eval()
 
 
+@contextmanager
+def _pinned() -> Iterator[None]:
+    """Whatever precision or algorithm the training itself uses, or is just using: all ranks have to get the same
+    bits."""
+    before = [getattr(owner, name) for owner, name, _ in _PINNED]
+    try:
+        for owner, name, value in _PINNED:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(_PINNED, before, strict=True):
+            setattr(owner, name, value)
+
+
 def predict(predictor: Predictor, windows: Tensor) -> Tensor:
     """:meth:`Predictor.forward`, some windows at a time: float32, (n, 256)."""
-    # Whatever precision or algorithm the training itself uses, or is just using: all ranks have to get the same bits.
-    with (
-        torch.autocast(windows.device.type, enabled=False),
-        torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
-    ):
+    with torch.autocast(windows.device.type, enabled=False), _pinned():
         return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
 
 

@@ -100,6 +100,7 @@ class Selection(abc.ABC):
         self.bucket, self.slots = bucket, slots
         self.total = sum(slots)
         self.first = list(accumulate(slots[:-1], initial=0))
+        self._no_floor = torch.zeros(1, device=bucket.device)
         #: Where :meth:`take` puts them: float32, (slots,), memory of its owner.
         self.values: Tensor
 
@@ -157,7 +158,7 @@ class Selection(abc.ABC):
             segment.of(self.bucket.residual),
             segment.parameter.detach() if weighted else None,
             None if velocity is None else segment.of(velocity),
-            rule.floors[position : position + 1] if rule.floors is not None else _zero(grad.device),
+            self._no_floor if rule.floors is None else rule.floors[position : position + 1],
             picks,
             rule.invalid,
             None if rule.means is None else segment.of_blocks(rule.means),
@@ -180,10 +181,6 @@ class Selection(abc.ABC):
     def key(self, position: int) -> int:
         """Of a segment's randomness in this step."""
         return int(reference.mix(position, self.turn.key))
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device)
 
 
 def _rows(parts: list["Part"], slots: list[int], first: list[int], device: torch.device) -> Tensor:
@@ -266,6 +263,11 @@ class TopkSelection(Led):
     """
 
     dtype = torch.int32
+
+    def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
+        super().__init__(bucket, slots, run, ranks, rank)
+        # Only the host reads it, in every step: a GPU would be waited for.
+        self.segments = self.segments.cpu()
 
     def choose(self, rule: Rule) -> None:
         for position, segment in enumerate(self.bucket.segments):

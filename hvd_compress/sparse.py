@@ -56,7 +56,7 @@ class Sparse(MomentumCorrected):
         density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
         values: how values travel (:mod:`hvd_compress.codecs`).
         layerwise: a scale for each parameter's values, or one for the bucket.
-        budget_interval: steps between re-balancings of the layers' shares; 0 keeps them equal.
+        budget_interval: steps between re-balancings of the shares of a bucket's layers; 0 keeps them equal.
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``.
     """
 

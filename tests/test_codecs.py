@@ -186,3 +186,23 @@ def test_error_feedback_stays_bounded(name):
         # A value that is larger than all before is clipped once in a while: 0.05 for that.
         assert max(norms[100:]) < 2 * max(norms[20:60]) + 0.05, (norms[20:60:10], norms[100::20])
         assert norms[-1] < 12
+
+
+@pytest.mark.parametrize("name", ["lanes4", "lloyd4", "range10"])
+@pytest.mark.parametrize(
+    ("what", "value"), [("local", -1.0), ("local", math.nan), ("mean", 0.0), ("mean", math.inf), ("kind", 2)]
+)
+def test_a_damaged_state_is_refused(name, what, value):
+    channel = codec(name).channel(3, 2, 0, torch.device("cpu"))
+    state = channel.state()
+    channel.load_state(state)
+    before = channel.state()
+    bad = {**state, "known": True, what: state[what].clone()}
+    bad[what][1] = value
+    with pytest.raises(ValueError, match=f"its {what} scales must be 3 numbers"):
+        channel.load_state(bad)
+    with pytest.raises(ValueError, match=f"its {what} scales"):
+        channel.load_state({**state, what: state[what][:2]})
+    after = channel.state()
+    assert before.keys() == after.keys() and not after["known"]
+    assert all(torch.equal(before[key], after[key]) for key in ("local", "mean", "kind"))

@@ -1,6 +1,9 @@
 """Old extensions are found out: hvd_compress/ops/_load.py."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from hvd_compress import ops, reference
 from hvd_compress.ops import _load
@@ -9,7 +12,8 @@ pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="there is no compiled c
 
 
 def test_every_operator_is_looked_at():
-    assert sorted(_load._OPERATORS) == sorted(name for name in ops.__all__ if name.islower())
+    operators = {name for name in ops.__all__ if name.islower()} - {"check_device"}
+    assert sorted(_load._OPERATORS) == sorted(operators)
     assert all(_load.is_current(name, "CPU") for name in _load._OPERATORS)
 
 
@@ -26,3 +30,48 @@ def test_an_operator_that_is_missing_is_old(monkeypatch):
 def test_a_kernel_that_is_missing_is_old():
     """The schema is the CPU extension's: it says nothing of the CUDA one beside it."""
     assert not _load.is_current("take", "XPU")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device to check, whose memory is the CPU's; the operator that is tried does what the test says."""
+
+    def check(means_keep):
+        monkeypatch.setattr(_load, "implementation", SimpleNamespace(means_keep=means_keep))
+        _load.check_device(torch.device("cuda", 0))
+
+    zeros = torch.zeros
+    monkeypatch.setattr(_load, "COMPILED_CUDA", True)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    _load.check_device.cache_clear()
+    yield check
+    _load.check_device.cache_clear()
+
+
+def test_a_gpu_that_was_not_built_for_is_said_to_be(gpu):
+    def fail(*tensors):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    for _ in range(2):  # not only to the first compressor
+        with pytest.raises(RuntimeError, match=r"cuda:0, .* 7\.5.* TORCH_CUDA_ARCH_LIST=7\.5"):
+            gpu(fail)
+
+
+def test_a_gpu_is_tried_once(gpu):
+    tried = []
+
+    def run(*tensors):
+        reference.means_keep(*tensors)
+        tried.append(tensors)
+
+    gpu(run)
+    gpu(run)
+    assert len(tried) == 1
+
+
+def test_other_devices_and_the_reference_need_no_check(monkeypatch):
+    monkeypatch.setattr(_load, "implementation", None)
+    _load.check_device(torch.device("cpu"))
+    monkeypatch.setattr(_load, "COMPILED_CUDA", False)
+    _load.check_device(torch.device("cuda", 7))

@@ -14,9 +14,8 @@ template <typename Args, typename Constants>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ Args args, const float* __restrict__ values,
                   float* __restrict__ lost, uint8_t* __restrict__ codes) {
-  __shared__ uint64_t words[kShare / 4];
+  __shared__ alignas(uint64_t) uint16_t digits[kShare];  // as words are loaded
   __shared__ uint32_t packed[kThreads * 4];
-  uint16_t* digits = reinterpret_cast<uint16_t*>(words);
   uint8_t* bytes = reinterpret_cast<uint8_t*>(packed);
   int thread = static_cast<int>(threadIdx.x);
 
@@ -29,8 +28,7 @@ __global__ void __launch_bounds__(kThreads)
     digits[local] = static_cast<uint16_t>(code);
   }
   __syncthreads();
-  Unit unit = join(fold(words[2 * thread], args.bits, uint16_t()),
-                   fold(words[2 * thread + 1], args.bits, uint16_t()), args.bits);
+  Unit unit = pack_unit(digits + 8 * thread, args.bits);
   for (int k = 0; k < args.bits; ++k) {
     uint64_t word = k < 8 ? unit.low : unit.high;
     bytes[thread * args.bits + k] = static_cast<uint8_t>(word >> (k % 8 * 8));

@@ -8,20 +8,19 @@ namespace {
 
 __device__ __forceinline__ int words_of(const Lanes& args) { return kShare / args.count; }
 
-template <typename Whole>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ Lanes args, const float* __restrict__ values,
                   float* __restrict__ lost, int64_t* __restrict__ words, bool stochastic) {
-  __shared__ Whole digits[kShare];
+  __shared__ int32_t digits[kShare];
   int share = words_of(args) * args.count, thread = static_cast<int>(threadIdx.x);
   int64_t first = static_cast<int64_t>(blockIdx.x) * share;
   OfGroup<Grid> grid(args, first + thread);
   for (int local = thread; local < share; local += kThreads) {
     int64_t i = first + local;
-    Rounded<Whole> rounded{};
+    Rounded<int32_t> rounded{};
     if (i < args.size) {
       float draw = stochastic ? uniform(i, args.key) : 0.5f;
-      rounded = grid.at(args, i).encode<Whole>(values[i], draw);
+      rounded = grid.at(args, i).encode<int32_t>(values[i], draw);
       lost[i] = rounded.lost;
     }
     digits[local] = rounded.digit;
@@ -67,11 +66,9 @@ void lanes_encode_cuda(Tensor values, Tensor scale, Tensor edges, Tensor words, 
   check_lost(lost, values);
   if (args.size == 0) return;
   Launch launch(values);
-  // Of 32 bits, the largest float is 2**31: too much for 32 bits with a sign.
-  auto kernel = args.bits < 32 ? encode_kernel<int32_t> : encode_kernel<int64_t>;
   unsigned grid = shares(args.size, kShare / args.count * args.count);
-  kernel<<<grid, kThreads, 0, launch.stream()>>>(args, const_data<float>(values), data<float>(lost),
-                                                 data<int64_t>(words), key != -1);
+  encode_kernel<<<grid, kThreads, 0, launch.stream()>>>(
+      args, const_data<float>(values), data<float>(lost), data<int64_t>(words), key != -1);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

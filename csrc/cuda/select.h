@@ -32,7 +32,7 @@ __device__ __forceinline__ unsigned pick_few(int32_t (&scores)[kEach], int count
     int32_t best = kTaken;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) best = max(best, scores[i]);
-    int32_t top = __reduce_max_sync(kAll, best);
+    int32_t top = largest_of_all(best);
     bool mine = lane_id() == __ffs(__ballot_sync(kAll, best == top)) - 1;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ unsigned pick_many(const int32_t (&scores)[kEach], in
     int reached = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) reached += scores[i] >= candidate;
-    reached = __reduce_add_sync(kAll, reached);
+    reached = sum_of_all(reached);
     if (reached >= count) threshold = candidate;
     if (reached == count) break;
   }
@@ -65,7 +65,7 @@ __device__ __forceinline__ unsigned pick_many(const int32_t (&scores)[kEach], in
     larger += scores[i] > threshold;
     equal += scores[i] == threshold;
   }
-  int room = count - __reduce_add_sync(kAll, larger) - sum_before(equal);
+  int room = count - sum_of_all(larger) - sum_before(equal);
   unsigned picked = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {

@@ -45,6 +45,33 @@ __device__ __forceinline__ int64_t warp_id() {
   return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
 }
 
+// What the lanes' values join to, two by two: the same in all lanes.
+template <typename Join>
+__device__ __forceinline__ int joined(int value, Join join) {
+#pragma unroll
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    value = join(value, __shfl_xor_sync(kAll, value, width));
+  }
+  return value;
+}
+
+// The sum of all lanes, and the largest. One instruction does it, but for GPUs before sm_80.
+__device__ __forceinline__ int sum_of_all(int value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAll, value);
+#else
+  return joined(value, [](int one, int other) { return one + other; });
+#endif
+}
+
+__device__ __forceinline__ int largest_of_all(int value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAll, value);
+#else
+  return joined(value, [](int one, int other) { return max(one, other); });
+#endif
+}
+
 // The sum of the lanes before this one.
 __device__ __forceinline__ int sum_before(int value) {
   int sum = value;

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import allgather
-from ..reference.scales import bounded
+from ..reference.scales import bounded, divided
 from .base import Averaged, Channel, Codec
 from .coded import floats
 from .scales import Moments
@@ -79,4 +79,4 @@ class _LevelsChannel(Channel):
         return self.mean, self.lost
 
     def _step(self, norm: Tensor) -> Tensor:
-        return norm / float(2 ** (self.codec.bits - 1) - 1)
+        return divided(norm, 2 ** (self.codec.bits - 1) - 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Request, allreduce
-from ..reference.scales import NEW, bounded, divided, kind_of, root_mean_square, running
+from ..reference.scales import LARGEST, NEW, SMALLEST, bounded, divided, kind_of, root_mean_square, running
 
 # What the next step's largest magnitude may be, in units of this step's.
 _ROOM = 1.5
@@ -87,6 +87,15 @@ class Scales:
         return {"known": self.known, **{name: getattr(self, name).clone() for name in ("local", "mean", "kind")}}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`. Raises ``ValueError``, before changing anything, for what it cannot have said:
+        no operator checks a scale."""
+        for name, low, high in (("local", SMALLEST, LARGEST), ("mean", SMALLEST, LARGEST), ("kind", 0, 1)):
+            own, loaded = getattr(self, name), state[name]
+            if loaded.shape != own.shape or not bool(((loaded >= low) & (loaded <= high)).all()):
+                raise ValueError(
+                    f"the state is damaged: its {name} scales must be {len(own)} numbers from {low:g} to {high:g}, and "
+                    f"are {loaded.tolist()!r:.200}"
+                )
         self.known = state["known"]
         for name in ("local", "mean", "kind"):
             setattr(self, name, state[name].to(self.device, copy=True))

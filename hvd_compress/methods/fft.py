@@ -49,7 +49,7 @@ class FFT(Sparse):
         exchange: ``"ring"`` or ``"gather"``.
         leaders: how many ranks, on average, choose the coefficients of one block; None for all. Ring only.
         explore: share of the choices drawn at random in proportion to magnitude, in [0, 1].
-        budget_interval: steps between re-balancings of the layers' shares by magnitude; 0 keeps the shares equal.
+        budget_interval: steps between re-balancings of a bucket's layers' shares by magnitude; 0 keeps them equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
         seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
             :class:`~hvd_compress.compressor.Compressor`.

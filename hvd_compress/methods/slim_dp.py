@@ -61,7 +61,8 @@ class SlimDP(Sparse):
         smoothing: weight of the past in e, in [0, 1).
         mode: ``"gradient"`` or ``"local"``.
         period: local steps between two exchanges.
-        budget_interval: exchanges between re-balancings of the layers' shares by significance; 0 keeps them equal.
+        budget_interval: exchanges between re-balancings of a bucket's layers' shares by significance; 0 keeps them
+            equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`. No momentum for ``mode="local"``, where it stays in the
             optimizer.
         seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,6 +59,23 @@ def _load(module: str, key: str) -> str | None:
     if not all(is_current(name, key) for name in _OPERATORS):
         return "it was built from other sources: build it again"
     return None
+
+
+@lru_cache
+def check_device(device: torch.device) -> None:
+    """Raises ``RuntimeError`` where the CUDA extension has no code for this GPU: it loads all the same, and then every
+    operator would fail. One is tried, once a device; on others than GPUs this costs nothing."""
+    if device.type != "cuda" or not COMPILED_CUDA:
+        return
+    mean, lost, held = torch.zeros(3, 1, device=device).unbind()
+    try:
+        implementation.means_keep(mean, lost, held)
+    except RuntimeError as error:
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        raise RuntimeError(
+            f"hvd_compress: the CUDA operators do not run on {device}, of compute capability {capability}. Were they "
+            f"built for other GPUs? Build hvd_compress again with TORCH_CUDA_ARCH_LIST={capability} in the environment"
+        ) from error
 
 
 def _slow_cuda(function: Callable[..., None], reason: str) -> Callable[..., None]:

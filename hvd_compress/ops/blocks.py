@@ -66,7 +66,8 @@ def take(residual: Tensor, offsets: Tensor, segments: Tensor, values: Tensor, ph
 
     ``residual``: float32, the whole bucket, a multiple of 256 entries. ``offsets``: uint8, all slots.
     ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending. ``values``: float32, all
-    slots. Raises RuntimeError for another dtype, device or size (what ``segments`` holds is checked on the CPU only).
+    slots. Raises RuntimeError for another dtype, device or size. What ``segments`` holds is checked on the CPU only: on
+    CUDA, values of slots that are in no segment of the bucket stay as they are.
     """
     implementation.take(residual, offsets, segments, values, phase)
 

@@ -3,6 +3,9 @@
 Common to all: ``values``, ``lost``: float32, (n,). ``scale``: float32, (groups,), > 0. ``edges``: int64, (groups + 1,),
 ascending from 0 to n (checked on the CPU only). ``codes``: uint8, (ceil(n / 8) * bits,). All are contiguous, and
 ``lost`` is other memory than ``values``. Raises RuntimeError for another dtype, device, size or range.
+
+What is checked on the CPU only, CUDA's operators take as it is. They stay within their tensors, but with other edges
+values get a scale that is not their group's.
 """
 
 from torch import Tensor
@@ -11,7 +14,10 @@ from ._load import implementation
 
 
 def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
-    """Per group the sum of squares, of fourth powers, and the largest magnitude: ``out``, float64, (groups, 3)."""
+    """Per group the sum of squares, of fourth powers, and the largest magnitude: ``out``, float64, (groups, 3).
+
+    On CUDA the row of a group that does not lie within the values stays as it is.
+    """
     implementation.moments(values, edges, out)
 
 
@@ -36,8 +42,8 @@ def codebook_encode(
 ) -> None:
     """Write the number of the nearest level of ``book[kind] * scale``.
 
-    ``book``: float32, (kinds, 2**bits), rows ascending. ``kind``: int64, (groups,), a row each (checked on the CPU
-    only). ``1 <= bits <= 8``.
+    ``book``: float32, (kinds, 2**bits), rows ascending. ``kind``: int64, (groups,), a row each (both checked on the CPU
+    only: CUDA takes the first row for one that there is not). ``1 <= bits <= 8``.
     """
     implementation.codebook_encode(values, scale, edges, book, kind, codes, lost, bits)
 
@@ -54,7 +60,7 @@ def range_encode(
 ) -> None:
     """Write range-based floats of ``bits`` bits, ``mantissa`` of them the fraction.
 
-    ``base``: int64, (groups,), >= 1 (not checked on CUDA). ``4 <= bits <= 16``, ``1 <= mantissa <= 22``,
+    ``base``: int64, (groups,), >= 1 (checked on the CPU only). ``4 <= bits <= 16``, ``1 <= mantissa <= 22``,
     ``1 <= positive <= 2**bits - 2``.
     """
     implementation.range_encode(values, base, edges, codes, lost, bits, mantissa, positive)

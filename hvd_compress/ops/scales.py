@@ -1,8 +1,9 @@
 """Operators on the scales of lanes: see :mod:`hvd_compress.reference.scales`.
 
-``edges``: int64, (groups + 1,), ascending from 0 to n (checked on the CPU only), at least one group. ``shared``:
-float64, (groups,), 1e-20 to 1e20. ``kind``: int64, (groups,). ``rest``: int64, (1 + ceil(groups / 2),).
-``1 <= ranks <= 2**30``. All are contiguous. Raises RuntimeError for another dtype, device, size or range.
+``edges``: int64, (groups + 1,), ascending from 0 to n (checked on the CPU only: on CUDA nothing is written for a group
+that does not lie within the values), at least one group. ``shared``: float64, (groups,), 1e-20 to 1e20 (not checked).
+``kind``: int64, (groups,). ``rest``: int64, (1 + ceil(groups / 2),). ``1 <= ranks <= 2**30``. All are contiguous.
+Raises RuntimeError for another dtype, device, size or range.
 """
 
 from torch import Tensor

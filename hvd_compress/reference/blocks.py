@@ -177,11 +177,12 @@ def select(
 
 
 def positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
-    """Where every slot's entry lies in the bucket's flat memory: int64, (slots,)."""
+    """Where every slot's entry lies in the bucket's flat memory: int64, (slots,). The table of segments may lie on the
+    host, which reads it."""
     parts = [offsets.new_empty(0, dtype=torch.int64)]
     for first_block, blocks, first_slot, slots in segments.tolist():
         edges = slot_start(torch.arange(blocks + 1, device=offsets.device), slots, blocks, phase)
-        block = torch.repeat_interleave(torch.arange(blocks, device=offsets.device), edges.diff())
+        block = torch.arange(blocks, device=offsets.device).repeat_interleave(edges.diff(), output_size=slots)
         parts.append((first_block + block) * BLOCK + offsets[first_slot : first_slot + slots].long())
     return torch.cat(parts)
 
@@ -196,13 +197,19 @@ def take(residual: Tensor, offsets: Tensor, segments: Tensor, values: Tensor, ph
     values.copy_(residual[positions(offsets, segments, phase)])
 
 
-def _last(place: Tensor, value: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """Only the last slot of each entry: index_put_ with equal indices would keep an arbitrary one."""
-    slot = torch.arange(len(place), device=place.device)
-    last = torch.zeros(entries, dtype=torch.int64, device=place.device)
-    last.scatter_reduce_(0, place, slot, "amax", include_self=False)
-    keep = last[place] == slot
-    return place[keep], value[keep]
+def _last(place: Tensor, acts: Tensor, entries: int) -> Tensor:
+    """For every slot, the last of its ``place`` that ``acts``, counted from 1, or 0: int64, (slots,)."""
+    slot = torch.where(acts, torch.arange(1, len(place) + 1, device=place.device), 0)
+    return torch.zeros(entries, dtype=torch.int64, device=place.device).scatter_reduce_(0, place, slot, "amax")[place]
+
+
+def _assign(memory: Tensor, place: Tensor, value: Tensor, last: Tensor) -> None:
+    """Of the slots for one place, the last has the last word; where none acts, all stays as it is.
+
+    They all write what that one says: index_put_ would keep an arbitrary one of several values, and to leave slots out
+    by a mask, a GPU would be waited for.
+    """
+    memory[place] = torch.where(last > 0, value[last - 1], memory[place])
 
 
 def put(
@@ -245,21 +252,22 @@ def put_at(
     block_means: Tensor | None = None,
 ) -> None:
     """:func:`put` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
-    finite = mean.isfinite()
-    place, kept = _last(where[finite], lost[finite], residual.numel())
-    residual[place] = kept
+    last = _last(where, mean.isfinite(), residual.numel())
+    _assign(residual, where, lost, last)
     if velocity is not None:
-        velocity[place] = 0.0
+        _assign(velocity, where, torch.zeros_like(lost), last)
     value = mean * scale
     if block_means is not None:
         base = block_means * scale
         value = base[where // BLOCK] + value
     for grad, (first_block, blocks, first_slot, slots) in zip(grads, segments.tolist(), strict=True):
+        if grad.numel() == 0:
+            continue
         flat = grad.as_strided((grad.numel(),), (1,))
         if block_means is not None:
             flat.copy_(base[first_block : first_block + blocks].repeat_interleave(BLOCK)[: grad.numel()])
-        place = where[first_slot : first_slot + slots] - first_block * BLOCK
+        mine = slice(first_slot, first_slot + slots)
+        place = where[mine] - first_block * BLOCK
         inside = place < grad.numel()
-        place, mine = place[inside], value[first_slot : first_slot + slots][inside]
-        place, mine = _last(place, mine, grad.numel())
-        flat[place] = mine.to(grad.dtype)
+        place.clamp_(max=grad.numel() - 1)
+        _assign(flat, place, value[mine].to(grad.dtype), _last(place, inside, grad.numel()))

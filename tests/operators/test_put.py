@@ -151,6 +151,15 @@ def test_the_later_slot_has_the_last_word(device: str, slots: int) -> None:
     assert (int((grad != 0).sum()), int((residual != -1).sum()), int((velocity != -2).sum())) == (1, 1, 1)
 
 
+def test_places_are_found_and_assigned_without_a_look_at_them() -> None:
+    """Meta tensors have nothing to look at: whatever would wait for a GPU fails on them. The table is the host's."""
+    grads, residual, velocity, offsets, _, mean, lost, phase, *rest = on("meta", sample())
+    segments = sample()[4]
+    where = reference.positions(offsets, segments, phase)
+    assert where.shape == mean.shape
+    reference.put_at(grads, residual, velocity, where, segments, mean, lost, *rest)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_skipped_gradient(device: str) -> None:
     """An empty gradient is skipped, but what was taken still leaves the residual."""
