@@ -9,12 +9,10 @@ later ``compress`` (so it overlaps backward) and to its end in the first ``decom
 """
 
 import abc
-import operator
 import threading
 import time
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
@@ -24,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import ops
+from .arguments import named_pairs, whole_number
 from .bucket import Bucket, Segment, fill, in_order_of, is_dense
 from .collectives import Collectives, HorovodCollectives
 from .driver import Driver, Exchange
@@ -124,7 +123,7 @@ class Compressor(abc.ABC):
         grad_scaler: Any = None,
         collectives: Collectives | None = None,
     ) -> None:
-        named = _checked(named_parameters)
+        named = named_pairs(named_parameters)
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb must be above 0, got {bucket_mb}")
         if dense_values not in ("fp16", "fp32"):
@@ -133,7 +132,7 @@ class Compressor(abc.ABC):
             raise ValueError(f"min_numel must be at least 1, got {min_numel}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
-        self._seed = _whole(seed)
+        self._seed = whole_number(seed)
         self._dense_half = dense_values == "fp16"
         self._scaler = grad_scaler
         self._collectives: Collectives = collectives or HorovodCollectives(process_set)
@@ -581,36 +580,3 @@ class Compressor(abc.ABC):
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(f"{type(self).__name__}: {text}", stacklevel=4)
-
-
-def _whole(seed: Any) -> int:
-    try:
-        return operator.index(seed)
-    except TypeError:
-        raise TypeError(f"seed must be a whole number, the same on all ranks, got {seed!r:.80}") from None
-
-
-def _checked(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
-    named = list(named_parameters)
-    for item in named:
-        if not (
-            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
-        ):
-            raise TypeError(
-                "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does; "
-                f"got {item!r:.80}"
-            )
-    if not named:
-        raise ValueError(
-            "named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)"
-        )
-    count = Counter(name for name, _ in named)
-    twice = sorted(name for name in count if count[name] > 1)
-    if twice:
-        raise ValueError(f"parameter names must be unique; more than once: {', '.join(twice)}")
-    first: dict[int, str] = {}
-    for name, parameter in named:
-        other = first.setdefault(id(parameter), name)
-        if other != name:
-            raise ValueError(f"{other} and {name} are one parameter; model.named_parameters() lists each once")
-    return named

@@ -281,7 +281,8 @@ def _line(entry: dict[str, Any], epochs: int, ratio: float) -> str:
     accuracy = "-" if entry["test_accuracy"] is None else f"{entry['test_accuracy']:.4f}"
     return (
         f"epoch {entry['epoch']:3d}/{epochs}, step {entry['step']:,}  loss {entry['train_loss']:.4f}  "
-        f"test accuracy {accuracy}  wire {entry['wire_bytes'] / 1e6:.3f} MB ({ratio:.1f}x less than dense)  {entry['seconds']:.1f} s"
+        f"test accuracy {accuracy}  wire {entry['wire_bytes'] / 1e6:.3f} MB ({ratio:.1f}x less than dense)  "
+        f"{entry['seconds']:.1f} s"
     )
 
 
