@@ -1,6 +1,6 @@
 """Builds the compiled operators; all else about the package is in pyproject.toml.
 
-The CPU operators are built always, the CUDA ones where nvcc and a CUDA build of torch are found.
+The CPU operators are built always, the CUDA ones where nvcc and a torch for the same CUDA are found.
 
 ``HVD_COMPRESS_CUDA=0`` leaves the CUDA operators out, ``HVD_COMPRESS_CUDA=1`` fails where they cannot be built.
 They are an extension of their own, so that the CPU one is the same file everywhere and loads without CUDA.
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from glob import glob
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def toolkit() -> str | None:
     return str(Path(here[1]).parent) if here else None
 
 
+def release(home: str) -> str:
+    """The version of that toolkit, as 13.0."""
+    text = subprocess.run([Path(home, "bin", "nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release ([\d.]+)", text)
+    return found[1] if found else "of a version that it does not say"
+
+
+def major(version: str) -> str:
+    return version.split(".")[0]
+
+
 cuda_home = toolkit()
 if cuda_home:
     os.environ["CUDA_HOME"] = cuda_home  # torch reads it when cpp_extension is imported
@@ -47,15 +59,20 @@ if shutil.which(compiler) is None:
 want = os.environ.get("HVD_COMPRESS_CUDA", "")
 if want not in ("", "0", "1"):
     sys.exit(f"HVD_COMPRESS_CUDA has to be 0, 1 or unset, got {want!r}")
-with_cuda = want != "0" and cuda_home is not None and torch.version.cuda is not None
-if want == "1" and not with_cuda:
-    sys.exit(f"HVD_COMPRESS_CUDA=1, but nvcc is {cuda_home or 'not found'} and torch's CUDA is {torch.version.cuda}")
+has_cuda = cuda_home is not None and torch.version.cuda is not None
+with_cuda = want != "0" and has_cuda and major(release(cuda_home)) == major(torch.version.cuda)
+if not with_cuda and (want == "1" or (want == "" and has_cuda)):
+    nvcc = f"{release(cuda_home)} ({cuda_home})" if cuda_home else "not found"
+    reason = f"the CUDA operators need nvcc of torch's CUDA, which is {torch.version.cuda or 'none'}; nvcc is {nvcc}"
+    if want == "1":
+        sys.exit(f"HVD_COMPRESS_CUDA=1, but {reason}")
+    warnings.warn(f"left out: {reason}", stacklevel=1)
 
 # The oldest torch whose stable ABI is used: the binary loads under it and every later one.
 TARGET = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
 # Equal to the reference to the last bit: a product and a sum are rounded one after the other.
-CXX_FLAGS = [*TARGET, "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
-NVCC_FLAGS = [*TARGET, "-O3", "-fmad=false", "-DUSE_CUDA"]
+CXX_FLAGS = [*TARGET, "-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+NVCC_FLAGS = [*TARGET, "-std=c++20", "-O3", "-fmad=false", "-DUSE_CUDA"]
 if "TORCH_CUDA_ARCH_LIST" not in os.environ:
     NVCC_FLAGS += ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
 

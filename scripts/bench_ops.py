@@ -6,10 +6,11 @@
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer torch takes for the same work,
 with ``torch.topk`` over the whole tensor (- where no such code is timed); "wrong" counts results that differ from
-hvd_compress/reference.py.
+hvd_compress/reference: if any does, the exit status is 1.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,7 +26,7 @@ B = TypeVar("B", bound="Bench")
 
 class Bench:
     def __init__(self, device: str, numel: int, repeats: int) -> None:
-        self.device, self.n, self.repeats = device, numel, repeats
+        self.device, self.n, self.repeats, self.wrong = device, numel, repeats, 0
         self.blocks = -(-numel // BLOCK)
         a, b = self.random(numel), self.random(numel)
         self.copy = 8 * numel / self.time(lambda: b.copy_(a)) / 1e9
@@ -56,6 +57,7 @@ class Bench:
         ratio = "-" if torch_seconds is None else f"{torch_seconds / seconds:.1f}"
         rate = size / seconds / 1e9
         share = rate / self.copy
+        self.wrong += wrong
         print(f"| {name} | {seconds * 1e3:.2f} | {rate:.1f} | {share:.0%} | {ratio} | {wrong} |", flush=True)
 
     def accumulate_select(
@@ -188,7 +190,7 @@ def started(kind: type[B], description: str | None) -> B:
     return bench
 
 
-def main() -> None:
+def main() -> int:
     bench = started(Bench, __doc__)
     print("| operator | ms | GB/s | of copy | torch / ours | wrong |\n|---|---|---|---|---|---|")
     every = 2**32
@@ -207,7 +209,8 @@ def main() -> None:
     bench.take_put(4, False)
     bench.take_put(4, True)
     bench.take_put(4, False, means=True)
+    return 1 if bench.wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

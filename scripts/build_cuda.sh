@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles every CUDA operator for sm_80 and sm_90, and shows registers and spills. Needs nvcc 13, but no GPU.
+# Compiles every CUDA operator as setup.py does, and for sm_75, and shows registers and spills. Needs no GPU, but nvcc 13.
 #   scripts/build_cuda.sh [PYTHON]     whose torch gives the headers, a CPU build will do (default: .venv/bin/python)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,6 +18,8 @@ if [[ ! -x $here/nvcc || ! -f ${here%/bin}/include/cuda_runtime.h ]]; then
   exit 1
 fi
 include=$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')
+# What torch's builder of extensions adds to setup.py's own.
+read -ra flags < <("$python" -c 'from torch.utils.cpp_extension import COMMON_NVCC_FLAGS; print(*COMMON_NVCC_FLAGS)')
 "$here/nvcc" --version | tail -n 2
 "$python" -c 'import torch; print("headers of torch", torch.__version__)'
 
@@ -25,9 +27,9 @@ out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 for source in csrc/cuda/*.cu; do
   echo "== $source"
-  "$here/nvcc" -c "$source" -o "$out/$(basename "$source" .cu).o" -isystem "$include" \
+  "$here/nvcc" -c "$source" -o "$out/$(basename "$source" .cu).o" -isystem "$include" "${flags[@]}" \
     -std=c++20 -O3 -fmad=false -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020b000000000000 -Xcompiler -fPIC \
-    -gencode=arch=compute_80,code=sm_80 "-gencode=arch=compute_90,code=[sm_90,compute_90]" \
+    -gencode=arch=compute_75,code=sm_75 -gencode=arch=compute_80,code=sm_80 "-gencode=arch=compute_90,code=[sm_90,compute_90]" \
     --threads 2 -Xptxas -v 2>&1 | tee "$out/log" |
     { grep -E "Compiling entry|registers|spill|error|warning" || true; } |
     sed -E "s/ptxas info *: //; s/.*Compiling entry function '([^']*)'/\1/" | { c++filt -p 2>/dev/null || cat; }

@@ -1,36 +1,74 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go, without internet: builds the CUDA operators, compares them with the reference,
-# runs compute-sanitizer and the benchmark, then trains two Horovod ranks on the one card. Prints a Markdown page
-# (to be committed as docs/gpu.md) on standard output, and what the steps print on standard error.
-#   scripts/gpu_check.sh > docs/gpu.md
-# Needs python3 with a CUDA torch >= 2.11, setuptools and ninja, and nvcc of the same CUDA. From .carry/, if it is there:
-# wheels (*.whl: pytest, hypothesis and what they need; cmake, cffi, cloudpickle, psutil, pyyaml) and Horovod's sdist.
-#   PYTHON=python3   another interpreter        GPU_CHECK_LIMIT=540   seconds for one step
+# Everything that needs a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
+# compute-sanitizer and the benchmarks, then trains two Horovod ranks on the one card. Prints a Markdown page (to be
+# committed as docs/gpu.md) on standard output, each row once it is known, and what the steps print on standard error.
+#   scripts/gpu_check.sh [STAGE...] >docs/gpu.md     of: build operators sanitizer bench horovod; all by default
+# Every call builds first, in seconds where an earlier one has: what was built is kept in build/gpu_check. So a machine
+# whose commands have a limit can do it in pieces, each with a page of its own, to be put together afterwards:
+#   GPU_CHECK_LIMIT=570 bash scripts/gpu_check.sh operators >"$OUT/1.md"     next sanitizer bench, then horovod
+# Needs python3 with a CUDA torch >= 2.11, setuptools and pip, and nvcc of the same CUDA. From .carry/ (git ignores it:
+# who sends a copy of the tree to the machine has to name it), if it is there: Horovod's sdist, and wheels (*.whl) of
+# what python3 lacks of pytest, hypothesis, ninja, cmake, cffi, cloudpickle, psutil and pyyaml.
+#   PYTHON=python3   another interpreter        GPU_CHECK_LIMIT=3600   seconds for all of a call; 540 at most for a step
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
-limit=${GPU_CHECK_LIMIT:-540}
+limit=${GPU_CHECK_LIMIT:-3600}
+every=(build operators sanitizer bench horovod)
+stages=("$@")
+((${#stages[@]})) || stages=("${every[@]}")
+for name in "${stages[@]}"; do
+  if [[ " ${every[*]} " != *" $name "* ]]; then
+    echo "gpu_check.sh: there is no stage '$name', but ${every[*]}" >&2
+    exit 2
+  fi
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-rows=()
+running=
 failed=0
 
 say() { echo "== $*" >&2; }
 
+# A step is a process group of its own (timeout makes it), which sees no signal but that which is handed on to it.
+end() {
+  if [[ $running ]]; then
+    kill "$running"
+    wait "$running"
+  fi
+  exit "$1"
+}
+trap 'end 130' INT
+trap 'end 143' TERM
+
+# stage NAME: whether it was asked for; if so, its part of the page begins.
+stage() {
+  [[ " ${stages[*]} " == *" $1 "* ]] || return 1
+  printf '\n## %s\n\n| step | result | remark |\n|---|---|---|\n' "$1"
+}
+
 # row STEP RESULT REMARK
 row() {
-  rows+=("| $1 | $2 | ${3//|/\/} |")
+  echo "| $1 | $2 | ${3//|/\/} |"
   say "$1: $2 ($3)"
 }
 
 # step NAME LOG COMMAND...: runs it within the limit, and notes how it went and its last line.
 step() {
-  local name=$1 log=$work/$2 start=$SECONDS code=0
+  local name=$1 log=$work/$2 start=$SECONDS code=0 seconds=$((limit - SECONDS)) last
   shift 2
+  if ((seconds < 1)); then
+    row "$name" "**not run**" "no time was left"
+    failed=1
+    return 1
+  fi
   say "$name"
-  timeout -k 10 "$limit" "$@" >"$log" 2>&1 || code=$?
+  # Not in the foreground, where a signal to this script would have to wait for its end.
+  timeout -k 10 "$((seconds < 540 ? seconds : 540))" "$@" >"$log" 2>&1 &
+  running=$!
+  wait "$running" || code=$?
+  running=
   cat "$log" >&2
-  local last
   last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | cut -c1-160)
   if ((code == 0)); then
     row "$name" "passed" "$((SECONDS - start)) s; $last"
@@ -41,20 +79,6 @@ step() {
   return "$code"
 }
 
-page() {
-  echo "# On a GPU"
-  echo
-  echo "Written by \`scripts/gpu_check.sh\`, $(date -u +%Y-%m-%d). $1"
-  echo
-  echo "| step | result | remark |"
-  echo "|---|---|---|"
-  printf '%s\n' "${rows[@]}"
-  if [[ -s $work/bench.log ]]; then
-    echo
-    cat "$work/bench.log"
-  fi
-}
-
 # --- the machine -----------------------------------------------------------------------------------------------------
 card=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 if [[ -z $card ]]; then
@@ -62,9 +86,15 @@ if [[ -z $card ]]; then
   exit 1
 fi
 base=$(command -v "${PYTHON:-python3}")
-# An environment of its own over the machine's packages: nothing is installed into those.
-"$base" -m venv --system-site-packages "$work/venv" >&2 || exit 1
-python=$work/venv/bin/python
+# An environment of its own over the interpreter's packages: nothing is installed into those. The interpreter may itself
+# be one of a virtual environment, which --system-site-packages passes over; so its folders are named. It lies where the
+# last call's lay, since compilers are told its name: what is kept would be built again.
+venv=$root/build/gpu_check/venv python=$root/build/gpu_check/venv/bin/python
+"$base" -m venv --clear --without-pip "$venv" >&2 &&
+  "$base" -c 'import sys
+for folder in sys.path:
+  if folder.endswith("-packages"): print(f"import site; site.addsitedir({folder!r})")' \
+    >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth" || exit 1
 if ! "$python" -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU"'; then
   exit 1
 fi
@@ -72,12 +102,10 @@ shopt -s nullglob
 wheels=("$root"/.carry/*.whl)
 sdists=("$root"/.carry/horovod-*.tar.gz)
 shopt -u nullglob
-if ((${#wheels[@]})); then
-  # One by one: a wheel for another Python must not keep the others out.
-  for wheel in "${wheels[@]}"; do
-    "$python" -m pip install -q --no-index --no-deps "$wheel" >&2 || say "not installed: $wheel"
-  done
-fi
+# One by one: a wheel for another Python must not keep the others out.
+for wheel in "${wheels[@]}"; do
+  "$python" -m pip install -q --no-index --no-deps "$wheel" >&2 || say "not installed: $wheel"
+done
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
 nvcc=${nvcc:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
@@ -87,7 +115,9 @@ if [[ ! -x $here/nvcc ]]; then
   echo "no nvcc: set CUDA_HOME" >&2
   exit 1
 fi
-export CUDA_HOME=${here%/bin} PATH=$here:$PATH
+# CMake, ninja and horovodrun are commands of the environment, or of the interpreter that it is over.
+scripts=$("$base" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+export CUDA_HOME=${here%/bin} PATH=$venv/bin:$here:$scripts:$PATH
 versions=$("$python" - <<'PY'
 import platform
 
@@ -98,54 +128,100 @@ print(f"Python {platform.python_version()}, torch {torch.__version__}, NCCL {ncc
 PY
 )
 toolkit=$(nvcc --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
-about="Card and driver: $card. $versions, nvcc $toolkit."
+echo "# On a GPU: ${stages[*]}"
+echo
+echo "Written by \`scripts/gpu_check.sh\`, $(date -u +%Y-%m-%d). Card and driver: $card. $versions, nvcc $toolkit."
 
-# --- the operators ---------------------------------------------------------------------------------------------------
-# Built in a copy: neither an installed package nor an older build can slip in, and the tree stays clean.
+# --- build -----------------------------------------------------------------------------------------------------------
+# What is built is kept in a folder that is named by all that it is built from: an older build cannot slip in, and one
+# that was broken off goes on, since the sources there keep their times.
+sources=$({ echo "$card $versions $toolkit"; find csrc setup.py scripts/horovod-* -type f | sort | xargs cat; } | cksum)
+kept=$root/build/gpu_check/${sources%% *}
+if [[ ! -d $kept ]]; then
+  rm -rf "${kept%/*}"/[0-9]*
+  mkdir "$kept.new"
+  cp -r csrc setup.py "$kept.new"
+  mv "$kept.new" "$kept"
+fi
+# And run from a copy, where an installed package cannot slip in, either, and which leaves the tree clean.
 copy=$work/tree
 mkdir "$copy"
-cp -r csrc hvd_compress scripts tests setup.py "$copy"
+cp -r hvd_compress scripts tests "$copy"
 rm -f "$copy"/hvd_compress/*.so "$copy"/tests/conftest.py
 cd "$copy" || exit 1
 export PYTHONPATH=$copy
-if ! step "build" build.txt env HVD_COMPRESS_CUDA=1 MAX_JOBS="$(nproc)" "$python" setup.py build_ext --inplace; then
-  page "$about"
-  exit 1
-fi
-step "loads" loads.txt "$python" -c \
-  'from hvd_compress import ops; assert ops.COMPILED and ops.COMPILED_CUDA; print("both extensions")'
 
+# shellcheck disable=SC2329  # called by the shell that timeout starts
+build() {
+  env HVD_COMPRESS_CUDA=1 MAX_JOBS="$(nproc)" "$python" "$kept/setup.py" build_ext --build-temp temp --build-lib lib &&
+    cp "$kept"/lib/hvd_compress/*.so hvd_compress &&
+    "$python" -c 'from hvd_compress import ops; assert ops.COMPILED and ops.COMPILED_CUDA; print("both load")'
+}
+export -f build
+export root work kept python
+stages+=(build)
+stage build
+step "build" build.txt bash -c build || exit 1
+
+# --- operators -------------------------------------------------------------------------------------------------------
 pytest=("$python" -m pytest -q -p no:cacheprovider --rootdir "$copy")
-tests=(tests/operators)
-step "operators on cuda = reference" ops.txt "${pytest[@]}" "${tests[@]}" -k "cuda"
-step "operators on cpu = reference" cpu.txt "${pytest[@]}" "${tests[@]}" -k "not cuda"
-
-if command -v compute-sanitizer >/dev/null; then
-  small="cuda and (every_number or unaligned or nothing_is_lost or more_tensors or goes_back)"
-  for tool in memcheck racecheck; do
-    # torch's caching allocator would hide an access beyond a tensor inside its own pool.
-    step "compute-sanitizer $tool" "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" "${tests[@]}" -k "$small"
-  done
-else
-  row "compute-sanitizer" "not run" "it is not in $CUDA_HOME/bin"
+if stage operators; then
+  step "operators on cuda = reference" ops.txt "${pytest[@]}" tests/operators -k "cuda"
+  step "operators on cpu = reference" cpu.txt "${pytest[@]}" tests/operators -k "not cuda"
 fi
 
-for bench in bench_ops bench_codes; do
-  if step "$bench" "$bench.txt" "$python" "scripts/$bench.py" --device cuda; then
-    cat "$work/$bench.txt" >>"$work/bench.log"
-  fi
-done
+# sanitize TOOL WORDS FILES OPTION...: the tests on cuda of FILES whose names hold one of WORDS.
+sanitize() {
+  local tool=$1 some="cuda and (${2// / or })" words=$2 files found word
+  read -ra files <<<"$3"
+  shift 3
+  found=$("${pytest[@]}" "${files[@]}" --collect-only -k "$some")
+  for word in $words "${files[@]}"; do
+    # A test that has got another name must not drop out unseen.
+    if [[ $found != *"$word"* ]]; then
+      row "compute-sanitizer $tool" "**not run**" "no test on cuda is of $word"
+      failed=1
+      return 1
+    fi
+  done
+  # torch's caching allocator would hide an access beyond a tensor inside its own pool.
+  step "compute-sanitizer $tool" "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" "${pytest[@]}" "${files[@]}" -k "$some"
+}
 
-# --- Horovod ---------------------------------------------------------------------------------------------------------
+if stage sanitizer; then
+  if command -v compute-sanitizer >/dev/null; then
+    # Every operator: on few entries, on memory that begins anywhere, and on more than a thread block has.
+    # Not what CUDA's interface returns: torch asks for things that may fail.
+    sanitize memcheck "opcheck other_memory unaligned many" "$(echo tests/operators/test_*.py)" --report-api-errors no
+    # Only the operators on codes use shared memory: lanes.cu, and codes.h for codebooks and ranges.
+    sanitize racecheck "opcheck other_memory many" "$(echo tests/operators/test_{lanes,codebook,range}.py)"
+  else
+    row "compute-sanitizer" "not run" "it is not in $CUDA_HOME/bin"
+  fi
+fi
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+if stage bench; then
+  for bench in bench_ops bench_codes; do
+    step "$bench" "$bench.txt" "$python" "scripts/$bench.py" --device cuda
+  done
+  for bench in bench_ops bench_codes; do
+    echo
+    cat "$work/$bench.txt"
+  done
+fi
+
+# --- horovod ---------------------------------------------------------------------------------------------------------
+stage horovod || exit "$failed"
 if ((${#sdists[@]} == 0)); then
   row "Horovod" "not run" "no .carry/horovod-*.tar.gz"
-  page "$about"
   exit "$failed"
 fi
 
 # torch's own NCCL, laid out as Horovod's CMake looks for it (a wheel has libnccl.so.2 only).
-nccl=$("$python" -c 'import importlib.util as u; print(next(iter(u.find_spec("nvidia.nccl").submodule_search_locations)))')
+nccl=$("$python" -c 'from importlib.util import find_spec
+print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
 mkdir -p "$work/nccl/lib"
 if [[ -f $nccl/lib/libnccl.so.2 ]]; then
   ln -s "$nccl/include" "$work/nccl/include"
@@ -155,17 +231,23 @@ fi
 export LD_LIBRARY_PATH=$work/nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
 
-# build_horovod VARIABLE=VALUE...: into the environment.
-# shellcheck disable=SC2329  # called by the shells below
+# build_horovod NAME VARIABLE=VALUE...: into the environment, from a wheel that is kept.
+# shellcheck disable=SC2329
 build_horovod() {
-  env CMAKE_TOOLCHAIN_FILE="$root/scripts/horovod-build.cmake" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-    MAKEFLAGS="-j$(nproc)" HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-    HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1 "$@" \
-    "$python" -m pip install --no-index --no-deps --no-build-isolation --no-cache-dir --force-reinstall "$sdist"
+  local wheels=$kept/horovod-$1
+  shift
+  if ! compgen -G "$wheels/*.whl" >/dev/null; then
+    env CMAKE_TOOLCHAIN_FILE="$root/scripts/horovod-build.cmake" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
+      CMAKE_GENERATOR=Ninja HOROVOD_CMAKE="$root/scripts/horovod-cmake.sh" \
+      HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+      HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1 "$@" \
+      "$python" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir -w "$wheels" "$sdist" || return
+  fi
+  "$python" -m pip install --no-index --no-deps --force-reinstall "$wheels"/*.whl
 }
 sdist=${sdists[0]}
-export -f build_horovod  # for the shells that timeout starts
-export root python sdist work
+export -f build_horovod
+export sdist
 
 # Two ranks on one card: NCCL takes them for two hosts if each has a host id of its own, and then has to use sockets.
 cat >"$work/rank.sh" <<'RANK'
@@ -183,15 +265,15 @@ chmod +x "$work/rank.sh"
 # shellcheck disable=SC2329
 train() {
   env HOROVOD_STALL_CHECK_TIME_SECONDS=20 HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 NCCL_DEBUG=WARN \
-    "$work/venv/bin/horovodrun" --gloo -np 2 "$work/rank.sh" "$1" "$python" tests/parallel/check_training.py iwp fft mipd iwp-lanes4:plain iwp-lloyd4:plain iwp-range8:plain \
-    fft-gather:plain mipd-compensated:plain
+    horovodrun --gloo -np 2 "$work/rank.sh" "$1" "$python" tests/parallel/check_training.py \
+    iwp fft mipd iwp-lanes4:plain iwp-lloyd4:plain iwp-range8:plain fft-gather:plain mipd-compensated:plain
 }
 export -f train
 
 with_nccl=0
 with=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED
   "HOROVOD_CUDA_HOME=$CUDA_HOME" "HOROVOD_BUILD_CUDA_CC_LIST=$capability")
-if step "build Horovod with NCCL" horovod.txt bash -c "build_horovod \"\$@\"" _ "${with[@]}"; then
+if step "build Horovod with NCCL" horovod.txt bash -c "build_horovod nccl \"\$@\"" _ "${with[@]}"; then
   for way in hosts shared; do
     if step "2 ranks on one card, NCCL ($way)" "train_$way.txt" bash -c "train $way"; then
       with_nccl=1
@@ -200,10 +282,8 @@ if step "build Horovod with NCCL" horovod.txt bash -c "build_horovod \"\$@\"" _ 
   done
 fi
 if ((with_nccl == 0)); then
-  if step "build Horovod with Gloo only" gloo.txt bash -c build_horovod; then
+  if step "build Horovod with Gloo only" gloo.txt bash -c "build_horovod gloo"; then
     step "2 ranks on one card, Gloo" train_gloo.txt bash -c "train gloo"
   fi
 fi
-
-page "$about"
 exit "$failed"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A cluster on one machine: hosts hvdhost0, hvdhost1, ... are network namespaces at 10.77.0.1, .2, ..., joined by a bridge, each with its
 # egress shaped to a rate. Real links, real MPI or Gloo over TCP; only the processors are shared.      (root, and Debian's iproute2)
-#   netlab.sh [--lab NAME] up HOSTS RATE                      RATE as tc has it (100mbit, 1gbit), or none
+#   netlab.sh [--lab NAME] up HOSTS RATE                      RATE in kbit, mbit or gbit (100mbit, 2.5gbit), or none
 #   netlab.sh [--lab NAME] run [--gloo] HOSTS SCRIPT ARGS...  a rank on each of the first HOSTS hosts, under mpirun or with Gloo, in .venv
 #   netlab.sh [--lab NAME] down                               removes what `up` made, and ends what still runs there
 # Labs of different names (by default hvd; at most 9 letters and digits) stand side by side: NAMEhost0, ... on a bridge of their own.
@@ -29,14 +29,16 @@ down() {
 
 # What a link may send at once after a pause, in bytes: 2 ms of its rate, or it would not be one of that rate to a few small messages.
 burst() {
-  local -A unit=([kbit]=1000 [mbit]=1000000 [gbit]=1000000000)
-  [[ $1 =~ ^([0-9]+)([kmg]bit)$ ]] || { echo 256000; return; }
-  local bytes=$((BASH_REMATCH[1] * unit[${BASH_REMATCH[2]}] / 4000))
-  echo $((bytes > 32000 ? bytes : 32000))
+  local -A unit=([kbit]=1e3 [mbit]=1e6 [gbit]=1e9)
+  [[ ${1,,} =~ ^([0-9]*\.?[0-9]+)([kmg]bit)$ ]] ||
+    { echo "netlab.sh: RATE must be none, or a number and kbit, mbit or gbit, as 100mbit; got '$1'" >&2; exit 2; }
+  awk "BEGIN { bytes = ${BASH_REMATCH[1]} * ${unit[${BASH_REMATCH[2]}]} / 4000
+    printf \"%d\", (bytes > 32000 ? bytes : 32000) }"
 }
 
 up() {
-  local hosts=$1 rate=$2 i host
+  local hosts=$1 rate=$2 i host burst
+  [[ $rate == none ]] || burst=$(burst "$rate")
   down
   ip link add "${lab}lab" type bridge
   ip link set "${lab}lab" up
@@ -48,7 +50,8 @@ up() {
     ip -n "$host" addr add "10.77.0.$((i + 1))/24" dev eth0
     ip -n "$host" link set eth0 up
     ip -n "$host" link set lo up
-    [[ $rate == none ]] || ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst "$(burst "$rate")" latency 100ms
+    [[ $rate == none ]] ||
+      ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst "$burst" latency 100ms
     # `ip netns exec` shows a namespace its own /etc/hosts, by which the hosts know each other.
     mkdir -p "/etc/netns/$host"
     { echo "127.0.0.1 localhost"; for ((j = 0; j < hosts; j++)); do echo "10.77.0.$((j + 1)) ${lab}host$j"; done; } >"/etc/netns/$host/hosts"

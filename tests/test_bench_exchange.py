@@ -3,7 +3,6 @@ netlab."""
 
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import ROOT, needs_hosts
+from launch import ROOT, end, finish, needs_hosts, start
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -109,6 +108,31 @@ def test_checks_find_what_is_lost_and_what_is_not_finite():
     assert len(found(lambda grads: [g.copy_(g.half()) for g in grads])) == len(list(model.parameters()))
     text = found(lambda grads: grads[6].view(-1)[5].fill_(float("inf")), forgets=True)
     assert text == ["deep_weight: the gradient is not finite"]
+
+
+def test_checks_of_rounding_at_random_find_a_bias():
+    model = synthetic.Synthetic(shapes.tiny(), 0)
+    generator = torch.Generator().manual_seed(0)
+
+    def found(change):
+        model.zero_grad()
+        alone = Alone(model, lambda grads: [g.copy_(change(g)) for g in grads if g.dim() > 1 and g.numel() >= 1024])
+        return [text.split(":")[0] for text in soundness.failures(alone, model, soundness.EXACT, True)]
+
+    def rounded(step, clip):
+        def change(g):
+            return step * (g.clamp(-clip, clip) / step + torch.rand(g.shape, generator=generator)).floor()
+
+        return change
+
+    # QSGD's steps of 2 and 4 bits, TernGrad's.
+    for step, clip in ((0.23, 1.0), (0.032, 1.0), (0.025, 0.025)):
+        assert found(rounded(step, clip)) == []
+    large = ["conv_weight", "wide_weight", "deep_weight"]
+    assert found(torch.zeros_like) == large
+    assert found(lambda g: 2 * g) == large  # a sum of two ranks for their mean
+    assert found(lambda g: 4 * rounded(0.032, 1.0)(g)) == large
+    assert found(lambda g: g.flip(0)) == large
 
 
 def test_checks_look_at_all_of_a_model():
@@ -239,27 +263,14 @@ def test_a_wrong_argument_is_named(arguments, says, capsys):
 # Real runs.
 
 
-def start(arguments):
+def begin(arguments):
     command = [sys.executable, str(SCRIPT), "--shapes", "tiny", "--steps", "3", "--warmup", "1", "--timeout", "100"]
-    return subprocess.Popen(
-        [*command, *arguments.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    return start([*command, *arguments.split()], PYTHONPATH=str(ROOT))
 
 
 def run(arguments, timeout):
-    """To its end; one that takes too long is asked to end, and so ends what it started."""
-    process = start(arguments)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate(timeout=30)
-        pytest.fail(f"{arguments} ran past {timeout} s:\n{output[-3000:]}")
+    process = begin(arguments)
+    output = finish(process, timeout)
     if process.returncode == 2 and "no network namespaces here" in output:
         pytest.skip(output.strip()[-200:])
     assert process.returncode == 0, output[-3000:]
@@ -307,7 +318,7 @@ def test_a_run_on_hosts_of_its_own(tmp_path):
 
 @needs_hosts
 def test_an_interrupted_run_leaves_no_hosts_behind():
-    process = start("--hosts 2 --rate 1gbit --methods iwp --steps 100000 --max-seconds 1000")
+    process = begin("--hosts 2 --rate 1gbit --methods iwp --steps 100000 --max-seconds 1000")
     try:
         deadline = time.monotonic() + 30
         while len(hosts_of(process)) < 2 and process.poll() is None and time.monotonic() < deadline:
@@ -320,6 +331,4 @@ def test_an_interrupted_run_leaves_no_hosts_behind():
         process.communicate(timeout=30)
         assert process.returncode == 143 and not hosts_of(process)
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        end(process)

@@ -2,17 +2,16 @@
 
 import importlib
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launch import ROOT, finish, start
 
 from hvd_compress.collectives import allgather, allreduce, alltoall
 from hvd_compress.local import LocalWorld
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 growth = importlib.import_module("bench_growth")
@@ -40,8 +39,9 @@ def test_measures_in_processes_of_their_own(tmp_path):
     file = tmp_path / "growth.json"
     options = ["--methods", "iwp,topk", "--millions", "1,8", "--ranks", "2", "--steps", "1", "--json", str(file)]
     command = [sys.executable, str(SCRIPTS / "bench_growth.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    process = start(command)
+    output = finish(process, timeout=240)
+    assert process.returncode == 0, output
     rows = json.loads(file.read_text())["rows"]
     asked = [(method, millions * 10**6, 2) for method in ("iwp", "topk") for millions in (1, 8)]
     assert [(row["method"], row["entries"], row["ranks"]) for row in rows] == asked

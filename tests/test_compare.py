@@ -187,6 +187,29 @@ def test_a_result_of_the_same_configuration_is_taken_and_of_another_refused(run)
     assert run.result() is None  # what a killed run left
 
 
+def test_a_result_with_other_settings_is_refused_either_way(run, monkeypatch):
+    config = run.configuration()
+    made = {"config": {**config, "settings": {"HOROVOD_X": "1", "OMPI_MCA_usual": "1"}}, "ranks": config.pop("ranks")}
+    with_x, with_y = (runs.Run(run.file, 2, run.arguments, settings={f"HOROVOD_{name}": "1"}) for name in "XY")
+
+    def refused(run, says):
+        with pytest.raises(runs.OtherConfiguration, match=says):
+            run.result()
+
+    # From before results said what was asked for: what ranks saw beside it may be their launcher's.
+    run.file.write_text(json.dumps(made))
+    assert run.result() and with_x.result()
+    refused(with_y, "HOROVOD_Y None, not '1'")
+    run.file.write_text(json.dumps({**made, "asked": {"HOROVOD_X": "1"}}))
+    assert with_x.result()
+    refused(run, "HOROVOD_X '1', not None")
+    monkeypatch.setenv("HOROVOD_X", "1")
+    assert run.result()
+    monkeypatch.setenv("HOROVOD_X", "2")
+    refused(run, "HOROVOD_X '1', not '2'")
+    assert with_x.result()
+
+
 def test_a_run_that_fails_or_hangs_is_told_and_ended(run, tmp_path, monkeypatch):
     def script(text):
         monkeypatch.setattr(runs.Run, "command", lambda self: ["bash", "-c", text])

@@ -1,28 +1,59 @@
-"""The wire ratio is no claim of ours alone: stats() against the network interface's own counter, on four hosts."""
+"""The wire ratio is no claim of ours alone: stats() against the network interface's own counter, on four hosts. And the
+hosts' links."""
 
 import json
+import os
 import subprocess
 
 import pytest
 from launch import PARALLEL, ROOT, launch, needs_hosts
 
-pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 pytestmark = needs_hosts
+
+# A lab of this process: `up` and `down` end what runs in another of that name.
+LAB = ["--lab", f"t{os.getpid()}"]
+
+
+def netlab(*arguments):
+    command = ["bash", str(ROOT / "scripts" / "netlab.sh"), *LAB, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
-def four_hosts():
-    netlab = ["bash", str(ROOT / "scripts" / "netlab.sh")]
-    up = subprocess.run([*netlab, "up", "4", "none"], capture_output=True, text=True, check=False)
-    if up.returncode:
-        subprocess.run([*netlab, "down"], check=False)
-        pytest.skip(f"this machine gives no network namespaces: {up.stderr.strip()[-200:]}")
-    yield
-    subprocess.run([*netlab, "down"], check=True)
+def hosts():
+    """Makes so many hosts, with links of a rate."""
+
+    def up(count, rate):
+        done = netlab("up", str(count), rate)
+        if done.returncode:
+            pytest.skip(f"this machine gives no network namespaces: {done.stderr.strip()[-200:]}")
+
+    try:
+        yield up
+    finally:
+        assert netlab("down").returncode == 0
 
 
-def test_stats_agree_with_the_network_interface(four_hosts):
-    output = launch("netlab.sh", ["run", "4", str(PARALLEL / "check_wire.py")], timeout=240)
+@pytest.mark.parametrize("rate, burst", [("100mbit", 32_000), ("1gbit", 250_000), ("2.5Gbit", 625_000)])
+def test_a_link_sends_two_milliseconds_of_its_rate_at_once(hosts, rate, burst):
+    hosts(1, rate)
+    command = ["ip", "netns", "exec", f"{LAB[1]}host0", "tc", "-j", "qdisc", "show", "dev", "eth0"]
+    shaped = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)[0]["options"]
+    # The kernel counts in ticks.
+    assert shaped["burst"] == pytest.approx(burst, rel=0.01)
+
+
+def test_a_wrong_rate_leaves_the_hosts_alone(hosts):
+    hosts(1, "none")
+    refused = netlab("up", "1", "fast")
+    assert refused.returncode == 2 and "got 'fast'" in refused.stderr
+    assert f"{LAB[1]}host0" in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+def test_stats_agree_with_the_network_interface(hosts):
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    hosts(4, "none")
+    output = launch("netlab.sh", [*LAB, "run", "4", str(PARALLEL / "check_wire.py")], timeout=240)
     rows = [json.loads(line.split("wire ", 1)[1]) for line in output.splitlines() if "wire {" in line]
     assert len(rows) == 20, output[-3000:]
     for row in rows:

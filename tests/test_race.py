@@ -2,11 +2,10 @@
 
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
-from launch import ROOT, needs_hosts
+from launch import ROOT, finish, needs_hosts, start
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -112,10 +111,11 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
     command += ["--", "--data", "digits", "--epochs", "1", "--max-steps", "8", "--limit-train", "400"]
     seconds = []
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        if "no network namespaces" in done.stderr:
-            pytest.skip(done.stderr)
-        assert done.returncode == 0, done.stderr
+        process = start(command)
+        output = finish(process, timeout=240)
+        if "no network namespaces" in output:
+            pytest.skip(output)
+        assert process.returncode == 0, output
         text = (tmp_path / "race.md").read_text()
         assert "| 1gbit | none | gloo |" in text and "iwp with HOROVOD_CYCLE_TIME=2" in text
         assert (tmp_path / "race.png").exists()
@@ -124,6 +124,8 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
         assert [w["config"]["settings"].get("HOROVOD_CYCLE_TIME") for w in written] == [None, "2"]
         seconds.append([w["seconds"] for w in written])
     assert seconds[0] == seconds[1]
-    command[command.index("iwp:HOROVOD_CYCLE_TIME=2")] = "iwp:HOROVOD_CYCLE_TIME=3"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 2 and "HOROVOD_CYCLE_TIME '2', not '3'" in done.stderr
+    for other, says in (("iwp:HOROVOD_CYCLE_TIME=3", "'2', not '3'"), ("none:HOROVOD_CYCLE_TIME=2", "None, not '2'")):
+        process = start([other if text == "iwp:HOROVOD_CYCLE_TIME=2" else text for text in command])
+        assert f"HOROVOD_CYCLE_TIME {says}" in finish(process, timeout=240) and process.returncode == 2
+    process = start(command[: command.index("--environment")] + command[command.index("--") :])
+    assert "HOROVOD_CYCLE_TIME '2', not None" in finish(process, timeout=240) and process.returncode == 2

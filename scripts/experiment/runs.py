@@ -60,6 +60,11 @@ class Run:
         asked: dict[str, Any] = json.loads(json.dumps(texts))
         return {**{key: value for key, value in asked.items() if key not in NOT_ASKED}, "ranks": self.ranks}
 
+    def asked(self) -> dict[str, str]:
+        """All settings of Horovod and Open MPI that it is started with; ranks also see those of their launchers."""
+        own = {name: value for name, value in os.environ.items() if name.startswith(("HOROVOD_", "OMPI_MCA_"))}
+        return dict(sorted({**own, **self.settings}.items()))
+
     def result(self) -> Result | None:
         """What an earlier run has written, if it was asked for the same; ``OtherConfiguration`` if for something else.
 
@@ -70,8 +75,9 @@ class Run:
         except (FileNotFoundError, json.JSONDecodeError):
             return None
         asked, given = self.configuration(), {**complete(found["config"]), "ranks": found["ranks"]}
-        asked |= self.settings
-        given |= given.get("settings") or {}
+        said = found.get("asked")  # older results only have what ranks saw, the launchers' own settings among it
+        asked |= self.settings if said is None else {**dict.fromkeys(said), **self.asked()}
+        given |= {**(given.get("settings") or {}), **(said or {})}
         other = [f"{key} {given.get(key)!r}, not {value!r}" for key, value in asked.items() if given.get(key) != value]
         if other:
             raise OtherConfiguration(f"{self.file} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
@@ -95,6 +101,10 @@ class Run:
             raise Failed(f"{self.name} did not do what it was asked for: {error}") from error
         if result is None:
             raise Failed(f"{self.name} ended with status {status}\n{last_lines(log)}")
+        result["asked"] = self.asked()
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(result, indent=1) + "\n")
+        new.replace(self.file)
         return result
 
 
