@@ -111,8 +111,9 @@ class _HorovodHandle:
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         if result.is_cuda:
             stream = torch.cuda.current_stream(result.device)
-            # With HOROVOD_ENABLE_ASYNC_COMPLETION it is the default stream that Horovod makes wait for its work.
-            stream.wait_stream(torch.cuda.default_stream(result.device))
+            if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
+                # Then Horovod makes the default stream wait for its work, whichever this is.
+                stream.wait_stream(torch.cuda.default_stream(result.device))
             # Horovod allocated it on a stream of its own; until ours is done with it, it must not be used again.
             result.record_stream(stream)
         return result
@@ -127,24 +128,22 @@ class HorovodCollectives:
         from horovod.torch import mpi_ops
 
         self._set = hvd.global_process_set if process_set is None else process_set
-        # Asked for with every gradient: not by way of an import.
-        self._module = mpi_ops
+        # Asked for with every gradient, or step: not by way of an import.
+        self._hvd, self._module = hvd, mpi_ops
 
     @property
     def rank(self) -> int:
         """0 in a process that is none of the set's, where the optimizer exchanges nothing."""
-        return int(self._set.rank()) if self._set.included() else 0
+        return 0 if self._set.included() is False else int(self._set.rank())
 
     @property
     def size(self) -> int:
-        return int(self._set.size()) if self._set.included() else 1
+        return 1 if self._set.included() is False else int(self._set.size())
 
     @property
     def active(self) -> bool:
-        import horovod.torch as hvd
-
         # As the optimizer itself decides when it is built.
-        return self._set.included() and (hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        return bool(self._set.included()) and (self._hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
 
     def generation(self) -> object:
         # hvd.init() makes a new table; a handle of the old one may name somebody else's operation in the new.

@@ -138,6 +138,7 @@ class Compressor(abc.ABC):
         self._collectives: Collectives = collectives or HorovodCollectives(process_set)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._known = {id(parameter) for parameter in self._parameters}
         compressible = [
             (name, p)
             for name, p in named
@@ -182,7 +183,7 @@ class Compressor(abc.ABC):
     def exchange(self, bucket: Bucket) -> Exchange:
         """The algorithm: yields requests, is sent their results, ends with the bucket's gradients assigned."""
 
-    def passed(self, tensor: Tensor) -> Tensor:
+    def _passed(self, tensor: Tensor) -> Tensor:
         """What Horovod has averaged of a gradient that is none of ours, or sparse: the last word on it."""
         return tensor
 
@@ -222,16 +223,19 @@ class Compressor(abc.ABC):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` if this optimizer and this compressor do not fit; called before each of its steps."""
         self._collectives.check_optimizer(optimizer)
-        if getattr(optimizer, "_compression", None) is self and (strangers := self.strangers(optimizer)):
-            self._warn(
-                f"{strangers} of the optimizer's parameters were not given to this compressor: their gradients travel "
-                "as they are, and stats() does not count them"
-            )
+        if getattr(optimizer, "_compression", None) is self and (strangers := self._strangers(optimizer)):
+            self._meet(strangers)
 
-    def strangers(self, optimizer: Optimizer) -> int:
+    def _strangers(self, optimizer: Optimizer) -> int:
         """How many of the optimizer's parameters, of those that are trained, this compressor does not know."""
-        ours = {id(parameter) for parameter in self._parameters}
-        return sum(p.requires_grad and id(p) not in ours for group in optimizer.param_groups for p in group["params"])
+        known = self._known
+        return sum(p.requires_grad and id(p) not in known for group in optimizer.param_groups for p in group["params"])
+
+    def _meet(self, strangers: int) -> None:
+        self._warn(
+            f"{strangers} of the optimizer's parameters were not given to this compressor: their gradients travel as "
+            "they are, and stats() does not count them"
+        )
 
     # Horovod's protocol.
 
@@ -274,7 +278,7 @@ class Compressor(abc.ABC):
         """Called by Horovod with what its allreduce returned; returns the gradient, averaged, of the parameter's
         shape."""
         if ctx is None:
-            return self.passed(tensor)
+            return self._passed(tensor)
         with self._lock, self._clock():
             if self._collecting:
                 with _without_autograd(), _OrAbandon(self):
@@ -342,14 +346,16 @@ class Compressor(abc.ABC):
         step under way is forgotten (:meth:`reset`).
 
         Raises:
-            ValueError: another method's state, or other parameters or shapes than this compressor's. Nothing is
-                changed.
+            ValueError: another method's state, a damaged or older one, or other parameters or shapes than this
+                compressor's. Nothing of it is taken over.
         """
         if state.get("method") != type(self).__name__:
             raise ValueError(
                 f"this is the state of {state.get('method')}, and this compressor is {type(self).__name__}"
             )
         places = [(bucket, segment) for bucket in self._buckets for segment in bucket.segments]
+        if "padding" not in state:
+            raise ValueError("this state is of an older version of hvd_compress")
         ours, theirs = {segment.name for _, segment in places}, set(state["tensors"])
         if ours != theirs:
             raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
@@ -380,6 +386,7 @@ class Compressor(abc.ABC):
         that step goes back into the residuals, and the gradients it has compressed become zero."""
         with self._lock:
             self._driver.abandon()
+            self._lookup.forget()
             if self._collecting:
                 self._collecting = False
                 self._undo()
@@ -472,7 +479,6 @@ class Compressor(abc.ABC):
         self._ranks = self._collectives.size
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         self.traffic.begin_step()
-        self._lookup.forget()
         for bucket in self._buckets:
             bucket.clear()
             bucket.order.enter()
@@ -506,6 +512,7 @@ class Compressor(abc.ABC):
         self._driver.finish()
         self.finished()
         self.traffic.end_step()
+        self._lookup.forget()
         self._collecting = False
         self._step += 1
         # Without an optimizer (a test, a user's own loop) nobody steps; a GradScaler skips from the first step on.

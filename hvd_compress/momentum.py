@@ -4,7 +4,7 @@ An entry that waits for its turn would otherwise reach the optimizer's momentum 
 through the momentum first: u = momentum * u + g enters the residual, and what is sent is cleared from u.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class MomentumCorrected(Compressor):
         Parameters that travel dense keep theirs, here. Weight decay, which stays in the optimizer and loses its
         momentum there, is scaled by 1 / (1 - momentum), so that it pulls as before. :meth:`return_momentum` undoes it
         all. A learning-rate schedule that cycles the momentum would bring it back: an error then. In a process alone,
-        where Horovod calls no compressor, the momentum stays where it is.
+        or outside the process set, where Horovod calls no compressor, the momentum stays where it is; where a process
+        set leaves ranks out, call ``hvd.broadcast_optimizer_state()`` before: it would wait for what only some have.
 
         Raises:
             TypeError: another optimizer: its momentum would be another thing.
@@ -55,9 +56,11 @@ class MomentumCorrected(Compressor):
             raise ValueError("take_momentum knows plain momentum only: nesterov and dampening must be off")
         if not momentum:
             raise ValueError("take_momentum: the optimizer has no momentum to take (was it taken before?)")
-        self._check_knows_all_of(optimizer)
+        if strangers := self._strangers(optimizer):
+            self._refuse(strangers)
         if not self._collectives.active:
-            self._left = momentum
+            self._momentum, self._left = 0.0, momentum
+            self.drop_velocity()
             return momentum
         self._set_momentum(momentum)
         for group in optimizer.param_groups:
@@ -100,6 +103,11 @@ class MomentumCorrected(Compressor):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
+        if self._left and any(group.get("momentum") != self._left for group in optimizer.param_groups):
+            raise ValueError(
+                f"take_momentum() left {self._left:g} to the optimizer, which has another momentum now: was the state "
+                "of a job of several processes loaded? Set momentum and weight_decay as they were before it"
+            )
         if not self._momentum:
             return
         if getattr(optimizer, "_compression", self) is not self:
@@ -108,10 +116,9 @@ class MomentumCorrected(Compressor):
             )
         if not self._collectives.active:
             raise ValueError(
-                "momentum would be lost: in a process alone Horovod calls no compressor; leave momentum= out and call "
-                "compression.take_momentum(optimizer), which then leaves it to the optimizer"
+                "momentum would be lost: in a process alone Horovod calls no compressor; give it to the optimizer, set "
+                "momentum=0 here, and call compression.take_momentum(optimizer), which then leaves it there"
             )
-        self._check_knows_all_of(optimizer)
         for group in optimizer.param_groups:
             own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
             if own:
@@ -121,17 +128,21 @@ class MomentumCorrected(Compressor):
                     "compression.take_momentum(optimizer) before training instead of momentum="
                 )
 
-    def _check_knows_all_of(self, optimizer: Optimizer) -> None:
-        if strangers := self.strangers(optimizer):
-            raise ValueError(
-                f"{strangers} of the optimizer's parameters were not given to this compressor and would lose their "
-                "momentum: give it all of the optimizer's named parameters"
-            )
+    def _meet(self, strangers: int) -> None:
+        if self._momentum:
+            self._refuse(strangers)
+        super()._meet(strangers)
 
-    def passed(self, tensor: Tensor) -> Tensor:
+    def _refuse(self, strangers: int) -> NoReturn:
+        raise ValueError(
+            f"{strangers} of the optimizer's parameters were not given to this compressor and would lose their "
+            "momentum: give it all of the optimizer's named parameters"
+        )
+
+    def _passed(self, tensor: Tensor) -> Tensor:
         if tensor.is_sparse and self._momentum:
             raise ValueError("sparse gradients would have no momentum: use sparse_as_dense=True, or no momentum here")
-        return super().passed(tensor)
+        return super()._passed(tensor)
 
     def settle(self, number: int, grad: Tensor) -> None:
         if not self._momentum:

@@ -45,10 +45,10 @@ class Own(Led):
         self.picks = self.own[: self.total]
         return self.plane
 
-    def places(self, gathered: Tensor, ranks: int) -> list[Tensor]:
+    def places(self, gathered: Tensor, ranks: int, rule: Rule) -> list[Tensor]:
         """Each rank's entries in the bucket's flat memory, in slot order: int64, (slots,); raises as
         :meth:`picks_by_rank` does."""
-        return [self.decoded(row) for row in self.picks_by_rank(gathered, ranks)]
+        return [self.decoded(row) for row in self.picks_by_rank(gathered, ranks, rule)]
 
     @abc.abstractmethod
     def decoded(self, picks: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def average_own(method: "Sparse", bucket: Bucket, plan: "Plan") -> Exchange:
     assert isinstance(selection, Own) and isinstance(channel, GatherChannel)
     ranks = channel.ranks
     gathered = yield allgather(selection.message(plan.rule), "indices")
-    places = selection.places(gathered, ranks)
+    places = selection.places(gathered, ranks, plan.rule)
     values = selection.take(bucket.residual)
     gathered = yield allgather(channel.write(values, plan.invalid), "values")
     mean = torch.zeros_like(bucket.residual)

@@ -4,6 +4,7 @@ It is trained once (``scripts/train_predictor.py``), ships with the package, and
 weights, so that the same inputs give the same predictions.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -31,6 +32,9 @@ _PINNED: tuple[tuple[Any, str, Any], ...] = (
     (_mkldnn.conv, "fp32_precision", "ieee"),
     (_mkldnn.matmul, "fp32_precision", "ieee"),
 )
+
+
+_lock = threading.RLock()
 
 
 class Predictor(nn.Module):
@@ -65,14 +69,17 @@ def shipped(device: torch.device) -> Predictor:
 def _pinned() -> Iterator[None]:
     """Whatever precision or algorithm the training itself uses, or is just using: all ranks have to get the same
     bits."""
-    before = [getattr(owner, name) for owner, name, _ in _PINNED]
-    try:
-        for owner, name, value in _PINNED:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for (owner, name, _), value in zip(_PINNED, before, strict=True):
-            setattr(owner, name, value)
+    with _lock:  # they are the process's, and another thread would take for the user's what is set here
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in _PINNED]
+        try:
+            for owner, name, value in _PINNED:
+                if getattr(owner, name) != value:
+                    setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, value in before:
+                if getattr(owner, name) != value:
+                    setattr(owner, name, value)
 
 
 def predict(predictor: Predictor, windows: Tensor) -> Tensor:

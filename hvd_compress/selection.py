@@ -217,9 +217,9 @@ class Led(Selection):
     def agree(self, rule: Rule) -> Agreement:
         self.choose(rule)
         gathered = yield allgather(self.plane, "indices")
-        self.picks = self.in_slot_order(gathered)
+        self.picks = self.in_slot_order(gathered, rule)
 
-    def picks_by_rank(self, gathered: Tensor, ranks: int) -> Tensor:
+    def picks_by_rank(self, gathered: Tensor, ranks: int, rule: Rule) -> Tensor:
         """What the allgather lined up, a row for each of ``ranks``, without the four bytes.
 
         Raises ``RuntimeError``, on every rank alike, where the ranks do not draw from the same seed and step.
@@ -227,13 +227,14 @@ class Led(Selection):
         if gathered.numel() % ranks:
             raise disagreement()
         planes = gathered.view(ranks, -1)
-        if self.check and not bool((planes[:, : self.head] == planes[0, : self.head]).all()):
+        rule.unlike.logical_or_((planes[:, : self.head] != planes[0, : self.head]).any())
+        if self.check and bool(rule.unlike):
             raise disagreement()
         return planes[:, self.head :]
 
-    def in_slot_order(self, gathered: Tensor) -> Tensor:
+    def in_slot_order(self, gathered: Tensor, rule: Rule) -> Tensor:
         """All ranks' picks in the order of the slots; raises as :meth:`picks_by_rank` does."""
-        by_rank = self.picks_by_rank(gathered, self.ranks).view(self.ranks, -1, self.run)
+        by_rank = self.picks_by_rank(gathered, self.ranks, rule).view(self.ranks, -1, self.run)
         # Not by an index tensor: on its way to a GPU it would wait for all that is queued there.
         return torch.stack([by_rank[rank] for rank in self.turn.order], dim=1).view(-1)[: self.total]
 

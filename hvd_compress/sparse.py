@@ -301,6 +301,8 @@ class Sparse(MomentumCorrected):
                     f"{name}: the state was saved in the memory order of strides {state['strides'][name]}, and this "
                     f"parameter has {stride}: use the same memory_format"
                 )
+        for plan, channel in zip(self._plans, state["channels"], strict=True):
+            plan.channel.check_state(channel)
         super().load_method_state(state)
         self._density.load_state(state["density"])
         for bucket, plan, channel in zip(self._buckets, self._plans, state["channels"], strict=True):

@@ -151,11 +151,11 @@ class Run:
 
     def tests(self) -> set[int]:
         """The steps after which the model is tested."""
-        between = self.args.eval_every * self.steps_per_epoch
+        between = max(self.args.eval_every * self.steps_per_epoch, 1)
         return {max(1, round(i * between)) for i in range(1, int(self.total_steps / between) + 1)} | {self.total_steps}
 
     def train_until(self, end: int, batches: Iterator[Batch], bar: tqdm) -> float:
-        """The steps to ``end``, all of one epoch; the mean loss of this rank."""
+        """The steps to ``end``, all of one epoch; the sum of this rank's losses."""
         args = self.args
         loss_sum = torch.zeros((), device=self.device)
         steps = end - self.step
@@ -175,7 +175,7 @@ class Run:
                 bar.set_postfix(
                     loss=f"{loss_sum.item() / done:.3f}", accuracy=accuracy, ratio=f"{ratio:.1f}", refresh=False
                 )
-        return float(loss_sum.item()) / steps
+        return float(loss_sum.item())
 
     def train_step(self, inputs: list[Batch]) -> torch.Tensor:
         """Forward, backward, exchange, update; the mean loss, still on the device."""
@@ -201,7 +201,7 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """All epochs; the content of the JSON file. Its history has an entry for every test and every end of an epoch,
-        whose loss is the mean since the entry before it; the clock of ``seconds`` stands still during tests."""
+        whose loss is the mean of the epoch so far; the clock of ``seconds`` stands still during tests."""
         args, history, tests = self.args, [], self.tests()
         begin = time.perf_counter()
         # tqdm takes None for: a bar where stderr is a terminal.
@@ -209,11 +209,12 @@ class Run:
         bar = tqdm(total=self.total_steps, disable=hidden, unit="step")
         for end in sorted(tests | {min(i * self.steps_per_epoch, self.total_steps) for i in range(1, self.epochs + 1)}):
             if self.step % self.steps_per_epoch == 0:
-                epoch = self.step // self.steps_per_epoch + 1
+                epoch, begun, losses = self.step // self.steps_per_epoch + 1, self.step, 0.0
                 batches = datasets.train_batches(
                     self.data, args.batch_size, hvd.rank(), hvd.size(), args.seed, epoch, not args.no_augment
                 )
-            loss = self.train_until(end, batches, bar)
+            losses += self.train_until(end, batches, bar)
+            loss = losses / (end - begun)
             # No jump at the very end: nothing could settle after it, batch norm's statistics for one.
             if self.ahead is not None and end % self.steps_per_epoch == 0 and end < self.total_steps:
                 self.ahead.epoch_end()

@@ -146,6 +146,7 @@ def test_parameters_without_a_compressor_would_lose_their_momentum():
     head.requires_grad_(False)
     compression.take_momentum(optimizer)
     head.requires_grad_(True)
+    optimizer._compression = compression
     with pytest.raises(ValueError, match="would lose their momentum"):
         optimizer.step()
 
@@ -172,9 +173,17 @@ def test_alone_the_optimizer_keeps_its_momentum(monkeypatch):
     assert compression.return_momentum(optimizer) == 0.9
     assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 0.01
     other = torch.nn.Linear(64, 64)
-    _kept = build(other, momentum=0.9)
+    compression = build(other, momentum=0.9)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="momentum would be lost: in a process alone"):
-        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    assert compression.take_momentum(optimizer) == 0.9
+    optimizer.step()
+    # The state of an optimizer whose momentum was taken, in a job of several processes.
+    optimizer.param_groups[0]["momentum"] = 0.0
+    with pytest.raises(ValueError, match=r"left 0.9 to the optimizer, which has another momentum now"):
+        optimizer.step()
 
 
 def test_parameters_that_were_not_given_are_mentioned():

@@ -200,9 +200,9 @@ def test_a_damaged_state_is_refused(name, what, value):
     bad = {**state, "known": True, what: state[what].clone()}
     bad[what][1] = value
     with pytest.raises(ValueError, match=f"its {what} scales must be 3 numbers"):
-        channel.load_state(bad)
+        channel.check_state(bad)
     with pytest.raises(ValueError, match=f"its {what} scales"):
-        channel.load_state({**state, what: state[what][:2]})
+        channel.check_state({**state, what: state[what][:2]})
     after = channel.state()
     assert before.keys() == after.keys() and not after["known"]
     assert all(torch.equal(before[key], after[key]) for key in ("local", "mean", "kind"))

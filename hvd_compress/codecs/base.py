@@ -59,5 +59,8 @@ class Channel(abc.ABC):
         """What a checkpoint must carry."""
         return {}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ``ValueError`` for what :meth:`state` cannot have said."""
+
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""

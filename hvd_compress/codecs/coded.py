@@ -117,6 +117,9 @@ class _RingChannel(Channel):
     def state(self) -> dict[str, Any]:
         return self.scales.state()
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        self.scales.check_state(state)
+
     def load_state(self, state: dict[str, Any]) -> None:
         self.scales.load_state(state)
 

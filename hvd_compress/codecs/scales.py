@@ -86,9 +86,8 @@ class Scales:
     def state(self) -> dict[str, Any]:
         return {"known": self.known, **{name: getattr(self, name).clone() for name in ("local", "mean", "kind")}}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state`. Raises ``ValueError``, before changing anything, for what it cannot have said:
-        no operator checks a scale."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ``ValueError`` for what :meth:`state` cannot have said: no operator checks a scale."""
         for name, low, high in (("local", SMALLEST, LARGEST), ("mean", SMALLEST, LARGEST), ("kind", 0, 1)):
             own, loaded = getattr(self, name), state[name]
             if loaded.shape != own.shape or not bool(((loaded >= low) & (loaded <= high)).all()):
@@ -96,6 +95,9 @@ class Scales:
                     f"the state is damaged: its {name} scales must be {len(own)} numbers from {low:g} to {high:g}, and "
                     f"are {loaded.tolist()!r:.200}"
                 )
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
         self.known = state["known"]
         for name in ("local", "mean", "kind"):
             setattr(self, name, state[name].to(self.device, copy=True))

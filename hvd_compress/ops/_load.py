@@ -71,6 +71,8 @@ def check_device(device: torch.device) -> None:
     try:
         implementation.means_keep(mean, lost, held)
     except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
         raise RuntimeError(
             f"hvd_compress: the CUDA operators do not run on {device}, of compute capability {capability}. Were they "

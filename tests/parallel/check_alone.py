@@ -3,15 +3,15 @@
 import horovod.torch as hvd
 import torch
 
-from hvd_compress import IWP
+from hvd_compress import DGC, IWP
 
 
-def trained(compressed):
+def trained(method):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    if compressed:
-        compression = IWP(model.named_parameters())
+    if method is not None:
+        compression = method(model.named_parameters())
         assert compression.take_momentum(optimizer) == 0.9
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     for _ in range(10):
@@ -24,5 +24,6 @@ def trained(compressed):
 torch.set_num_threads(1)
 hvd.init()
 assert hvd.size() == 1
-assert torch.equal(trained(compressed=True), trained(compressed=False))
+for method in (IWP, DGC):
+    assert torch.equal(trained(method), trained(None))
 print("ok alone")
