@@ -34,6 +34,10 @@ class Segment:
         """This segment's part of a bucket-wide tensor (padding included)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]
 
+    def padding(self, flat: Tensor) -> Tensor:
+        """What of this segment's part of a bucket-wide tensor is no entry of the parameter's."""
+        return self.of(flat)[self.numel :]
+
     def of_blocks(self, each: Tensor) -> Tensor:
         """This segment's part of a tensor with one entry for each of the bucket's blocks."""
         return each[self.first_block : self.first_block + self.blocks]

@@ -138,7 +138,6 @@ class Compressor(abc.ABC):
         self._collectives: Collectives = collectives or HorovodCollectives(process_set)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._known = {id(parameter) for parameter in self._parameters}
         compressible = [
             (name, p)
             for name, p in named
@@ -228,8 +227,8 @@ class Compressor(abc.ABC):
 
     def _strangers(self, optimizer: Optimizer) -> int:
         """How many of the optimizer's parameters, of those that are trained, this compressor does not know."""
-        known = self._known
-        return sum(p.requires_grad and id(p) not in known for group in optimizer.param_groups for p in group["params"])
+        known = self._lookup.is_parameter
+        return sum(p.requires_grad and not known(p) for group in optimizer.param_groups for p in group["params"])
 
     def _meet(self, strangers: int) -> None:
         self._warn(
@@ -299,11 +298,10 @@ class Compressor(abc.ABC):
     def residual(self, name: str) -> Tensor:
         """What this rank holds back of the gradients of parameter ``name``: float32, of its shape, a copy; zeros for
         one that travels dense. Raises ``KeyError`` for an unknown name."""
-        for bucket in self._buckets:
-            for segment in bucket.segments:
-                if segment.name == name:
-                    bucket.order.enter()
-                    return self.held(bucket, segment).clone()
+        for bucket, segment in self._places():
+            if segment.name == name:
+                bucket.order.enter()
+                return self.held(bucket, segment).clone()
         parameter = dict(zip(self._names, self._parameters, strict=True))[name]
         return torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -322,14 +320,12 @@ class Compressor(abc.ABC):
         self._enter_all()
         tensors = {
             segment.name: {key: self.saved(segment, flat).clone() for key, flat in bucket.state.items()}
-            for bucket in self._buckets
-            for segment in bucket.segments
+            for bucket, segment in self._places()
         }
         # Codes without a zero leave something in the padding, and that is coded again.
         padding = {
-            segment.name: {key: segment.of(flat)[segment.numel :].clone() for key, flat in bucket.state.items()}
-            for bucket in self._buckets
-            for segment in bucket.segments
+            segment.name: {key: segment.padding(flat).clone() for key, flat in bucket.state.items()}
+            for bucket, segment in self._places()
         }
         return {
             "method": type(self).__name__,
@@ -353,7 +349,7 @@ class Compressor(abc.ABC):
             raise ValueError(
                 f"this is the state of {state.get('method')}, and this compressor is {type(self).__name__}"
             )
-        places = [(bucket, segment) for bucket in self._buckets for segment in bucket.segments]
+        places = self._places()
         if "padding" not in state:
             raise ValueError("this state is of an older version of hvd_compress")
         ours, theirs = {segment.name for _, segment in places}, set(state["tensors"])
@@ -371,7 +367,7 @@ class Compressor(abc.ABC):
         self.load_method_state(state["extra"])
         for bucket, segment in places:
             for key, flat in bucket.state.items():
-                segment.of(flat)[segment.numel :].copy_(state["padding"][segment.name][key])
+                segment.padding(flat).copy_(state["padding"][segment.name][key])
                 self.saved(segment, flat).copy_(state["tensors"][segment.name][key])
         self._leave_all()
         self._step = state["step"]
@@ -529,6 +525,10 @@ class Compressor(abc.ABC):
         self._guard.stepped = None
         for bucket in self._buckets:
             self.restart(bucket)
+
+    def _places(self) -> list[tuple[Bucket, Segment]]:
+        """Of all parameters that are compressed."""
+        return [(bucket, segment) for bucket in self._buckets for segment in bucket.segments]
 
     def _enter_all(self) -> None:
         """What follows sees what all exchanges did, on whatever stream it runs."""

@@ -52,7 +52,7 @@ class OptimizerGuard:
                         "parameters of the very model that is trained (not of one that was copied afterwards)"
                     )
                 return
-            if seen is not None and not same(optimizer, seen):
+            if seen is not None and not _same(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
                     f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
@@ -86,7 +86,7 @@ def _tell_guards(optimizer: Optimizer, args: object, kwargs: object) -> None:
             alive._before_step(optimizer)
 
 
-def same(one: Optimizer, other: Optimizer) -> bool:
+def _same(one: Optimizer, other: Optimizer) -> bool:
     """Whether they are Horovod's optimizer and the one it wraps: another object, with the same lists of parameters (and
     the same groups, until one of the two loads a state)."""
     return any(a["params"] is b["params"] for a in one.param_groups for b in other.param_groups)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-#: The largest distance of a copy from what it is copied from.
+#: The largest distance of a copy from what it is copied from, as a share of the largest entry.
 _NEAR = 0.01
 
 
@@ -70,7 +70,7 @@ class GradientLookup:
         whose = [
             number
             for number, parameter in enumerate(self._parameters)
-            if _may_be_copy(grad, parameter.grad) and _distance(grad, parameter.grad) <= _NEAR
+            if parameter.grad is not None and parameter.grad.is_sparse and _is_copy(grad, parameter.grad)
         ]
         if not whose:
             return None
@@ -79,17 +79,13 @@ class GradientLookup:
         return number
 
 
-def _may_be_copy(dense: Tensor, grad: Tensor | None) -> bool:
-    if grad is None or not grad.is_sparse:
+def _is_copy(dense: Tensor, sparse: Tensor) -> bool:
+    """A GPU adds up the rows of one index in any order, so a copy may differ from another."""
+    if (sparse.shape, sparse.dtype, sparse.device) != (dense.shape, dense.dtype, dense.device):
         return False
-    return (grad.shape, grad.dtype, grad.device) == (dense.shape, dense.dtype, dense.device)
-
-
-def _distance(dense: Tensor, grad: Tensor | None) -> float:
-    """As a share of the largest entry. A GPU adds up the rows of one index in any order, so equal ones may differ."""
-    assert grad is not None
-    ours, theirs = (x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for x in (grad.to_dense(), dense))
-    return ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
+    ours, theirs = (x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for x in (sparse.to_dense(), dense))
+    distance = (ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)
+    return bool(distance <= _NEAR)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 #: layer's root mean square, weights in theirs.
 CHANNELS = 6
 _WINDOWS = 512  # at once, so that the memory it takes is bounded
+_Settings = tuple[tuple[Any, str, Any], ...]
 # How it is computed. Of torch's two interfaces to float32's precision this is the one that kernels read, and that can
 # say what was set through the other, allow_tf32; asked what was set through this one, the other raises errors.
 _cuda, _cudnn, _mkldnn = (getattr(torch.backends, name) for name in ("cuda", "cudnn", "mkldnn"))
-_PINNED: tuple[tuple[Any, str, Any], ...] = (
+_PINNED: _Settings = (
     (_cudnn, "enabled", True),
     (_cudnn, "benchmark", False),
     (_cudnn, "deterministic", True),
@@ -32,8 +33,7 @@ _PINNED: tuple[tuple[Any, str, Any], ...] = (
     (_mkldnn.conv, "fp32_precision", "ieee"),
     (_mkldnn.matmul, "fp32_precision", "ieee"),
 )
-
-
+# Settings are the process's: another thread would take for the user's what is set here.
 _lock = threading.RLock()
 
 
@@ -69,17 +69,20 @@ def shipped(device: torch.device) -> Predictor:
 def _pinned() -> Iterator[None]:
     """Whatever precision or algorithm the training itself uses, or is just using: all ranks have to get the same
     bits."""
-    with _lock:  # they are the process's, and another thread would take for the user's what is set here
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in _PINNED]
+    with _lock:
+        before = tuple((owner, name, getattr(owner, name)) for owner, name, _ in _PINNED)
         try:
-            for owner, name, value in _PINNED:
-                if getattr(owner, name) != value:
-                    setattr(owner, name, value)
+            _set(_PINNED)
             yield
         finally:
-            for owner, name, value in before:
-                if getattr(owner, name) != value:
-                    setattr(owner, name, value)
+            _set(before)
+
+
+def _set(settings: _Settings) -> None:
+    """Only what is not so already: what inherits from a setting above it goes on doing so."""
+    for owner, name, value in settings:
+        if getattr(owner, name) != value:
+            setattr(owner, name, value)
 
 
 def predict(predictor: Predictor, windows: Tensor) -> Tensor:

@@ -93,6 +93,11 @@ class Averages:
     block_means: Tensor | None = None
 
 
+def missing(targets: list[Tensor]) -> list[int]:
+    """The segments that have no target: no gradient came to be assigned to."""
+    return [position for position, target in enumerate(targets) if not target.numel()]
+
+
 class Selection(abc.ABC):
     """One bucket's entries of this step. ``slots[i]`` are those of segment i."""
 
@@ -132,10 +137,9 @@ class Selection(abc.ABC):
     def spare(self, targets: list[Tensor], mean: Tensor) -> Tensor:
         """``mean`` for :meth:`put`, not finite where a segment has no target: what nobody receives must stay in the
         residual. (Horovod asks all ranks for the same gradients, so it has none on any of them.)"""
-        missing = [position for position, target in enumerate(targets) if not target.numel()]
-        if missing:
+        if unreceived := missing(targets):
             mean = mean.clone()
-            for position in missing:
+            for position in unreceived:
                 mean[self.span(position)] = math.nan
         return mean
 

@@ -18,7 +18,7 @@ from .means import BlockMeans
 from .momentum import MomentumCorrected
 from .rng import derive
 from .schedule import Density, WarmUp, check_density
-from .selection import Averages, Everything, Led, Rule, Selection, Turn
+from .selection import Averages, Everything, Led, Rule, Selection, Turn, missing
 
 # On a GPU the ranks' agreement is looked at this often, in steps.
 _CHECK_INTERVAL = 100
@@ -189,9 +189,8 @@ class Sparse(MomentumCorrected):
         if means is not None:
             mean, whole = torch.split(mean, [selection.total, bucket.blocks])
             lost, rest = torch.split(lost, [selection.total, bucket.blocks])
-            for segment, target in zip(bucket.segments, targets, strict=True):
-                if not target.numel():  # as Selection.spare() does
-                    segment.of_blocks(whole).fill_(math.nan)
+            for position in missing(targets):  # as Selection.spare() does
+                bucket.segments[position].of_blocks(whole).fill_(math.nan)
             means.arrived(whole, rest)
         yield from self.arrived(bucket, plan, mean, lost)
         spared, velocity = selection.spare(targets, mean), bucket.state.get("velocity")

@@ -152,7 +152,7 @@ class Run:
     def tests(self) -> set[int]:
         """The steps after which the model is tested."""
         between = max(self.args.eval_every * self.steps_per_epoch, 1)
-        return {max(1, round(i * between)) for i in range(1, int(self.total_steps / between) + 1)} | {self.total_steps}
+        return {round(i * between) for i in range(1, int(self.total_steps / between) + 1)} | {self.total_steps}
 
     def train_until(self, end: int, batches: Iterator[Batch], bar: tqdm) -> float:
         """The steps to ``end``, all of one epoch; the sum of this rank's losses."""

@@ -174,12 +174,14 @@ def test_a_bucket_that_was_done_gives_back_when_another_fails(name):
     with pytest.raises(ConnectionError):
         together(world, ranks, [grads])
     assert any(".1.step" in call for call in calls) and not rank.compression._driver._running
+    if name == "iwp-fp32":
+        assert sum(".1.step" in call for call in calls) == 2, "both of its messages"
     for number, (key, parameter) in enumerate(rank.model.named_parameters()):
         if key in [segment.name for segment in rank.compression._buckets[1].segments]:
             assert not parameter.grad.any(), "averages that were taken back"
             if name not in FORGETFUL:
                 want = before[key] + given[number]
-                torch.testing.assert_close(residuals(rank)[key], want, rtol=0, atol=1e-4)
+                torch.testing.assert_close(residuals(rank)[key], want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["iwp-fp32", "fft", "mipd", "topk"])
@@ -220,10 +222,8 @@ def test_what_no_gradient_came_to_receive_stays_in_the_residual(name):
         for key, p in named:
             p.grad = torch.full_like(p, 0.5 + step)
             payload, ctx = rank.compression.compress(p.grad)
-            if step == 0:
-                with pytest.warns(UserWarning, match="never sent") if key == "conv.weight" else nullcontext():
-                    applied = rank.compression.decompress(payload, ctx)
-            else:
+            first = (step, key) == (0, "conv.weight")
+            with pytest.warns(UserWarning, match="never sent") if first else nullcontext():
                 applied = rank.compression.decompress(payload, ctx)
             before[key] += 0.5 + step - applied.double()
             for other, held in residuals(rank).items():

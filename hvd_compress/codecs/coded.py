@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from ..collectives import allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
 from .code import Code
-from .scales import Moments, Scales
+from .scales import Moments, ScaledChannel, Scales
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class CodedGather(Codec):
         return GatherChannel(self.code, groups, ranks, rank, device)
 
 
-class _RingChannel(Channel):
+class _RingChannel(ScaledChannel):
     """A reply is a header and an owner's codes. The header has two float32 a group: the sender's own scale, or NaN if
     it is invalid; and of its part of the average, before it was coded, the sum of squares or the largest magnitude."""
 
@@ -107,21 +106,6 @@ class _RingChannel(Channel):
             mean = (total / decoded.count.clamp(min=1)).sqrt()
         self.scales.follow(local.nan_to_num(nan=0.0).amax(0), mean, decoded)
         self.mean.masked_fill_(bad, float("nan"))
-
-    def mark(self) -> None:
-        self.scales.mark()
-
-    def undo(self) -> None:
-        self.scales.undo()
-
-    def state(self) -> dict[str, Any]:
-        return self.scales.state()
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        self.scales.check_state(state)
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.scales.load_state(state)
 
 
 def floats(message: Tensor) -> Tensor:

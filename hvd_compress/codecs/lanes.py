@@ -1,7 +1,6 @@
 """Integers that Horovod's own ring adds: several to a word, each in a lane that no carry leaves."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from .. import ops
 from ..collectives import allreduce
 from .base import Averaged, Channel, Codec
 from .books import grid_step
-from .scales import Moments, Scales
+from .scales import Moments, ScaledChannel, Scales
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Lanes(Codec):
         return _LanesChannel(self, groups, ranks, rank, device)
 
 
-class _LanesChannel(Channel):
+class _LanesChannel(ScaledChannel):
     def __init__(self, codec: Lanes, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
         self.bits, self.stochastic = codec.bits, codec.stochastic
@@ -70,18 +69,3 @@ class _LanesChannel(Channel):
         ops.lanes_decode(body, step, edges, self.mean, self.width, 1.0 / self.ranks)
         scales.follow_lanes(self.mean, edges, rest, self.ranks)
         return self.mean, self.lost
-
-    def mark(self) -> None:
-        self.scales.mark()
-
-    def undo(self) -> None:
-        self.scales.undo()
-
-    def state(self) -> dict[str, Any]:
-        return self.scales.state()
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        self.scales.check_state(state)
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.scales.load_state(state)

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import ops
 from ..collectives import Request, allreduce
 from ..reference.scales import LARGEST, NEW, SMALLEST, bounded, divided, kind_of, root_mean_square, running
+from .base import Channel
 
 # What the next step's largest magnitude may be, in units of this step's.
 _ROOM = 1.5
@@ -102,3 +103,24 @@ class Scales:
         for name in ("local", "mean", "kind"):
             setattr(self, name, state[name].to(self.device, copy=True))
         self.mark()
+
+
+class ScaledChannel(Channel):
+    """A channel whose ``scales`` follow the values from step to step."""
+
+    scales: Scales
+
+    def mark(self) -> None:
+        self.scales.mark()
+
+    def undo(self) -> None:
+        self.scales.undo()
+
+    def state(self) -> dict[str, Any]:
+        return self.scales.state()
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        self.scales.check_state(state)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.scales.load_state(state)
