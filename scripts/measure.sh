@@ -257,7 +257,7 @@ case ${1:-} in
     ;;
   race-*)
     data=${2:?DATA_DIR} out=${3:-docs/results/$1}
-    # Few bytes cost steps: IWP with four times as many, too.
+    # IWP with four or five times as many bytes, too.
     methods=none,fp16,iwp,iwp@16 options=(--option "iwp:${ours[*]}" --option "iwp@16:--density 1/5.65 ${ours[*]}")
     case $1 in
       race-resnet20)
