@@ -460,7 +460,7 @@ class Compressor(abc.ABC):
 
     def parameters_text(self) -> str:
         """How many parameters are compressed, for ``__repr__``."""
-        segments = [segment for bucket in self._buckets for segment in bucket.segments]
+        segments = [segment for _, segment in self._places()]
         entries, rest = sum(s.numel for s in segments), sum(p.numel() for p in self._parameters)
         return (
             f"{len(segments)} of {len(self._parameters)} tensors compressed ({entries:,} of {rest:,} entries), "

@@ -130,7 +130,7 @@ class Prediction:
             guesses = segment.of(state["guess"]).view(-1, BLOCK)
             before.guesses.append((guesses, windows, guesses[windows]))
             guesses[windows] = self._ask(bucket, position, windows, seen) * units[position]
-            segment.of(state["guess"])[segment.numel :] = 0.0
+            segment.padding(state["guess"]).zero_()
 
     def apply(self, targets: list[Tensor], scale: float) -> None:
         """The guess stands for every entry of an open segment; what was sent is then assigned over it."""

@@ -270,7 +270,7 @@ class Sparse(MomentumCorrected):
 
     def _strides(self) -> dict[str, list[int]]:
         """Of the dimensions in which they mean something."""
-        parameters = {s.name: s.parameter for bucket in self._buckets for s in bucket.segments}
+        parameters = {segment.name: segment.parameter for _, segment in self._places()}
         return {
             name: [stride for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
             for name, p in parameters.items()

@@ -269,8 +269,8 @@ case ${1:-} in
         # The ring, by which exchange-ring found Horovod's own fastest on such links; many threads for few cores, so all sleep.
         methods+=,fft options+=(--option "fft:${ours[*]}")
         target=$vgg11_target training=(--model vgg11 --epochs 2 --batch-size 128 --lr 0.02)
-        for method in none fp16; do having "$method" "${sleep[@]}" "${ring[@]}"; done
-        for method in iwp iwp@16 fft; do having "$method" "${sleep[@]}"; done
+        for method in none fp16 iwp iwp@16 fft; do having "$method" "${sleep[@]}"; done
+        for method in none fp16; do having "$method" "${ring[@]}"; done
         ;;
       *) usage ;;
     esac
