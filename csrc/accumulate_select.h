@@ -1,9 +1,18 @@
 // One entry of accumulate_select.
 #pragma once
 
+#include "segments.h"
 #include "select.h"
 
 namespace hvd_compress {
+
+// What the last exchange sent of these entries, which has yet to leave the residual.
+struct Due {
+  const uint8_t* offsets;
+  Segment segment;  // no slots: nothing is due
+  int64_t shift;    // the phase, modulo blocks
+  Remains remains;
+};
 
 // Everything but the gradient and the weight, whose type varies.
 struct AccumulateSelect {
@@ -15,6 +24,7 @@ struct AccumulateSelect {
   int64_t entries;
   float scale;
   float momentum;
+  Due due;
   Select select;
 
   // How many entries of this block are not padding.

@@ -7,7 +7,9 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor? weight, "
       "Tensor(c!)? velocity, Tensor floor, Tensor(d!) offsets, Tensor(e!) invalid, "
       "Tensor(f!)? means, float scale, float momentum, int slots, int first_slot, int phase, "
-      "int run, int ranks, int position, int key, int explore) -> ()");
+      "int run, int ranks, int position, int key, int explore, Tensor? due_offsets=None, "
+      "Tensor? due_mean=None, Tensor? due_lost=None, int due_slots=0, int due_first_slot=0, "
+      "int due_phase=0) -> ()");
   library.def(
       "select(Tensor score, Tensor(a!) offsets, int slots, int first_slot, int phase, "
       "int run, int ranks, int position, int key, int explore) -> ()");
@@ -16,8 +18,8 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "int phase) -> ()");
   library.def(
       "put(Tensor(a!)[] grads, Tensor(b!) residual, Tensor(c!)? velocity, Tensor offsets, "
-      "Tensor segments, Tensor mean, Tensor lost, int phase, float scale, "
-      "Tensor? block_means=None) -> ()");
+      "Tensor segments, Tensor mean, Tensor? lost, int phase, float scale, "
+      "Tensor? block_means=None, bool blank=False) -> ()");
 
   // Blocks' means: reference/means.py.
   library.def(

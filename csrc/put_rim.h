@@ -7,18 +7,18 @@ namespace hvd_compress {
 
 struct Put {
   Picks picks;
-  float* residual;
-  float* velocity;  // or null
+  Remains remains;  // without `lost`, the residual and the velocity stay as they are
   const float* mean;
-  const float* lost;
   float scale;
   const float* block_means;  // or null
+  bool blank;                // the gradients are zero
 };
 
 inline Put checked(const std::vector<Tensor>& grads, const Tensor& residual,
                    const std::optional<Tensor>& velocity, const Tensor& offsets,
-                   const Tensor& segments, const Tensor& mean, const Tensor& lost, int64_t phase,
-                   double scale, const std::optional<Tensor>& block_means) {
+                   const Tensor& segments, const Tensor& mean, const std::optional<Tensor>& lost,
+                   int64_t phase, double scale, const std::optional<Tensor>& block_means,
+                   bool blank) {
   check_residual(residual, velocity);
   Picks picks = checked_picks(residual, offsets, segments, phase);
   STD_TORCH_CHECK(static_cast<int64_t>(grads.size()) == picks.segment_count, "grads has to have ",
@@ -26,19 +26,22 @@ inline Put checked(const std::vector<Tensor>& grads, const Tensor& residual,
   for (const Tensor& grad : grads) check_dense(grad, "every grad", residual);
   check_flat(mean, "mean", ScalarType::Float, residual);
   check_numel(mean, "mean", picks.slots);
-  check_flat(lost, "lost", ScalarType::Float, residual);
-  check_numel(lost, "lost", picks.slots);
+  if (lost) {
+    check_flat(*lost, "lost", ScalarType::Float, residual);
+    check_numel(*lost, "lost", picks.slots);
+  }
   if (block_means) {
     check_flat(*block_means, "block_means", ScalarType::Float, residual);
     check_numel(*block_means, "block_means", picks.blocks);
   }
+  const float* means = const_data<float>(mean);
   return {picks,
-          data<float>(residual),
-          data_or_null(velocity),
-          const_data<float>(mean),
-          const_data<float>(lost),
+          {data<float>(residual), data_or_null(velocity), means,
+           lost ? const_data<float>(*lost) : nullptr},
+          means,
           static_cast<float>(scale),
-          block_means ? const_data<float>(*block_means) : nullptr};
+          block_means ? const_data<float>(*block_means) : nullptr,
+          blank};
 }
 
 }  // namespace hvd_compress

@@ -13,6 +13,20 @@ struct Segment {  // one row of the tensor `segments`
 };
 static_assert(sizeof(Segment) == 4 * sizeof(int64_t));
 
+// What slots leave behind where their mean is finite: `lost` in the residual, 0 in the velocity.
+struct Remains {
+  float* residual;
+  float* velocity;  // or null
+  const float* mean;
+  const float* lost;
+
+  HVD_BODY void keep(int64_t slot, int64_t entry) const {
+    if (!is_finite(mean[slot])) return;
+    residual[entry] = lost[slot];
+    if (velocity) velocity[entry] = 0.0f;
+  }
+};
+
 // A bucket's slots, as take and put get them.
 struct Picks {
   const uint8_t* offsets;

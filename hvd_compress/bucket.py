@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .due import Due
 from .reference import BLOCK
 from .streams import StreamOrder
 
@@ -56,8 +57,8 @@ class Bucket:
     """Parameters that travel together, their residual, and this step's gradients as they come.
 
     ``state`` holds what must survive a checkpoint, by name: bucket-wide float32 tensors of ``blocks * 256`` entries,
-    ``residual`` always among them. ``gradients`` holds, per segment, the gradient in canonical memory order, or None
-    until it came; ``owners`` the tensor that Horovod handed in and gets back.
+    ``residual`` always among them; :meth:`settle` brings it up to date. ``gradients`` holds, per segment, the gradient
+    in canonical memory order, or None until it came; ``owners`` the tensor that Horovod handed in and gets back.
     """
 
     index: int
@@ -68,6 +69,8 @@ class Bucket:
     def __post_init__(self) -> None:
         self.blocks = sum(segment.blocks for segment in self.segments)
         self.order = StreamOrder(self.device)
+        #: What the last exchange has left to do in ``state``.
+        self.due: Due | None = None
         self.add_state("residual")
         self.clear()
 
@@ -78,7 +81,16 @@ class Bucket:
 
     @property
     def residual(self) -> Tensor:
+        """Of all gradients so far, what has not been sent: float32, (blocks * 256,)."""
+        self.settle()
         return self.state["residual"]
+
+    def settle(self) -> None:
+        """``state`` becomes what it is to be after the last exchange."""
+        if self.due is not None and any(self.due.waiting):
+            self.order.enter()
+            self.due.settle(self.state["residual"], self.state.get("velocity"))
+            self.order.leave()
 
     @property
     def full(self) -> bool:

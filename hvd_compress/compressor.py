@@ -300,8 +300,9 @@ class Compressor(abc.ABC):
         one that travels dense. Raises ``KeyError`` for an unknown name."""
         for bucket, segment in self._places():
             if segment.name == name:
-                bucket.order.enter()
-                return self.held(bucket, segment).clone()
+                with self._lock:
+                    bucket.order.enter()
+                    return self.held(bucket, segment).clone()
         parameter = dict(zip(self._names, self._parameters, strict=True))[name]
         return torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -406,8 +407,9 @@ class Compressor(abc.ABC):
         ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms``
         the median over recent steps of the time spent in the compressor without waiting.
         """
-        self._enter_all()
-        norms = [self.held_norm(bucket) for bucket in self._buckets]
+        with self._lock:
+            self._enter_all()
+            norms = [self.held_norm(bucket) for bucket in self._buckets]
         norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
         return {"steps": self._step, **self.traffic.report(), "residual_norm": norm}
 
@@ -531,9 +533,10 @@ class Compressor(abc.ABC):
         return [(bucket, segment) for bucket in self._buckets for segment in bucket.segments]
 
     def _enter_all(self) -> None:
-        """What follows sees what all exchanges did, on whatever stream it runs."""
+        """What follows sees what all exchanges did, on whatever stream it runs, and all of it."""
         for bucket in self._buckets:
             bucket.order.enter()
+            bucket.settle()
 
     def _leave_all(self) -> None:
         for bucket in self._buckets:

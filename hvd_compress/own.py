@@ -42,7 +42,8 @@ class Own(Led):
     def message(self, rule: Rule) -> Tensor:
         """The stamp that all ranks share, and this rank's picks."""
         self.choose(rule)
-        self.picks = self.own[: self.total]
+        # A copy: the next step's picks are written while these are still due.
+        self.picks = self.own[: self.total].clone()
         return self.plane
 
     def places(self, gathered: Tensor, ranks: int, rule: Rule) -> list[Tensor]:

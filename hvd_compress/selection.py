@@ -23,6 +23,7 @@ from . import ops, reference
 from .agreement import MARKS, alike, disagreement
 from .bucket import Bucket, Segment
 from .collectives import Request, allgather
+from .due import Due, without
 from .reference import BLOCK
 from .rng import derive, permutation
 
@@ -132,16 +133,13 @@ class Selection(abc.ABC):
 
     @abc.abstractmethod
     def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
-        """See :func:`hvd_compress.reference.put`; ``targets``: one a segment, to be assigned to, or empty."""
+        """See :func:`hvd_compress.reference.put`; ``targets``: one a segment, to be assigned to, or empty. What it does
+        to residual and velocity may be left :attr:`~hvd_compress.bucket.Bucket.due`."""
 
     def spare(self, targets: list[Tensor], mean: Tensor) -> Tensor:
         """``mean`` for :meth:`put`, not finite where a segment has no target: what nobody receives must stay in the
         residual. (Horovod asks all ranks for the same gradients, so it has none on any of them.)"""
-        if unreceived := missing(targets):
-            mean = mean.clone()
-            for position in unreceived:
-                mean[self.span(position)] = math.nan
-        return mean
+        return without(mean, map(self.span, missing(targets)))
 
     def _accumulate(
         self,
@@ -155,11 +153,11 @@ class Selection(abc.ABC):
         ranks: int = 1,
         place: int = 0,
     ) -> None:
-        segment = self.bucket.segments[position]
+        segment, due = self.bucket.segments[position], self.bucket.due
         weighted = rule.floors is not None
         ops.accumulate_select(
             grad,
-            segment.of(self.bucket.residual),
+            segment.of(self.bucket.state["residual"]),
             segment.parameter.detach() if weighted else None,
             None if velocity is None else segment.of(velocity),
             self._no_floor if rule.floors is None else rule.floors[position : position + 1],
@@ -176,7 +174,10 @@ class Selection(abc.ABC):
             place,
             self.key(position),
             rule.threshold,
+            *(due.of(position) if due is not None else ()),
         )
+        if due is not None:
+            due.waiting[position] = False
 
     def stamp(self) -> int:
         """A hash of 32 bits of what must be the same on all ranks."""
@@ -258,7 +259,11 @@ class BlockSelection(Led):
 
     def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
         a, residual, rows = averages, self.bucket.residual, self.segments
-        ops.put(targets, residual, velocity, self.picks, rows, a.mean, a.lost, self.phase, a.scale, a.block_means)
+        # Without means, receive() has left zeros.
+        blank = a.block_means is None
+        ops.put(targets, residual, None, self.picks, rows, a.mean, None, self.phase, a.scale, a.block_means, blank)
+        spans = [self.span(position) for position in range(len(self.slots))]
+        self.bucket.due = Due(self.picks, rows, spans, self.phase, a.mean, a.lost)
 
 
 class TopkSelection(Led):

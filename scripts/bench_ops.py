@@ -6,7 +6,8 @@
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer torch takes for the same work,
 with ``torch.topk`` over the whole tensor (- where no such code is timed); "wrong" counts results that differ from
-hvd_compress/reference: if any does, the exit status is 1.
+hvd_compress/reference: if any does, the exit status is 1. "due": with the residual's part of the last ``put``, as IWP
+and FFT do it in every step; "at once": a ``put`` that leaves nothing due, as the other methods' do.
 """
 
 import argparse
@@ -70,8 +71,9 @@ class Bench:
         velocity: bool,
         weighted: bool = True,
         means: bool = False,
-    ) -> None:
-        """``each`` slots a block, dealt one by one to ``ranks``; each = 0 accumulates only."""
+        due: bool = False,
+    ) -> float:
+        """``each`` slots a block, dealt one by one to ``ranks``; each = 0 accumulates only. Returns seconds."""
         padded = self.blocks * BLOCK
         grad, residual = self.random(self.n, dtype), self.random(padded)
         weight = self.random(self.n, dtype) if weighted else None
@@ -82,17 +84,26 @@ class Bench:
         invalid = torch.zeros(1, dtype=torch.int32, device=self.device)
         apart = torch.zeros(self.blocks, device=self.device) if means else None
         tensors = [grad, residual, weight, momentum, floor, offsets, invalid, apart]
-        numbers = (0.5, 0.9, each * self.blocks, 0, 0, 1, ranks, 0, 1234, explore)
+        numbers: tuple[object, ...] = (0.5, 0.9, each * self.blocks, 0, 0, 1, ranks, 0, 1234, explore)
+        slots, picks, segments = self.slots(each)
+        sent, lost = self.random(slots), self.random(slots) * 1e-3
+        where = reference.positions(picks, segments, 0)
+        if due:
+            numbers = (*numbers, picks, sent, lost, slots, 0, 0)
 
         mine = [None if tensor is None else tensor.clone() for tensor in tensors]
         wanted = [None if tensor is None else tensor.clone() for tensor in tensors]
-        ops.accumulate_select(*mine, *numbers)  # type: ignore[arg-type, call-arg]
-        reference.accumulate_select(*wanted, *numbers)  # type: ignore[arg-type, call-arg]
+        ops.accumulate_select(*mine, *numbers)  # type: ignore[arg-type]
+        reference.accumulate_select(*wanted, *numbers)  # type: ignore[arg-type]
         wrong = sum(int((a != b).sum()) for a, b in zip(mine, wanted, strict=True) if a is not None and b is not None)
-        seconds = self.time(lambda: ops.accumulate_select(*tensors, *numbers))  # type: ignore[arg-type, call-arg]
+        seconds = self.time(lambda: ops.accumulate_select(*tensors, *numbers))  # type: ignore[arg-type]
 
         def obvious() -> None:
             flat = residual[: self.n]
+            if due:
+                residual[where] = lost
+                if momentum is not None:
+                    momentum[where] = 0.0
             step = grad.float() * 0.5 if momentum is None else momentum[: self.n].mul_(0.9).add_(grad, alpha=0.5)
             if apart is not None:
                 whole = step[: self.n // BLOCK * BLOCK].view(-1, BLOCK)
@@ -107,8 +118,9 @@ class Bench:
                 torch.topk(score, max(1, self.blocks * each // ranks))
 
         read_weight = weighted and each >= ranks  # then this rank leads in every block
-        size = self.n * (8 + grad.element_size() * (1 + read_weight) + 8 * velocity)
-        self.row(f"accumulate_select {name}", seconds, size, self.time(obvious, 3), wrong)
+        size = self.n * (8 + grad.element_size() * (1 + read_weight) + 8 * velocity) + slots * 9 * due
+        self.row(f"accumulate_select {name}{', due' * due}", seconds, size, self.time(obvious, 3), wrong)
+        return seconds
 
     def select(self, name: str, each: int, ranks: int, explore: int) -> None:
         """``each`` slots a block, dealt one by one to ``ranks``; this rank leads in every block."""
@@ -123,40 +135,53 @@ class Bench:
         torch_seconds = self.time(lambda: torch.topk(score, self.blocks * each // ranks), 3)
         self.row(f"select {name}", seconds, 4 * score.numel(), torch_seconds, wrong)
 
-    def take_put(self, each: int, velocity: bool, means: bool = False) -> None:
-        """``each`` slots a block. The obvious code reaches the same entries by flat int64 indices."""
-        slots, padded = each * self.blocks, self.blocks * BLOCK
-        generator = torch.Generator().manual_seed(1)
-        offsets = torch.randint(0, BLOCK, (slots,), generator=generator).to(torch.uint8).to(self.device)
-        segments = torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
+    def slots(self, each: int) -> tuple[int, Tensor, Tensor]:
+        """``each`` slots a block: their number, where they are, and the operators' table."""
+        slots = each * self.blocks
+        offsets = torch.randint(0, BLOCK, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+        return slots, offsets.to(self.device), torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
+
+    def take(self, each: int) -> float:
+        """``each`` slots a block. The obvious code reaches the same entries by flat int64 indices. Returns seconds."""
+        slots, offsets, segments = self.slots(each)
+        residual = self.random(self.blocks * BLOCK)
+        mine = residual.clone()
+        values, wanted = (torch.empty(slots, device=self.device) for _ in range(2))
+        indices = reference.positions(offsets, segments, 0)
+
+        def again() -> None:
+            mine.copy_(residual)
+
+        ops.take(mine, offsets, segments, values, 0)
+        reference.take(mine, offsets, segments, wanted, 0)
+        wrong = int((values != wanted).sum())
+        seconds = self.time(lambda: ops.take(mine, offsets, segments, values, 0), before=again)
+        torch_seconds = self.time(lambda: torch.index_select(mine, 0, indices, out=values), before=again)
+        self.row(f"take {each} of 256", seconds, slots * (1 + 4 + 4), torch_seconds, wrong)
+        return seconds
+
+    def put(self, each: int, velocity: bool = False, means: bool = False, at_once: bool = False) -> float:
+        """The inverse of :meth:`take`."""
+        slots, offsets, segments = self.slots(each)
+        padded = self.blocks * BLOCK
         residual, grad = self.random(padded), torch.zeros(self.n, device=self.device)
         momentum = torch.ones(padded, device=self.device) if velocity else None
-        values, wanted = (torch.empty(slots, device=self.device) for _ in range(2))
         indices = reference.positions(offsets, segments, 0).clamp(max=self.n - 1)
         mine = residual.clone()
 
         def again() -> None:
             mine.copy_(residual)
+            grad.zero_()
 
-        name = f"{each} of 256{', velocity' if velocity else ''}{', means' if means else ''}"
-        if not velocity and not means:
-            ops.take(mine, offsets, segments, values, 0)
-            reference.take(mine, offsets, segments, wanted, 0)
-            wrong = int((values != wanted).sum())
-            seconds = self.time(lambda: ops.take(mine, offsets, segments, values, 0), before=again)
-            torch_seconds = self.time(lambda: torch.index_select(mine, 0, indices, out=values), before=again)
-            self.row(f"take {name}", seconds, slots * (1 + 4 + 4), torch_seconds, wrong)
-
-        mean, lost = self.random(slots), self.random(slots) * 1e-3
+        mean, lost = self.random(slots), self.random(slots) * 1e-3 if at_once else None
         whole = self.random(self.blocks) if means else None
+        rest = (offsets, segments, mean, lost, 0, 0.25, whole, not at_once)
         others = [tensor if tensor is None else tensor.clone() for tensor in (grad, residual, momentum)]
-        ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25, whole)
-        reference.put([others[0]], others[1], others[2], offsets, segments, mean, lost, 0, 0.25, whole)  # type: ignore[list-item, arg-type]
+        ops.put([grad], mine, momentum, *rest)
+        reference.put([others[0]], others[1], others[2], *rest)  # type: ignore[list-item, arg-type]
         got = (grad, mine, momentum)
         wrong = sum(int((a != b).sum()) for a, b in zip(got, others, strict=True) if a is not None and b is not None)
-        seconds = self.time(
-            lambda: ops.put([grad], mine, momentum, offsets, segments, mean, lost, 0, 0.25, whole), before=again
-        )
+        seconds = self.time(lambda: ops.put([grad], mine, momentum, *rest), before=again)
 
         def obvious_put() -> None:
             if whole is not None:
@@ -164,12 +189,15 @@ class Bench:
                 grad[indices] += mean * 0.25
             else:
                 grad[indices] = mean * 0.25
-            mine[indices] = lost
-            if momentum is not None:
+            if lost is not None:
+                mine[indices] = lost
+            if at_once and momentum is not None:
                 momentum[indices] = 0.0
 
-        size = slots * (1 + 8 + 8 + 4 * velocity) + 4 * self.n * means
-        self.row(f"put {name}", seconds, size, self.time(obvious_put, before=again), wrong)
+        size = slots * (1 + 8 + (8 + 4 * velocity) * at_once) + 4 * self.n * means
+        name = f"put {each} of 256{', velocity' * velocity}{', means' * means}{', at once' * at_once}"
+        self.row(name, seconds, size, self.time(obvious_put, before=again), wrong)
+        return seconds
 
 
 def started(kind: type[B], description: str | None) -> B:
@@ -194,10 +222,17 @@ def main() -> int:
     bench = started(Bench, __doc__)
     print("| operator | ms | GB/s | of copy | torch / ours | wrong |\n|---|---|---|---|---|---|")
     every = 2**32
+    whole = {
+        "leading 1 of 4 slots": bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False, due=True),
+        "leading 4 slots": bench.accumulate_select("fp32, 4 slots", torch.float32, 4, 1, 0, False, due=True),
+    }
     bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False)
     bench.accumulate_select("fp32, 1 of 4 slots, velocity", torch.float32, 4, 4, 0, True)
     bench.accumulate_select("fp32, 1 of 4 slots, explored", torch.float32, 4, 4, every, False)
     bench.accumulate_select("fp32, 1 of 4 slots, means", torch.float32, 4, 4, 0, False, means=True)
+    with_means = bench.accumulate_select(
+        "fp32, 1 of 4 slots, velocity, means", torch.float32, 4, 4, 0, True, means=True, due=True
+    )
     bench.accumulate_select("fp32, 4 slots", torch.float32, 4, 1, 0, False)
     bench.accumulate_select("fp32, 16 slots", torch.float32, 16, 1, 0, False)
     bench.accumulate_select("fp32, no slots", torch.float32, 0, 1, 0, False)
@@ -206,9 +241,14 @@ def main() -> int:
     bench.accumulate_select("fp32, 1 of 4 slots, no weight", torch.float32, 4, 4, 0, False, False)
     bench.select("1 of 4 slots", 4, 4, 0)
     bench.select("1 of 4 slots, explored", 4, 4, every)
-    bench.take_put(4, False)
-    bench.take_put(4, True)
-    bench.take_put(4, False, means=True)
+    take, put = bench.take(4), bench.put(4)
+    put_means = bench.put(4, means=True)
+    bench.put(4, at_once=True)
+    bench.put(4, velocity=True, at_once=True)
+    print("\ntake and put, of the accumulate_select that does what put has left due:")
+    for name, seconds in whole.items():
+        print(f"- {name}: {(take + put) / seconds:.0%}")
+    print(f"- leading 1 of 4 slots, velocity, means: {(take + put_means) / with_means:.0%}")
     return 1 if bench.wrong else 0
 
 

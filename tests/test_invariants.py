@@ -75,6 +75,37 @@ def test_hook_order_does_not_matter(method, size):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_looking_changes_nothing(method, momentum):
+    """Whoever looks at residuals, before a step or in the middle of one, has done for him what the next gradient would
+    have taken along."""
+    results = []
+    for looks in (False, True):
+        world, ranks = replicas(2, method, momentum=momentum)
+        for rank in ranks if looks else ():
+            rank.compression.compress = partial(_look_and_compress, rank.compression, rank.compression.compress)
+        applied = random_steps(world, ranks, range(4))
+        results.append([*applied[0], *residuals(ranks[0]).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _look_and_compress(compression, compress, grad):
+    assert compression.stats()["residual_norm"] >= 0.0
+    return compress(grad)
+
+
+@pytest.mark.parametrize("name", ["iwp", "iwp-no-means", "fft", "fft-gather"])
+def test_the_next_gradients_take_along_what_is_due(name):
+    """Or it would be done twice over, or never and only looked like it."""
+    world, ranks = replicas(2, METHODS[name], **SMALL)
+    random_steps(world, ranks, range(2))
+    for bucket in ranks[0].compression._buckets:
+        assert all(bucket.due.waiting)
+        late = bucket.state["residual"].clone()
+        assert not torch.equal(bucket.residual, late)
+        assert not any(bucket.due.waiting)
+
+
 @pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED.keys())
 def test_replicas_stay_bit_equal_over_1000_steps(trained):
     world, ranks = replicas(4, trained, model=_toy())

@@ -4,6 +4,7 @@
 #include "../accumulate_select_rim.h"
 #include "any.h"
 #include "isa.h"
+#include "segments.h"
 #include "select.h"
 
 namespace hvd_compress {
@@ -63,6 +64,15 @@ struct Blocks {
     const Select& select = args->select;
     auto place_of = [&](int64_t block) { return select.slots ? select.place(block) : 0; };
     int64_t place = place_of(begin), next = place_of(begin + 1);
+    Walk due(args->due.segment, begin, args->due.shift);
+    auto settle = [&](int64_t block) {
+      int64_t slot = due.slot();
+      for (due.next(); slot < due.slot(); ++slot) {
+        args->due.remains.keep(slot, block * kBlock + args->due.offsets[slot]);
+      }
+    };
+    bool any_due = args->due.segment.slots > 0;
+    if (any_due) settle(begin);
     for (int64_t block = begin; block < end; ++block) {
       int64_t base = block * kBlock;
       int inside = args->inside(block);
@@ -92,6 +102,8 @@ struct Blocks {
         bad |= accumulate_block<kVelocity, false>(*args, grad + base, residual, velocity, weight,
                                                   mean, scores, inside);
       }
+      // Well before its entries are read, many at a time: a read waits for the writes it covers.
+      if (any_due && block + 1 < end) settle(block + 1);
       if (count > 0) pick(select, block, scores, count, select.offsets + place);
       place = next;
       next = after;
@@ -114,9 +126,13 @@ void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> w
                            Tensor invalid, std::optional<Tensor> means, double scale,
                            double momentum, int64_t slots, int64_t first_slot, int64_t phase,
                            int64_t run_length, int64_t ranks, int64_t position, int64_t key,
-                           int64_t explore) {
+                           int64_t explore, std::optional<Tensor> due_offsets,
+                           std::optional<Tensor> due_mean, std::optional<Tensor> due_lost,
+                           int64_t due_slots, int64_t due_first_slot, int64_t due_phase) {
   AccumulateSelect args =
       checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
+  args.due = checked_due(residual, velocity, due_offsets, due_mean, due_lost, due_slots,
+                         due_first_slot, due_phase);
   args.select = checked_select(residual, offsets, slots, first_slot, phase, run_length, ranks,
                                position, key, explore);
   with_type(grad.scalar_type(), [&](auto type) {

@@ -1,6 +1,7 @@
 // accumulate_select on CUDA: a warp to a block, 8 neighbouring entries to a lane, all in registers.
 #include "../accumulate_select_rim.h"
 #include "entries.h"
+#include "segments.h"
 #include "select.h"
 
 namespace hvd_compress {
@@ -36,6 +37,11 @@ __global__ void __launch_bounds__(kThreads)
   int64_t first = block * kBlock + lane_id() * kEach;
   int inside = args.inside(block) - lane_id() * kEach;  // of this lane's entries, may be < 0
   inside = inside < 0 ? 0 : inside > kEach ? kEach : inside;
+
+  const Due& due = args.due;
+  if (due.segment.slots) {
+    keep(due.remains, due.offsets, slots_in(due.segment, block, due.shift), block * kBlock);
+  }
 
   T step[kEach];
   float residual[kEach];
@@ -90,9 +96,13 @@ void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> 
                             Tensor invalid, std::optional<Tensor> means, double scale,
                             double momentum, int64_t slots, int64_t first_slot, int64_t phase,
                             int64_t run, int64_t ranks, int64_t position, int64_t key,
-                            int64_t explore) {
+                            int64_t explore, std::optional<Tensor> due_offsets,
+                            std::optional<Tensor> due_mean, std::optional<Tensor> due_lost,
+                            int64_t due_slots, int64_t due_first_slot, int64_t due_phase) {
   AccumulateSelect args =
       checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
+  args.due = checked_due(residual, velocity, due_offsets, due_mean, due_lost, due_slots,
+                         due_first_slot, due_phase);
   args.select = checked_select(residual, offsets, slots, first_slot, phase, run, ranks, position,
                                key, explore);
   if (args.select.blocks == 0) return;

@@ -33,8 +33,8 @@ __device__ __forceinline__ void assign(void* grad, int64_t entry, ScalarType dty
   }
 }
 
-// The slots act in order. Within a round of 32 the last lane of an entry writes it, and the barrier
-// orders the rounds. The residual has a last lane of its own: a mean that is not finite passes it.
+// The slots act in order, as in keep(), but here every mean counts. (`blank` is of no use: a GPU's
+// cache writes entries, not lines.)
 __device__ __forceinline__ void put_block(const Put& args, const Chunk& chunk, int64_t block) {
   const Picks& picks = args.picks;
   Slots slots = slots_of(picks, picks.segments + chunk.first, chunk.count, block);
@@ -48,21 +48,19 @@ __device__ __forceinline__ void put_block(const Put& args, const Chunk& chunk, i
     }
     __syncwarp();
   }
-  for (int round = 0; round < slots.count; round += kLanes) {
-    int64_t slot = slots.begin + round + lane_id();
-    bool active = round + lane_id() < slots.count;
+  Range range = slots.range;
+  for (int round = 0; inside > 0 && round < range.count; round += kLanes) {
+    int64_t slot = range.begin + round + lane_id();
+    bool active = round + lane_id() < range.count;
     int offset = active ? picks.offsets[slot] : 0;
-    float mean = active ? args.mean[slot] : 0.0f;
     if (last_of_equals(offset, active) && offset < inside) {
-      float value = args.block_means ? base + mean * args.scale : mean * args.scale;
+      float value = args.mean[slot] * args.scale;
+      if (args.block_means) value = base + value;
       assign(chunk.data[slots.segment], slots.entry + offset, chunk.dtype[slots.segment], value);
-    }
-    if (last_of_equals(offset, active && is_finite(mean))) {
-      args.residual[block * kBlock + offset] = args.lost[slot];
-      if (args.velocity) args.velocity[block * kBlock + offset] = 0.0f;
     }
     __syncwarp();
   }
+  if (args.remains.lost) keep(args.remains, picks.offsets, range, block * kBlock);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -77,10 +75,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 void put_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
-              Tensor offsets, Tensor segments, Tensor mean, Tensor lost, int64_t phase,
-              double scale, std::optional<Tensor> block_means) {
-  Put args =
-      checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means);
+              Tensor offsets, Tensor segments, Tensor mean, std::optional<Tensor> lost,
+              int64_t phase, double scale, std::optional<Tensor> block_means, bool blank) {
+  Put args = checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale,
+                     block_means, blank);
   const Picks& picks = args.picks;
   if (picks.blocks == 0 || (picks.slots == 0 && !block_means)) return;
   Launch launch(residual);

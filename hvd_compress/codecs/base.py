@@ -45,8 +45,8 @@ class Channel(abc.ABC):
 
         ``values``: float32, (slots,), finite; stays as it is. ``invalid``: int32, (1,): if set on any rank, every
         rank's mean is NaN. ``key``: of this rank's randomness in this step. ``mean``: the average over ranks, the same
-        bits on all. ``lost``: what of ``values`` is not in it. Both are the channel's own memory, good until the next
-        step.
+        bits on all. ``lost``: what of ``values`` is not in it. Both are the channel's own memory, good until its next
+        exchange.
         """
 
     def mark(self) -> None:

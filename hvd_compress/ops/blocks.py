@@ -24,6 +24,12 @@ def accumulate_select(
     position: int,
     key: int,
     explore: int,
+    due_offsets: Tensor | None = None,
+    due_mean: Tensor | None = None,
+    due_lost: Tensor | None = None,
+    due_slots: int = 0,
+    due_first_slot: int = 0,
+    due_phase: int = 0,
 ) -> None:
     """Take a gradient into the residual and write the offsets of the entries that this rank picks as leader.
 
@@ -34,11 +40,15 @@ def accumulate_select(
     ``means``: float32, (blocks,), contiguous; with None the blocks' means stay where they are, and the gradient becomes
     zero (otherwise :func:`put` writes all of it).
     ``slots``: 0 (accumulate only) to blocks * 256. ``0 <= position < ranks``, ``run >= 1``, ``0 <= explore <= 2**32``.
+    ``due_offsets``, uint8, ``due_mean`` and ``due_lost``, float32: all slots of the last exchange, of which these
+    entries' ``due_slots`` begin at ``due_first_slot``: what :func:`put` without ``lost`` has left to do. Other memory
+    than ``offsets``.
     Raises RuntimeError for another dtype, device or size, or if the picks would not fit in ``offsets``.
     """
     # fmt: off
     implementation.accumulate_select(grad, residual, weight, velocity, floor, offsets, invalid, means, scale,
-                                      momentum, slots, first_slot, phase, run, ranks, position, key, explore)
+                                      momentum, slots, first_slot, phase, run, ranks, position, key, explore,
+                                      due_offsets, due_mean, due_lost, due_slots, due_first_slot, due_phase)
     # fmt: on
 
 
@@ -79,17 +89,20 @@ def put(
     offsets: Tensor,
     segments: Tensor,
     mean: Tensor,
-    lost: Tensor,
+    lost: Tensor | None,
     phase: int,
     scale: float,
     block_means: Tensor | None = None,
+    blank: bool = False,
 ) -> None:
     """Assign ``mean * scale`` to the gradients' entries at ``offsets``, whose other entries stay as they are, and
-    ``lost`` to the residual's. With ``block_means``, the others become their block's, and those have it on top.
+    ``lost`` to the residual's. With ``block_means``, the others become their block's, and those have it on top. Without
+    ``lost``, residual and velocity stay as they are: that part is due. ``blank`` says that the gradients are zero, for
+    speed: a few more of their entries may then be written, as zeros.
 
     ``grads``: a dense tensor a segment, float32, float16 or bfloat16, written in memory order; an empty one is skipped.
     ``velocity``: as the residual. ``mean``, ``lost``: float32, all slots. ``block_means``: float32, (blocks,) of the
     bucket, contiguous. ``residual``, ``offsets``, ``segments`` as in
     :func:`take`. Raises RuntimeError for another dtype, device, size or number of gradients.
     """
-    implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means)
+    implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means, blank)

@@ -79,6 +79,12 @@ def accumulate_select(
     position: int,
     key: int,
     explore: int,
+    due_offsets: Tensor | None = None,
+    due_mean: Tensor | None = None,
+    due_lost: Tensor | None = None,
+    due_slots: int = 0,
+    due_first_slot: int = 0,
+    due_phase: int = 0,
 ) -> None:
     """Take a gradient into the residual and write the offsets of the entries that this rank, as leader, picks.
 
@@ -93,11 +99,20 @@ def accumulate_select(
     would not be finite keeps its residual and velocity, and sets ``invalid`` to 1. Then :func:`select` by that score,
     0 in the padding.
 
+    Before all that, with ``due_offsets``, comes what :func:`put` has not done of the last exchange, by these entries'
+    slots of it: ``due_slots`` from ``due_first_slot`` on, of that exchange's phase.
+
     ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16.
     ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0.
     ``offsets``: uint8, this rank's whole plane.
-    ``invalid``: int32, (1,). ``means``: float32, (blocks,). ``slots`` 0 accumulates only.
+    ``invalid``: int32, (1,). ``means``: float32, (blocks,). ``slots`` 0 accumulates only. ``due_offsets``: uint8, and
+    ``due_mean``, ``due_lost``: float32, all slots of the exchange.
     """
+    if due_offsets is not None and due_mean is not None and due_lost is not None:
+        mine = slice(due_first_slot, due_first_slot + due_slots)
+        row = torch.tensor([[0, residual.numel() // BLOCK, 0, due_slots]])
+        nowhere, sent, lost = [residual.new_empty(0)], due_mean[mine], due_lost[mine]
+        put(nowhere, residual, velocity, due_offsets[mine], row, sent, lost, due_phase, 0.0)
     n = grad.numel()
     flat = grad.as_strided((n,), (1,))
     step = flat.float() * scale
@@ -219,10 +234,11 @@ def put(
     offsets: Tensor,
     segments: Tensor,
     mean: Tensor,
-    lost: Tensor,
+    lost: Tensor | None,
     phase: int,
     scale: float,
     block_means: Tensor | None = None,
+    blank: bool = False,
 ) -> None:
     """What the ranks agreed on arrives: the gradients' entries at ``offsets`` become ``mean * scale``.
 
@@ -230,6 +246,9 @@ def put(
     and the velocity's 0. Where it is not, the gradient gets it all the same (every rank then sees it, as with dense
     training), and nothing leaves the residual. The slots act one after the other: of two for one entry, the later has
     the last word. Entries in a gradient's padding are passed over.
+
+    Without ``lost``, residual and velocity stay as they are: their part is due (:func:`accumulate_select`). ``blank``
+    says that the gradients are zero, from which an implementation may gain speed; nothing is to be seen of it.
 
     With ``block_means``, float32, (blocks,) of the bucket, every entry of a gradient becomes its block's, times
     ``scale``, and those at ``offsets`` that plus ``mean * scale``.
@@ -247,15 +266,16 @@ def put_at(
     where: Tensor,
     segments: Tensor,
     mean: Tensor,
-    lost: Tensor,
+    lost: Tensor | None,
     scale: float,
     block_means: Tensor | None = None,
 ) -> None:
     """:func:`put` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
-    last = _last(where, mean.isfinite(), residual.numel())
-    _assign(residual, where, lost, last)
-    if velocity is not None:
-        _assign(velocity, where, torch.zeros_like(lost), last)
+    if lost is not None:
+        last = _last(where, mean.isfinite(), residual.numel())
+        _assign(residual, where, lost, last)
+        if velocity is not None:
+            _assign(velocity, where, torch.zeros_like(lost), last)
     value = mean * scale
     if block_means is not None:
         base = block_means * scale

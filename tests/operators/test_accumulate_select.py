@@ -31,6 +31,13 @@ pytestmark = needs_compiled
 NAMES = ["grad", "residual", "weight", "velocity", "floor", "offsets", "invalid", "means"]
 
 
+def due(slots: int, first: int, phase: int, seed: int) -> list:
+    """What the last exchange left: ``slots`` from ``first`` on, of a few more."""
+    total = first + slots + 3
+    offsets = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    return [offsets, values(total, "wild", seed + 1), values(total, "normal", seed + 2), slots, first, phase]
+
+
 @st.composite
 def arguments(draw: st.DrawFn) -> list:
     shape, dtype, seed = draw(shapes()), draw(dtypes), draw(seeds)
@@ -63,6 +70,11 @@ def arguments(draw: st.DrawFn) -> list:
         position,
         draw(st.integers(0, 2**32 - 1)),
         draw(st.sampled_from([0, 2**30, 2**32 - 1, 2**32])),
+        *(
+            due(draw(slot_counts(blocks)), draw(st.integers(0, 99)), draw(phases), seed + 4)
+            if draw(st.booleans())
+            else []
+        ),
     ]
 
 
@@ -70,7 +82,7 @@ def sample(device: str = "cpu") -> list:
     """Arguments that are right: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
     tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
     tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(3)]
-    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31])
+    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *due(10, 2, 3, 1)])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +122,7 @@ def test_many_blocks(device: str) -> None:
     for phase in (0, -77, 2500):
         tensors = [values(n, "normal", 1), values(n, "normal", 2), values(n, "equal", 3), None, torch.tensor([0.1])]
         tensors += [torch.zeros(4000, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(2000)]
-        args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31]
+        args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31, *due(9700, 5, phase + 1, 12)]
         got, want = on(device, clone(args)), clone(args)
         with threads(3):
             ops.accumulate_select(*got)
@@ -140,7 +152,7 @@ def test_unaligned_gradient(device: str) -> None:
 def test_means_are_left_out_of_the_residual(device: str) -> None:
     """By the blocks' own sums, padding not counted; a block with an infinity keeps its finite entries whole."""
     check_device(device)
-    args = sample(device)
+    args = sample(device)[:18]
     grad = args[0].clone() + 1.0
     grad[300] = float("inf")
     args[0], args[3] = grad.clone(), None
@@ -156,6 +168,29 @@ def test_means_are_left_out_of_the_residual(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_is_due_is_done_first(device: str) -> None:
+    """By put's rules: the later of two slots counts, a mean that is not finite does not, padding is written too."""
+    check_device(device)
+    args = sample(device)
+    args[0].fill_(1.0)
+    args[1].fill_(10.0)
+    args[3].fill_(10.0)
+    args[7] = None
+    offsets = torch.tensor([5, 5, 7, 9, 255], dtype=torch.uint8)
+    mean, lost = torch.tensor([1.0, 1.0, float("nan"), 1.0, 1.0]), torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0])
+    args[18:] = on(device, [offsets, mean, lost, 5, 0, 2])
+    counts = reference.slot_start(torch.arange(4), 5, 3, 2).diff().tolist()
+    assert counts == [2, 2, 1]
+    ops.accumulate_select(*args)
+    residual, velocity = args[1].cpu(), args[3].cpu()
+    assert (residual[5].item(), velocity[5].item()) == (4.0, 1.0), "lost 3, then the gradient"
+    assert (residual[BLOCK + 7].item(), velocity[BLOCK + 7].item()) == (20.0, 10.0), "as if nothing were due"
+    assert (residual[BLOCK + 9].item(), velocity[BLOCK + 9].item()) == (6.0, 1.0)
+    assert (residual[2 * BLOCK + 255].item(), velocity[2 * BLOCK + 255].item()) == (6.0, 0.0)
+    assert int((residual[:600] == 20.0).sum()) == 598
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
     torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)))
@@ -163,6 +198,7 @@ def test_opcheck(device: str) -> None:
         without = sample(device)
         without[optional] = None
         torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
+    torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)[:18]))
 
 
 BAD = {
@@ -181,6 +217,14 @@ BAD = {
     "means dtype": (7, lambda x: x.double(), "means has to be Float, got Double"),
     "means size": (7, lambda x: x[:2].clone(), "means has to have 3 entries, got 2"),
     **bad_selection(offsets=5, slots=10),
+    "due_offsets dtype": (18, lambda x: x.int(), "due_offsets has to be Byte, got Int"),
+    "due_offsets missing": (18, lambda x: None, "go together"),
+    "due_mean missing": (19, lambda x: None, "go together"),
+    "due_mean numel": (19, lambda x: x[:14].clone(), "due_mean has to have 15 entries, got 14"),
+    "due_lost dtype": (20, lambda x: x.double(), "due_lost has to be Float, got Double"),
+    "due_slots": (21, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
+    "due_slots < 0": (21, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
+    "due_first_slot": (22, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
 }
 
 

@@ -1,5 +1,7 @@
 """put against hvd_compress/reference/blocks.py, to the last bit."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -41,21 +43,23 @@ def gradients(draw: st.DrawFn, entries: int, seed: int) -> torch.Tensor:
 
 @st.composite
 def arguments(draw: st.DrawFn) -> list:
-    layout, seed = draw(layouts()), draw(seeds)
+    layout, seed, blank = draw(layouts()), draw(seeds), draw(st.booleans())
     n = layout.blocks * BLOCK
+    grads = [draw(gradients(entries, seed + i)) for i, entries in enumerate(layout.entries)]
     return [
-        [draw(gradients(entries, seed + i)) for i, entries in enumerate(layout.entries)],
+        [grad.zero_() if blank else grad for grad in grads],
         values(n, draw(kinds), seed + 10),
         values(n, "normal", seed + 11) if draw(st.booleans()) else None,
         offsets_of(layout, seed + 12, draw(st.sampled_from([256, 20, 1]))),
         layout.tensor("cpu"),
         values(layout.slots, draw(st.sampled_from(["normal", "huge", "wild"])), seed + 13),
-        values(layout.slots, draw(kinds), seed + 14),
+        values(layout.slots, draw(kinds), seed + 14) if draw(st.booleans()) else None,
         draw(phases),
         draw(st.sampled_from([1.0, 0.25, 1 / 3])),
         values(layout.blocks, draw(st.sampled_from(["normal", "huge", "wild"])), seed + 15)
         if draw(st.booleans())
         else None,
+        blank,
     ]
 
 
@@ -91,15 +95,17 @@ def test_equals_reference(device: str, args: list) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_blocks(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_blocks(device: str, dtype: torch.dtype) -> None:
     for phase in (0, 1, -77, 2500, 2**40):
-        grads = [torch.zeros(entries) for entries in MANY.entries]
+        grads = [torch.zeros(entries).to(dtype) for entries in MANY.entries]
         n, slots = MANY.blocks * BLOCK, MANY.slots
         tensors = [values(n, "normal", 1), values(n, "normal", 2), offsets_of(MANY, 3, 256), MANY.tensor("cpu")]
         with threads(3):
-            for means in (None, values(MANY.blocks, "normal", 6)):
-                more = [values(slots, "wild", 4), values(slots, "normal", 5), phase, 0.25, means]
-                check([grads, *tensors, *more], device)
+            means = values(MANY.blocks, "normal", 6)
+            for lost in (None, values(slots, "normal", 5)):
+                for rest in ([None, False], [None, True], [means, False], [means, True]):
+                    check([grads, *tensors, values(slots, "wild", 4), lost, phase, 0.25, *rest], device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,12 +113,14 @@ def test_many_blocks(device: str) -> None:
 def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
     """Views into other memory, of more than the caches take and of less: nothing beside them is written."""
     check_device(device)
-    for blocks in (3, 5000):
-        memory = torch.ones(blocks * BLOCK + 2, device=device).to(dtype)
+    for blocks, means in itertools.product((3, 5000), (True, False)):
+        memory = torch.zeros(blocks * BLOCK + 2, device=device).to(dtype)
+        memory[0] = memory[-1] = 1
         slots = 2 * blocks
         offsets = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
         tensors = [values(blocks * BLOCK, "normal", 2), None, offsets, torch.tensor([[0, blocks, 0, slots]])]
-        more = [values(slots, "normal", 3), values(slots, "normal", 4), 1, 0.25, values(blocks, "normal", 5)]
+        more = [values(slots, "normal", 3), values(slots, "normal", 4), 1, 0.25]
+        more += [values(blocks, "normal", 5) if means else None, True]
         want = [[memory[1:-1].cpu().clone()], *clone([*tensors, *more])]
         ops.put([memory[1:-1]], *on(device, [[], *tensors, *more])[1:])
         reference.put(*want)
@@ -161,6 +169,17 @@ def test_places_are_found_and_assigned_without_a_look_at_them() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_nothing_leaves_the_residual_without_lost(device: str) -> None:
+    check_device(device)
+    args = sample(device)
+    args[6] = None
+    before = clone(args)
+    ops.put(*args)
+    assert torch.equal(args[1], before[1]) and torch.equal(args[2], before[2])
+    assert args[0][0].any() and args[0][1].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_skipped_gradient(device: str) -> None:
     """An empty gradient is skipped, but what was taken still leaves the residual."""
     check_device(device)
@@ -176,9 +195,10 @@ def test_skipped_gradient(device: str) -> None:
 def test_opcheck(device: str) -> None:
     check_device(device)
     torch.library.opcheck(torch.ops.hvd_compress.put.default, tuple(sample(device)))
-    without = sample(device)
-    without[2] = None
-    torch.library.opcheck(torch.ops.hvd_compress.put.default, tuple(without))
+    for optional in (2, 6, 9):
+        without = sample(device)
+        without[optional] = None
+        torch.library.opcheck(torch.ops.hvd_compress.put.default, tuple(without))
 
 
 BAD = {
