@@ -8,13 +8,14 @@
 namespace hvd_compress {
 
 inline Due checked_due(const Tensor& residual, const std::optional<Tensor>& velocity,
-                       const std::optional<Tensor>& offsets, const std::optional<Tensor>& mean,
-                       const std::optional<Tensor>& lost, int64_t slots, int64_t first_slot,
-                       int64_t phase) {
+                       const Tensor& picked, const std::optional<Tensor>& offsets,
+                       const std::optional<Tensor>& mean, const std::optional<Tensor>& lost,
+                       int64_t slots, int64_t first_slot, int64_t phase) {
   STD_TORCH_CHECK(offsets.has_value() == mean.has_value() && mean.has_value() == lost.has_value(),
                   "due_offsets, due_mean and due_lost go together");
   if (!offsets || residual.numel() == 0) return {nullptr, {0, 1, 0, 0}, 0, {}};
   check_flat(*offsets, "due_offsets", ScalarType::Byte, residual);
+  check_apart(*offsets, "due_offsets", picked, "offsets");
   check_flat(*mean, "due_mean", ScalarType::Float, residual);
   check_numel(*mean, "due_mean", offsets->numel());
   check_flat(*lost, "due_lost", ScalarType::Float, residual);

@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
   library.def(
       "put(Tensor(a!)[] grads, Tensor(b!) residual, Tensor(c!)? velocity, Tensor offsets, "
       "Tensor segments, Tensor mean, Tensor? lost, int phase, float scale, "
-      "Tensor? block_means=None, bool blank=False) -> ()");
+      "Tensor? block_means=None) -> ()");
 
   // Blocks' means: reference/means.py.
   library.def(

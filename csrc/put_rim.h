@@ -7,18 +7,15 @@ namespace hvd_compress {
 
 struct Put {
   Picks picks;
-  Remains remains;  // without `lost`, the residual and the velocity stay as they are
-  const float* mean;
+  Remains remains;  // without `lost` they are left due
   float scale;
   const float* block_means;  // or null
-  bool blank;                // the gradients are zero
 };
 
 inline Put checked(const std::vector<Tensor>& grads, const Tensor& residual,
                    const std::optional<Tensor>& velocity, const Tensor& offsets,
                    const Tensor& segments, const Tensor& mean, const std::optional<Tensor>& lost,
-                   int64_t phase, double scale, const std::optional<Tensor>& block_means,
-                   bool blank) {
+                   int64_t phase, double scale, const std::optional<Tensor>& block_means) {
   check_residual(residual, velocity);
   Picks picks = checked_picks(residual, offsets, segments, phase);
   STD_TORCH_CHECK(static_cast<int64_t>(grads.size()) == picks.segment_count, "grads has to have ",
@@ -34,14 +31,11 @@ inline Put checked(const std::vector<Tensor>& grads, const Tensor& residual,
     check_flat(*block_means, "block_means", ScalarType::Float, residual);
     check_numel(*block_means, "block_means", picks.blocks);
   }
-  const float* means = const_data<float>(mean);
   return {picks,
-          {data<float>(residual), data_or_null(velocity), means,
+          {data<float>(residual), data_or_null(velocity), const_data<float>(mean),
            lost ? const_data<float>(*lost) : nullptr},
-          means,
           static_cast<float>(scale),
-          block_means ? const_data<float>(*block_means) : nullptr,
-          blank};
+          block_means ? const_data<float>(*block_means) : nullptr};
 }
 
 }  // namespace hvd_compress

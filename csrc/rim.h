@@ -96,12 +96,15 @@ inline float* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? data<float>(*tensor) : nullptr;
 }
 
+// Two flat tensors of one dtype.
 inline void check_apart(const Tensor& one, const char* name, const Tensor& other,
                         const char* other_name) {
-  const float* begin = const_data<float>(one);
-  const float* other_begin = const_data<float>(other);
-  STD_TORCH_CHECK(begin + one.numel() <= other_begin || other_begin + other.numel() <= begin, name,
-                  " has to be other memory than ", other_name);
+  const uint8_t* begin = const_data<uint8_t>(one);
+  const uint8_t* other_begin = const_data<uint8_t>(other);
+  int64_t size = one.element_size();
+  STD_TORCH_CHECK(
+      begin + one.numel() * size <= other_begin || other_begin + other.numel() * size <= begin,
+      name, " has to be other memory than ", other_name);
 }
 
 // The slots of take and put. What the segments hold cannot be read here on CUDA.

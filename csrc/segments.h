@@ -1,4 +1,5 @@
-// Segments: which parameter a block of the bucket belongs to, and which slots it holds.
+// Segments: which parameter a block of the bucket belongs to, which slots it holds, and what those
+// leave behind.
 #pragma once
 
 #include "block.h"
@@ -13,15 +14,21 @@ struct Segment {  // one row of the tensor `segments`
 };
 static_assert(sizeof(Segment) == 4 * sizeof(int64_t));
 
-// What slots leave behind where their mean is finite: `lost` in the residual, 0 in the velocity.
+struct SlotRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// What a slot that counts leaves behind: `lost` in the residual, 0 in the velocity.
 struct Remains {
   float* residual;
   float* velocity;  // or null
   const float* mean;
   const float* lost;
 
-  HVD_BODY void keep(int64_t slot, int64_t entry) const {
-    if (!is_finite(mean[slot])) return;
+  HVD_BODY bool counts(int64_t slot) const { return is_finite(mean[slot]); }
+
+  HVD_BODY void write(int64_t slot, int64_t entry) const {
     residual[entry] = lost[slot];
     if (velocity) velocity[entry] = 0.0f;
   }

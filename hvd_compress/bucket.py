@@ -57,7 +57,7 @@ class Bucket:
     """Parameters that travel together, their residual, and this step's gradients as they come.
 
     ``state`` holds what must survive a checkpoint, by name: bucket-wide float32 tensors of ``blocks * 256`` entries,
-    ``residual`` always among them; :meth:`settle` brings it up to date. ``gradients`` holds, per segment, the gradient
+    ``residual`` always among them; :meth:`catch_up` first. ``gradients`` holds, per segment, the gradient
     in canonical memory order, or None until it came; ``owners`` the tensor that Horovod handed in and gets back.
     """
 
@@ -82,15 +82,26 @@ class Bucket:
     @property
     def residual(self) -> Tensor:
         """Of all gradients so far, what has not been sent: float32, (blocks * 256,)."""
-        self.settle()
+        self.catch_up()
         return self.state["residual"]
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """``state`` becomes what it is to be after the last exchange."""
-        if self.due is not None and any(self.due.waiting):
-            self.order.enter()
-            self.due.settle(self.state["residual"], self.state.get("velocity"))
-            self.order.leave()
+        due = self.due
+        if due is None:
+            return
+        with due.lock:
+            if due.waits:
+                self.order.enter()
+                due.finish(self.state["residual"], self.state.get("velocity"))
+                self.order.leave()
+
+    def forget_due(self) -> None:
+        """An exchange begins, and its predecessor's memory is let go."""
+        self.catch_up()
+        if self.due is not None:
+            self.order.let_go(self.due.picks, self.due.mean, self.due.lost)
+            self.due = None
 
     @property
     def full(self) -> bool:

@@ -300,9 +300,8 @@ class Compressor(abc.ABC):
         one that travels dense. Raises ``KeyError`` for an unknown name."""
         for bucket, segment in self._places():
             if segment.name == name:
-                with self._lock:
-                    bucket.order.enter()
-                    return self.held(bucket, segment).clone()
+                bucket.order.enter()
+                return self.held(bucket, segment).clone()
         parameter = dict(zip(self._names, self._parameters, strict=True))[name]
         return torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -407,9 +406,8 @@ class Compressor(abc.ABC):
         ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms``
         the median over recent steps of the time spent in the compressor without waiting.
         """
-        with self._lock:
-            self._enter_all()
-            norms = [self.held_norm(bucket) for bucket in self._buckets]
+        self._enter_all()
+        norms = [self.held_norm(bucket) for bucket in self._buckets]
         norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
         return {"steps": self._step, **self.traffic.report(), "residual_norm": norm}
 
@@ -486,6 +484,7 @@ class Compressor(abc.ABC):
         self._collecting = True
 
     def _whole_exchange(self, bucket: Bucket) -> Exchange:
+        bucket.forget_due()
         yield from self.exchange(bucket)
         bucket.assigned()
 
@@ -533,10 +532,10 @@ class Compressor(abc.ABC):
         return [(bucket, segment) for bucket in self._buckets for segment in bucket.segments]
 
     def _enter_all(self) -> None:
-        """What follows sees what all exchanges did, on whatever stream it runs, and all of it."""
+        """What follows, on whatever stream, sees all that exchanges did and have left due."""
         for bucket in self._buckets:
             bucket.order.enter()
-            bucket.settle()
+            bucket.catch_up()
 
     def _leave_all(self) -> None:
         for bucket in self._buckets:

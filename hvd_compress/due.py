@@ -2,11 +2,12 @@
 
 What was sent leaves the residual, and what the wire has lost of it comes back. To do that at once, a cache line has to
 be fetched and written back for every entry; but the next gradient goes through all of the residual anyway, and takes
-it along (:func:`hvd_compress.ops.accumulate_select`). Whoever looks at the residual earlier has it done before
-(:attr:`hvd_compress.bucket.Bucket.residual`).
+it along (:func:`hvd_compress.ops.accumulate_select`). Whoever looks earlier has it done before
+(:meth:`hvd_compress.bucket.Bucket.catch_up`).
 """
 
 import math
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,10 +18,10 @@ from . import ops
 
 @dataclass
 class Due:
-    """One exchange's: of :func:`hvd_compress.ops.put`, the ``lost`` of all slots, and which entries they are.
+    """What :func:`hvd_compress.ops.put` does to residual and velocity, of one exchange of all segments.
 
     ``picks``: uint8, (slots,); ``segments``: the operators' table; ``spans``: every segment's slots. ``mean`` and
-    ``lost``: float32, (slots,). Memory that nobody writes to before the next exchange has begun.
+    ``lost``: float32, (slots,). Memory that nobody writes to before the next exchange.
     """
 
     picks: Tensor
@@ -29,25 +30,35 @@ class Due:
     phase: int
     mean: Tensor
     lost: Tensor
-    #: Of each segment, whether it still has to be done.
-    waiting: list[bool] = field(init=False)
+    #: Held while it is done: a thread that only wants to know a residual must not do it once more. (Not held while a
+    #: rank waits for others.)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        self.waiting = [True] * len(self.spans)
+        self._waiting = [True] * len(self.spans)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is left to do."""
+        return any(self._waiting)
 
     def of(self, position: int) -> tuple[Tensor, Tensor, Tensor, int, int, int] | tuple[()]:
-        """The last arguments of accumulate_select for a segment: none if it is done."""
-        if not self.waiting[position]:
+        """The last arguments of accumulate_select for a segment, which then is :meth:`done`: none if it was before."""
+        if not self._waiting[position]:
             return ()
         span = self.spans[position]
         return self.picks, self.mean, self.lost, span.stop - span.start, span.start, self.phase
 
-    def settle(self, residual: Tensor, velocity: Tensor | None) -> None:
-        """Does all that is waiting, in the bucket's tensors."""
-        mean = without(self.mean, (span for span, waits in zip(self.spans, self.waiting, strict=True) if not waits))
+    def done(self, position: int) -> None:
+        """Of a segment."""
+        self._waiting[position] = False
+
+    def finish(self, residual: Tensor, velocity: Tensor | None) -> None:
+        """Does all that waits, in the bucket's tensors."""
+        mean = without(self.mean, (span for span, waits in zip(self.spans, self._waiting, strict=True) if not waits))
         nowhere = [residual.new_empty(0)] * len(self.spans)
         ops.put(nowhere, residual, velocity, self.picks, self.segments, mean, self.lost, self.phase, 0.0)
-        self.waiting = [False] * len(self.spans)
+        self._waiting = [False] * len(self.spans)
 
 
 def without(mean: Tensor, spans: Iterable[slice]) -> Tensor:

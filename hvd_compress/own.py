@@ -125,7 +125,7 @@ class OwnSampled(OwnLargest):
 
 
 def average_own(method: "Sparse", bucket: Bucket, plan: "Plan") -> Exchange:
-    """The mean over ranks of what each has picked, zero where it has not; assigned, and cleared from the residual."""
+    """The mean over ranks of what each has picked, zero where it has not: assigned, and due to leave the residual."""
     selection, channel = plan.selection, plan.channel
     assert isinstance(selection, Own) and isinstance(channel, GatherChannel)
     ranks = channel.ranks

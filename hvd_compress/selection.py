@@ -133,8 +133,8 @@ class Selection(abc.ABC):
 
     @abc.abstractmethod
     def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
-        """See :func:`hvd_compress.reference.put`; ``targets``: one a segment, to be assigned to, or empty. What it does
-        to residual and velocity may be left :attr:`~hvd_compress.bucket.Bucket.due`."""
+        """See :func:`hvd_compress.reference.put`; ``targets``: one a segment, to be assigned to, or empty. What is to
+        be done to the residual and the bucket's ``velocity`` may be left :mod:`~hvd_compress.due`."""
 
     def spare(self, targets: list[Tensor], mean: Tensor) -> Tensor:
         """``mean`` for :meth:`put`, not finite where a segment has no target: what nobody receives must stay in the
@@ -153,9 +153,9 @@ class Selection(abc.ABC):
         ranks: int = 1,
         place: int = 0,
     ) -> None:
-        segment, due = self.bucket.segments[position], self.bucket.due
+        segment = self.bucket.segments[position]
         weighted = rule.floors is not None
-        ops.accumulate_select(
+        arguments = (
             grad,
             segment.of(self.bucket.state["residual"]),
             segment.parameter.detach() if weighted else None,
@@ -174,10 +174,14 @@ class Selection(abc.ABC):
             place,
             self.key(position),
             rule.threshold,
-            *(due.of(position) if due is not None else ()),
         )
-        if due is not None:
-            due.waiting[position] = False
+        due = self.bucket.due
+        if due is None:
+            ops.accumulate_select(*arguments)
+            return
+        with due.lock:
+            ops.accumulate_select(*arguments, *due.of(position))
+            due.done(position)
 
     def stamp(self) -> int:
         """A hash of 32 bits of what must be the same on all ranks."""
@@ -259,9 +263,7 @@ class BlockSelection(Led):
 
     def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
         a, residual, rows = averages, self.bucket.residual, self.segments
-        # Without means, receive() has left zeros.
-        blank = a.block_means is None
-        ops.put(targets, residual, None, self.picks, rows, a.mean, None, self.phase, a.scale, a.block_means, blank)
+        ops.put(targets, residual, None, self.picks, rows, a.mean, None, self.phase, a.scale, a.block_means)
         spans = [self.span(position) for position in range(len(self.slots))]
         self.bucket.due = Due(self.picks, rows, spans, self.phase, a.mean, a.lost)
 

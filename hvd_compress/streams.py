@@ -16,6 +16,13 @@ class StreamOrder:
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
+    def let_go(self, *tensors: torch.Tensor) -> None:
+        """Memory that this work has used, on whatever streams, is freed: nobody gets it before all that was launched is
+        done."""
+        if self._device.type == "cuda":
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+
     def leave(self) -> None:
         """Marks the end of what was launched."""
         if self._device.type == "cuda":

@@ -7,7 +7,8 @@ GB/s counts the bytes that have to cross memory (zeroing the gradient is not cou
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer torch takes for the same work,
 with ``torch.topk`` over the whole tensor (- where no such code is timed); "wrong" counts results that differ from
 hvd_compress/reference: if any does, the exit status is 1. "due": with the residual's part of the last ``put``, as IWP
-and FFT do it in every step; "at once": a ``put`` that leaves nothing due, as the other methods' do.
+and FFT do it in every step; "at once": a ``put`` that leaves nothing due, as the other methods' do. Last, the three in
+turn, as in a step, for what ``take`` and ``put`` take together in terms of ``accumulate_select``.
 """
 
 import argparse
@@ -72,8 +73,8 @@ class Bench:
         weighted: bool = True,
         means: bool = False,
         due: bool = False,
-    ) -> float:
-        """``each`` slots a block, dealt one by one to ``ranks``; each = 0 accumulates only. Returns seconds."""
+    ) -> None:
+        """``each`` slots a block, dealt one by one to ``ranks``; each = 0 accumulates only."""
         padded = self.blocks * BLOCK
         grad, residual = self.random(self.n, dtype), self.random(padded)
         weight = self.random(self.n, dtype) if weighted else None
@@ -120,7 +121,6 @@ class Bench:
         read_weight = weighted and each >= ranks  # then this rank leads in every block
         size = self.n * (8 + grad.element_size() * (1 + read_weight) + 8 * velocity) + slots * 9 * due
         self.row(f"accumulate_select {name}{', due' * due}", seconds, size, self.time(obvious, 3), wrong)
-        return seconds
 
     def select(self, name: str, each: int, ranks: int, explore: int) -> None:
         """``each`` slots a block, dealt one by one to ``ranks``; this rank leads in every block."""
@@ -141,8 +141,8 @@ class Bench:
         offsets = torch.randint(0, BLOCK, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
         return slots, offsets.to(self.device), torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
 
-    def take(self, each: int) -> float:
-        """``each`` slots a block. The obvious code reaches the same entries by flat int64 indices. Returns seconds."""
+    def take(self, each: int) -> None:
+        """``each`` slots a block. The obvious code reaches the same entries by flat int64 indices."""
         slots, offsets, segments = self.slots(each)
         residual = self.random(self.blocks * BLOCK)
         mine = residual.clone()
@@ -158,9 +158,8 @@ class Bench:
         seconds = self.time(lambda: ops.take(mine, offsets, segments, values, 0), before=again)
         torch_seconds = self.time(lambda: torch.index_select(mine, 0, indices, out=values), before=again)
         self.row(f"take {each} of 256", seconds, slots * (1 + 4 + 4), torch_seconds, wrong)
-        return seconds
 
-    def put(self, each: int, velocity: bool = False, means: bool = False, at_once: bool = False) -> float:
+    def put(self, each: int, velocity: bool = False, means: bool = False, at_once: bool = False) -> None:
         """The inverse of :meth:`take`."""
         slots, offsets, segments = self.slots(each)
         padded = self.blocks * BLOCK
@@ -175,7 +174,7 @@ class Bench:
 
         mean, lost = self.random(slots), self.random(slots) * 1e-3 if at_once else None
         whole = self.random(self.blocks) if means else None
-        rest = (offsets, segments, mean, lost, 0, 0.25, whole, not at_once)
+        rest = (offsets, segments, mean, lost, 0, 0.25, whole)
         others = [tensor if tensor is None else tensor.clone() for tensor in (grad, residual, momentum)]
         ops.put([grad], mine, momentum, *rest)
         reference.put([others[0]], others[1], others[2], *rest)  # type: ignore[list-item, arg-type]
@@ -197,7 +196,27 @@ class Bench:
         size = slots * (1 + 8 + (8 + 4 * velocity) * at_once) + 4 * self.n * means
         name = f"put {each} of 256{', velocity' * velocity}{', means' * means}{', at once' * at_once}"
         self.row(name, seconds, size, self.time(obvious_put, before=again), wrong)
-        return seconds
+
+    def in_turn(self, name: str, each: int, ranks: int, velocity: bool = False, means: bool = False) -> None:
+        """Prints how long ``take`` and ``put`` are, of the accumulate_select before them: the median of all rounds."""
+        padded = self.blocks * BLOCK
+        grad, residual, weight = self.random(self.n), self.random(padded), self.random(self.n)
+        momentum = self.random(padded) if velocity else None
+        floor, invalid = torch.tensor([1e-3], device=self.device), torch.zeros(1, dtype=torch.int32, device=self.device)
+        apart = torch.zeros(self.blocks, device=self.device) if means else None
+        own = torch.zeros(self.blocks * each // ranks + 1, dtype=torch.uint8, device=self.device)
+        slots, picks, segments = self.slots(each)
+        values, mean, lost = self.random(slots), self.random(slots), self.random(slots) * 1e-3
+        tensors = (grad, residual, weight, momentum, floor, own, invalid, apart)
+        numbers = (0.5, 0.9, slots, 0, 0, 1, ranks, 0, 1, 0, picks, mean, lost, slots, 0, 0)
+        ratios = []
+        for _ in range(self.repeats):
+            whole = self.time(lambda: ops.accumulate_select(*tensors, *numbers), 1)
+            parts = self.time(lambda: ops.take(residual, picks, segments, values, 0), 1)
+            parts += self.time(lambda: ops.put([grad], residual, None, picks, segments, mean, None, 0, 0.25, apart), 1)
+            ratios.append(parts / whole)
+        ratios.sort()
+        print(f"- {name}: {ratios[len(ratios) // 2]:.0%} ({ratios[0]:.0%} to {ratios[-1]:.0%})", flush=True)
 
 
 def started(kind: type[B], description: str | None) -> B:
@@ -222,17 +241,12 @@ def main() -> int:
     bench = started(Bench, __doc__)
     print("| operator | ms | GB/s | of copy | torch / ours | wrong |\n|---|---|---|---|---|---|")
     every = 2**32
-    whole = {
-        "leading 1 of 4 slots": bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False, due=True),
-        "leading 4 slots": bench.accumulate_select("fp32, 4 slots", torch.float32, 4, 1, 0, False, due=True),
-    }
+    bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False, due=True)
     bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False)
     bench.accumulate_select("fp32, 1 of 4 slots, velocity", torch.float32, 4, 4, 0, True)
     bench.accumulate_select("fp32, 1 of 4 slots, explored", torch.float32, 4, 4, every, False)
     bench.accumulate_select("fp32, 1 of 4 slots, means", torch.float32, 4, 4, 0, False, means=True)
-    with_means = bench.accumulate_select(
-        "fp32, 1 of 4 slots, velocity, means", torch.float32, 4, 4, 0, True, means=True, due=True
-    )
+    bench.accumulate_select("fp32, 1 of 4 slots, velocity, means", torch.float32, 4, 4, 0, True, means=True, due=True)
     bench.accumulate_select("fp32, 4 slots", torch.float32, 4, 1, 0, False)
     bench.accumulate_select("fp32, 16 slots", torch.float32, 16, 1, 0, False)
     bench.accumulate_select("fp32, no slots", torch.float32, 0, 1, 0, False)
@@ -241,14 +255,17 @@ def main() -> int:
     bench.accumulate_select("fp32, 1 of 4 slots, no weight", torch.float32, 4, 4, 0, False, False)
     bench.select("1 of 4 slots", 4, 4, 0)
     bench.select("1 of 4 slots, explored", 4, 4, every)
-    take, put = bench.take(4), bench.put(4)
-    put_means = bench.put(4, means=True)
+    bench.take(4)
+    bench.put(4)
+    bench.put(4, means=True)
     bench.put(4, at_once=True)
     bench.put(4, velocity=True, at_once=True)
-    print("\ntake and put, of the accumulate_select that does what put has left due:")
-    for name, seconds in whole.items():
-        print(f"- {name}: {(take + put) / seconds:.0%}")
-    print(f"- leading 1 of 4 slots, velocity, means: {(take + put_means) / with_means:.0%}")
+    print("\ntake and put, of the accumulate_select before them, which does what the last put has left due:\n")
+    bench.in_turn("leading 1 of 4 slots", 4, 4)
+    bench.in_turn("leading 4 slots", 4, 1)
+    bench.in_turn("leading 1 of 4 slots, velocity", 4, 4, velocity=True)
+    bench.in_turn("leading 1 of 4 slots, means", 4, 4, means=True)
+    bench.in_turn("leading 1 of 4 slots, velocity, means", 4, 4, velocity=True, means=True)
     return 1 if bench.wrong else 0
 
 

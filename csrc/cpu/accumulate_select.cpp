@@ -64,15 +64,15 @@ struct Blocks {
     const Select& select = args->select;
     auto place_of = [&](int64_t block) { return select.slots ? select.place(block) : 0; };
     int64_t place = place_of(begin), next = place_of(begin + 1);
-    Walk due(args->due.segment, begin, args->due.shift);
-    auto settle = [&](int64_t block) {
-      int64_t slot = due.slot();
-      for (due.next(); slot < due.slot(); ++slot) {
-        args->due.remains.keep(slot, block * kBlock + args->due.offsets[slot]);
+    const Due& due = args->due;
+    Walk walk(due.segment, begin, due.shift);
+    auto do_due = [&](int64_t block) {
+      auto [slot, last] = walk.next();
+      for (; slot < last; ++slot) {
+        if (due.remains.counts(slot)) due.remains.write(slot, block * kBlock + due.offsets[slot]);
       }
     };
-    bool any_due = args->due.segment.slots > 0;
-    if (any_due) settle(begin);
+    do_due(begin);
     for (int64_t block = begin; block < end; ++block) {
       int64_t base = block * kBlock;
       int inside = args->inside(block);
@@ -103,7 +103,7 @@ struct Blocks {
                                                   mean, scores, inside);
       }
       // Well before its entries are read, many at a time: a read waits for the writes it covers.
-      if (any_due && block + 1 < end) settle(block + 1);
+      if (block + 1 < end) do_due(block + 1);
       if (count > 0) pick(select, block, scores, count, select.offsets + place);
       place = next;
       next = after;
@@ -131,7 +131,7 @@ void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> w
                            int64_t due_slots, int64_t due_first_slot, int64_t due_phase) {
   AccumulateSelect args =
       checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
-  args.due = checked_due(residual, velocity, due_offsets, due_mean, due_lost, due_slots,
+  args.due = checked_due(residual, velocity, offsets, due_offsets, due_mean, due_lost, due_slots,
                          due_first_slot, due_phase);
   args.select = checked_select(residual, offsets, slots, first_slot, phase, run_length, ranks,
                                position, key, explore);

@@ -13,89 +13,49 @@ namespace {
 
 constexpr int64_t kGrain = 1024;   // blocks a thread takes at least
 constexpr int64_t kCached = 4096;  // blocks: of more than 4 MiB the gradient goes past the caches
-constexpr int kLineBytes = 64;
 
-// One segment's gradient.
-template <typename T>
-struct Target {
-  T* grad;
-  int64_t entries;
-  bool past;  // the caches
-
-  // So many values, from entry `begin` on; what lies in the padding is left out.
-  template <typename Copy>
-  void write(int64_t begin, const T* values, int64_t count, const Copy& copy) const {
-    count = std::min(count, entries - begin);
-    if (count > 0) copy(static_cast<void*>(grad + begin), values, count * sizeof(T));
-  }
-};
-
-// The three ways to write a gradient. In all, the slots act in order: of two slots of one entry the
-// later has the last word.
+// Both ways to write a gradient take the slots in order: of two slots of one entry the later has
+// the last word.
 
 template <typename T>
-void put_entries(const Put& args, const Segment& segment, int64_t first, int64_t last,
-                 const Target<T>& target) {
+void put_entries(const Put& args, const Segment& segment, int64_t first, int64_t last, T* grad,
+                 int64_t entries) {
+  const float* mean = args.remains.mean;
+  float scale = args.scale;
   for_slots(
       args.picks, segment, first, last,
       [=](int64_t entry) {
-        if (entry < target.entries) __builtin_prefetch(target.grad + entry, 1);
+        if (entry < entries) __builtin_prefetch(grad + entry, 1);
       },
       [=](int64_t slot, int64_t entry) {
-        if (entry < target.entries) {
-          target.grad[entry] = static_cast<T>(args.mean[slot] * args.scale);
-        }
+        if (entry < entries) grad[entry] = static_cast<T>(mean[slot] * scale);
       });
-}
-
-// Around a slot of a gradient that is zero, all is known: its line need not be read to be written.
-// For what lies in no cache only.
-template <typename T>
-void put_lines(const Put& args, const Segment& segment, int64_t first, int64_t last,
-               const Target<T>& target) {
-  constexpr int kLine = kLineBytes / sizeof(T);
-  const uint8_t* offsets = args.picks.offsets;
-  alignas(kLineBytes) T values[kBlock];
-  Walk walk(segment, first, args.picks.phase);
-  for (int64_t block = first; block < last; ++block) {
-    int64_t begin = walk.slot();
-    walk.next();
-    int64_t end = walk.slot();
-    uint32_t lines = 0;
-    for (int64_t slot = begin; slot < end; ++slot) {
-      int line = offsets[slot] / kLine;
-      memset(static_cast<void*>(values + line * kLine), 0, kLineBytes);
-      lines |= uint32_t{1} << line;
-    }
-    for (int64_t slot = begin; slot < end; ++slot) {
-      values[offsets[slot]] = static_cast<T>(args.mean[slot] * args.scale);
-    }
-    for (; lines; lines &= lines - 1) {
-      int from = __builtin_ctz(lines) * kLine;
-      target.write(block * kBlock + from, values + from, kLine, stream);
-    }
-  }
 }
 
 // With the blocks' means the gradient is written whole, a block at a time in the L1 cache.
 template <typename T>
-void put_whole(const Put& args, const Segment& segment, int64_t first, int64_t last,
-               const Target<T>& target) {
+void put_whole(const Put& args, const Segment& segment, int64_t first, int64_t last, T* grad,
+               int64_t entries) {
   const float* base = args.block_means + segment.first_block;
+  const float* mean = args.remains.mean;
   const uint8_t* offsets = args.picks.offsets;
-  alignas(kLineBytes) T values[kBlock];
+  float scale = args.scale;
+  bool past_caches = args.picks.blocks > kCached;
   Walk walk(segment, first, args.picks.phase);
   for (int64_t block = first; block < last; ++block) {
-    float all = base[block] * args.scale;
+    alignas(64) T values[kBlock];
+    float all = base[block] * scale;
     std::fill(values, values + kBlock, static_cast<T>(all));
-    int64_t slot = walk.slot();
-    for (walk.next(); slot < walk.slot(); ++slot) {
-      values[offsets[slot]] = static_cast<T>(all + args.mean[slot] * args.scale);
+    auto [slot, end] = walk.next();
+    for (; slot < end; ++slot) {
+      values[offsets[slot]] = static_cast<T>(all + mean[slot] * scale);
     }
-    if (target.past) {
-      target.write(block * kBlock, values, kBlock, stream);
+    int64_t begin = std::min(block * kBlock, entries);
+    size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);  // the rest is padding
+    if (past_caches) {
+      stream(grad + begin, values, bytes);
     } else {
-      target.write(block * kBlock, values, kBlock, memcpy);
+      memcpy(static_cast<void*>(grad + begin), values, bytes);
     }
   }
 }
@@ -110,31 +70,30 @@ void put_remains(const Put& args, const Segment& segment, int64_t first, int64_t
         __builtin_prefetch(remains.residual + base + entry, 1);
         if (remains.velocity) __builtin_prefetch(remains.velocity + base + entry, 1);
       },
-      [=](int64_t slot, int64_t entry) { remains.keep(slot, base + entry); });
+      [=](int64_t slot, int64_t entry) {
+        if (remains.counts(slot)) remains.write(slot, base + entry);
+      });
 }
 
 void put_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
              Tensor offsets, Tensor segments, Tensor mean, std::optional<Tensor> lost,
-             int64_t phase, double scale, std::optional<Tensor> block_means, bool blank) {
-  Put args = checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale,
-                     block_means, blank);
+             int64_t phase, double scale, std::optional<Tensor> block_means) {
+  Put args =
+      checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means);
   check_segments(args.picks);
   const Picks& picks = args.picks;
   torch::stable::parallel_for(0, picks.blocks, kGrain, [&](int64_t begin, int64_t end) {
     for_parts(picks, begin, end, [&](int64_t index, int64_t first, int64_t last) {
       const Segment& segment = picks.segments[index];
       const Tensor& grad = grads[index];
-      if (grad.numel() > 0) {
+      if (grad.numel() > 0) {  // else skipped
         with_type(grad.scalar_type(), [&](auto type) {
           using T = decltype(type);
-          Target<T> target{data<T>(grad), grad.numel(), picks.blocks > kCached};
-          auto put = args.block_means       ? put_whole<T>
-                     : blank && target.past ? put_lines<T>
-                                            : put_entries<T>;
-          put(args, segment, first, last, target);
+          auto put = args.block_means ? put_whole<T> : put_entries<T>;
+          put(args, segment, first, last, data<T>(grad), grad.numel());
         });
       }
-      if (lost) put_remains(args, segment, first, last);
+      if (args.remains.lost) put_remains(args, segment, first, last);
     });
     streamed();
   });

@@ -54,11 +54,14 @@ class Walk {
 
   int64_t slot() const { return slot_; }  // the block's first
 
-  void next() {
+  // The block's slots, and on to the next block.
+  SlotRange next() {
+    int64_t begin = slot_;
     rest_ += part_;
     bool carry = rest_ >= blocks_;
     rest_ -= carry ? blocks_ : 0;
     slot_ += whole_ + carry;
+    return {begin, slot_};
   }
 
  private:
@@ -67,35 +70,24 @@ class Walk {
 
 constexpr int64_t kAhead = 128;  // slots, more than a core can have misses at a time
 
-// Calls work(block, first slot, last slot) for the blocks of a part of a segment, in order. Slots
-// lie far apart and every one is a cache miss, so touch(entry) is called kAhead slots earlier, by a
-// second walk: then the misses overlap instead of following one another. Blocks and entries are
-// counted within the segment.
+// Calls work(slot, entry) for the slots of a part of a segment, in order. Slots lie far apart and
+// every one is a cache miss, so touch(entry) is called kAhead slots earlier, by a second walk: then
+// the misses overlap instead of following one another. Blocks and entries are counted within the
+// segment.
 template <typename Touch, typename Work>
-void for_blocks(const Picks& picks, const Segment& segment, int64_t first, int64_t last,
-                const Touch& touch, const Work& work) {
+void for_slots(const Picks& picks, const Segment& segment, int64_t first, int64_t last,
+               const Touch& touch, const Work& work) {
   const uint8_t* offsets = picks.offsets;
   Walk walk(segment, first, picks.phase), ahead = walk;
   int64_t fetched = first;
   for (; first < last; ++first) {
     for (; fetched < last && ahead.slot() < walk.slot() + kAhead; ++fetched) {
-      int64_t slot = ahead.slot();
-      ahead.next();
-      for (; slot < ahead.slot(); ++slot) touch(fetched * kBlock + offsets[slot]);
+      auto [slot, end] = ahead.next();
+      for (; slot < end; ++slot) touch(fetched * kBlock + offsets[slot]);
     }
-    int64_t slot = walk.slot();
-    walk.next();
-    work(first, slot, walk.slot());
+    auto [slot, end] = walk.next();
+    for (; slot < end; ++slot) work(slot, first * kBlock + offsets[slot]);
   }
-}
-
-// Calls work(slot, entry) for its slots.
-template <typename Touch, typename Work>
-void for_slots(const Picks& picks, const Segment& segment, int64_t first, int64_t last,
-               const Touch& touch, const Work& work) {
-  for_blocks(picks, segment, first, last, touch, [&](int64_t block, int64_t slot, int64_t end) {
-    for (; slot < end; ++slot) work(slot, block * kBlock + picks.offsets[slot]);
-  });
 }
 
 }  // namespace hvd_compress

@@ -38,15 +38,14 @@ __global__ void __launch_bounds__(kThreads)
   int inside = args.inside(block) - lane_id() * kEach;  // of this lane's entries, may be < 0
   inside = inside < 0 ? 0 : inside > kEach ? kEach : inside;
 
+  T step[kEach];
+  float residual[kEach];
+  float velocity[kEach];
+  load(step, grad + first, inside, aligned);  // on its way while what is due is done
   const Due& due = args.due;
   if (due.segment.slots) {
     keep(due.remains, due.offsets, slots_in(due.segment, block, due.shift), block * kBlock);
   }
-
-  T step[kEach];
-  float residual[kEach];
-  float velocity[kEach];
-  load(step, grad + first, inside, aligned);
   load(residual, args.residual + first, inside, aligned);
   if (kVelocity) load(velocity, args.velocity + first, inside, aligned);
   float mean = 0.0f;
@@ -101,7 +100,7 @@ void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> 
                             int64_t due_slots, int64_t due_first_slot, int64_t due_phase) {
   AccumulateSelect args =
       checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
-  args.due = checked_due(residual, velocity, due_offsets, due_mean, due_lost, due_slots,
+  args.due = checked_due(residual, velocity, offsets, due_offsets, due_mean, due_lost, due_slots,
                          due_first_slot, due_phase);
   args.select = checked_select(residual, offsets, slots, first_slot, phase, run, ranks, position,
                                key, explore);

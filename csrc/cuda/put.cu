@@ -33,8 +33,6 @@ __device__ __forceinline__ void assign(void* grad, int64_t entry, ScalarType dty
   }
 }
 
-// The slots act in order, as in keep(), but here every mean counts. (`blank` is of no use: a GPU's
-// cache writes entries, not lines.)
 __device__ __forceinline__ void put_block(const Put& args, const Chunk& chunk, int64_t block) {
   const Picks& picks = args.picks;
   Slots slots = slots_of(picks, picks.segments + chunk.first, chunk.count, block);
@@ -48,19 +46,18 @@ __device__ __forceinline__ void put_block(const Put& args, const Chunk& chunk, i
     }
     __syncwarp();
   }
-  Range range = slots.range;
-  for (int round = 0; inside > 0 && round < range.count; round += kLanes) {
-    int64_t slot = range.begin + round + lane_id();
-    bool active = round + lane_id() < range.count;
-    int offset = active ? picks.offsets[slot] : 0;
-    if (last_of_equals(offset, active) && offset < inside) {
-      float value = args.mean[slot] * args.scale;
-      if (args.block_means) value = base + value;
-      assign(chunk.data[slots.segment], slots.entry + offset, chunk.dtype[slots.segment], value);
-    }
-    __syncwarp();
+  if (inside > 0) {  // here every slot takes part
+    in_order(
+        slots.range, picks.offsets, [](int64_t) { return true; },
+        [&](int64_t slot, int offset) {
+          if (offset >= inside) return;
+          float value = args.remains.mean[slot] * args.scale;
+          if (args.block_means) value = base + value;
+          assign(chunk.data[slots.segment], slots.entry + offset, chunk.dtype[slots.segment],
+                 value);
+        });
   }
-  if (args.remains.lost) keep(args.remains, picks.offsets, range, block * kBlock);
+  if (args.remains.lost) keep(args.remains, picks.offsets, slots.range, block * kBlock);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -76,9 +73,9 @@ __global__ void __launch_bounds__(kThreads)
 
 void put_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
               Tensor offsets, Tensor segments, Tensor mean, std::optional<Tensor> lost,
-              int64_t phase, double scale, std::optional<Tensor> block_means, bool blank) {
-  Put args = checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale,
-                     block_means, blank);
+              int64_t phase, double scale, std::optional<Tensor> block_means) {
+  Put args =
+      checked(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means);
   const Picks& picks = args.picks;
   if (picks.blocks == 0 || (picks.slots == 0 && !block_means)) return;
   Launch launch(residual);

@@ -5,38 +5,39 @@
 
 namespace hvd_compress {
 
-struct Range {
-  int64_t begin = 0;
-  int count = 0;
-};
-
 // The slots of a segment's block. `shift` is the phase, modulo blocks.
-__device__ __forceinline__ Range slots_in(const Segment& segment, int64_t block, int64_t shift) {
+__device__ __forceinline__ SlotRange slots_in(const Segment& segment, int64_t block,
+                                              int64_t shift) {
   // 64-bit divisions are slow here: even lanes find where the slots begin, odd ones where they end.
   int64_t edge = slot_start(block + lane_id() % 2, segment.slots, segment.blocks, shift);
   edge += segment.first_slot;
-  int64_t begin = __shfl_sync(kAll, edge, 0);
-  return {begin, static_cast<int>(__shfl_sync(kAll, edge, 1) - begin)};
+  return {__shfl_sync(kAll, edge, 0), __shfl_sync(kAll, edge, 1)};
 }
 
-// What a block's slots leave behind; `first` is its first entry. The slots act in order: within a
-// round of 32 the last lane of an entry writes it, and the barrier orders the rounds. Only a finite
-// mean counts.
-__device__ __forceinline__ void keep(const Remains& remains, const uint8_t* offsets, Range slots,
-                                     int64_t first) {
-  for (int round = 0; round < slots.count; round += kLanes) {
-    int64_t slot = slots.begin + round + lane_id();
-    bool active = round + lane_id() < slots.count;
+// Calls act(slot, offset) for a block's slots that take part, as if one after the other: within a
+// round of 32, of those with one offset only the last acts, and a barrier orders the rounds.
+template <typename Part, typename Act>
+__device__ __forceinline__ void in_order(SlotRange slots, const uint8_t* offsets, const Part& part,
+                                         const Act& act) {
+  for (int64_t first = slots.begin; first < slots.end; first += kLanes) {
+    int64_t slot = first + lane_id();
+    bool active = slot < slots.end;
     int offset = active ? offsets[slot] : 0;
-    if (last_of_equals(offset, active && is_finite(remains.mean[slot]))) {
-      remains.keep(slot, first + offset);
-    }
+    if (last_of_equals(offset, active && part(slot))) act(slot, offset);
     __syncwarp();
   }
 }
 
+// What a block's slots leave behind; `entry` is its first.
+__device__ __forceinline__ void keep(const Remains& remains, const uint8_t* offsets,
+                                     SlotRange slots, int64_t entry) {
+  in_order(
+      slots, offsets, [&](int64_t slot) { return remains.counts(slot); },
+      [&](int64_t slot, int offset) { remains.write(slot, entry + offset); });
+}
+
 struct Slots {
-  Range range;
+  SlotRange range;
   int64_t segment = -1;  // its number, counted from the first of those searched; -1: in none
   int64_t entry = 0;     // the block's first one, counted within the segment
 };

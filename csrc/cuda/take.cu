@@ -10,8 +10,7 @@ __global__ void __launch_bounds__(kThreads) take_kernel(const __grid_constant__ 
   int64_t block = warp_id();
   if (block >= picks.blocks) return;
   Slots slots = slots_of(picks, picks.segments, picks.segment_count, block);
-  for (int i = lane_id(); i < slots.range.count; i += kLanes) {
-    int64_t slot = slots.range.begin + i;
+  for (int64_t slot = slots.range.begin + lane_id(); slot < slots.range.end; slot += kLanes) {
     args.values[slot] = args.residual[block * kBlock + picks.offsets[slot]];
   }
 }

@@ -93,16 +93,14 @@ def put(
     phase: int,
     scale: float,
     block_means: Tensor | None = None,
-    blank: bool = False,
 ) -> None:
     """Assign ``mean * scale`` to the gradients' entries at ``offsets``, whose other entries stay as they are, and
     ``lost`` to the residual's. With ``block_means``, the others become their block's, and those have it on top. Without
-    ``lost``, residual and velocity stay as they are: that part is due. ``blank`` says that the gradients are zero, for
-    speed: a few more of their entries may then be written, as zeros.
+    ``lost``, residual and velocity stay as they are: that part is due (:func:`accumulate_select`).
 
     ``grads``: a dense tensor a segment, float32, float16 or bfloat16, written in memory order; an empty one is skipped.
     ``velocity``: as the residual. ``mean``, ``lost``: float32, all slots. ``block_means``: float32, (blocks,) of the
     bucket, contiguous. ``residual``, ``offsets``, ``segments`` as in
     :func:`take`. Raises RuntimeError for another dtype, device, size or number of gradients.
     """
-    implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means, blank)
+    implementation.put(grads, residual, velocity, offsets, segments, mean, lost, phase, scale, block_means)

@@ -203,7 +203,7 @@ def positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
 
 
 def take(residual: Tensor, offsets: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
-    """Read the entries at ``offsets`` into ``values``; the residual stays as it is until :func:`put`.
+    """Read the entries at ``offsets`` into ``values``; the residual stays as it is.
 
     ``residual``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order.
     ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending.
@@ -238,7 +238,6 @@ def put(
     phase: int,
     scale: float,
     block_means: Tensor | None = None,
-    blank: bool = False,
 ) -> None:
     """What the ranks agreed on arrives: the gradients' entries at ``offsets`` become ``mean * scale``.
 
@@ -247,8 +246,7 @@ def put(
     training), and nothing leaves the residual. The slots act one after the other: of two for one entry, the later has
     the last word. Entries in a gradient's padding are passed over.
 
-    Without ``lost``, residual and velocity stay as they are: their part is due (:func:`accumulate_select`). ``blank``
-    says that the gradients are zero, from which an implementation may gain speed; nothing is to be seen of it.
+    Without ``lost``, residual and velocity stay as they are: their part is due (:func:`accumulate_select`).
 
     With ``block_means``, float32, (blocks,) of the bucket, every entry of a gradient becomes its block's, times
     ``scale``, and those at ``offsets`` that plus ``mean * scale``.
