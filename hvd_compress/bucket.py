@@ -81,27 +81,31 @@ class Bucket:
 
     @property
     def residual(self) -> Tensor:
-        """Of all gradients so far, what has not been sent: float32, (blocks * 256,)."""
+        """Of all gradients so far, what has not been sent: float32, (blocks * 256,). For the thread that trains: it may
+        have to write."""
         self.catch_up()
         return self.state["residual"]
 
     def catch_up(self) -> None:
         """``state`` becomes what it is to be after the last exchange."""
-        due = self.due
-        if due is None:
-            return
-        with due.lock:
-            if due.waits:
-                self.order.enter()
-                due.finish(self.state["residual"], self.state.get("velocity"))
-                self.order.leave()
+        if self.due is not None and self.due.waits:
+            self.order.enter()
+            self.due.finish(self.state["residual"], self.state.get("velocity"))
+            self.order.leave()
 
     def forget_due(self) -> None:
         """An exchange begins, and its predecessor's memory is let go."""
         self.catch_up()
         if self.due is not None:
-            self.order.let_go(self.due.picks, self.due.mean, self.due.lost)
+            self.order.enter()
+            self.order.let_go(self.due.picks, self.due.segments, self.due.mean, self.due.lost)
             self.due = None
+
+    def peek(self, segment: Segment) -> Tensor:
+        """A segment's part of the residual, padding included, for whoever only looks: nothing is written, whatever is
+        due, so that any thread may."""
+        part, due = segment.of(self.state["residual"]), self.due
+        return part if due is None else due.seen(self.segments.index(segment), part)
 
     @property
     def full(self) -> bool:

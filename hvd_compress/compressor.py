@@ -200,11 +200,11 @@ class Compressor(abc.ABC):
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         """What this rank holds back of a parameter's gradients, in the parameter's shape: float32."""
-        return segment.shaped(bucket.residual)
+        return segment.reshaped(bucket.peek(segment))
 
     def held_norm(self, bucket: Bucket) -> Tensor:
         """The L2 norm of all that this rank holds back in a bucket: float32, ()."""
-        norm: Tensor = bucket.residual.norm()
+        norm: Tensor = torch.stack([bucket.peek(segment).norm() for segment in bucket.segments]).norm()
         return norm
 
     def saved(self, segment: Segment, flat: Tensor) -> Tensor:
@@ -406,7 +406,8 @@ class Compressor(abc.ABC):
         ``wire_ratio = dense_bytes / wire_bytes``. ``residual_norm`` is the L2 norm of all residuals; ``compress_ms``
         the median over recent steps of the time spent in the compressor without waiting.
         """
-        self._enter_all()
+        for bucket in self._buckets:
+            bucket.order.enter()
         norms = [self.held_norm(bucket) for bucket in self._buckets]
         norm = torch.stack([n.cpu() for n in norms]).norm().item() if norms else 0.0
         return {"steps": self._step, **self.traffic.report(), "residual_norm": norm}

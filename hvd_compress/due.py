@@ -2,18 +2,19 @@
 
 What was sent leaves the residual, and what the wire has lost of it comes back. To do that at once, a cache line has to
 be fetched and written back for every entry; but the next gradient goes through all of the residual anyway, and takes
-it along (:func:`hvd_compress.ops.accumulate_select`). Whoever looks earlier has it done before
-(:meth:`hvd_compress.bucket.Bucket.catch_up`).
+it along (:func:`hvd_compress.ops.accumulate_select`). Whoever needs the residual earlier has it done before
+(:attr:`hvd_compress.bucket.Bucket.residual`), or only looks (:meth:`hvd_compress.bucket.Bucket.peek`).
 """
 
 import math
-import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import ops
+from .reference import BLOCK
 
 
 @dataclass
@@ -30,9 +31,6 @@ class Due:
     phase: int
     mean: Tensor
     lost: Tensor
-    #: Held while it is done: a thread that only wants to know a residual must not do it once more. (Not held while a
-    #: rank waits for others.)
-    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         self._waiting = [True] * len(self.spans)
@@ -43,7 +41,7 @@ class Due:
         return any(self._waiting)
 
     def of(self, position: int) -> tuple[Tensor, Tensor, Tensor, int, int, int] | tuple[()]:
-        """The last arguments of accumulate_select for a segment, which then is :meth:`done`: none if it was before."""
+        """The last arguments of accumulate_select for a segment, which is :meth:`done` after it, or none."""
         if not self._waiting[position]:
             return ()
         span = self.spans[position]
@@ -59,6 +57,16 @@ class Due:
         nowhere = [residual.new_empty(0)] * len(self.spans)
         ops.put(nowhere, residual, velocity, self.picks, self.segments, mean, self.lost, self.phase, 0.0)
         self._waiting = [False] * len(self.spans)
+
+    def seen(self, position: int, residual: Tensor) -> Tensor:
+        """A segment's residual as it will be: the tensor itself, or a copy of which its part is done."""
+        if not self._waiting[position]:
+            return residual
+        residual, span = residual.clone(), self.spans[position]
+        row = torch.tensor([[0, residual.numel() // BLOCK, 0, span.stop - span.start]], device=residual.device)
+        nowhere, mean, lost = [residual.new_empty(0)], self.mean[span], self.lost[span]
+        ops.put(nowhere, residual, None, self.picks[span], row, mean, lost, self.phase, 0.0)
+        return residual
 
 
 def without(mean: Tensor, spans: Iterable[slice]) -> Tensor:

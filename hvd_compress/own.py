@@ -42,7 +42,7 @@ class Own(Led):
     def message(self, rule: Rule) -> Tensor:
         """The stamp that all ranks share, and this rank's picks."""
         self.choose(rule)
-        # A copy: the next step's picks are written while these are still due.
+        # A copy: the next step's picks are written while these may still be due.
         self.picks = self.own[: self.total].clone()
         return self.plane
 
@@ -125,7 +125,7 @@ class OwnSampled(OwnLargest):
 
 
 def average_own(method: "Sparse", bucket: Bucket, plan: "Plan") -> Exchange:
-    """The mean over ranks of what each has picked, zero where it has not: assigned, and due to leave the residual."""
+    """The mean over ranks of what each has picked, zero where it has not: assigned. It leaves the residual."""
     selection, channel = plan.selection, plan.channel
     assert isinstance(selection, Own) and isinstance(channel, GatherChannel)
     ranks = channel.ranks

@@ -155,7 +155,8 @@ class Selection(abc.ABC):
     ) -> None:
         segment = self.bucket.segments[position]
         weighted = rule.floors is not None
-        arguments = (
+        due = self.bucket.due
+        ops.accumulate_select(
             grad,
             segment.of(self.bucket.state["residual"]),
             segment.parameter.detach() if weighted else None,
@@ -174,13 +175,9 @@ class Selection(abc.ABC):
             place,
             self.key(position),
             rule.threshold,
+            *(() if due is None else due.of(position)),
         )
-        due = self.bucket.due
-        if due is None:
-            ops.accumulate_select(*arguments)
-            return
-        with due.lock:
-            ops.accumulate_select(*arguments, *due.of(position))
+        if due is not None:
             due.done(position)
 
     def stamp(self) -> int:
@@ -262,7 +259,8 @@ class BlockSelection(Led):
         return self.values
 
     def put(self, targets: list[Tensor], velocity: Tensor | None, averages: Averages) -> None:
-        a, residual, rows = averages, self.bucket.residual, self.segments
+        self.bucket.forget_due()
+        a, residual, rows = averages, self.bucket.state["residual"], self.segments
         ops.put(targets, residual, None, self.picks, rows, a.mean, None, self.phase, a.scale, a.block_means)
         spans = [self.span(position) for position in range(len(self.slots))]
         self.bucket.due = Due(self.picks, rows, spans, self.phase, a.mean, a.lost)

@@ -240,7 +240,7 @@ class Sparse(MomentumCorrected):
         means = self._plans[bucket.index].means
         if means is None:
             return super().held(bucket, segment)
-        return segment.reshaped(segment.of(bucket.residual) + means.waiting(segment))
+        return segment.reshaped(bucket.peek(segment) + means.waiting(segment))
 
     def held_norm(self, bucket: Bucket) -> Tensor:
         if self._plans[bucket.index].means is None:

@@ -17,8 +17,8 @@ class StreamOrder:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def let_go(self, *tensors: torch.Tensor) -> None:
-        """Memory that this work has used, on whatever streams, is freed: nobody gets it before all that was launched is
-        done."""
+        """After :meth:`enter`: memory that was used until now, on whatever streams, is freed, and nobody gets it before
+        they are done with it."""
         if self._device.type == "cuda":
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self._device))

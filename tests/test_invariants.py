@@ -77,23 +77,35 @@ def test_hook_order_does_not_matter(method, size):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_looking_changes_nothing(method, momentum):
-    """Whoever looks at residuals, before a step or in the middle of one, has done for him what the next gradient would
-    have taken along."""
+    """Whoever looks at residuals, before a step or in the middle of one, sees them as they will be, and whoever needs
+    them has done for him what the next gradient would have taken along."""
     results = []
-    for looks in (False, True):
+    for looks in (None, _look, _catch_up):
         world, ranks = replicas(2, method, momentum=momentum)
         for rank in ranks if looks else ():
-            rank.compression.compress = partial(_look_and_compress, rank, rank.compression.compress)
+            rank.compression.compress = partial(_compress_after, looks, rank.compression, rank.compression.compress)
         applied = random_steps(world, ranks, range(5))
         states = [flat for bucket in ranks[0].compression.buckets for flat in (bucket.residual, *bucket.state.values())]
         results.append([*applied[0], *states])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def _look_and_compress(rank, compress, grad):
-    held = torch.stack([residual.norm() for residual in residuals(rank).values()]).norm()
-    assert rank.compression.stats()["residual_norm"] == pytest.approx(held.item(), rel=1e-3)
+def _compress_after(looks, compression, compress, grad):
+    looks(compression)
     return compress(grad)
+
+
+def _look(compression):
+    norm = compression.stats()["residual_norm"]
+    held = torch.stack([compression.residual(name).norm() for name, _ in compression.named_parameters()]).norm()
+    assert norm == pytest.approx(held.item(), rel=1e-3)
+
+
+def _catch_up(compression):
+    for bucket in compression.buckets:
+        seen = {segment: bucket.peek(segment).clone() for segment in bucket.segments}
+        assert all(torch.equal(segment.of(bucket.residual), one) for segment, one in seen.items())
 
 
 DEFERRING = ["iwp", "iwp-no-means", "fft", "fft-gather"]
@@ -101,7 +113,7 @@ DEFERRING = ["iwp", "iwp-no-means", "fft", "fft-gather"]
 
 @pytest.mark.parametrize("name", DEFERRING)
 def test_the_next_gradient_takes_along_what_is_due(name):
-    """Its own segment's part, and nothing else does."""
+    """The part of its own segment, and nothing else does any of it."""
     world, ranks = replicas(1, METHODS[name], **SMALL)
     random_steps(world, ranks, range(2))
     (rank,) = ranks
@@ -116,6 +128,22 @@ def test_the_next_gradient_takes_along_what_is_due(name):
     assert torch.equal(second.of(bucket.state["residual"]), second.of(late))
     with pytest.raises(TypeError):
         bucket.catch_up()
+
+
+@pytest.mark.parametrize("name", DEFERRING)
+def test_an_exchange_has_nothing_of_the_last_ones(name):
+    """The memory that it writes to."""
+    world, (rank,) = replicas(1, METHODS[name], **SMALL)
+    random_steps(world, [rank], range(2))
+    exchange, seen = rank.compression.exchange, []
+
+    def spy(bucket):
+        seen.append(bucket.due)
+        yield from exchange(bucket)
+
+    rank.compression.exchange = spy
+    random_steps(world, [rank], range(2, 4))
+    assert seen == [None] * 4
 
 
 @pytest.mark.parametrize("name", DEFERRING)

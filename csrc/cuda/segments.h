@@ -28,7 +28,7 @@ __device__ __forceinline__ void in_order(SlotRange slots, const uint8_t* offsets
   }
 }
 
-// What a block's slots leave behind; `entry` is its first.
+// Writes what a block's slots leave behind; `entry` is the block's first.
 __device__ __forceinline__ void keep(const Remains& remains, const uint8_t* offsets,
                                      SlotRange slots, int64_t entry) {
   in_order(

@@ -151,7 +151,7 @@ class FFT(Sparse):
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         flat = torch.empty(segment.numel, device=bucket.device)
-        spectrum.inverse(segment.of(bucket.residual)[: spectrum.padded(segment.numel)], flat)
+        spectrum.inverse(bucket.peek(segment)[: spectrum.padded(segment.numel)], flat)
         return flat.as_strided(segment.parameter.shape, segment.parameter.stride())
 
     def saved(self, segment: Segment, flat: Tensor) -> Tensor:

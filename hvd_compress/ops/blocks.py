@@ -41,8 +41,8 @@ def accumulate_select(
     zero (otherwise :func:`put` writes all of it).
     ``slots``: 0 (accumulate only) to blocks * 256. ``0 <= position < ranks``, ``run >= 1``, ``0 <= explore <= 2**32``.
     ``due_offsets``, uint8, ``due_mean`` and ``due_lost``, float32: all slots of the last exchange, of which these
-    entries' ``due_slots`` begin at ``due_first_slot``: what :func:`put` without ``lost`` has left to do. Other memory
-    than ``offsets``.
+    entries' ``due_slots`` begin at ``due_first_slot``: what :func:`put` without ``lost`` has left to do, in its
+    ``due_phase``. Other memory than ``offsets``.
     Raises RuntimeError for another dtype, device or size, or if the picks would not fit in ``offsets``.
     """
     # fmt: off

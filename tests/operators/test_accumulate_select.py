@@ -221,11 +221,26 @@ BAD = {
     "due_offsets missing": (18, lambda x: None, "go together"),
     "due_mean missing": (19, lambda x: None, "go together"),
     "due_mean numel": (19, lambda x: x[:14].clone(), "due_mean has to have 15 entries, got 14"),
+    "due_mean dtype": (19, lambda x: x.double(), "due_mean has to be Float, got Double"),
+    "due_lost numel": (20, lambda x: x[:14].clone(), "due_lost has to have 15 entries, got 14"),
     "due_lost dtype": (20, lambda x: x.double(), "due_lost has to be Float, got Double"),
     "due_slots": (21, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
     "due_slots < 0": (21, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
     "due_first_slot": (22, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
 }
+
+
+@pytest.mark.parametrize("shift", [-15, -14, 0, 5, 6])
+def test_picks_are_not_written_over_what_is_due(shift: int) -> None:
+    """6 bytes of one and 15 of the other: they may be neighbours."""
+    args = sample()
+    memory = torch.zeros(60, dtype=torch.uint8)
+    args[5], args[18] = memory[30:36], memory[30 + shift : 45 + shift]
+    if shift in (-15, 6):
+        ops.accumulate_select(*args)
+        return
+    with pytest.raises(RuntimeError, match="due_offsets has to be other memory than offsets"):
+        ops.accumulate_select(*args)
 
 
 @pytest.mark.parametrize("case", BAD)
