@@ -96,7 +96,7 @@ inline float* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? data<float>(*tensor) : nullptr;
 }
 
-// Two flat tensors, of one dtype if anything is to be learnt from it.
+// Two flat tensors of one dtype; others are refused elsewhere.
 inline void check_apart(const Tensor& one, const char* name, const Tensor& other,
                         const char* other_name) {
   const uint8_t* begin = const_data<uint8_t>(one);
