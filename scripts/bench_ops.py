@@ -86,7 +86,7 @@ class Bench:
         apart = torch.zeros(self.blocks, device=self.device) if means else None
         tensors = [grad, residual, weight, momentum, floor, offsets, invalid, apart]
         numbers: tuple[object, ...] = (0.5, 0.9, each * self.blocks, 0, 0, 1, ranks, 0, 1234, explore)
-        slots, picks, segments = self.slots(each)
+        slots, picks, segments = self.slots(each if due else 0)
         sent, lost = self.random(slots), self.random(slots) * 1e-3
         where = reference.positions(picks, segments, 0)
         if due:
@@ -119,7 +119,7 @@ class Bench:
                 torch.topk(score, max(1, self.blocks * each // ranks))
 
         read_weight = weighted and each >= ranks  # then this rank leads in every block
-        size = self.n * (8 + grad.element_size() * (1 + read_weight) + 8 * velocity) + slots * 9 * due
+        size = self.n * (8 + grad.element_size() * (1 + read_weight) + 8 * velocity) + slots * 9
         self.row(f"accumulate_select {name}{', due' * due}", seconds, size, self.time(obvious, 3), wrong)
 
     def select(self, name: str, each: int, ranks: int, explore: int) -> None:
