@@ -40,15 +40,14 @@ def test_a_process_alone_trains_as_without_compression():
 @on_every_launch
 @pytest.mark.parametrize("method", WHOLE)
 def test_training_on_real_horovod(ranks, method):
-    run(ranks, {method: cases_of(method)}, timeout=600)
+    run(ranks, {method: cases_of(method)}, timeout=420)
 
 
 @on_every_launch
-def test_every_option_on_real_horovod(ranks):
+@pytest.mark.parametrize("case", SHORT)
+def test_every_option_on_real_horovod(ranks, case):
     options = [method for method in METHODS if method not in (*WHOLE, *OTHERS)]
-    # Where ranks share two cores, Gloo takes three times as long as MPI for these.
-    cases = ["plain"] if ranks == LAUNCHES["gloo-3"] else list(SHORT)
-    run(ranks, {method: cases for method in options}, timeout=600)
+    run(ranks, {method: [case] for method in options}, timeout=420)
 
 
 @on_every_launch
