@@ -1,8 +1,8 @@
 """Gradient compression for data-parallel training on Horovod: one object passed as ``compression=``."""
 
-from . import extrapolation
+from .methods import extrapolation
 from ._version import __version__
-from .compressor import Compressor
+from .methods.base import Compressor
 from .methods.fft import FFT
 from .methods.iwp import IWP
 from .methods.mipd import MIPD

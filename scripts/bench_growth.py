@@ -34,7 +34,7 @@ import torch
 from experiment.cli import texts
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, SlimDP, TernGrad, TopK
-from hvd_compress.collectives import Request
+from hvd_compress.engine.collectives import Request
 
 METHODS: dict[str, Callable[..., Compressor]] = {
     "iwp": IWP,

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hvd_compress import ops, spectrum
+from hvd_compress import ops
+from hvd_compress.methods import spectrum
 from hvd_compress.codecs.books import DISTRIBUTIONS, grid_step
 from hvd_compress.codecs.code import Code, Lloyd, RangeFloat
 from hvd_compress.codecs.scales import Moments, bounded

@@ -28,8 +28,8 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hvd_compress import MP2
-from hvd_compress.bucket import Bucket
-from hvd_compress.local import LocalWorld
+from hvd_compress.engine.bucket import Bucket
+from hvd_compress.hosts.threads import LocalWorld
 
 RUNS = [
     # data, model, momentum, batch, epochs, learning rate

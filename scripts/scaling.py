@@ -22,7 +22,7 @@ import table
 import torch
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, SlimDP, TernGrad, TopK
-from hvd_compress.local import LocalWorld
+from hvd_compress.hosts.threads import LocalWorld
 
 COUNTED, MODELLED, ALLOWED = (2, 4, 8, 16), (64, 256, 1024), 0.01
 

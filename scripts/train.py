@@ -27,7 +27,7 @@ from experiment import data as datasets
 from experiment.trace import Trace
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from hvd_compress import extrapolation
+from hvd_compress.methods import extrapolation
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import hvd_compress
-from hvd_compress.predictor import Predictor
+from hvd_compress.methods.predictor import Predictor
 
 # Channels of `seen`; see hvd_compress.predictor.fields.
 ARRIVED, SMOOTHED = 3, 4

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from hvd_compress.extrapolation import AHEAD, SEEN, Line, Nowcaster
+from hvd_compress.methods.extrapolation import AHEAD, SEEN, Line, Nowcaster
 
 # data, model, learning rate, momentum, seed
 RUNS = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hvd_compress import Compressor
-from hvd_compress.collectives import allreduce
-from hvd_compress.local import LocalWorld
+from hvd_compress.engine.collectives import allreduce
+from hvd_compress.hosts.threads import LocalWorld
 
 Build = Callable[..., Compressor]
 

@@ -10,7 +10,7 @@ from harness import Scheduled, gradients, mixed_model, replicas, together
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_compress import IWP
-from hvd_compress.local import LocalCollectives, LocalWorld
+from hvd_compress.hosts.threads import LocalCollectives, LocalWorld
 
 
 def build(model=None, **options):

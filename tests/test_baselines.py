@@ -7,9 +7,9 @@ import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, SlimDP, TernGrad, TopK
-from hvd_compress.bucket import fill
-from hvd_compress.own import OwnSampled
-from hvd_compress.selection import Turn
+from hvd_compress.engine.bucket import fill
+from hvd_compress.selection.per_rank import OwnSampled
+from hvd_compress.selection.base import Turn
 
 
 def wide(model):

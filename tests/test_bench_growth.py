@@ -8,8 +8,8 @@ import pytest
 import torch
 from launch import ROOT, finish, start
 
-from hvd_compress.collectives import allgather, allreduce, alltoall
-from hvd_compress.local import LocalWorld
+from hvd_compress.engine.collectives import allgather, allreduce, alltoall
+from hvd_compress.hosts.threads import LocalWorld
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))

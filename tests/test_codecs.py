@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvd_compress.codecs import Channel, Lanes, RangeFloat, codec
 from hvd_compress.codecs.books import DISTRIBUTIONS, codebook, grid_step
-from hvd_compress.local import LocalWorld
+from hvd_compress.hosts.threads import LocalWorld
 
 NAMES = ["fp32", "fp16", "lanes2", "lanes4", "lanes16", "lloyd1", "lloyd4", "lloyd8", "range4", "range10", "range16"]
 NAMES += ["fp16-gather", "fp32-gather", "lloyd4-gather", "range10-gather"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvd_compress.extrapolation import WNN, Line, Nowcaster, shipped
+from hvd_compress.methods.extrapolation import WNN, Line, Nowcaster, shipped
 
 
 def test_a_line_goes_on():

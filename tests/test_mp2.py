@@ -9,7 +9,7 @@ from harness import gradients, mixed_model, random_steps, replicas, residuals, t
 from safetensors.torch import load_file
 
 from hvd_compress import MP2
-from hvd_compress.predictor import Predictor, shipped
+from hvd_compress.methods.predictor import Predictor, shipped
 
 in_turn = partial(MP2, choice="rotation")
 

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress.agreement import MARKS, alike
-from hvd_compress.bucket import Bucket, Segment, fill, in_order_of, is_dense
-from hvd_compress.budget import apportion, shares
-from hvd_compress.collectives import allgather, allreduce, alltoall, ring_bytes
-from hvd_compress.local import LocalWorld
-from hvd_compress.lookup import GradientLookup
-from hvd_compress.rng import derive, permutation
-from hvd_compress.schedule import WarmUp
-from hvd_compress.selection import Everything, Rule, Turn
+from hvd_compress.engine.agreement import MARKS, alike
+from hvd_compress.engine.bucket import Bucket, Segment, fill, in_order_of, is_dense
+from hvd_compress.selection.budget import apportion, shares
+from hvd_compress.engine.collectives import allgather, allreduce, alltoall, ring_bytes
+from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.lookup import GradientLookup
+from hvd_compress.engine.rng import derive, permutation
+from hvd_compress.selection.schedule import WarmUp
+from hvd_compress.selection.base import Everything, Rule, Turn
 
 
 def test_warm_up_goes_down_by_fours_and_stays():

@@ -13,7 +13,7 @@ from methods import FORGETFUL, METHODS
 
 from hvd_compress import IWP
 from hvd_compress.codecs import Lanes, codec
-from hvd_compress.local import LocalWorld
+from hvd_compress.hosts.threads import LocalWorld
 
 DISAGREEING = ["iwp", "iwp-topk", "iwp-lanes4", "fft", "fft-gather", "mipd"]
 

@@ -9,7 +9,7 @@ import torch
 from harness import Scheduled, gradients, mixed_model, random_steps, replicas
 
 from hvd_compress import SlimDP
-from hvd_compress.local import LocalWorld
+from hvd_compress.hosts.threads import LocalWorld
 from hvd_compress.reference import BLOCK, positions
 
 

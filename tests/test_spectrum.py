@@ -6,8 +6,9 @@ import pytest
 import torch
 from harness import random_steps, replicas, together
 
-from hvd_compress import FFT, spectrum
-from hvd_compress.schedule import Diminishing
+from hvd_compress import FFT
+from hvd_compress.methods import spectrum
+from hvd_compress.selection.schedule import Diminishing
 
 SIZES = [1, 2, 3, 255, 1000, 4095, 4096, 4097, 8192, 12289]
 

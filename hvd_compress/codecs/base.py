@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import Request
+from ..engine.collectives import Request
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..collectives import allreduce
+from ..engine.collectives import allreduce
 from .base import Averaged, Channel, Codec
 
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}

@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..collectives import allgather, alltoall
+from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
 from .code import Code

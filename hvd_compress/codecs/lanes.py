@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import allreduce
+from ..engine.collectives import allreduce
 from .base import Averaged, Channel, Codec
 from .books import grid_step
 from .scales import Moments, ScaledChannel, Scales

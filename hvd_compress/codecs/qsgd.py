@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import allgather
+from ..engine.collectives import allgather
 from ..reference.scales import bounded, divided
 from .base import Averaged, Channel, Codec
 from .coded import floats

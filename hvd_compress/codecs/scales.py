@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Request, allreduce
+from ..engine.collectives import Request, allreduce
 from ..reference.scales import LARGEST, NEW, SMALLEST, bounded, divided, kind_of, root_mean_square, running
 from .base import Channel
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import allgather, allreduce
+from ..engine.collectives import allgather, allreduce
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
 from .coded import floats

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import spectrum
-from ..bucket import Bucket, Segment
+from . import spectrum
+from ..engine.bucket import Bucket, Segment
 from ..codecs import Codec, codec
-from ..driver import Exchange
-from ..own import Own, OwnBlocks, average_own, gathered
-from ..schedule import Density
-from ..selection import BlockSelection, Rule, Selection, check_explore, check_leaders, leaders_text, run_length
-from ..sparse import Plan, Sparse
+from ..engine.exchange import Exchange
+from ..selection.per_rank import Own, OwnBlocks, average_own, gathered
+from ..selection.schedule import Density
+from ..selection.base import BlockSelection, Rule, Selection, check_explore, check_leaders, leaders_text, run_length
+from .sparse import Plan, Sparse
 
 # What trained best at equal bytes (docs/results.md); and the paper's.
 _EXCHANGES = {"ring": "lanes4", "gather": "range10-gather"}

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket
+from ..engine.bucket import Bucket
 from ..codecs import Codec
-from ..schedule import Density
-from ..selection import LED, Rule, Selection, check_explore, check_leaders, leaders_text, run_length
-from ..sparse import Plan, Sparse
+from ..selection.schedule import Density
+from ..selection.base import LED, Rule, Selection, check_explore, check_leaders, leaders_text, run_length
+from .sparse import Plan, Sparse
 
 # Under this, a weight counts as zero; it only keeps an all-zero parameter's scores finite.
 _TINY = 1e-12

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket
+from ..engine.bucket import Bucket
 from ..codecs import Codec
-from ..driver import Exchange
-from ..history import History, flat_weights, root_mean_squares
-from ..rng import derive
-from ..schedule import Density
-from ..selection import (
+from ..engine.exchange import Exchange
+from ..selection.history import History, flat_weights, root_mean_squares
+from ..engine.rng import derive
+from ..selection.schedule import Density
+from ..selection.base import (
     Averages,
     Part,
     Selection,
@@ -23,7 +23,7 @@ from ..selection import (
     smaller_half,
     whole,
 )
-from ..sparse import Plan, Sparse
+from .sparse import Plan, Sparse
 
 _SIGNIFICANCE = ("taylor", "fisher")
 

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import alike
-from ..bucket import Bucket
+from ..engine.agreement import alike
+from ..engine.bucket import Bucket
 from ..codecs import Codec
 from ..codecs.scales import Moments
-from ..collectives import allreduce
-from ..driver import Exchange
-from ..history import History, flat_weights
-from ..prediction import Prediction
-from ..predictor import Predictor, predict, shipped
+from ..engine.collectives import allreduce
+from ..engine.exchange import Exchange
+from ..selection.history import History, flat_weights
+from .prediction import Prediction
+from .predictor import Predictor, predict, shipped
 from ..reference import BLOCK
-from ..selection import Everything, Rotating, Selection, SharedSelection, Unled
-from ..sparse import Plan, Sparse
+from ..selection.base import Everything, Rotating, Selection, SharedSelection, Unled
+from .sparse import Plan, Sparse
 
 _CHOICES = ("significance", "rotation")
 _TINY = 1e-12

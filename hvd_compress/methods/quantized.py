@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket
+from ..engine.bucket import Bucket
 from ..codecs import Codec
 from ..codecs.qsgd import Levels
 from ..codecs.ternary import Ternary
-from ..driver import Exchange
-from ..selection import Selection
-from ..sparse import Plan, Sparse
+from ..engine.exchange import Exchange
+from ..selection.base import Selection
+from .sparse import Plan, Sparse
 
 
 class Quantized(Sparse):

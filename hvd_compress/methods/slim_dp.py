@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..bucket import Bucket
+from ..engine.bucket import Bucket
 from ..codecs import Codec
-from ..driver import Exchange
-from ..history import History, flat_weights, root_mean_squares
-from ..local_steps import LocalSteps
+from ..engine.exchange import Exchange
+from ..selection.history import History, flat_weights, root_mean_squares
+from .local_steps import LocalSteps
 from ..reference import positions
-from ..rng import derive
-from ..schedule import Density
-from ..selection import Selection, SharedSelection, Turn, Unled
-from ..sparse import Plan, Sparse
+from ..engine.rng import derive
+from ..selection.schedule import Density
+from ..selection.base import Selection, SharedSelection, Turn, Unled
+from .sparse import Plan, Sparse
 
 # Entries are drawn in proportion to their chance. This one is beyond all luck: a draw divides by a number between
 # 2**-33 and 23.

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket
+from ..engine.bucket import Bucket
 from ..codecs import Codec
-from ..driver import Exchange
-from ..own import Own, OwnLargest, OwnSampled, average_own, gathered
-from ..schedule import Density
-from ..selection import Selection
-from ..sparse import Plan, Sparse
+from ..engine.exchange import Exchange
+from ..selection.per_rank import Own, OwnLargest, OwnSampled, average_own, gathered
+from ..selection.schedule import Density
+from ..selection.base import Selection
+from .sparse import Plan, Sparse
 
 
 class TopK(Sparse):

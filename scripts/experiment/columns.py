@@ -9,7 +9,7 @@ from typing import Any
 
 import table
 
-from hvd_compress.collectives import ring_bytes
+from hvd_compress.engine.collectives import ring_bytes
 
 Row = dict[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hvd_compress.collectives import ring_bytes
+from hvd_compress.engine.collectives import ring_bytes
 
 
 class Compression(Protocol):
@@ -239,7 +239,7 @@ def _fft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _fft(args: argparse.Namespace, setting: Setting) -> Compression:
     import hvd_compress
-    from hvd_compress.schedule import Diminishing
+    from hvd_compress.selection.schedule import Diminishing
 
     density = Diminishing(args.density, setting.optimizer) if args.diminishing else None
     return _sparse(hvd_compress.FFT, args, setting, density, leaders=args.leaders, exchange=args.exchange)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from .collectives import Handle, Request
+from ..engine.collectives import Handle, Request
 
 T = TypeVar("T")
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .bucket import Bucket
-from .codecs.scales import Moments
-from .history import flat_weights, root_mean_squares
+from ..engine.bucket import Bucket
+from ..codecs.scales import Moments
+from ..selection.history import flat_weights, root_mean_squares
 from .predictor import fields
-from .reference import BLOCK
-from .selection import Unled
+from ..reference import BLOCK
+from ..selection.base import Unled
 
 # From a segment's position, some of its windows, int64 (n,), and what is known of them (see predictor.fields), to their
 # gradients per step, float32 (n, 256), in units of the segment's root mean square.

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .bucket import Bucket
-from .codecs.scales import Moments
-from .selection import Unled
+from ..engine.bucket import Bucket
+from ..codecs.scales import Moments
+from .base import Unled
 
 # Under this, a mean square counts as zero: it only keeps the scores of what is all zero apart from nothing.
 _TINY = 1e-12

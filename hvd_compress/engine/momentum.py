@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .bucket import Bucket
-from .compressor import Compressor
+from ..methods.base import Compressor
 
 
 class MomentumCorrected(Compressor):

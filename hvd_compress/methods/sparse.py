@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Segment
-from .budget import apportion, shares
-from .codecs import Channel, Codec, codec
-from .collectives import allreduce
-from .driver import Exchange
-from .means import BlockMeans
-from .momentum import MomentumCorrected
-from .rng import derive
-from .schedule import Density, WarmUp, check_density
-from .selection import Averages, Everything, Led, Rule, Selection, Turn, missing
+from ..engine.bucket import Bucket, Segment
+from ..selection.budget import apportion, shares
+from ..codecs import Channel, Codec, codec
+from ..engine.collectives import allreduce
+from ..engine.exchange import Exchange
+from ..engine.block_means import BlockMeans
+from ..engine.momentum import MomentumCorrected
+from ..engine.rng import derive
+from ..selection.schedule import Density, WarmUp, check_density
+from ..selection.base import Averages, Everything, Led, Rule, Selection, Turn, missing
 
 # On a GPU the ranks' agreement is looked at this often, in steps.
 _CHECK_INTERVAL = 100

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .due import Due
-from .reference import BLOCK
+from .deferred import Due
+from ..reference import BLOCK
 from .streams import StreamOrder
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .bucket import Bucket, Segment, fill, is_dense
-from .collectives import allreduce
-from .driver import Exchange
+from ..engine.bucket import Bucket, Segment, fill, is_dense
+from ..engine.collectives import allreduce
+from ..engine.exchange import Exchange
 
 if TYPE_CHECKING:
     from .sparse import Sparse

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .bucket import Bucket
 from .collectives import Collectives, Handle, Request
-from .traffic import Traffic
+from .wire_stats import Traffic
 
 # Seconds. Horovod itself looks for work once a millisecond, unless told otherwise: to look much more often than that
 # costs the processor more than it gains.

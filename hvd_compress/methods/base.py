@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import ops
-from .arguments import named_pairs, whole_number
-from .bucket import Bucket, Segment, fill, in_order_of, is_dense
-from .collectives import Collectives, HorovodCollectives
-from .driver import Driver, Exchange
-from .guard import OptimizerGuard
-from .lookup import GradientLookup
-from .traffic import Traffic
+from .. import ops
+from ..engine.arguments import named_pairs, whole_number
+from ..engine.bucket import Bucket, Segment, fill, in_order_of, is_dense
+from ..engine.collectives import Collectives, HorovodCollectives
+from ..engine.exchange import Driver, Exchange
+from ..engine.optimizer_watch import OptimizerGuard
+from ..hosts.lookup import GradientLookup
+from ..engine.wire_stats import Traffic
 
 # float64 is for checking gradients, not for training over a slow network: it goes as it is.
 _COMPRESSED = (torch.float32, torch.float16, torch.bfloat16)

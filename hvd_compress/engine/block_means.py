@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from .. import ops
 from .bucket import Bucket, Segment
-from .reference import BLOCK
+from ..reference import BLOCK
 
 #: What a checkpoint must carry.
 _KEPT = ("fresh", "velocity", "held")

@@ -19,13 +19,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from . import ops, reference
-from .agreement import MARKS, alike, disagreement
-from .bucket import Bucket, Segment
-from .collectives import Request, allgather
-from .due import Due, without
-from .reference import BLOCK
-from .rng import derive, permutation
+from .. import ops, reference
+from ..engine.agreement import MARKS, alike, disagreement
+from ..engine.bucket import Bucket, Segment
+from ..engine.collectives import Request, allgather
+from ..engine.deferred import Due, without
+from ..reference import BLOCK
+from ..engine.rng import derive, permutation
 
 Agreement = Generator[Request, Tensor, None]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import ops
-from .reference import BLOCK
+from .. import ops
+from ..reference import BLOCK
 
 
 @dataclass

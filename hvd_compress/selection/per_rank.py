@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .bucket import Bucket
-from .codecs import Codec, CodedGather, codec
-from .codecs.coded import GatherChannel
-from .collectives import allgather
-from .driver import Exchange
-from .reference import BLOCK, positions
-from .selection import Averages, BlockSelection, Led, Rule, TopkSelection, Turn
+from ..engine.bucket import Bucket
+from ..codecs import Codec, CodedGather, codec
+from ..codecs.coded import GatherChannel
+from ..engine.collectives import allgather
+from ..engine.exchange import Exchange
+from ..reference import BLOCK, positions
+from .base import Averages, BlockSelection, Led, Rule, TopkSelection, Turn
 
 if TYPE_CHECKING:
-    from .sparse import Plan, Sparse
+    from ..methods.sparse import Plan, Sparse
 
 
 def gathered(values: str | Codec) -> Codec:
