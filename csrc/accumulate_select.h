@@ -7,24 +7,24 @@
 namespace hvd_compress {
 
 // What the last exchange sent of these entries, which has yet to leave the residual.
-struct Due {
-  const uint8_t* offsets;
+struct Deferred {
+  const uint8_t* indices;
   Segment segment;  // no slots: nothing is due
   int64_t shift;    // the phase, modulo blocks
-  Remains remains;
+  ResidualUpdate update;
 };
 
 // Everything but the gradient and the weight, whose type varies.
 struct AccumulateSelect {
   float* residual;
-  float* velocity;  // or null
-  float* means;     // or null; with them the gradient stays as it is: put writes all of it
+  float* velocity;     // or null
+  float* block_means;  // or null; with them the gradient stays as it is: put writes all of it
   const float* floor;
   int32_t* invalid;
   int64_t entries;
   float scale;
   float momentum;
-  Due due;
+  Deferred deferred;
   Select select;
 
   // How many entries of this block are not padding.
@@ -62,6 +62,67 @@ HVD_BODY float magnitude(float value) {
 
 HVD_BODY int32_t weighted_bits(float residual, float weight, float floor) {
   return score_bits(magnitude(residual) / (magnitude(weight) + floor));
+}
+
+inline Deferred checked_deferred(const Tensor& residual, const std::optional<Tensor>& velocity,
+                                 const Tensor& own_indices, const std::optional<Tensor>& indices,
+                                 const std::optional<Tensor>& mean,
+                                 const std::optional<Tensor>& quantization_error, int64_t slots,
+                                 int64_t first_slot, int64_t phase) {
+  STD_TORCH_CHECK(
+      indices.has_value() == mean.has_value() && mean.has_value() == quantization_error.has_value(),
+      "deferred_indices, deferred_mean and deferred_error go together");
+  if (!indices || residual.numel() == 0) return {nullptr, {0, 1, 0, 0}, 0, {}};
+  check_flat(*indices, "deferred_indices", ScalarType::Byte, residual);
+  check_apart(*indices, "deferred_indices", own_indices, "indices");
+  check_flat(*mean, "deferred_mean", ScalarType::Float, residual);
+  check_numel(*mean, "deferred_mean", indices->numel());
+  check_flat(*quantization_error, "deferred_error", ScalarType::Float, residual);
+  check_numel(*quantization_error, "deferred_error", indices->numel());
+  int64_t blocks = residual.numel() / kBlock;
+  Segment segment{0, blocks, first_slot, slots};
+  STD_TORCH_CHECK(fits(segment, blocks, indices->numel()),
+                  "deferred_slots and deferred_first_slot must ", "lie within ", blocks,
+                  " blocks and ", indices->numel(), " slots, got ", slots, " and ", first_slot);
+  return {const_data<uint8_t>(*indices),
+          segment,
+          modulo(phase, blocks),
+          {data<float>(residual), data_or_null(velocity), const_data<float>(*mean),
+           const_data<float>(*quantization_error)}};
+}
+
+inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
+                                const std::optional<Tensor>& weight,
+                                const std::optional<Tensor>& velocity, const Tensor& floor,
+                                const Tensor& invalid, const std::optional<Tensor>& block_means,
+                                double scale, double momentum) {
+  check_residual(residual, velocity);
+  check_dense(grad, "grad", residual);
+  if (weight) {
+    check_dense(*weight, "weight", residual);
+    check_dtype(*weight, "weight", grad.scalar_type());
+    check_numel(*weight, "weight", grad.numel());
+  }
+  STD_TORCH_CHECK(grad.numel() <= residual.numel(), "grad must have at most ", residual.numel(),
+                  " entries, those of the residual, got ", grad.numel());
+  check_flat(floor, "floor", ScalarType::Float, residual);
+  check_numel(floor, "floor", 1);
+  check_flat(invalid, "invalid", ScalarType::Int, residual);
+  check_numel(invalid, "invalid", 1);
+  if (block_means) {
+    check_flat(*block_means, "block_means", ScalarType::Float, residual);
+    check_numel(*block_means, "block_means", residual.numel() / kBlock);
+  }
+  return {data<float>(residual),
+          data_or_null(velocity),
+          data_or_null(block_means),
+          const_data<float>(floor),
+          data<int32_t>(invalid),
+          grad.numel(),
+          static_cast<float>(scale),
+          static_cast<float>(momentum),
+          {},
+          {}};
 }
 
 }  // namespace hvd_compress

@@ -5,7 +5,7 @@
 #include <cstring>
 
 // The bodies are compiled once per instruction set, inside functions of different targets: they
-// have to be inlined there, or they would stay code for the oldest CPU.
+// must be inlined there, or they would stay code for the oldest CPU.
 #if defined(__CUDACC__)
 #define HVD_BODY __host__ __device__ __forceinline__
 #else
@@ -59,7 +59,7 @@ HVD_BODY int64_t slot_start(int64_t block, int64_t slots, int64_t blocks, int64_
 }
 
 // How many of the bucket's slots before `slot` belong to the rank at `position`.
-HVD_BODY int64_t owned(int64_t slot, int64_t run, int64_t ranks, int64_t position) {
+HVD_BODY int64_t slots_before(int64_t slot, int64_t run, int64_t ranks, int64_t position) {
   int64_t turn = run * ranks;
   int64_t whole = slot / turn;
   int64_t rest = slot - whole * turn - position * run;

@@ -19,4 +19,24 @@ struct Codebook {
 
 HVD_BODY float midpoint(const float* levels, int i) { return (levels[i] + levels[i + 1]) * 0.5f; }
 
+inline Codebook checked(const Tensor& values, const Tensor& scale, const Tensor& edges,
+                        const Tensor& book, const Tensor& kind, const Tensor& codes, int64_t bits) {
+  Groups groups = check_groups(edges, values);
+  check_each(scale, "scale", ScalarType::Float, groups, values);
+  check_each(kind, "kind", ScalarType::Long, groups, values);
+  check_range("bits", 1, bits, 8);
+  check_flat(book, "book", ScalarType::Float, values);
+  STD_TORCH_CHECK(book.dim() == 2 && book.size(1) == int64_t{1} << bits,
+                  "book must be of shape (kinds, ", int64_t{1} << bits, ")");
+  STD_TORCH_CHECK(book.size(0) > 0 || groups.count == 0, "book must have a row at least");
+  check_codes(codes, bits, values);
+  return {const_data<float>(scale),
+          const_data<float>(book),
+          const_data<int64_t>(kind),
+          groups,
+          values.numel(),
+          book.size(0),
+          static_cast<int>(bits)};
+}
+
 }  // namespace hvd_compress

@@ -1,7 +1,7 @@
 // Groups: which scale a value has.
 #pragma once
 
-#include "block.h"
+#include "checks.h"
 
 namespace hvd_compress {
 
@@ -31,5 +31,38 @@ struct Groups {
     return low;
   }
 };
+
+inline Groups check_groups(const Tensor& edges, const Tensor& values) {
+  check_flat(values, "values", ScalarType::Float, values);
+  check_flat(edges, "edges", ScalarType::Long, values);
+  Groups groups{const_data<int64_t>(edges), edges.numel() - 1};
+  STD_TORCH_CHECK(groups.count >= (values.numel() > 0 ? 1 : 0),
+                  "edges must have an entry more than there are groups, got ", edges.numel(),
+                  " for ", values.numel(), " values");
+  return groups;
+}
+
+// One entry a group.
+inline void check_each(const Tensor& tensor, const char* name, ScalarType dtype,
+                       const Groups& groups, const Tensor& values) {
+  check_flat(tensor, name, dtype, values);
+  check_numel(tensor, name, groups.count);
+}
+
+inline void check_quantization_error(const Tensor& quantization_error, const Tensor& values) {
+  check_flat(quantization_error, "quantization_error", ScalarType::Float, values);
+  check_numel(quantization_error, "quantization_error", values.numel());
+  check_apart(quantization_error, "quantization_error", values, "values");
+}
+
+inline void check_codes(const Tensor& codes, int64_t bits, const Tensor& values) {
+  check_flat(codes, "codes", ScalarType::Byte, values);
+  check_numel(codes, "codes", (values.numel() + 7) / 8 * bits);
+}
+
+inline void check_range(const char* name, int64_t low, int64_t value, int64_t high) {
+  STD_TORCH_CHECK(low <= value && value <= high, name, " must be ", low, " to ", high, ", got ",
+                  value);
+}
 
 }  // namespace hvd_compress

@@ -30,11 +30,19 @@ HVD_BODY float larger(float magnitude, float largest) {
   return magnitude > largest ? magnitude : largest;  // `largest` is no NaN, and becomes none
 }
 
-HVD_BODY void take_moments(float value, double& square, double& fourth, float& largest) {
+HVD_BODY void add_moments(float value, double& square, double& fourth, float& largest) {
   double product = static_cast<double>(value) * static_cast<double>(value);
   square += product;
   fourth += product * product;
   largest = larger(bits_as<float>(bits_as<uint32_t>(value) & 0x7fffffffu), largest);
+}
+
+inline Moments checked(const Tensor& values, const Tensor& edges, const Tensor& out) {
+  Groups groups = check_groups(edges, values);
+  check_flat(out, "out", ScalarType::Double, values);
+  STD_TORCH_CHECK(out.dim() == 2 && out.size(1) == 3, "out must be of shape (groups, 3)");
+  check_numel(out, "out", 3 * groups.count);
+  return {const_data<float>(values), data<double>(out), groups, values.numel()};
 }
 
 }  // namespace hvd_compress

@@ -2,7 +2,7 @@
 // leave behind.
 #pragma once
 
-#include "block.h"
+#include "checks.h"
 
 namespace hvd_compress {
 
@@ -19,24 +19,24 @@ struct SlotRange {
   int64_t end = 0;
 };
 
-// What a slot that counts leaves behind: `lost` in the residual, 0 in the velocity.
-struct Remains {
+// What a slot that counts leaves behind: `error` in the residual, 0 in the velocity.
+struct ResidualUpdate {
   float* residual;
   float* velocity;  // or null
   const float* mean;
-  const float* lost;
+  const float* error;
 
-  HVD_BODY bool counts(int64_t slot) const { return is_finite(mean[slot]); }
+  HVD_BODY bool applies(int64_t slot) const { return is_finite(mean[slot]); }
 
   HVD_BODY void write(int64_t slot, int64_t entry) const {
-    residual[entry] = lost[slot];
+    residual[entry] = error[slot];
     if (velocity) velocity[entry] = 0.0f;
   }
 };
 
 // A bucket's slots, as take and put get them.
-struct Picks {
-  const uint8_t* offsets;
+struct BucketSlots {
+  const uint8_t* indices;
   const Segment* segments;
   int64_t segment_count;
   int64_t blocks;  // of the whole bucket
@@ -64,6 +64,21 @@ HVD_BODY int64_t find_segment(const Segment* segments, int64_t count, int64_t bl
     }
   }
   return low - 1;
+}
+
+// The slots of take and put. What the segments hold cannot be read here on CUDA.
+inline BucketSlots checked_slots(const Tensor& residual, const Tensor& indices,
+                                 const Tensor& segments, int64_t phase) {
+  check_flat(indices, "indices", ScalarType::Byte, residual);
+  check_flat(segments, "segments", ScalarType::Long, residual);
+  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 4,
+                  "segments must be of shape (parameters, 4)");
+  return {const_data<uint8_t>(indices),
+          const_data<Segment>(segments),
+          segments.size(0),
+          residual.numel() / kBlock,
+          indices.numel(),
+          phase};
 }
 
 }  // namespace hvd_compress

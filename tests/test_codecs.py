@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hvd_compress.codecs import Channel, Lanes, RangeFloat, codec
-from hvd_compress.codecs.books import DISTRIBUTIONS, codebook, grid_step
+from hvd_compress.codecs.codebooks import DISTRIBUTIONS, codebook, grid_step
 from hvd_compress.hosts.threads import LocalWorld
 
 NAMES = ["fp32", "fp16", "lanes2", "lanes4", "lanes16", "lloyd1", "lloyd4", "lloyd8", "range4", "range10", "range16"]
@@ -41,7 +41,7 @@ def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[
 
     def body(rank: int) -> dict[str, list]:
         channel = codec(name).channel(len(SLOTS), ranks, rank, torch.device("cpu"))
-        channel.deal(SLOTS)
+        channel.set_group_sizes(SLOTS)
         generator = torch.Generator().manual_seed(rank)
         seen: dict[str, list] = {"values": [], "mean": [], "lost": [], "bytes": []}
         for step in range(steps):
@@ -108,7 +108,7 @@ def test_lanes_are_unbiased_and_nearest_is_closer():
     errors = {}
     for stochastic in (True, False):
         channel = Lanes(3, stochastic).channel(1, 1, 0, torch.device("cpu"))
-        channel.deal([1000])
+        channel.set_group_sizes([1000])
         world, values = LocalWorld(1), torch.linspace(-1, 1, 1000)
         means = []
         for step in range(200):
@@ -122,7 +122,7 @@ def test_scales_follow_values_that_grow_and_shrink():
     """A thousand times larger from one step to the next: clipped at first, then fitted; nothing is lost meanwhile."""
     for name in ("lanes4", "lloyd4", "range10"):
         channel = codec(name).channel(1, 1, 0, torch.device("cpu"))
-        channel.deal([5000])
+        channel.set_group_sizes([5000])
         world, generator = LocalWorld(1), torch.Generator().manual_seed(0)
         for step in range(105):
             scale = 1e-3 if step < 35 or step >= 70 else 1.0
@@ -174,7 +174,7 @@ def test_error_feedback_stays_bounded(name):
 
     def body(rank: int) -> list[float]:
         channel = codec(name).channel(1, ranks, rank, torch.device("cpu"))
-        channel.deal([400])
+        channel.set_group_sizes([400])
         generator, kept, norms = torch.Generator().manual_seed(rank), torch.zeros(400), []
         for step in range(200):
             values = torch.randn(400, generator=generator) + kept
@@ -194,15 +194,15 @@ def test_error_feedback_stays_bounded(name):
 )
 def test_a_damaged_state_is_refused(name, what, value):
     channel = codec(name).channel(3, 2, 0, torch.device("cpu"))
-    state = channel.state()
-    channel.load_state(state)
-    before = channel.state()
+    state = channel.state_dict()
+    channel.load_state_dict(state)
+    before = channel.state_dict()
     bad = {**state, "known": True, what: state[what].clone()}
     bad[what][1] = value
     with pytest.raises(ValueError, match=f"its {what} scales must be 3 numbers"):
         channel.check_state(bad)
     with pytest.raises(ValueError, match=f"its {what} scales"):
         channel.check_state({**state, what: state[what][:2]})
-    after = channel.state()
+    after = channel.state_dict()
     assert before.keys() == after.keys() and not after["known"]
     assert all(torch.equal(before[key], after[key]) for key in ("local", "mean", "kind"))

@@ -18,26 +18,26 @@ def test_every_operator_is_looked_at():
 
 
 def test_other_arguments_than_the_reference_are_old(monkeypatch):
-    monkeypatch.setattr(reference, "put", reference.take)
-    assert not _load.is_current("put", "CPU")
+    monkeypatch.setattr(reference, "scatter", reference.gather)
+    assert not _load.is_current("scatter", "CPU")
 
 
 def test_an_operator_that_is_missing_is_old(monkeypatch):
-    monkeypatch.setattr(reference, "fold", reference.take, raising=False)
+    monkeypatch.setattr(reference, "fold", reference.gather, raising=False)
     assert not _load.is_current("fold", "CPU")
 
 
 def test_a_kernel_that_is_missing_is_old():
     """The schema is the CPU extension's: it says nothing of the CUDA one beside it."""
-    assert not _load.is_current("take", "XPU")
+    assert not _load.is_current("gather", "XPU")
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A device to check, whose memory is the CPU's; the operator that is tried does what the test says."""
 
-    def check(means_keep):
-        monkeypatch.setattr(_load, "implementation", SimpleNamespace(means_keep=means_keep))
+    def check(block_means_keep):
+        monkeypatch.setattr(_load, "implementation", SimpleNamespace(block_means_keep=block_means_keep))
         _load.check_device(torch.device("cuda", 0))
 
     zeros = torch.zeros
@@ -62,7 +62,7 @@ def test_a_gpu_is_tried_once(gpu):
     tried = []
 
     def run(*tensors):
-        reference.means_keep(*tensors)
+        reference.block_means_keep(*tensors)
         tried.append(tensors)
 
     gpu(run)

@@ -1,7 +1,6 @@
 // accumulate_select on the CPU: one block at a time, so that its scores never leave the L1 cache.
 #include "../accumulate_select.h"
 
-#include "../accumulate_select_rim.h"
 #include "any.h"
 #include "isa.h"
 #include "segments.h"
@@ -50,7 +49,7 @@ HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
     if (kVelocity) velocity[i] = entry.velocity;
     bad |= !entry.finite;
   }
-  if (!args.means) memset(static_cast<void*>(grad), 0, inside * sizeof(T));
+  if (!args.block_means) memset(static_cast<void*>(grad), 0, inside * sizeof(T));
   for (int i = inside; i < kBlock; ++i) scores[i] = 0;
   return bad;
 }
@@ -62,24 +61,27 @@ struct Blocks {
     alignas(64) int32_t scores[kBlock];
     bool bad = false;
     const Select& select = args->select;
-    auto place_of = [&](int64_t block) { return select.slots ? select.place(block) : 0; };
-    int64_t place = place_of(begin), next = place_of(begin + 1);
-    const Due& due = args->due;
-    Walk walk(due.segment, begin, due.shift);
-    auto do_due = [&](int64_t block) {
+    auto first_index_of = [&](int64_t block) {
+      return select.slots ? select.first_index(block) : 0;
+    };
+    int64_t place = first_index_of(begin), next = first_index_of(begin + 1);
+    const Deferred& deferred = args->deferred;
+    SlotIterator walk(deferred.segment, begin, deferred.shift);
+    auto update_block = [&](int64_t block) {
       auto [slot, last] = walk.next();
       for (; slot < last; ++slot) {
-        if (due.remains.counts(slot)) due.remains.write(slot, block * kBlock + due.offsets[slot]);
+        if (deferred.update.applies(slot))
+          deferred.update.write(slot, block * kBlock + deferred.indices[slot]);
       }
     };
-    do_due(begin);
+    update_block(begin);
     for (int64_t block = begin; block < end; ++block) {
       int64_t base = block * kBlock;
       int inside = args->inside(block);
       int64_t after = next;
       if (block + 1 < end) {
         // Its memory is on its way while this block's picks are looked for.
-        after = place_of(block + 2);
+        after = first_index_of(block + 2);
         if (args->inside(block + 1) == kBlock) {
           fetch<false>(grad + base + kBlock);
           fetch<true>(args->residual + base + kBlock);
@@ -91,9 +93,9 @@ struct Blocks {
       float* velocity = kVelocity ? args->velocity + base : nullptr;
       int count = static_cast<int>(next - place);
       float mean = 0.0f;
-      if (args->means) {
+      if (args->block_means) {
         mean = block_mean(grad + base, args->scale, inside);
-        args->means[block] += mean;
+        args->block_means[block] += mean;
       }
       if (weight && count > 0) {  // only a leader reads the weight
         bad |= accumulate_block<kVelocity, true>(*args, grad + base, residual, velocity,
@@ -103,8 +105,8 @@ struct Blocks {
                                                   mean, scores, inside);
       }
       // Well before its entries are read, many at a time: a read waits for the writes it covers.
-      if (block + 1 < end) do_due(block + 1);
-      if (count > 0) pick(select, block, scores, count, select.offsets + place);
+      if (block + 1 < end) update_block(block + 1);
+      if (count > 0) select_block(select, block, scores, count, select.indices + place);
       place = next;
       next = after;
     }
@@ -122,18 +124,20 @@ void run(const AccumulateSelect& args, T* grad, const T* weight) {
 }
 
 void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> weight,
-                           std::optional<Tensor> velocity, Tensor floor, Tensor offsets,
-                           Tensor invalid, std::optional<Tensor> means, double scale,
+                           std::optional<Tensor> velocity, Tensor floor, Tensor indices,
+                           Tensor invalid, std::optional<Tensor> block_means, double scale,
                            double momentum, int64_t slots, int64_t first_slot, int64_t phase,
                            int64_t run_length, int64_t ranks, int64_t position, int64_t key,
-                           int64_t explore, std::optional<Tensor> due_offsets,
-                           std::optional<Tensor> due_mean, std::optional<Tensor> due_lost,
-                           int64_t due_slots, int64_t due_first_slot, int64_t due_phase) {
+                           int64_t explore, std::optional<Tensor> deferred_indices,
+                           std::optional<Tensor> deferred_mean,
+                           std::optional<Tensor> deferred_error, int64_t deferred_slots,
+                           int64_t deferred_first_slot, int64_t deferred_phase) {
   AccumulateSelect args =
-      checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
-  args.due = checked_due(residual, velocity, offsets, due_offsets, due_mean, due_lost, due_slots,
-                         due_first_slot, due_phase);
-  args.select = checked_select(residual, offsets, slots, first_slot, phase, run_length, ranks,
+      checked(grad, residual, weight, velocity, floor, invalid, block_means, scale, momentum);
+  args.deferred =
+      checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
+                       deferred_slots, deferred_first_slot, deferred_phase);
+  args.select = checked_select(residual, indices, slots, first_slot, phase, run_length, ranks,
                                position, key, explore);
   with_type(grad.scalar_type(), [&](auto type) {
     using T = decltype(type);

@@ -1,7 +1,6 @@
 // codebook_encode and codebook_decode on the CPU.
 #include "../codebook.h"
 
-#include "../codebook_rim.h"
 #include "codes.h"
 #include "permute.h"
 
@@ -41,7 +40,7 @@ struct Rows : Codebook {
 
 struct PlainCode : Rows {
   template <typename Digit>
-  HVD_BODY void encode(int64_t group, const float* __restrict values, float* __restrict lost,
+  HVD_BODY void encode(int64_t group, const float* __restrict values, float* __restrict error,
                        Digit* __restrict digits, int count) const {
     const Row& mine = row(group);
     float step = scale[group], inverse = 1.0f / step;
@@ -64,7 +63,7 @@ struct PlainCode : Rows {
     }
     for (int i = 0; i < count; ++i) {
       digits[i] = static_cast<Digit>(found[i]);
-      lost[i] = values[i] - mine.levels[found[i]] * step;
+      error[i] = values[i] - mine.levels[found[i]] * step;
     }
   }
 
@@ -93,7 +92,7 @@ struct PlainCode : Rows {
     }
   }
 
-  // Depth by depth for all values: one value's steps would have to wait for one another.
+  // Depth by depth for all values: one value's steps would must wait for one another.
   HVD_BODY void search(const float* tree, const float* __restrict values, float inverse,
                        uint32_t* __restrict found, int count) const {
     for (int i = 0; i < count; ++i) found[i] = 1;
@@ -110,10 +109,10 @@ struct PlainCode : Rows {
 // Levels and midpoints from registers. Calls, not inlined: the drivers belong to no level.
 template <int kBits>
 struct PermuteCode : Rows {
-  HVD_V4 void encode(int64_t group, const float* values, float* lost, uint8_t* digits,
+  HVD_V4 void encode(int64_t group, const float* values, float* error, uint8_t* digits,
                      int count) const {
     const Row& mine = row(group);
-    permute_encode<kBits>(mine.tree, mine.lower, mine.upper, scale[group], values, lost, digits,
+    permute_encode<kBits>(mine.tree, mine.lower, mine.upper, scale[group], values, error, digits,
                           count);
   }
 
@@ -133,8 +132,8 @@ std::vector<Row> checked_rows(const Codebook& args) {
   for (int64_t i = 0; i < args.kinds; ++i) {
     const float* levels = args.levels(i);
     for (int k = 1; k < 1 << args.bits; ++k) {
-      STD_TORCH_CHECK(levels[k - 1] <= levels[k], "every row of book has to ascend, got ",
-                      levels[k], " after ", levels[k - 1], " in row ", i);
+      STD_TORCH_CHECK(levels[k - 1] <= levels[k], "every row of book must ascend, got ", levels[k],
+                      " after ", levels[k - 1], " in row ", i);
     }
     rows.emplace_back(levels, args.bits);
   }
@@ -167,20 +166,20 @@ void with_permute(const Rows& rows, const F& f) {
 #endif
 
 void codebook_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor book, Tensor kind,
-                         Tensor codes, Tensor lost, int64_t bits) {
+                         Tensor codes, Tensor quantization_error, int64_t bits) {
   Codebook args = checked(values, scale, edges, book, kind, codes, bits);
-  check_lost(lost, values);
+  check_quantization_error(quantization_error, values);
   std::vector<Row> table = checked_rows(args);
   Rows rows{args, table.data()};
   const float* from = const_data<float>(values);
-  float* rest = data<float>(lost);
+  float* error = data<float>(quantization_error);
   uint8_t* to = data<uint8_t>(codes);
 #ifdef HVD_V4
   if (isa_level() == 4) {
-    return with_permute(rows, [&](auto code) { encode_wide<uint8_t>(code, from, rest, to); });
+    return with_permute(rows, [&](auto code) { encode_wide<uint8_t>(code, from, error, to); });
   }
 #endif
-  encode_plain(PlainCode{rows}, from, rest, to);
+  encode_plain(PlainCode{rows}, from, error, to);
 }
 
 void codebook_decode_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind,

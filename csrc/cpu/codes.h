@@ -1,7 +1,7 @@
 // Codes into bytes and back on the CPU, a chunk at a time: its digits never leave the L1 cache.
 //
 // A Code has `groups`, `size`, `bits`, and for values of one group
-//   encode(group, values, lost, digits, count)
+//   encode(group, values, error, digits, count)
 //   decode(group, digits, values, count, add)
 // Digits are the codes before they are packed: of 8 bits where that is enough and faster, or 16.
 #pragma once
@@ -116,7 +116,7 @@ HVD_BODY void fetch_next(const T* chunk, int64_t size, int64_t left) {
 
 template <typename Code, typename Digit, typename Packing>
 struct Encode {
-  static HVD_BODY void run(const Code* code, const float* values, float* lost, uint8_t* codes,
+  static HVD_BODY void run(const Code* code, const float* values, float* error, uint8_t* codes,
                            int64_t begin, int64_t end) {
     alignas(64) Digit digits[kChunk] = {};
     uint8_t packed[kChunk * 2 + kOver];
@@ -129,7 +129,7 @@ struct Encode {
       fetch_next(values + first, kChunk, code->size - first);
       for_runs(code->groups, group, first, last,
                [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
-                 code->encode(group, values + from, lost + from, digits + (from - first),
+                 code->encode(group, values + from, error + from, digits + (from - first),
                               static_cast<int>(to - from));
                });
       uint8_t* to = codes + begin * code->bits;
@@ -169,9 +169,9 @@ struct Decode {
 // All units, by the best code for any processor, or for one of AVX-512.
 
 template <typename Code>
-void encode_plain(const Code& code, const float* values, float* lost, uint8_t* codes) {
+void encode_plain(const Code& code, const float* values, float* error, uint8_t* codes) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    run_best<Encode<Code, uint16_t, Plain>>(&code, values, lost, codes, begin, end);
+    run_best<Encode<Code, uint16_t, Plain>>(&code, values, error, codes, begin, end);
   });
 }
 
@@ -184,9 +184,9 @@ void decode_plain(const Code& code, const uint8_t* codes, float* values, bool ad
 
 #ifdef HVD_V4
 template <typename Digit, typename Code>
-void encode_wide(const Code& code, const float* values, float* lost, uint8_t* codes) {
+void encode_wide(const Code& code, const float* values, float* error, uint8_t* codes) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    Isa<Encode<Code, Digit, Wide>>::v4(&code, values, lost, codes, begin, end);
+    Isa<Encode<Code, Digit, Wide>>::v4(&code, values, error, codes, begin, end);
   });
 }
 

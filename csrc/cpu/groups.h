@@ -1,7 +1,7 @@
 // What only the CPU can do with groups: check them, and walk them.
 #pragma once
 
-#include "../codes_rim.h"
+#include "../groups.h"
 
 namespace hvd_compress {
 
@@ -11,11 +11,11 @@ inline void check_edges(const Groups& groups, int64_t size) {
   for (int64_t i = 0; i <= groups.count; ++i) {
     int64_t edge = groups.edges[i];
     STD_TORCH_CHECK(last <= edge && edge <= size && (i > 0 || edge == 0),
-                    "edges has to ascend from 0 to ", size, ", got ", edge, " in entry ", i,
+                    "edges must ascend from 0 to ", size, ", got ", edge, " in entry ", i,
                     " after ", last);
     last = edge;
   }
-  STD_TORCH_CHECK(last == size, "edges has to end at ", size, ", got ", last);
+  STD_TORCH_CHECK(last == size, "edges must end at ", size, ", got ", last);
 }
 
 // Calls work(group, first, last) for the values from begin to end, a run of one group at a time.

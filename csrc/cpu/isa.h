@@ -1,7 +1,7 @@
 // The same body compiled for several instruction sets, and the best one chosen when it runs.
 //
 // Not by -march=native, so that a wheel serves every machine; not by target_clones, which needs
-// ifunc and does not take templates. The body has to be HVD_BODY, that is, always inlined.
+// ifunc and does not take templates. The body must be HVD_BODY, that is, always inlined.
 #pragma once
 
 #include <algorithm>

@@ -2,7 +2,6 @@
 // cache.
 #include "../lanes.h"
 
-#include "../lanes_rim.h"
 #include "codes.h"
 
 namespace hvd_compress {
@@ -80,7 +79,7 @@ class Joiner {
 
 template <typename Digit, bool kStochastic>
 HVD_BODY void encode_run(const Lanes& args, int64_t group, int64_t first,
-                         const float* __restrict values, float* __restrict lost,
+                         const float* __restrict values, float* __restrict error,
                          Digit* __restrict digits, int count) {
   using Whole = std::conditional_t<sizeof(Digit) == 8, int64_t, int32_t>;
   Grid grid(args, group);
@@ -90,7 +89,7 @@ HVD_BODY void encode_run(const Lanes& args, int64_t group, int64_t first,
     float draw = kStochastic ? uniform(start + static_cast<uint32_t>(i), key) : 0.5f;
     Rounded<Whole> rounded = grid.encode<Whole>(values[i], draw);
     digits[i] = static_cast<Digit>(rounded.digit + half);
-    lost[i] = rounded.lost;
+    error[i] = rounded.error;
   }
 }
 
@@ -98,7 +97,7 @@ HVD_BODY void encode_run(const Lanes& args, int64_t group, int64_t first,
 
 template <typename Digit, bool kStochastic, bool kWide>
 struct EncodeWords {
-  static HVD_BODY void run(const Lanes* args, const float* values, float* lost, int64_t* words,
+  static HVD_BODY void run(const Lanes* args, const float* values, float* error, int64_t* words,
                            int64_t begin, int64_t end) {
     alignas(64) Digit digits[kWords * Joiner<Digit>::kLanes + Joiner<Digit>::kPer] = {};
     alignas(64) int64_t joined[kWords];
@@ -110,7 +109,7 @@ struct EncodeWords {
       for (; last > args->size; --last) digits[last - 1 - first] = Digit{1} << (args->width - 1);
       for_runs(args->groups, group, first, last,
                [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
-                 encode_run<Digit, kStochastic>(*args, group, from, values + from, lost + from,
+                 encode_run<Digit, kStochastic>(*args, group, from, values + from, error + from,
                                                 digits + (from - first),
                                                 static_cast<int>(to - from));
                });
@@ -205,36 +204,37 @@ struct DecodeWords {
 };
 
 template <typename Digit, bool kStochastic>
-void encode_all(const Lanes& args, const float* values, float* lost, int64_t* words) {
+void encode_all(const Lanes& args, const float* values, float* error, int64_t* words) {
   int64_t size = (args.size + args.count - 1) / args.count;
   torch::stable::parallel_for(0, size, kGrain, [&](int64_t begin, int64_t end) {
 #ifdef HVD_V4
     if (isa_level() == 4) {
-      return Isa<EncodeWords<Digit, kStochastic, true>>::v4(&args, values, lost, words, begin, end);
+      return Isa<EncodeWords<Digit, kStochastic, true>>::v4(&args, values, error, words, begin,
+                                                            end);
     }
 #endif
-    run_best<EncodeWords<Digit, kStochastic, false>>(&args, values, lost, words, begin, end);
+    run_best<EncodeWords<Digit, kStochastic, false>>(&args, values, error, words, begin, end);
   });
 }
 
 template <bool kStochastic>
-void encode_all(const Lanes& args, const float* values, float* lost, int64_t* words) {
+void encode_all(const Lanes& args, const float* values, float* error, int64_t* words) {
   if (args.width <= 8) {
-    encode_all<uint8_t, kStochastic>(args, values, lost, words);
+    encode_all<uint8_t, kStochastic>(args, values, error, words);
   } else if (args.width <= 16) {
-    encode_all<uint16_t, kStochastic>(args, values, lost, words);
+    encode_all<uint16_t, kStochastic>(args, values, error, words);
   } else {
-    encode_all<uint64_t, kStochastic>(args, values, lost, words);
+    encode_all<uint64_t, kStochastic>(args, values, error, words);
   }
 }
 
-void lanes_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor words, Tensor lost,
-                      int64_t bits, int64_t width, int64_t key) {
+void lanes_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor words,
+                      Tensor quantization_error, int64_t bits, int64_t width, int64_t key) {
   Lanes args = checked(values, scale, edges, words, bits, width, key, 1.0);
-  check_lost(lost, values);
+  check_quantization_error(quantization_error, values);
   check_edges(args.groups, args.size);
   auto encode = key == -1 ? encode_all<false> : encode_all<true>;
-  encode(args, const_data<float>(values), data<float>(lost), data<int64_t>(words));
+  encode(args, const_data<float>(values), data<float>(quantization_error), data<int64_t>(words));
 }
 
 void lanes_decode_cpu(Tensor words, Tensor scale, Tensor edges, Tensor values, int64_t width,

@@ -1,7 +1,7 @@
 // moments on the CPU.
 #include "moments.h"
 
-#include "../moments_rim.h"
+#include "../moments.h"
 #include "groups.h"
 
 namespace hvd_compress {

@@ -23,11 +23,11 @@ struct GroupMoments {
       __builtin_prefetch(ahead);
       __builtin_prefetch(ahead + kSums / 2);
       for (int i = 0; i < kSums; ++i) {
-        take_moments(values[row + i], square[i], fourth[i], largest[i]);
+        add_moments(values[row + i], square[i], fourth[i], largest[i]);
       }
     }
     for (int64_t i = 0; i < count - whole; ++i) {
-      take_moments(values[whole + i], square[i], fourth[i], largest[i]);
+      add_moments(values[whole + i], square[i], fourth[i], largest[i]);
     }
     for (int width = kSums / 2; width > 0; width /= 2) {
       for (int i = 0; i < width; ++i) {

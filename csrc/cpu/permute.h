@@ -33,7 +33,7 @@ struct Table {
   }
 };
 
-constexpr int kTogether = 8;  // vectors: a step of one has to wait for its step before
+constexpr int kTogether = 8;  // vectors: a step of one must wait for its step before
 
 // The nodes of the first four depths are in one register, those of a further depth in its own.
 template <int kDepth, int kBits>
@@ -68,7 +68,7 @@ struct Descent<kBits, kBits> {
 // computed, and the chosen level is there.
 template <int kBits>
 HVD_V4 void permute_encode(const float* tree, const float* lower, const float* upper, float step,
-                           const float* values, float* lost, uint8_t* digits, int count) {
+                           const float* values, float* error, uint8_t* digits, int count) {
   constexpr int kPairs = 1 << (kBits - 1);
   __m512 inverse = _mm512_set1_ps(1.0f / step);
   Descent<0, kBits - 1> descend(tree);
@@ -92,7 +92,7 @@ HVD_V4 void permute_encode(const float* tree, const float* lower, const float* u
       store_digits(digits + first, code, count - first);
       __m512 decoded = _mm512_mul_ps(_mm512_mask_blend_ps(above, low, high), _mm512_set1_ps(step));
       __m512 value = load_floats(values + first, count - first);
-      store_floats(lost + first, _mm512_sub_ps(value, decoded), count - first);
+      store_floats(error + first, _mm512_sub_ps(value, decoded), count - first);
     }
   }
 }

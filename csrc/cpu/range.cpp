@@ -1,7 +1,6 @@
 // range_encode and range_decode on the CPU.
 #include "../range.h"
 
-#include "../range_rim.h"
 #include "codes.h"
 
 namespace hvd_compress {
@@ -9,13 +8,13 @@ namespace {
 
 struct RangeCode : Range {
   template <typename Digit>
-  HVD_BODY void encode(int64_t group, const float* __restrict values, float* __restrict lost,
+  HVD_BODY void encode(int64_t group, const float* __restrict values, float* __restrict error,
                        Digit* __restrict digits, int count) const {
     Window window(*this, group);
     for (int i = 0; i < count; ++i) {
       Ranged ranged = window.encode(values[i]);
       digits[i] = static_cast<Digit>(ranged.code);
-      lost[i] = ranged.lost;
+      error[i] = ranged.error;
     }
   }
 
@@ -39,20 +38,20 @@ RangeCode checked_code(const Range& args) {
   return {args};
 }
 
-void range_encode_cpu(Tensor values, Tensor base, Tensor edges, Tensor codes, Tensor lost,
-                      int64_t bits, int64_t mantissa, int64_t positive) {
+void range_encode_cpu(Tensor values, Tensor base, Tensor edges, Tensor codes,
+                      Tensor quantization_error, int64_t bits, int64_t mantissa, int64_t positive) {
   RangeCode code = checked_code(checked(values, base, edges, codes, bits, mantissa, positive));
-  check_lost(lost, values);
+  check_quantization_error(quantization_error, values);
   const float* from = const_data<float>(values);
-  float* rest = data<float>(lost);
+  float* error = data<float>(quantization_error);
   uint8_t* to = data<uint8_t>(codes);
 #ifdef HVD_V4
   if (isa_level() == 4) {
-    return bits <= 8 ? encode_wide<uint8_t>(code, from, rest, to)
-                     : encode_wide<uint16_t>(code, from, rest, to);
+    return bits <= 8 ? encode_wide<uint8_t>(code, from, error, to)
+                     : encode_wide<uint16_t>(code, from, error, to);
   }
 #endif
-  encode_plain(code, from, rest, to);
+  encode_plain(code, from, error, to);
 }
 
 void range_decode_cpu(Tensor codes, Tensor base, Tensor edges, Tensor values, int64_t bits,

@@ -6,8 +6,8 @@
 
 namespace hvd_compress {
 
-constexpr int kFew = 2;         // up to so many picks, repeated argmax is faster than the search
-constexpr int32_t kTaken = -1;  // below every score, and every threshold
+constexpr int kFew = 2;  // up to so many entries, repeated argmax is faster than the search
+constexpr int32_t kSelected = -1;  // below every score, and every threshold
 
 HVD_BODY void explore_block(int32_t* scores, int64_t block, uint32_t key) {
   for (int i = 0; i < kBlock; ++i) scores[i] = explore_bits(scores[i], block * kBlock + i, key);
@@ -43,10 +43,10 @@ struct Bounds {
 };
 
 // For every set of eight bits which ones they are: a byte each, in ascending order.
-struct Places {
+struct BitPositions {
   uint64_t of[256] = {};
 
-  constexpr Places() {
+  constexpr BitPositions() {
     for (int set = 0; set < 256; ++set) {
       for (int bit = 8; bit-- > 0;) {
         if (set >> bit & 1) of[set] = of[set] << 8 | static_cast<uint64_t>(bit);
@@ -54,35 +54,35 @@ struct Places {
     }
   }
 };
-inline constexpr Places kPlaces;
+inline constexpr BitPositions kBitPositions;
 
-// Writes the offsets of the scores that reach a threshold: a word at a time, so that up to a word
+// Writes the indices of the scores that reach a threshold: a word at a time, so that up to a word
 // more is overwritten.
 HVD_BODY void list_reaching(const int32_t* scores, int32_t threshold, uint8_t* listed) {
-  constexpr uint64_t kOnes = 0x0101010101010101, kGather = 0x0102040810204080;
+  constexpr uint64_t kOnes = 0x0101010101010101, kCollect = 0x0102040810204080;
   alignas(64) uint8_t reached[kBlock];
   for (int i = 0; i < kBlock; ++i) reached[i] = scores[i] >= threshold;
   int filled = 0;
   for (int i = 0; i < kBlock; i += 8) {
     uint64_t flags = load_word(reached + i);
-    uint64_t set = (flags * kGather) >> 56;  // the product's top byte has every flag as a bit
-    uint64_t offsets = kPlaces.of[set] + static_cast<uint64_t>(i) * kOnes;
-    memcpy(listed + filled, &offsets, sizeof(offsets));
+    uint64_t set = (flags * kCollect) >> 56;  // the product's top byte has every flag as a bit
+    uint64_t indices = kBitPositions.of[set] + static_cast<uint64_t>(i) * kOnes;
+    memcpy(listed + filled, &indices, sizeof(indices));
     filled += static_cast<int>((flags * kOnes) >> 56);
   }
 }
 
-// Takes the largest `count` times. Picks come out by score: put each in its place by offset.
-HVD_BODY void pick_few(int32_t* scores, int count, uint8_t* picked) {
+// Takes the largest `count` times. Entries come out by score: put each in its place by index.
+HVD_BODY void select_few(int32_t* scores, int count, uint8_t* picked) {
   for (int k = 0; k < count; ++k) {
-    int32_t best = kTaken;
+    int32_t best = kSelected;
     for (int i = 0; i < kBlock; ++i) best = scores[i] > best ? scores[i] : best;
     int32_t where = kBlock;
     for (int32_t i = 0; i < kBlock; ++i) {
       int32_t here = scores[i] == best ? i : kBlock;
       where = here < where ? here : where;
     }
-    scores[where] = kTaken;
+    scores[where] = kSelected;
     int slot = k;
     for (; slot > 0 && picked[slot - 1] > where; --slot) picked[slot] = picked[slot - 1];
     picked[slot] = static_cast<uint8_t>(where);
@@ -90,8 +90,8 @@ HVD_BODY void pick_few(int32_t* scores, int count, uint8_t* picked) {
 }
 
 // Halves the thresholds left until one is reached `count` times or is the only one: then, of the
-// scores equal to it, those at the lowest offsets count.
-HVD_BODY void pick_many(int32_t* scores, int count, uint8_t* picked) {
+// scores equal to it, those at the lowest indices count.
+HVD_BODY void select_many(int32_t* scores, int count, uint8_t* picked) {
   Bounds bounds(scores);
   int32_t high = bounds.high;
   int32_t low = count <= Bounds::kGroups ? bounds.low : 0;
@@ -108,7 +108,7 @@ HVD_BODY void pick_many(int32_t* scores, int count, uint8_t* picked) {
   if (reached != count) reached = reaching(scores, low);
   for (int i = kBlock - 1; reached > count; --i) {
     bool equal = scores[i] == low;
-    scores[i] = equal ? kTaken : scores[i];
+    scores[i] = equal ? kSelected : scores[i];
     reached -= equal;
   }
   uint8_t listed[kBlock + sizeof(uint64_t)];
@@ -117,13 +117,13 @@ HVD_BODY void pick_many(int32_t* scores, int count, uint8_t* picked) {
 }
 
 // Writes the picks that this rank leads in a block. The scores are used up.
-HVD_BODY void pick(const Select& select, int64_t block, int32_t* scores, int count,
-                   uint8_t* picked) {
+HVD_BODY void select_block(const Select& select, int64_t block, int32_t* scores, int count,
+                           uint8_t* picked) {
   if (select.explored(block)) explore_block(scores, block, select.key);
   if (count <= kFew) {
-    pick_few(scores, count, picked);
+    select_few(scores, count, picked);
   } else {
-    pick_many(scores, count, picked);
+    select_many(scores, count, picked);
   }
 }
 

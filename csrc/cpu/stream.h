@@ -13,8 +13,8 @@
 namespace hvd_compress {
 
 // Like memcpy, which it is for what does not lie or end on 16 bytes. Other threads see it after
-// streamed().
-inline void stream(void* to, const void* from, size_t bytes) {
+// stream_fence().
+inline void stream_copy(void* to, const void* from, size_t bytes) {
 #ifdef __SSE2__
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0 && bytes % sizeof(__m128i) == 0) {
     __m128i* target = static_cast<__m128i*>(to);
@@ -28,7 +28,7 @@ inline void stream(void* to, const void* from, size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-inline void streamed() {
+inline void stream_fence() {
 #ifdef __SSE2__
   _mm_sfence();
 #endif

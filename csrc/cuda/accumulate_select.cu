@@ -1,5 +1,5 @@
 // accumulate_select on CUDA: a warp to a block, 8 neighbouring entries to a lane, all in registers.
-#include "../accumulate_select_rim.h"
+#include "../accumulate_select.h"
 #include "entries.h"
 #include "segments.h"
 #include "select.h"
@@ -10,10 +10,10 @@ namespace {
 // Of a block's gradient, scaled: the same in all lanes. Halves are added to each other, as in the
 // reference: entries 128 to 8 apart lie in different lanes, then 4 to 1 apart in one.
 template <typename T>
-__device__ __forceinline__ float block_mean(const T (&grad)[kEach], float scale, int inside) {
-  float sums[kEach];
+__device__ __forceinline__ float block_mean(const T (&grad)[kPerLane], float scale, int inside) {
+  float sums[kPerLane];
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     sums[i] = static_cast<float>(grad[i]) * scale;
 #pragma unroll
     for (int half = kLanes / 2; half > 0; half /= 2) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ float block_mean(const T (&grad)[kEach], float scale,
     }
   }
 #pragma unroll
-  for (int half = kEach / 2; half > 0; half /= 2) {
+  for (int half = kPerLane / 2; half > 0; half /= 2) {
 #pragma unroll
     for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
@@ -34,28 +34,29 @@ __global__ void __launch_bounds__(kThreads)
                              const T* __restrict__ weight, bool aligned) {
   int64_t block = warp_id();
   if (block >= args.select.blocks) return;
-  int64_t first = block * kBlock + lane_id() * kEach;
-  int inside = args.inside(block) - lane_id() * kEach;  // of this lane's entries, may be < 0
-  inside = inside < 0 ? 0 : inside > kEach ? kEach : inside;
+  int64_t first = block * kBlock + lane_id() * kPerLane;
+  int inside = args.inside(block) - lane_id() * kPerLane;  // of this lane's entries, may be < 0
+  inside = inside < 0 ? 0 : inside > kPerLane ? kPerLane : inside;
 
-  T step[kEach];
-  float residual[kEach];
-  float velocity[kEach];
+  T step[kPerLane];
+  float residual[kPerLane];
+  float velocity[kPerLane];
   load(step, grad + first, inside, aligned);  // on its way while what is due is done
-  const Due& due = args.due;
-  if (due.segment.slots) {
-    keep(due.remains, due.offsets, slots_in(due.segment, block, due.shift), block * kBlock);
+  const Deferred& deferred = args.deferred;
+  if (deferred.segment.slots) {
+    update_residual(deferred.update, deferred.indices,
+                    slots_in(deferred.segment, block, deferred.shift), block * kBlock);
   }
   load(residual, args.residual + first, inside, aligned);
   if (kVelocity) load(velocity, args.velocity + first, inside, aligned);
   float mean = 0.0f;
-  if (args.means) {
+  if (args.block_means) {
     mean = block_mean(step, args.scale, args.inside(block));
-    if (lane_id() == 0) args.means[block] += mean;
+    if (lane_id() == 0) args.block_means[block] += mean;
   }
   bool bad = false;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     Entry entry = accumulate<kVelocity>(static_cast<float>(step[i]) * args.scale - mean,
                                         residual[i], kVelocity ? velocity[i] : 0.0f, args.momentum);
     bad |= !entry.finite;  // padding was loaded as zeros, which are finite
@@ -63,46 +64,48 @@ __global__ void __launch_bounds__(kThreads)
     velocity[i] = entry.velocity;
     step[i] = static_cast<T>(0.0f);
   }
-  if (!args.means) store(grad + first, step, inside, aligned);
+  if (!args.block_means) store(grad + first, step, inside, aligned);
   store(args.residual + first, residual, inside, aligned);
   if (kVelocity) store(args.velocity + first, velocity, inside, aligned);
   if (__any_sync(kAll, bad) && lane_id() == 0) atomicOr(args.invalid, 1);
   if (!args.select.slots) return;
 
-  Led leads = led(args.select, block);
+  LeaderSlots leads = leader_slots(args.select, block);
   if (leads.count == 0) return;  // only a leader reads the weight
-  int32_t scores[kEach];
+  int32_t scores[kPerLane];
   if (weight) {
-    T weights[kEach];
+    T weights[kPerLane];
     load(weights, weight + first, inside, aligned);
     float floor = *args.floor;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       float width = static_cast<float>(weights[i]);
       scores[i] = i < inside ? weighted_bits(residual[i], width, floor) : 0;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       scores[i] = i < inside ? score_bits(magnitude(residual[i])) : 0;
     }
   }
-  pick(args.select, block, scores, leads);
+  select_block(args.select, block, scores, leads);
 }
 
 void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> weight,
-                            std::optional<Tensor> velocity, Tensor floor, Tensor offsets,
-                            Tensor invalid, std::optional<Tensor> means, double scale,
+                            std::optional<Tensor> velocity, Tensor floor, Tensor indices,
+                            Tensor invalid, std::optional<Tensor> block_means, double scale,
                             double momentum, int64_t slots, int64_t first_slot, int64_t phase,
                             int64_t run, int64_t ranks, int64_t position, int64_t key,
-                            int64_t explore, std::optional<Tensor> due_offsets,
-                            std::optional<Tensor> due_mean, std::optional<Tensor> due_lost,
-                            int64_t due_slots, int64_t due_first_slot, int64_t due_phase) {
+                            int64_t explore, std::optional<Tensor> deferred_indices,
+                            std::optional<Tensor> deferred_mean,
+                            std::optional<Tensor> deferred_error, int64_t deferred_slots,
+                            int64_t deferred_first_slot, int64_t deferred_phase) {
   AccumulateSelect args =
-      checked(grad, residual, weight, velocity, floor, invalid, means, scale, momentum);
-  args.due = checked_due(residual, velocity, offsets, due_offsets, due_mean, due_lost, due_slots,
-                         due_first_slot, due_phase);
-  args.select = checked_select(residual, offsets, slots, first_slot, phase, run, ranks, position,
+      checked(grad, residual, weight, velocity, floor, invalid, block_means, scale, momentum);
+  args.deferred =
+      checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
+                       deferred_slots, deferred_first_slot, deferred_phase);
+  args.select = checked_select(residual, indices, slots, first_slot, phase, run, ranks, position,
                                key, explore);
   if (args.select.blocks == 0) return;
   Launch launch(residual);

@@ -1,5 +1,5 @@
 // codebook_encode and codebook_decode on CUDA. A book is small: it stays in the L1 cache.
-#include "../codebook_rim.h"
+#include "../codebook.h"
 #include "codes.h"
 
 namespace hvd_compress {
@@ -17,13 +17,13 @@ struct Levels {
         inverse(1.0f / step),
         bits(args.bits) {}
 
-  __device__ uint32_t encode(float value, float& lost) const {
+  __device__ uint32_t encode(float value, float& error) const {
     float scaled = value * inverse;
     int code = 0;
     for (int half = 1 << (bits - 1); half > 0; half /= 2) {
       if (midpoint(levels, code + half - 1) < scaled) code += half;
     }
-    lost = value - levels[code] * step;
+    error = value - levels[code] * step;
     return static_cast<uint32_t>(code);
   }
   __device__ float decode(uint32_t code) const { return levels[code] * step; }
@@ -37,10 +37,10 @@ struct Levels {
 };
 
 void codebook_encode_cuda(Tensor values, Tensor scale, Tensor edges, Tensor book, Tensor kind,
-                          Tensor codes, Tensor lost, int64_t bits) {
+                          Tensor codes, Tensor quantization_error, int64_t bits) {
   Codebook args = checked(values, scale, edges, book, kind, codes, bits);
-  check_lost(lost, values);
-  encode_all<Levels>(args, values, codes, lost);
+  check_quantization_error(quantization_error, values);
+  encode_all<Levels>(args, values, codes, quantization_error);
 }
 
 void codebook_decode_cuda(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind,

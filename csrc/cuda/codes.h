@@ -1,8 +1,8 @@
 // Codes into bytes and back on CUDA. Values are read and written by neighbouring threads, and so
 // are the bytes: digits and bytes change hands in shared memory.
 //
-// Args has `groups`, `size` and `bits`. Constants are a group's: encode(value, lost) gives the code
-// and sets what is lost, decode(code) gives the value.
+// Args has `groups`, `size` and `bits`. Constants are a group's: encode(value, error) gives the
+// code and sets what is error, decode(code) gives the value.
 #pragma once
 
 #include "../pack.h"
@@ -13,18 +13,18 @@ namespace hvd_compress {
 template <typename Args, typename Constants>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ Args args, const float* __restrict__ values,
-                  float* __restrict__ lost, uint8_t* __restrict__ codes) {
-  __shared__ alignas(uint64_t) uint16_t digits[kShare];  // as words are loaded
+                  float* __restrict__ error, uint8_t* __restrict__ codes) {
+  __shared__ alignas(uint64_t) uint16_t digits[kTile];  // as words are loaded
   __shared__ uint32_t packed[kThreads * 4];
   uint8_t* bytes = reinterpret_cast<uint8_t*>(packed);
   int thread = static_cast<int>(threadIdx.x);
 
-  int64_t first = static_cast<int64_t>(blockIdx.x) * kShare;
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kTile;
   OfGroup<Constants> constants(args, first + thread);
-  for (int local = thread; local < kShare; local += kThreads) {
+  for (int local = thread; local < kTile; local += kThreads) {
     int64_t i = first + local;
     uint32_t code = 0;
-    if (i < args.size) code = constants.at(args, i).encode(values[i], lost[i]);
+    if (i < args.size) code = constants.at(args, i).encode(values[i], error[i]);
     digits[local] = static_cast<uint16_t>(code);
   }
   __syncthreads();
@@ -57,8 +57,8 @@ template <typename Args, typename Constants>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const __grid_constant__ Args args, const uint8_t* __restrict__ codes,
                   float* __restrict__ values, bool add) {
-  int64_t first = static_cast<int64_t>(blockIdx.x) * kShare;
-  int64_t end = first + kShare < args.size ? first + kShare : args.size;
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kTile;
+  int64_t end = first + kTile < args.size ? first + kTile : args.size;
   OfGroup<Constants> constants(args, first + threadIdx.x);
   for (int64_t i = first + threadIdx.x; i < end; i += kThreads) {
     float value = constants.at(args, i).decode(code_at(codes, i, args.bits));
@@ -67,11 +67,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Constants, typename Args>
-void encode_all(const Args& args, const Tensor& values, const Tensor& codes, const Tensor& lost) {
+void encode_all(const Args& args, const Tensor& values, const Tensor& codes,
+                const Tensor& quantization_error) {
   if (args.size == 0) return;
   Launch launch(values);
-  encode_kernel<Args, Constants><<<shares(args.size, kShare), kThreads, 0, launch.stream()>>>(
-      args, const_data<float>(values), data<float>(lost), data<uint8_t>(codes));
+  encode_kernel<Args, Constants><<<ceil_div(args.size, kTile), kThreads, 0, launch.stream()>>>(
+      args, const_data<float>(values), data<float>(quantization_error), data<uint8_t>(codes));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -79,7 +80,7 @@ template <typename Constants, typename Args>
 void decode_all(const Args& args, const Tensor& codes, const Tensor& values, bool add) {
   if (args.size == 0) return;
   Launch launch(values);
-  decode_kernel<Args, Constants><<<shares(args.size, kShare), kThreads, 0, launch.stream()>>>(
+  decode_kernel<Args, Constants><<<ceil_div(args.size, kTile), kThreads, 0, launch.stream()>>>(
       args, const_data<uint8_t>(codes), data<float>(values), add);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

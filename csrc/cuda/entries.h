@@ -11,8 +11,8 @@ inline bool on_16_bytes(const void* pointer) {
 
 // 16 bytes at a time where the memory allows it; zeros beyond `inside`.
 template <typename T>
-__device__ __forceinline__ void load(T (&to)[kEach], const T* from, int inside, bool aligned) {
-  if (aligned && inside == kEach) {
+__device__ __forceinline__ void load(T (&to)[kPerLane], const T* from, int inside, bool aligned) {
+  if (aligned && inside == kPerLane) {
     uint4 words[sizeof(to) / sizeof(uint4)];
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(to) / sizeof(uint4)); ++i) {
@@ -21,13 +21,13 @@ __device__ __forceinline__ void load(T (&to)[kEach], const T* from, int inside, 
     memcpy(static_cast<void*>(to), words, sizeof(to));
   } else {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) to[i] = i < inside ? from[i] : static_cast<T>(0.0f);
+    for (int i = 0; i < kPerLane; ++i) to[i] = i < inside ? from[i] : static_cast<T>(0.0f);
   }
 }
 
 template <typename T>
-__device__ __forceinline__ void store(T* to, const T (&from)[kEach], int inside, bool aligned) {
-  if (aligned && inside == kEach) {
+__device__ __forceinline__ void store(T* to, const T (&from)[kPerLane], int inside, bool aligned) {
+  if (aligned && inside == kPerLane) {
     uint4 words[sizeof(from) / sizeof(uint4)];
     memcpy(words, static_cast<const void*>(from), sizeof(from));
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store(T* to, const T (&from)[kEach], int inside,
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       if (i < inside) to[i] = from[i];
     }
   }

@@ -1,12 +1,12 @@
 // How a thread block shares out values, and how a thread keeps to the group of its own.
 #pragma once
 
-#include "../codes_rim.h"
+#include "../groups.h"
 #include "warp.h"
 
 namespace hvd_compress {
 
-constexpr int kShare = 8 * kThreads;  // values of a thread block, at most
+constexpr int kTile = 8 * kThreads;  // values of a thread block, at most
 
 // Makes a group's constants anew only where a value is of another group than the one before.
 template <typename Constants>

@@ -1,17 +1,17 @@
 // lanes_encode and lanes_decode on CUDA: values are read and written by neighbouring threads, and
 // each word is put together by one.
-#include "../lanes_rim.h"
+#include "../lanes.h"
 #include "groups.h"
 
 namespace hvd_compress {
 namespace {
 
-__device__ __forceinline__ int words_of(const Lanes& args) { return kShare / args.count; }
+__device__ __forceinline__ int words_of(const Lanes& args) { return kTile / args.count; }
 
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ Lanes args, const float* __restrict__ values,
-                  float* __restrict__ lost, int64_t* __restrict__ words, bool stochastic) {
-  __shared__ int32_t digits[kShare];
+                  float* __restrict__ error, int64_t* __restrict__ words, bool stochastic) {
+  __shared__ int32_t digits[kTile];
   int share = words_of(args) * args.count, thread = static_cast<int>(threadIdx.x);
   int64_t first = static_cast<int64_t>(blockIdx.x) * share;
   OfGroup<Grid> grid(args, first + thread);
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
     if (i < args.size) {
       float draw = stochastic ? uniform(i, args.key) : 0.5f;
       rounded = grid.at(args, i).encode<int32_t>(values[i], draw);
-      lost[i] = rounded.lost;
+      error[i] = rounded.error;
     }
     digits[local] = rounded.digit;
   }
@@ -60,15 +60,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-void lanes_encode_cuda(Tensor values, Tensor scale, Tensor edges, Tensor words, Tensor lost,
-                       int64_t bits, int64_t width, int64_t key) {
+void lanes_encode_cuda(Tensor values, Tensor scale, Tensor edges, Tensor words,
+                       Tensor quantization_error, int64_t bits, int64_t width, int64_t key) {
   Lanes args = checked(values, scale, edges, words, bits, width, key, 1.0);
-  check_lost(lost, values);
+  check_quantization_error(quantization_error, values);
   if (args.size == 0) return;
   Launch launch(values);
-  unsigned grid = shares(args.size, kShare / args.count * args.count);
-  encode_kernel<<<grid, kThreads, 0, launch.stream()>>>(
-      args, const_data<float>(values), data<float>(lost), data<int64_t>(words), key != -1);
+  unsigned grid = ceil_div(args.size, kTile / args.count * args.count);
+  encode_kernel<<<grid, kThreads, 0, launch.stream()>>>(args, const_data<float>(values),
+                                                        data<float>(quantization_error),
+                                                        data<int64_t>(words), key != -1);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -77,7 +78,7 @@ void lanes_decode_cuda(Tensor words, Tensor scale, Tensor edges, Tensor values, 
   Lanes args = checked(values, scale, edges, words, 2, width, -1, factor);
   if (args.size == 0) return;
   Launch launch(values);
-  unsigned grid = shares(args.size, kShare / args.count * args.count);
+  unsigned grid = ceil_div(args.size, kTile / args.count * args.count);
   decode_kernel<<<grid, kThreads, 0, launch.stream()>>>(
       args, args.bias(), const_data<int64_t>(words), data<float>(values));
   STD_CUDA_KERNEL_LAUNCH_CHECK();

@@ -1,5 +1,5 @@
 // moments on CUDA: a warp to a group.
-#include "../moments_rim.h"
+#include "../moments.h"
 #include "moments.h"
 
 namespace hvd_compress {

@@ -14,7 +14,7 @@ __device__ __forceinline__ Sums warp_moments(const float* values, const Groups& 
 #pragma unroll 8
   for (int64_t i = groups.edges[group] + lane_id(), end = groups.edges[group + 1]; i < end;
        i += kLanes) {
-    take_moments(values[i], sums.square, sums.fourth, sums.largest);
+    add_moments(values[i], sums.square, sums.fourth, sums.largest);
   }
 #pragma unroll
   for (int width = kLanes / 2; width > 0; width /= 2) {

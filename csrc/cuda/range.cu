@@ -1,5 +1,5 @@
 // range_encode and range_decode on CUDA.
-#include "../range_rim.h"
+#include "../range.h"
 #include "codes.h"
 
 namespace hvd_compress {
@@ -10,19 +10,20 @@ struct RangeCode {
 
   __device__ RangeCode(const Range& args, int64_t group) : window(args, group) {}
 
-  __device__ uint32_t encode(float value, float& lost) const {
+  __device__ uint32_t encode(float value, float& error) const {
     Ranged ranged = window.encode(value);
-    lost = ranged.lost;
+    error = ranged.error;
     return ranged.code;
   }
   __device__ float decode(uint32_t code) const { return window.decode(code); }
 };
 
-void range_encode_cuda(Tensor values, Tensor base, Tensor edges, Tensor codes, Tensor lost,
-                       int64_t bits, int64_t mantissa, int64_t positive) {
+void range_encode_cuda(Tensor values, Tensor base, Tensor edges, Tensor codes,
+                       Tensor quantization_error, int64_t bits, int64_t mantissa,
+                       int64_t positive) {
   Range args = checked(values, base, edges, codes, bits, mantissa, positive);
-  check_lost(lost, values);
-  encode_all<RangeCode>(args, values, codes, lost);
+  check_quantization_error(quantization_error, values);
+  encode_all<RangeCode>(args, values, codes, quantization_error);
 }
 
 void range_decode_cuda(Tensor codes, Tensor base, Tensor edges, Tensor values, int64_t bits,

@@ -1,6 +1,5 @@
-// lanes_prepare and lanes_follow on CUDA: a warp to a group.
+// lanes_prepare and lanes_update on CUDA: a warp to a group.
 #include "../scales.h"
-#include "../scales_rim.h"
 #include "moments.h"
 
 namespace hvd_compress {
@@ -11,7 +10,8 @@ __device__ __forceinline__ bool has_group(const Scales& scales, int64_t group) {
   return group < scales.groups.count && scales.groups.within(group, scales.size);
 }
 
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Prepare args) {
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const __grid_constant__ LanesPrepare args) {
   int64_t group = warp_id();
   if (!has_group(args.scales, group)) return;
   Sums sums = warp_moments(args.values, args.scales.groups, group);
@@ -19,31 +19,33 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
 }
 
 // An invalid average becomes NaN after its moments were read: group by group, in one launch.
-__global__ void __launch_bounds__(kThreads) follow_kernel(const __grid_constant__ Follow args) {
+__global__ void __launch_bounds__(kThreads)
+    update_kernel(const __grid_constant__ LanesUpdate args) {
   int64_t group = warp_id();
   if (!has_group(args.scales, group)) return;
   Sums sums = warp_moments(args.mean, args.scales.groups, group);
-  if (lane_id() == 0) follow_group(args, group, sums);
-  if (args.rest[0] == 0) return;
+  if (lane_id() == 0) update_group(args, group, sums);
+  if (args.header[0] == 0) return;
   int64_t end = args.scales.groups.edges[group + 1];
   for (int64_t i = args.scales.groups.edges[group] + lane_id(); i < end; i += kLanes) {
     args.mean[i] = bits_as<float>(0x7fc00000u);
   }
 }
 
-void lanes_prepare_cuda(Tensor values, Tensor edges, Tensor shared, Tensor kind, Tensor grid,
-                        Tensor invalid, Tensor step, Tensor rest, int64_t ranks) {
-  Prepare args = checked(values, edges, shared, kind, grid, invalid, step, rest, ranks);
+void lanes_prepare_cuda(Tensor values, Tensor edges, Tensor shared_scale, Tensor kind, Tensor grid,
+                        Tensor invalid, Tensor step, Tensor header, int64_t ranks) {
+  LanesPrepare args =
+      checked(values, edges, shared_scale, kind, grid, invalid, step, header, ranks);
   Launch launch(values);
   prepare_kernel<<<grid_for(args.scales.groups.count), kThreads, 0, launch.stream()>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void lanes_follow_cuda(Tensor mean, Tensor edges, Tensor shared, Tensor kind, Tensor rest,
-                       Tensor next_shared, Tensor next_kind, int64_t ranks) {
-  Follow args = checked(mean, edges, shared, kind, rest, next_shared, next_kind, ranks);
+void lanes_update_cuda(Tensor mean, Tensor edges, Tensor shared_scale, Tensor kind, Tensor header,
+                       Tensor next_scale, Tensor next_kind, int64_t ranks) {
+  LanesUpdate args = checked(mean, edges, shared_scale, kind, header, next_scale, next_kind, ranks);
   Launch launch(mean);
-  follow_kernel<<<grid_for(args.scales.groups.count), kThreads, 0, launch.stream()>>>(args);
+  update_kernel<<<grid_for(args.scales.groups.count), kThreads, 0, launch.stream()>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -52,5 +54,5 @@ void lanes_follow_cuda(Tensor mean, Tensor edges, Tensor shared, Tensor kind, Te
 
 STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
   library.impl("lanes_prepare", TORCH_BOX(&hvd_compress::lanes_prepare_cuda));
-  library.impl("lanes_follow", TORCH_BOX(&hvd_compress::lanes_follow_cuda));
+  library.impl("lanes_update", TORCH_BOX(&hvd_compress::lanes_update_cuda));
 }

@@ -1,5 +1,5 @@
 // select on CUDA: a warp to a block.
-#include "../select_rim.h"
+#include "../select.h"
 #include "entries.h"
 #include "select.h"
 
@@ -11,21 +11,21 @@ __global__ void __launch_bounds__(kThreads)
                   bool aligned) {
   int64_t block = warp_id();
   if (block >= args.blocks) return;
-  Led leads = led(args, block);
+  LeaderSlots leads = leader_slots(args, block);
   if (leads.count == 0) return;  // only a leader reads the score
-  float mine[kEach];
-  int32_t scores[kEach];
-  load(mine, score + block * kBlock + lane_id() * kEach, kEach, aligned);
+  float mine[kPerLane];
+  int32_t scores[kPerLane];
+  load(mine, score + block * kBlock + lane_id() * kPerLane, kPerLane, aligned);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) scores[i] = score_bits(mine[i]);
-  pick(args, block, scores, leads);
+  for (int i = 0; i < kPerLane; ++i) scores[i] = score_bits(mine[i]);
+  select_block(args, block, scores, leads);
 }
 
-void select_cuda(Tensor score, Tensor offsets, int64_t slots, int64_t first_slot, int64_t phase,
+void select_cuda(Tensor score, Tensor indices, int64_t slots, int64_t first_slot, int64_t phase,
                  int64_t run, int64_t ranks, int64_t position, int64_t key, int64_t explore) {
   check_blocks(score, "score");
   Select args =
-      checked_select(score, offsets, slots, first_slot, phase, run, ranks, position, key, explore);
+      checked_select(score, indices, slots, first_slot, phase, run, ranks, position, key, explore);
   if (args.slots == 0) return;
   Launch launch(score);
   const float* scores = const_data<float>(score);

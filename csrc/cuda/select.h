@@ -6,38 +6,38 @@
 
 namespace hvd_compress {
 
-constexpr int kFew = 8;         // up to so many picks, repeated argmax is faster than the search
-constexpr int32_t kTaken = -1;  // below every score
+constexpr int kFew = 8;  // up to so many bucket, repeated argmax is faster than the search
+constexpr int32_t kSelected = -1;  // below every score
 
-struct Led {
+struct LeaderSlots {
   int64_t place;
   int count;
 };
 
-// What this rank leads in a block: how many slots, and where in `offsets` they begin.
-__device__ __forceinline__ Led led(const Select& select, int64_t block) {
+// What this rank leads in a block: how many slots, and where in `indices` they begin.
+__device__ __forceinline__ LeaderSlots leader_slots(const Select& select, int64_t block) {
   // 64-bit divisions are slow here: even lanes find this block's place, odd ones the next one's.
-  int64_t edge = select.place(block + lane_id() % 2);
+  int64_t edge = select.first_index(block + lane_id() % 2);
   int64_t place = __shfl_sync(kAll, edge, 0);
   return {place, static_cast<int>(__shfl_sync(kAll, edge, 1) - place)};
 }
 
 // Both return, as bits, which of this lane's entries are picked. The lanes hold the block in order
-// of offset, so "the lowest offset" is the lowest lane and then the lowest bit.
+// of index, so "the lowest index" is the lowest lane and then the lowest bit.
 
 // Takes the largest `count` times.
-__device__ __forceinline__ unsigned pick_few(int32_t (&scores)[kEach], int count) {
+__device__ __forceinline__ unsigned select_few(int32_t (&scores)[kPerLane], int count) {
   unsigned picked = 0;
   for (int k = 0; k < count; ++k) {
-    int32_t best = kTaken;
+    int32_t best = kSelected;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) best = max(best, scores[i]);
+    for (int i = 0; i < kPerLane; ++i) best = max(best, scores[i]);
     int32_t top = largest_of_all(best);
     bool mine = lane_id() == __ffs(__ballot_sync(kAll, best == top)) - 1;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       if (mine && scores[i] == top) {
-        scores[i] = kTaken;
+        scores[i] = kSelected;
         picked |= 1u << i;
         mine = false;
       }
@@ -46,47 +46,48 @@ __device__ __forceinline__ unsigned pick_few(int32_t (&scores)[kEach], int count
   return picked;
 }
 
-// Finds, bit by bit, the largest threshold that `count` scores reach; the lowest offsets among
+// Finds, bit by bit, the largest threshold that `count` scores reach; the lowest indices among
 // those equal to it fill up what the larger ones leave.
-__device__ __forceinline__ unsigned pick_many(const int32_t (&scores)[kEach], int count) {
+__device__ __forceinline__ unsigned select_many(const int32_t (&scores)[kPerLane], int count) {
   int32_t threshold = 0;
   for (int bit = 30; bit >= 0; --bit) {
     int32_t candidate = threshold | (1 << bit);
     int reached = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) reached += scores[i] >= candidate;
+    for (int i = 0; i < kPerLane; ++i) reached += scores[i] >= candidate;
     reached = sum_of_all(reached);
     if (reached >= count) threshold = candidate;
     if (reached == count) break;
   }
   int larger = 0, equal = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     larger += scores[i] > threshold;
     equal += scores[i] == threshold;
   }
   int room = count - sum_of_all(larger) - sum_before(equal);
   unsigned picked = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     if (scores[i] > threshold || (scores[i] == threshold && room-- > 0)) picked |= 1u << i;
   }
   return picked;
 }
 
 // Writes the picks that this rank leads in a block. The scores are used up.
-__device__ __forceinline__ void pick(const Select& select, int64_t block, int32_t (&scores)[kEach],
-                                     Led led) {
-  int64_t first = block * kBlock + lane_id() * kEach;
+__device__ __forceinline__ void select_block(const Select& select, int64_t block,
+                                             int32_t (&scores)[kPerLane], LeaderSlots slots) {
+  int64_t first = block * kBlock + lane_id() * kPerLane;
   if (select.explored(block)) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) scores[i] = explore_bits(scores[i], first + i, select.key);
+    for (int i = 0; i < kPerLane; ++i) scores[i] = explore_bits(scores[i], first + i, select.key);
   }
-  unsigned picked = led.count <= kFew ? pick_few(scores, led.count) : pick_many(scores, led.count);
-  uint8_t* out = select.offsets + led.place + sum_before(__popc(picked));
+  unsigned picked =
+      slots.count <= kFew ? select_few(scores, slots.count) : select_many(scores, slots.count);
+  uint8_t* out = select.indices + slots.place + sum_before(__popc(picked));
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (picked >> i & 1) *out++ = static_cast<uint8_t>(lane_id() * kEach + i);
+  for (int i = 0; i < kPerLane; ++i) {
+    if (picked >> i & 1) *out++ = static_cast<uint8_t>(lane_id() * kPerLane + i);
   }
 }
 

@@ -6,13 +6,13 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
 
-#include "../rim.h"
+#include "../checks.h"
 
 namespace hvd_compress {
 
 constexpr int kLanes = 32;
-constexpr int kEach = kBlock / kLanes;  // entries, or slots, of a block for a lane
-constexpr int kWarps = 8;               // blocks of 256 for a thread block
+constexpr int kPerLane = kBlock / kLanes;  // entries, or slots, of a block for a lane
+constexpr int kWarps = 8;                  // blocks of 256 for a thread block
 constexpr int kThreads = kWarps * kLanes;
 constexpr unsigned kAll = 0xffffffffu;
 
@@ -32,11 +32,11 @@ class Launch {
 };
 
 // Thread blocks that take so many each.
-inline unsigned shares(int64_t size, int64_t share) {
+inline unsigned ceil_div(int64_t size, int64_t share) {
   return static_cast<unsigned>((size + share - 1) / share);
 }
 
-inline unsigned grid_for(int64_t blocks) { return shares(blocks, kWarps); }
+inline unsigned grid_for(int64_t blocks) { return ceil_div(blocks, kWarps); }
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kLanes; }
 
@@ -83,9 +83,9 @@ __device__ __forceinline__ int sum_before(int value) {
   return sum - value;
 }
 
-// Among the lanes with `active` and an equal offset, whether this is the last.
-__device__ __forceinline__ bool last_of_equals(int offset, bool active) {
-  int key = active ? offset : kBlock + lane_id();  // an idle lane has no equal
+// Among the lanes with `active` and an equal index, whether this is the last.
+__device__ __forceinline__ bool last_of_equals(int index, bool active) {
+  int key = active ? index : kBlock + lane_id();  // an idle lane has no equal
   unsigned equals = __match_any_sync(kAll, key);
   return active && lane_id() == kLanes - 1 - __clz(equals);
 }

@@ -19,9 +19,9 @@ import re
 
 from .base import Channel, Codec
 from .cast import Cast
-from .code import Lloyd, Plain, RangeFloat
-from .coded import CodedGather, CodedRing
 from .lanes import Lanes
+from .packed import Lloyd, Plain, RangeFloat
+from .packed_channels import CodedGather, CodedRing
 
 __all__ = ["Cast", "Channel", "Codec", "CodedGather", "CodedRing", "Lanes", "Lloyd", "Plain", "RangeFloat", "codec"]
 

@@ -31,13 +31,13 @@ class Channel(abc.ABC):
     def __init__(self, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         self.groups, self.ranks, self.rank, self.device = groups, ranks, rank, device
 
-    def deal(self, slots: list[int]) -> None:
+    def set_group_sizes(self, sizes: list[int]) -> None:
         """How many values each group has from now on."""
-        assert len(slots) == self.groups
-        self.count = sum(slots)
-        self.edges = torch.tensor([0, *slots], device=self.device).cumsum(0)
+        assert len(sizes) == self.groups
+        self.count = sum(sizes)
+        self.edges = torch.tensor([0, *sizes], device=self.device).cumsum(0)
         self.mean = torch.empty(self.count, device=self.device)
-        self.lost = torch.empty(self.count, device=self.device)
+        self.quantization_error = torch.empty(self.count, device=self.device)
 
     @abc.abstractmethod
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
@@ -49,18 +49,18 @@ class Channel(abc.ABC):
         exchange.
         """
 
-    def mark(self) -> None:
+    def begin_step(self) -> None:
         """A step begins."""
 
-    def undo(self) -> None:
+    def undo_step(self) -> None:
         """It failed, or was skipped: as before it."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must carry."""
         return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` for what :meth:`state` cannot have said."""
+        """Raises ``ValueError`` for what :meth:`state_dict` cannot have said."""
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""

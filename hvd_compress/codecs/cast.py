@@ -43,14 +43,14 @@ class _CastChannel(Channel):
         super().__init__(groups, ranks, rank, device)
         self.dtype, self.limit = codec.dtype, codec.limit(ranks)
 
-    def deal(self, slots: list[int]) -> None:
-        super().deal(slots)
+    def set_group_sizes(self, sizes: list[int]) -> None:
+        super().set_group_sizes(sizes)
         self.payload = torch.empty(self.count, dtype=self.dtype, device=self.device)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         torch.clamp(values, -self.limit, self.limit, out=self.mean)
         self.payload.copy_(self.mean)
-        torch.sub(values, self.payload, out=self.lost)
+        torch.sub(values, self.payload, out=self.quantization_error)
         self.payload.masked_fill_(invalid != 0, float("nan"))
         total = yield allreduce(self.payload)
-        return self.mean.copy_(total).mul_(1.0 / self.ranks), self.lost
+        return self.mean.copy_(total).mul_(1.0 / self.ranks), self.quantization_error

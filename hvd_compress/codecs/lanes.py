@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import allreduce
 from .base import Averaged, Channel, Codec
-from .books import grid_step
+from .codebooks import grid_step
 from .scales import Moments, ScaledChannel, Scales
 
 
@@ -51,8 +51,8 @@ class _LanesChannel(ScaledChannel):
         self.step = torch.empty(groups, device=device)
         self.scales = Scales(groups, device)
 
-    def deal(self, slots: list[int]) -> None:
-        super().deal(slots)
+    def set_group_sizes(self, sizes: list[int]) -> None:
+        super().set_group_sizes(sizes)
         self.parts = [-(-self.count // (64 // self.width)), 1 + -(-self.groups // 2)]
         #: The values' words; how many ranks are invalid, and two groups' scales a word.
         self.words = torch.zeros(sum(self.parts), dtype=torch.int64, device=self.device)
@@ -64,8 +64,8 @@ class _LanesChannel(ScaledChannel):
             yield from scales.first(Moments(values, edges), self.ranks)
         ops.lanes_prepare(values, edges, scales.local, scales.kind, self.grid, invalid, step, self.rest, self.ranks)
         key = key if self.stochastic else -1
-        ops.lanes_encode(values, step, edges, self.body, self.lost, self.bits, self.width, key)
+        ops.lanes_encode(values, step, edges, self.body, self.quantization_error, self.bits, self.width, key)
         body, rest = torch.split((yield allreduce(self.words)), self.parts)
         ops.lanes_decode(body, step, edges, self.mean, self.width, 1.0 / self.ranks)
-        scales.follow_lanes(self.mean, edges, rest, self.ranks)
-        return self.mean, self.lost
+        scales.update_from_lanes(self.mean, edges, rest, self.ranks)
+        return self.mean, self.quantization_error

@@ -10,7 +10,7 @@ from .. import ops
 from ..engine.collectives import allgather
 from ..reference.scales import bounded, divided
 from .base import Averaged, Channel, Codec
-from .coded import floats
+from .packed_channels import floats
 from .scales import Moments
 
 
@@ -51,8 +51,8 @@ class _LevelsChannel(Channel):
         super().__init__(groups, ranks, rank, device)
         self.codec = codec
 
-    def deal(self, slots: list[int]) -> None:
-        super().deal(slots)
+    def set_group_sizes(self, sizes: list[int]) -> None:
+        super().set_group_sizes(sizes)
         ends = self.edges.tolist()
         runs = [torch.arange(a, b, self.codec.run) for a, b in pairwise(ends)]
         self.runs = torch.cat([*runs, torch.tensor([self.count])]).to(self.device)
@@ -65,7 +65,7 @@ class _LevelsChannel(Channel):
         moments = Moments(values, self.runs)
         norm = moments.peak if self.codec.norm == "max" else moments.square.sqrt()
         norm = bounded(norm).float()
-        ops.lanes_encode(values, self._step(norm), self.runs, self.words, self.lost, bits, bits, key)
+        ops.lanes_encode(values, self._step(norm), self.runs, self.words, self.quantization_error, bits, bits, key)
         header = norm.masked_fill(invalid != 0, float("nan"))
         gathered = yield allgather(torch.cat([header.view(torch.uint8), self.words.view(torch.uint8)]), "values")
         rows = gathered.view(self.ranks, -1)
@@ -76,7 +76,7 @@ class _LevelsChannel(Channel):
             ops.lanes_decode(words, step, self.runs, self.theirs, bits, 1.0 / self.ranks)
             self.mean += self.theirs
         self.mean.masked_fill_(floats(rows[:, : self.head]).isnan().any(), float("nan"))
-        return self.mean, self.lost
+        return self.mean, self.quantization_error
 
     def _step(self, norm: Tensor) -> Tensor:
         return divided(norm, 2 ** (self.codec.bits - 1) - 1)

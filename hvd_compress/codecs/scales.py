@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..engine.collectives import Request, allreduce
-from ..reference.scales import LARGEST, NEW, SMALLEST, bounded, divided, kind_of, root_mean_square, running
+from ..reference.scales import LARGEST, SMALLEST, SMOOTHING, bounded, divided, kind_of, root_mean_square, running
 from .base import Channel
 
 # What the next step's largest magnitude may be, in units of this step's.
@@ -44,26 +44,26 @@ class Scales:
         self.local = torch.ones(groups, dtype=torch.float64, device=device)
         self.mean = self.local.clone()
         self.kind = torch.zeros(groups, dtype=torch.int64, device=device)
-        self.mark()
+        self.begin_step()
 
     def first(self, moments: Moments, ranks: int) -> Generator[Request, Tensor, None]:
         """Nothing is known yet: one small sum tells. The largest of the ranks' peaks is not a sum: their root mean
-        square, which is within a factor sqrt(ranks), has to do for one step."""
+        square, which is within a factor sqrt(ranks), must do for one step."""
         mine = moments.peak.square() if self.peak else moments.square / moments.count.clamp(min=1)
         total = yield allreduce(torch.where(moments.count > 0, mine, 0.0), "budget", "scales")
         self.local = bounded(divided(total, ranks).sqrt())
         self.mean = bounded(divided(self.local, ranks**0.5))
         self.known = True
 
-    def mark(self) -> None:
-        """A step begins: what :meth:`undo` goes back to."""
+    def begin_step(self) -> None:
+        """A step begins: what :meth:`undo_step` goes back to."""
         self._marked = self.known, self.local, self.mean, self.kind
 
-    def undo(self) -> None:
+    def undo_step(self) -> None:
         """The step failed, maybe on some ranks only: they must not differ from now on."""
         self.known, self.local, self.mean, self.kind = self._marked
 
-    def follow(self, local: Tensor, mean: Tensor, decoded: Moments) -> None:
+    def update(self, local: Tensor, mean: Tensor, decoded: Moments) -> None:
         """After a step: the scales that all ranks saw in their values, and in the average before it was coded; and the
         ``decoded`` average itself, which only tells the kind: a scale that followed what it made itself could do
         nothing but shrink."""
@@ -72,23 +72,23 @@ class Scales:
         self.mean = torch.where(here, self._running(self.mean, mean), self.mean)
         self.kind = torch.where(here, decoded.kind, self.kind)
 
-    def follow_lanes(self, average: Tensor, edges: Tensor, rest: Tensor, ranks: int) -> None:
-        """The same of lanes, whose average is not coded: :func:`hvd_compress.reference.lanes_follow`. In new memory:
-        :meth:`undo` goes back to the old."""
+    def update_from_lanes(self, average: Tensor, edges: Tensor, rest: Tensor, ranks: int) -> None:
+        """The same of lanes, whose average is not coded: :func:`hvd_compress.reference.lanes_update`. In new memory:
+        :meth:`undo_step` goes back to the old."""
         local, kind = torch.empty_like(self.local), torch.empty_like(self.kind)
-        ops.lanes_follow(average, edges, self.local, self.kind, rest, local, kind, ranks)
+        ops.lanes_update(average, edges, self.local, self.kind, rest, local, kind, ranks)
         self.local, self.kind = local, kind
 
     def _running(self, old: Tensor, new: Tensor) -> Tensor:
         # A root mean square is followed on average; a peak at once upwards and with room, or every other value that
         # sets a new one would be cut off.
-        return bounded(torch.maximum(old * (1 - NEW), new * _ROOM)) if self.peak else running(old, new)
+        return bounded(torch.maximum(old * (1 - SMOOTHING), new * _ROOM)) if self.peak else running(old, new)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"known": self.known, **{name: getattr(self, name).clone() for name in ("local", "mean", "kind")}}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` for what :meth:`state` cannot have said: no operator checks a scale."""
+        """Raises ``ValueError`` for what :meth:`state_dict` cannot have said: no operator checks a scale."""
         for name, low, high in (("local", SMALLEST, LARGEST), ("mean", SMALLEST, LARGEST), ("kind", 0, 1)):
             own, loaded = getattr(self, name), state[name]
             if loaded.shape != own.shape or not bool(((loaded >= low) & (loaded <= high)).all()):
@@ -97,12 +97,12 @@ class Scales:
                     f"are {loaded.tolist()!r:.200}"
                 )
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
         self.known = state["known"]
         for name in ("local", "mean", "kind"):
             setattr(self, name, state[name].to(self.device, copy=True))
-        self.mark()
+        self.begin_step()
 
 
 class ScaledChannel(Channel):
@@ -110,17 +110,17 @@ class ScaledChannel(Channel):
 
     scales: Scales
 
-    def mark(self) -> None:
-        self.scales.mark()
+    def begin_step(self) -> None:
+        self.scales.begin_step()
 
-    def undo(self) -> None:
-        self.scales.undo()
+    def undo_step(self) -> None:
+        self.scales.undo_step()
 
-    def state(self) -> dict[str, Any]:
-        return self.scales.state()
+    def state_dict(self) -> dict[str, Any]:
+        return self.scales.state_dict()
 
     def check_state(self, state: dict[str, Any]) -> None:
         self.scales.check_state(state)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.scales.load_state(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scales.load_state_dict(state)

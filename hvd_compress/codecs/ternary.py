@@ -9,7 +9,7 @@ from .. import ops
 from ..engine.collectives import allgather, allreduce
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
-from .coded import floats
+from .packed_channels import floats
 from .scales import Moments
 
 
@@ -37,8 +37,8 @@ class _TernaryChannel(Channel):
         self.clip = clip
         self.width = 2 + (ranks - 1).bit_length()
 
-    def deal(self, slots: list[int]) -> None:
-        super().deal(slots)
+    def set_group_sizes(self, sizes: list[int]) -> None:
+        super().set_group_sizes(sizes)
         self.words = torch.zeros(-(-self.count // (64 // self.width)), dtype=torch.int64, device=self.device)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
@@ -53,10 +53,10 @@ class _TernaryChannel(Channel):
         theirs = floats(gathered).view(self.ranks, -1)
         step = bounded(theirs.nan_to_num(nan=0.0).amax(0)).float()
         # Lanes of two bits are the integers -1, 0 and 1.
-        ops.lanes_encode(clipped, step, self.edges, self.words, self.lost, 2, self.width, key)
+        ops.lanes_encode(clipped, step, self.edges, self.words, self.quantization_error, 2, self.width, key)
         if clipped is not values:
-            self.lost.add_(values - clipped)
+            self.quantization_error.add_(values - clipped)
         total = yield allreduce(self.words)
         ops.lanes_decode(total, step, self.edges, self.mean, self.width, 1.0 / self.ranks)
         self.mean.masked_fill_(theirs.isnan().any(), float("nan"))
-        return self.mean, self.lost
+        return self.mean, self.quantization_error

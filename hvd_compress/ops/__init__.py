@@ -10,7 +10,8 @@ Every operator mutates its arguments and returns nothing. Tensors are of one dev
 """
 
 from ._load import COMPILED, COMPILED_CUDA, CPU_CAPABILITY, check_device
-from .blocks import accumulate_select, put, select, take
+from .block_means import block_means_keep, block_means_send
+from .blocks import accumulate_select, gather, scatter, select
 from .codes import (
     codebook_decode,
     codebook_encode,
@@ -20,27 +21,26 @@ from .codes import (
     range_decode,
     range_encode,
 )
-from .means import means_keep, means_send
-from .scales import lanes_follow, lanes_prepare
+from .scales import lanes_prepare, lanes_update
 
 __all__ = [
     "COMPILED",
     "COMPILED_CUDA",
     "CPU_CAPABILITY",
     "accumulate_select",
+    "block_means_keep",
+    "block_means_send",
     "check_device",
     "codebook_decode",
     "codebook_encode",
+    "gather",
     "lanes_decode",
     "lanes_encode",
-    "lanes_follow",
     "lanes_prepare",
-    "means_keep",
-    "means_send",
+    "lanes_update",
     "moments",
-    "put",
     "range_decode",
     "range_encode",
+    "scatter",
     "select",
-    "take",
 ]

@@ -15,13 +15,13 @@ _PACKAGE = __package__.rpartition(".")[0]
 _OPERATORS = (
     "accumulate_select",
     "select",
-    "take",
-    "put",
-    "means_send",
-    "means_keep",
+    "gather",
+    "scatter",
+    "block_means_send",
+    "block_means_keep",
     "moments",
     "lanes_prepare",
-    "lanes_follow",
+    "lanes_update",
     "lanes_encode",
     "lanes_decode",
     "codebook_encode",
@@ -67,9 +67,9 @@ def check_device(device: torch.device) -> None:
     operator would fail. One is tried, once a device; on others than GPUs this costs nothing."""
     if device.type != "cuda" or not COMPILED_CUDA:
         return
-    mean, lost, held = torch.zeros(3, 1, device=device).unbind()
+    mean, quantization_error, unsent = torch.zeros(3, 1, device=device).unbind()
     try:
-        implementation.means_keep(mean, lost, held)
+        implementation.block_means_keep(mean, quantization_error, unsent)
     except RuntimeError as error:
         if "no kernel image" not in str(error):
             raise

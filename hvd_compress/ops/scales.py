@@ -1,8 +1,8 @@
 """Operators on the scales of lanes: see :mod:`hvd_compress.reference.scales`.
 
 ``edges``: int64, (groups + 1,), ascending from 0 to n (checked on the CPU only: on CUDA nothing is written for a group
-that does not lie within the values), at least one group. ``shared``: float64, (groups,), 1e-20 to 1e20 (not checked).
-``kind``: int64, (groups,). ``rest``: int64, (1 + ceil(groups / 2),). ``1 <= ranks <= 2**30``. All are contiguous.
+that does not lie within the values), at least one group. ``shared_scale``: float64, (groups,), 1e-20 to 1e20 (not checked).
+``kind``: int64, (groups,). ``header``: int64, (1 + ceil(groups / 2),). ``1 <= ranks <= 2**30``. All are contiguous.
 Raises RuntimeError for another dtype, device, size or range.
 """
 
@@ -14,35 +14,35 @@ from ._load import implementation
 def lanes_prepare(
     values: Tensor,
     edges: Tensor,
-    shared: Tensor,
+    shared_scale: Tensor,
     kind: Tensor,
     grid: Tensor,
     invalid: Tensor,
     step: Tensor,
-    rest: Tensor,
+    header: Tensor,
     ranks: int,
 ) -> None:
-    """Write each group's step of the grid, and to ``rest`` what this rank says of its scales.
+    """Write each group's step of the grid, and to ``header`` what this rank says of its scales.
 
     ``values``: float32, (n,), finite. ``grid``: float64, (kinds,); each ``kind`` is one of them (checked on the CPU
     only). ``invalid``: int32, (1,). ``step``: float32, (groups,).
     """
-    implementation.lanes_prepare(values, edges, shared, kind, grid, invalid, step, rest, ranks)
+    implementation.lanes_prepare(values, edges, shared_scale, kind, grid, invalid, step, header, ranks)
 
 
-def lanes_follow(
+def lanes_update(
     mean: Tensor,
     edges: Tensor,
-    shared: Tensor,
+    shared_scale: Tensor,
     kind: Tensor,
-    rest: Tensor,
-    next_shared: Tensor,
+    header: Tensor,
+    next_scale: Tensor,
     next_kind: Tensor,
     ranks: int,
 ) -> None:
-    """Write the scales of the next step, from the ranks' summed ``rest`` and their ``mean``, float32, (n,), which
+    """Write the scales of the next step, from the ranks' summed ``header`` and their ``mean``, float32, (n,), which
     becomes NaN if one of them was invalid.
 
-    ``next_shared``, ``next_kind``: as ``shared`` and ``kind``.
+    ``next_scale``, ``next_kind``: as ``shared_scale`` and ``kind``.
     """
-    implementation.lanes_follow(mean, edges, shared, kind, rest, next_shared, next_kind, ranks)
+    implementation.lanes_update(mean, edges, shared_scale, kind, header, next_scale, next_kind, ranks)

@@ -4,22 +4,23 @@ The compiled operators (``csrc/``) are tested against these functions to the las
 falls back on them where the extension was not built. Read these files to know what an operator does;
 read ``csrc/`` only to know how it does it fast.
 
-``blocks``: residuals, picks, and what is taken and put. ``means``: blocks' means. ``codes``: how values are written on
+``blocks``: residuals, picks, and what is taken and scatter. ``means``: blocks' means. ``codes``: how values are written on
 the wire, ``scales``: what goes beside them.
 """
 
+from .block_means import block_means_keep, block_means_send
 from .blocks import (
     BLOCK,
     accumulate_select,
     exponential,
+    flat_positions,
+    gather,
     mix,
-    owned,
-    positions,
-    put,
-    put_at,
+    scatter,
+    scatter_at,
     select,
     slot_start,
-    take,
+    slots_before,
 )
 from .codes import (
     LANES,
@@ -33,33 +34,32 @@ from .codes import (
     range_encode,
     unpack,
 )
-from .means import means_keep, means_send
-from .scales import lanes_follow, lanes_prepare
+from .scales import lanes_prepare, lanes_update
 
 __all__ = [
     "BLOCK",
     "LANES",
     "accumulate_select",
+    "block_means_keep",
+    "block_means_send",
     "codebook_decode",
     "codebook_encode",
     "exponential",
+    "flat_positions",
+    "gather",
     "lanes_decode",
     "lanes_encode",
-    "lanes_follow",
     "lanes_prepare",
-    "means_keep",
-    "means_send",
+    "lanes_update",
     "mix",
     "moments",
-    "owned",
     "pack",
-    "positions",
-    "put",
-    "put_at",
     "range_decode",
     "range_encode",
+    "scatter",
+    "scatter_at",
     "select",
     "slot_start",
-    "take",
+    "slots_before",
     "unpack",
 ]

@@ -1,4 +1,4 @@
-"""Gradients in, picks out, values taken and put back: the operators on blocks of 256 entries.
+"""Gradients in, picks out, values taken and scatter back: the operators on blocks of 256 entries.
 
 Vocabulary
 ----------
@@ -13,7 +13,7 @@ slot
 leader
     the rank whose residual decides which entry a slot carries. Slots are dealt to ranks in runs of ``run``;
     a rank's *position* in that round differs from step to step.
-offset
+index
     where in its block a slot's entry lies: one byte.
 """
 
@@ -54,7 +54,7 @@ def slot_start(block: Tensor, slots: int, blocks: int, phase: int) -> Tensor:
     return (block * slots + phase % blocks) // blocks
 
 
-def owned(slot: Tensor, run: int, ranks: int, position: int) -> Tensor:
+def slots_before(slot: Tensor, run: int, ranks: int, position: int) -> Tensor:
     """How many of the bucket's slots before ``slot`` belong to the rank at ``position``."""
     turn = run * ranks
     return (slot // turn) * run + (slot % turn - position * run).clamp(0, run)
@@ -66,9 +66,9 @@ def accumulate_select(
     weight: Tensor | None,
     velocity: Tensor | None,
     floor: Tensor,
-    offsets: Tensor,
+    indices: Tensor,
     invalid: Tensor,
-    means: Tensor | None,
+    block_means: Tensor | None,
     scale: float,
     momentum: float,
     slots: int,
@@ -79,46 +79,46 @@ def accumulate_select(
     position: int,
     key: int,
     explore: int,
-    due_offsets: Tensor | None = None,
-    due_mean: Tensor | None = None,
-    due_lost: Tensor | None = None,
-    due_slots: int = 0,
-    due_first_slot: int = 0,
-    due_phase: int = 0,
+    deferred_indices: Tensor | None = None,
+    deferred_mean: Tensor | None = None,
+    deferred_error: Tensor | None = None,
+    deferred_slots: int = 0,
+    deferred_first_slot: int = 0,
+    deferred_phase: int = 0,
 ) -> None:
-    """Take a gradient into the residual and write the offsets of the entries that this rank, as leader, picks.
+    """Take a gradient into the residual and write the indices of the entries that this rank, as leader, picks.
 
-    Per entry, with ``g = grad * scale``, and with ``means`` less the mean of its block, which is added there (0 for
+    Per entry, with ``g = grad * scale``, and with ``block_means`` less the mean of its block, which is added there (0 for
     a block whose sum is not finite)::
 
         velocity <- momentum * velocity + g      (only with a velocity; else velocity stands for g)
         residual <- residual + velocity
         score     = |residual| / (|weight| + floor)      (without a weight: |residual|)
 
-    and ``grad`` is zeroed, but not with ``means``: then :func:`put` writes all of it. An entry whose new residual
+    and ``grad`` is zeroed, but not with ``block_means``: then :func:`scatter` writes all of it. An entry whose new residual
     would not be finite keeps its residual and velocity, and sets ``invalid`` to 1. Then :func:`select` by that score,
     0 in the padding.
 
-    Before all that, with ``due_offsets``, comes what :func:`put` has not done of the last exchange, by these entries'
-    slots of it: ``due_slots`` from ``due_first_slot`` on, of that exchange's phase.
+    Before all that, with ``deferred_indices``, comes what :func:`scatter` has not done of the last exchange, by these entries'
+    slots of it: ``deferred_slots`` from ``deferred_first_slot`` on, of that exchange's phase.
 
     ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16.
     ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0.
-    ``offsets``: uint8, this rank's whole plane.
-    ``invalid``: int32, (1,). ``means``: float32, (blocks,). ``slots`` 0 accumulates only. ``due_offsets``: uint8, and
-    ``due_mean``, ``due_lost``: float32, all slots of the exchange.
+    ``indices``: uint8, this rank's whole plane.
+    ``invalid``: int32, (1,). ``block_means``: float32, (blocks,). ``slots`` 0 accumulates only. ``deferred_indices``: uint8, and
+    ``deferred_mean``, ``deferred_error``: float32, all slots of the exchange.
     """
-    if due_offsets is not None and due_mean is not None and due_lost is not None:
-        mine = slice(due_first_slot, due_first_slot + due_slots)
-        row = torch.tensor([[0, residual.numel() // BLOCK, 0, due_slots]])
-        nowhere, sent, lost = [residual.new_empty(0)], due_mean[mine], due_lost[mine]
-        put(nowhere, residual, velocity, due_offsets[mine], row, sent, lost, due_phase, 0.0)
+    if deferred_indices is not None and deferred_mean is not None and deferred_error is not None:
+        mine = slice(deferred_first_slot, deferred_first_slot + deferred_slots)
+        row = torch.tensor([[0, residual.numel() // BLOCK, 0, deferred_slots]])
+        nowhere, sent, quantization_error = [residual.new_empty(0)], deferred_mean[mine], deferred_error[mine]
+        scatter(nowhere, residual, velocity, deferred_indices[mine], row, sent, quantization_error, deferred_phase, 0.0)
     n = grad.numel()
     flat = grad.as_strided((n,), (1,))
     step = flat.float() * scale
-    if means is not None:
-        mean = block_means(step, len(means))
-        means += mean
+    if block_means is not None:
+        mean = mean_of_blocks(step, len(block_means))
+        block_means += mean
         step -= mean.repeat_interleave(BLOCK)[:n]
     old = residual[:n]
     if velocity is not None:
@@ -129,7 +129,7 @@ def accumulate_select(
     if velocity is not None:
         velocity[:n] = torch.where(finite, step, velocity[:n])
     residual[:n] = torch.where(finite, new, old)
-    if means is None:
+    if block_means is None:
         flat.zero_()
     if slots == 0:
         return
@@ -137,10 +137,10 @@ def accumulate_select(
     score[:n] = residual[:n].abs()
     if weight is not None:
         score[:n] /= weight.as_strided((n,), (1,)).float().abs() + floor
-    select(score, offsets, slots, first_slot, phase, run, ranks, position, key, explore)
+    select(score, indices, slots, first_slot, phase, run, ranks, position, key, explore)
 
 
-def block_means(entries: Tensor, blocks: int) -> Tensor:
+def mean_of_blocks(entries: Tensor, blocks: int) -> Tensor:
     """The mean of every block's entries, the padding left out: float32, (blocks,); 0 where it is not finite.
 
     Halves are added to each other, down to one number: an order that any width of vectors and warps can follow.
@@ -155,7 +155,7 @@ def block_means(entries: Tensor, blocks: int) -> Tensor:
 
 def select(
     score: Tensor,
-    offsets: Tensor,
+    indices: Tensor,
     slots: int,
     first_slot: int,
     phase: int,
@@ -165,14 +165,14 @@ def select(
     key: int,
     explore: int,
 ) -> None:
-    """Write the offsets of the entries that this rank, as leader, picks by ``score`` (>= 0; a NaN counts as 0).
+    """Write the indices of the entries that this rank, as leader, picks by ``score`` (>= 0; a NaN counts as 0).
 
-    In every block in which it leads ``c > 0`` slots, the ``c`` largest scores (the lower offset first among equals)
-    are written in ascending order of offset. In an explored block (a share ``explore / 2**32`` of them) each score is
+    In every block in which it leads ``c > 0`` slots, the ``c`` largest scores (the lower index first among equals)
+    are written in ascending order of index. In an explored block (a share ``explore / 2**32`` of them) each score is
     first divided by a draw from an exponential distribution, which makes the choice a sample without replacement in
     proportion to the score.
 
-    ``score``: float32, (blocks * 256,). ``offsets``: uint8, this rank's whole plane.
+    ``score``: float32, (blocks * 256,). ``indices``: uint8, this rank's whole plane.
     """
     if slots == 0:
         return
@@ -183,33 +183,33 @@ def select(
     if explored.any():
         entry = (block[:-1][explored, None] * BLOCK + torch.arange(BLOCK, device=device)) & _MASK
         score[explored] /= exponential(mix(entry, key))
-    place = owned(first_slot + slot_start(block, slots, blocks, phase), run, ranks, position)
+    place = slots_before(first_slot + slot_start(block, slots, blocks, phase), run, ranks, position)
     count = place.diff()
     ranking = score.sort(dim=1, descending=True, stable=True).indices
     chosen = torch.zeros_like(score, dtype=torch.bool)
     chosen.scatter_(1, ranking, torch.arange(BLOCK, device=device) < count[:, None])
-    offsets[place[0] : place[-1]] = chosen.nonzero()[:, 1].to(torch.uint8)
+    indices[place[0] : place[-1]] = chosen.nonzero()[:, 1].to(torch.uint8)
 
 
-def positions(offsets: Tensor, segments: Tensor, phase: int) -> Tensor:
+def flat_positions(indices: Tensor, segments: Tensor, phase: int) -> Tensor:
     """Where every slot's entry lies in the bucket's flat memory: int64, (slots,). The table of segments may lie on the
     host, which reads it."""
-    parts = [offsets.new_empty(0, dtype=torch.int64)]
+    parts = [indices.new_empty(0, dtype=torch.int64)]
     for first_block, blocks, first_slot, slots in segments.tolist():
-        edges = slot_start(torch.arange(blocks + 1, device=offsets.device), slots, blocks, phase)
-        block = torch.arange(blocks, device=offsets.device).repeat_interleave(edges.diff(), output_size=slots)
-        parts.append((first_block + block) * BLOCK + offsets[first_slot : first_slot + slots].long())
+        edges = slot_start(torch.arange(blocks + 1, device=indices.device), slots, blocks, phase)
+        block = torch.arange(blocks, device=indices.device).repeat_interleave(edges.diff(), output_size=slots)
+        parts.append((first_block + block) * BLOCK + indices[first_slot : first_slot + slots].long())
     return torch.cat(parts)
 
 
-def take(residual: Tensor, offsets: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
-    """Read the entries at ``offsets`` into ``values``; the residual stays as it is.
+def gather(residual: Tensor, indices: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
+    """Read the entries at ``indices`` into ``values``; the residual stays as it is.
 
-    ``residual``: float32, the whole bucket. ``offsets``: uint8, all slots, in slot order.
+    ``residual``: float32, the whole bucket. ``indices``: uint8, all slots, in slot order.
     ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending.
     ``values``: float32, all slots.
     """
-    values.copy_(residual[positions(offsets, segments, phase)])
+    values.copy_(residual[flat_positions(indices, segments, phase)])
 
 
 def _last(place: Tensor, acts: Tensor, entries: int) -> Tensor:
@@ -227,53 +227,63 @@ def _assign(memory: Tensor, place: Tensor, value: Tensor, last: Tensor) -> None:
     memory[place] = torch.where(last > 0, value[last - 1], memory[place])
 
 
-def put(
+def scatter(
     grads: list[Tensor],
     residual: Tensor,
     velocity: Tensor | None,
-    offsets: Tensor,
+    indices: Tensor,
     segments: Tensor,
     mean: Tensor,
-    lost: Tensor | None,
+    quantization_error: Tensor | None,
     phase: int,
     scale: float,
     block_means: Tensor | None = None,
 ) -> None:
-    """What the ranks agreed on arrives: the gradients' entries at ``offsets`` become ``mean * scale``.
+    """What the ranks agreed on arrives: the gradients' entries at ``indices`` become ``mean * scale``.
 
-    Where the mean is finite, the residual's entry becomes ``lost``, what the wire did not carry of this rank's value,
+    Where the mean is finite, the residual's entry becomes ``quantization_error``, what the wire did not carry of this rank's value,
     and the velocity's 0. Where it is not, the gradient gets it all the same (every rank then sees it, as with dense
     training), and nothing leaves the residual. The slots act one after the other: of two for one entry, the later has
     the last word. Entries in a gradient's padding are passed over.
 
-    Without ``lost``, residual and velocity stay as they are: their part is due (:func:`accumulate_select`).
+    Without ``quantization_error``, residual and velocity stay as they are: their part is due (:func:`accumulate_select`).
 
     With ``block_means``, float32, (blocks,) of the bucket, every entry of a gradient becomes its block's, times
-    ``scale``, and those at ``offsets`` that plus ``mean * scale``.
+    ``scale``, and those at ``indices`` that plus ``mean * scale``.
 
-    ``grads``: a dense tensor a segment, in memory order, or an empty one to skip it. ``mean``, ``lost``: float32, all
-    slots. The rest as in :func:`take`.
+    ``grads``: a dense tensor a segment, in memory order, or an empty one to skip it. ``mean``, ``quantization_error``: float32, all
+    slots. The rest as in :func:`gather`.
     """
-    put_at(grads, residual, velocity, positions(offsets, segments, phase), segments, mean, lost, scale, block_means)
+    scatter_at(
+        grads,
+        residual,
+        velocity,
+        flat_positions(indices, segments, phase),
+        segments,
+        mean,
+        quantization_error,
+        scale,
+        block_means,
+    )
 
 
-def put_at(
+def scatter_at(
     grads: list[Tensor],
     residual: Tensor,
     velocity: Tensor | None,
     where: Tensor,
     segments: Tensor,
     mean: Tensor,
-    lost: Tensor | None,
+    quantization_error: Tensor | None,
     scale: float,
     block_means: Tensor | None = None,
 ) -> None:
-    """:func:`put` with the slots' places given: ``where``, int64, positions in the bucket's flat memory."""
-    if lost is not None:
+    """:func:`scatter` with the slots' places given: ``where``, int64, flat_positions in the bucket's flat memory."""
+    if quantization_error is not None:
         last = _last(where, mean.isfinite(), residual.numel())
-        _assign(residual, where, lost, last)
+        _assign(residual, where, quantization_error, last)
         if velocity is not None:
-            _assign(velocity, where, torch.zeros_like(lost), last)
+            _assign(velocity, where, torch.zeros_like(quantization_error), last)
     value = mean * scale
     if block_means is not None:
         base = block_means * scale

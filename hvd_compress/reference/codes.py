@@ -5,7 +5,7 @@ Vocabulary
 group
     a run of slots with one scale: those of one parameter. Group ``g`` is ``edges[g]`` to ``edges[g + 1]``; the edges
     ascend from 0 to the number of values, and a group may be empty.
-lost
+quantization_error
     what a code does not carry of a value: ``value - decoded``, in float32.
 codes
     numbers of ``bits`` bits, written one after the other into bytes, lowest bit first, padded with zeros to a multiple
@@ -72,7 +72,14 @@ def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
 
 
 def lanes_encode(
-    values: Tensor, scale: Tensor, edges: Tensor, words: Tensor, lost: Tensor, bits: int, width: int, key: int
+    values: Tensor,
+    scale: Tensor,
+    edges: Tensor,
+    words: Tensor,
+    quantization_error: Tensor,
+    bits: int,
+    width: int,
+    key: int,
 ) -> None:
     """Write values as ``bits``-bit integers into lanes of ``width`` bits, ready to be added as int64.
 
@@ -91,7 +98,7 @@ def lanes_encode(
     not even a signed int64 overflows, in whatever order ranks are added. Adding ``2**(width - 1)`` to every digit makes
     all of them positive, and so their bits are the word's bits: that is how :func:`lanes_decode` reads them.
 
-    ``values``, ``lost``: float32, (n,). ``scale``: float32, (groups,), one step of the grid. ``words``: int64,
+    ``values``, ``quantization_error``: float32, (n,). ``scale``: float32, (groups,), one step of the grid. ``words``: int64,
     (ceil(n / L),). ``2 <= bits <= 24``, so that float32 holds every q; ``bits <= width <= 32``.
     """
     count, top = 64 // width, 2 ** (bits - 1) - 1
@@ -99,7 +106,7 @@ def lanes_encode(
     index = torch.arange(len(values), device=values.device)
     draw = torch.full_like(values, 0.5) if key == -1 else (mix(index & 0xFFFFFFFF, key) >> 8).float() * 2.0**-24
     q = (values * (1.0 / step) + draw).floor().clamp(-top, top).nan_to_num(nan=0.0)
-    lost.copy_(values - q * step)
+    quantization_error.copy_(values - q * step)
     lanes = torch.nn.functional.pad(q.long(), (0, -len(values) % count)).view(-1, count)
     words.copy_((lanes << (width * torch.arange(count, device=values.device))).sum(1))
 
@@ -117,14 +124,21 @@ def lanes_decode(words: Tensor, scale: Tensor, edges: Tensor, values: Tensor, wi
 
 
 def codebook_encode(
-    values: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tensor, codes: Tensor, lost: Tensor, bits: int
+    values: Tensor,
+    scale: Tensor,
+    edges: Tensor,
+    book: Tensor,
+    kind: Tensor,
+    codes: Tensor,
+    quantization_error: Tensor,
+    bits: int,
 ) -> None:
     """Write the number of the nearest level: ``level * scale`` is what arrives.
 
     With ``levels = book[kind]`` of the value's group, the code is the number of midpoints ``(levels[i] + levels[i + 1])
     * 0.5`` below ``value * (1 / scale)`` (0 for a NaN).
 
-    ``values``, ``lost``: float32, (n,). ``scale``: float32, (groups,). ``book``: float32, (kinds, 2**bits), rows
+    ``values``, ``quantization_error``: float32, (n,). ``scale``: float32, (groups,). ``book``: float32, (kinds, 2**bits), rows
     ascending. ``kind``: int64, (groups,). ``codes``: uint8, (ceil(n / 8) * bits,). ``1 <= bits <= 8``.
     """
     each, number = _each(scale, edges), _each(kind, edges)
@@ -135,7 +149,7 @@ def codebook_encode(
         below = (midpoints < scaled[:, None]).sum(1)
         code = torch.where(number == row, below, code)
     codes.copy_(pack(code, bits))
-    lost.copy_(values - book[number, code] * each)
+    quantization_error.copy_(values - book[number, code] * each)
 
 
 def codebook_decode(
@@ -147,7 +161,14 @@ def codebook_decode(
 
 
 def range_encode(
-    values: Tensor, base: Tensor, edges: Tensor, codes: Tensor, lost: Tensor, bits: int, mantissa: int, positive: int
+    values: Tensor,
+    base: Tensor,
+    edges: Tensor,
+    codes: Tensor,
+    quantization_error: Tensor,
+    bits: int,
+    mantissa: int,
+    positive: int,
 ) -> None:
     """Write range-based floats: of float32's exponent and first ``mantissa`` bits, a window of ``2**bits`` codes.
 
@@ -157,7 +178,7 @@ def range_encode(
         code          = clamp(((bits(|value|) + 2**(s - 1)) >> s) - base + 1, 1, P)         (+ P for a negative value)
         code          = 0       where |value| < m(1) * 0.5, and for a NaN
 
-    ``values``, ``lost``: float32, (n,). ``base``: int64, (groups,), >= 1, so that every ``m(c)`` is finite.
+    ``values``, ``quantization_error``: float32, (n,). ``base``: int64, (groups,), >= 1, so that every ``m(c)`` is finite.
     ``codes``: uint8, (ceil(n / 8) * bits,). ``4 <= bits <= 16``, ``1 <= mantissa <= 22``, ``1 <= P <= 2**bits - 2``.
     """
     shift, each = 23 - mantissa, _each(base, edges)
@@ -168,7 +189,7 @@ def range_encode(
     smallest = (each << shift).to(torch.int32).view(torch.float32)
     code = torch.where((values.abs() < smallest * 0.5) | values.isnan(), 0, code)
     codes.copy_(pack(code, bits))
-    lost.copy_(values - _range_value(code, each, shift, positive))
+    quantization_error.copy_(values - _range_value(code, each, shift, positive))
 
 
 def range_decode(

@@ -54,20 +54,20 @@ def same(got: Tensor | None, want: Tensor | None) -> bool:
     return bool((equal | (got.isnan() & want.isnan()).contiguous()).all())
 
 
-def bad_selection(offsets: int, slots: int) -> dict[str, tuple[int, Callable, str]]:
-    """What accumulate_select and select refuse alike, given 3 blocks, 6 offsets and two ranks: which argument, what is
+def bad_selection(indices: int, slots: int) -> dict[str, tuple[int, Callable, str]]:
+    """What accumulate_select and select refuse alike, given 3 blocks, 6 indices and two ranks: which argument, what is
     wrong with it, the message. The arguments' places: of the picks, and of ``slots``, after which the others follow."""
     return {
-        "offsets short": (offsets, lambda x: x[:5].clone(), "offsets has to have 6 entries for these slots, got 5"),
-        "offsets dtype": (offsets, lambda x: x.int(), "offsets has to be Byte, got Int"),
-        "slots": (slots, lambda x: 769, "slots has to be 0 to 768, got 769"),
-        "slots < 0": (slots, lambda x: -1, "slots has to be 0 to 768, got -1"),
-        "first_slot": (slots + 1, lambda x: -1, "first_slot has to be .*, got -1"),
-        "run": (slots + 3, lambda x: 0, "run has to be 1 to .*, got 0"),
-        "ranks": (slots + 4, lambda x: 0, "ranks has to be 1 to .*, got 0"),
-        "position": (slots + 5, lambda x: 2, "position has to be 0 to 1, got 2"),
-        "key": (slots + 6, lambda x: 2**32, "key has to be .*, got 4294967296"),
-        "explore": (slots + 7, lambda x: 2**32 + 1, "explore has to be .*, got 4294967297"),
+        "indices short": (indices, lambda x: x[:5].clone(), "indices must have 6 entries for these slots, got 5"),
+        "indices dtype": (indices, lambda x: x.int(), "indices must be Byte, got Int"),
+        "slots": (slots, lambda x: 769, "slots must be 0 to 768, got 769"),
+        "slots < 0": (slots, lambda x: -1, "slots must be 0 to 768, got -1"),
+        "first_slot": (slots + 1, lambda x: -1, "first_slot must be .*, got -1"),
+        "run": (slots + 3, lambda x: 0, "run must be 1 to .*, got 0"),
+        "ranks": (slots + 4, lambda x: 0, "ranks must be 1 to .*, got 0"),
+        "position": (slots + 5, lambda x: 2, "position must be 0 to 1, got 2"),
+        "key": (slots + 6, lambda x: 2**32, "key must be .*, got 4294967296"),
+        "explore": (slots + 7, lambda x: 2**32 + 1, "explore must be .*, got 4294967297"),
     }
 
 
@@ -164,8 +164,8 @@ MANY = Layout(
 )
 
 
-def offsets_of(layout: Layout, seed: int, spread: int) -> Tensor:
-    """Random offsets below ``spread``: a small one makes several slots share an entry."""
+def random_indices(layout: Layout, seed: int, spread: int) -> Tensor:
+    """Random indices below ``spread``: a small one makes several slots share an entry."""
     return torch.randint(0, spread, (layout.slots,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
@@ -202,7 +202,7 @@ def bytes_of(n: int, seed: int) -> Tensor:
 
 
 def agrees(name: str, args: list, device: str) -> list:
-    """Runs the operator and its reference: all tensors have to be the same afterwards. Returns the operator's."""
+    """Runs the operator and its reference: all tensors must be the same afterwards. Returns the operator's."""
     check_device(device)
     got, want = on(device, clone(args)), clone(args)
     getattr(ops, name)(*got)
@@ -231,10 +231,10 @@ def agrees_within(name: str, args: list, device: str) -> None:
             assert bool((memory[:begin] == 77).all()) and bool((memory[end:] == 77).all())
 
 
-def nothing_vanishes(value: Tensor, decoded: Tensor, lost: Tensor) -> None:
-    """What is decoded and what is lost make up the value, to the rounding of the loss."""
+def errors_add_up(value: Tensor, decoded: Tensor, error: Tensor) -> None:
+    """What is decoded and what is error make up the value, to the rounding of the loss."""
     rest = (value.cpu().double() - decoded.cpu().double()).float()
-    torch.testing.assert_close(lost.cpu(), rest, rtol=2.0**-23, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(error.cpu(), rest, rtol=2.0**-23, atol=0.0, equal_nan=True)
 
 
 def refuses(name: str, args: list, change: tuple) -> None:

@@ -28,14 +28,14 @@ from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
-NAMES = ["grad", "residual", "weight", "velocity", "floor", "offsets", "invalid", "means"]
+NAMES = ["grad", "residual", "weight", "velocity", "floor", "indices", "invalid", "block_means"]
 
 
-def due(slots: int, first: int, phase: int, seed: int) -> list:
+def deferred(slots: int, first: int, phase: int, seed: int) -> list:
     """What the last exchange left: ``slots`` from ``first`` on, of a few more."""
     total = first + slots + 3
-    offsets = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    return [offsets, values(total, "wild", seed + 1), values(total, "normal", seed + 2), slots, first, phase]
+    indices = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    return [indices, values(total, "wild", seed + 1), values(total, "normal", seed + 2), slots, first, phase]
 
 
 @st.composite
@@ -50,7 +50,7 @@ def arguments(draw: st.DrawFn) -> list:
     residual = torch.zeros(blocks * BLOCK)
     residual[:n] = values(n, draw(st.sampled_from(["normal", "equal", "zero", "tiny", "huge"])), seed + 1)
     velocity = values(blocks * BLOCK, "normal", seed + 2) if draw(st.booleans()) else None
-    last = int(reference.owned(torch.tensor(first_slot + slots), run, ranks, position))
+    last = int(reference.slots_before(torch.tensor(first_slot + slots), run, ranks, position))
     return [
         shaped(values(n, draw(kinds), seed).to(dtype), shape),
         residual,
@@ -71,7 +71,7 @@ def arguments(draw: st.DrawFn) -> list:
         draw(st.integers(0, 2**32 - 1)),
         draw(st.sampled_from([0, 2**30, 2**32 - 1, 2**32])),
         *(
-            due(draw(slot_counts(blocks)), draw(st.integers(0, 99)), draw(phases), seed + 4)
+            deferred(draw(slot_counts(blocks)), draw(st.integers(0, 99)), draw(phases), seed + 4)
             if draw(st.booleans())
             else []
         ),
@@ -82,7 +82,7 @@ def sample(device: str = "cpu") -> list:
     """Arguments that are right: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
     tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
     tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(3)]
-    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *due(10, 2, 3, 1)])
+    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *deferred(10, 2, 3, 1)])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,7 +122,7 @@ def test_many_blocks(device: str) -> None:
     for phase in (0, -77, 2500):
         tensors = [values(n, "normal", 1), values(n, "normal", 2), values(n, "equal", 3), None, torch.tensor([0.1])]
         tensors += [torch.zeros(4000, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(2000)]
-        args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31, *due(9700, 5, phase + 1, 12)]
+        args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31, *deferred(9700, 5, phase + 1, 12)]
         got, want = on(device, clone(args)), clone(args)
         with threads(3):
             ops.accumulate_select(*got)
@@ -157,33 +157,33 @@ def test_means_are_left_out_of_the_residual(device: str) -> None:
     grad[300] = float("inf")
     args[0], args[3] = grad.clone(), None
     ops.accumulate_select(*args)
-    residual, means = args[1].cpu(), args[7].cpu()
+    residual, block_means = args[1].cpu(), args[7].cpu()
     blocks = grad.cpu().split(BLOCK)
     for i in (0, 2):
-        torch.testing.assert_close(means[i], blocks[i].mean())
+        torch.testing.assert_close(block_means[i], blocks[i].mean())
         inside = residual[i * BLOCK :][: len(blocks[i])]
         torch.testing.assert_close(inside, blocks[i] - blocks[i].mean())
-    assert means[1] == 0 and torch.equal(residual[BLOCK : BLOCK + 44], blocks[1][:44]) and residual[300] == 0
+    assert block_means[1] == 0 and torch.equal(residual[BLOCK : BLOCK + 44], blocks[1][:44]) and residual[300] == 0
     assert not residual[600:].any() and args[6].item() == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_due_is_done_first(device: str) -> None:
-    """By put's rules: the later of two slots counts, a mean that is not finite does not, padding is written too."""
+    """By scatter's rules: the later of two slots counts, a mean that is not finite does not, padding is written too."""
     check_device(device)
     args = sample(device)
     args[0].fill_(1.0)
     args[1].fill_(10.0)
     args[3].fill_(10.0)
     args[7] = None
-    offsets = torch.tensor([5, 5, 7, 9, 255], dtype=torch.uint8)
-    mean, lost = torch.tensor([1.0, 1.0, float("nan"), 1.0, 1.0]), torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0])
-    args[18:] = on(device, [offsets, mean, lost, 5, 0, 2])
+    indices = torch.tensor([5, 5, 7, 9, 255], dtype=torch.uint8)
+    mean, error = torch.tensor([1.0, 1.0, float("nan"), 1.0, 1.0]), torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0])
+    args[18:] = on(device, [indices, mean, error, 5, 0, 2])
     counts = reference.slot_start(torch.arange(4), 5, 3, 2).diff().tolist()
     assert counts == [2, 2, 1]
     ops.accumulate_select(*args)
     residual, velocity = args[1].cpu(), args[3].cpu()
-    assert (residual[5].item(), velocity[5].item()) == (4.0, 1.0), "lost 3, then the gradient"
+    assert (residual[5].item(), velocity[5].item()) == (4.0, 1.0), "error 3, then the gradient"
     assert (residual[BLOCK + 7].item(), velocity[BLOCK + 7].item()) == (20.0, 10.0), "as if nothing were due"
     assert (residual[BLOCK + 9].item(), velocity[BLOCK + 9].item()) == (6.0, 1.0)
     assert (residual[2 * BLOCK + 255].item(), velocity[2 * BLOCK + 255].item()) == (6.0, 0.0)
@@ -202,31 +202,31 @@ def test_opcheck(device: str) -> None:
 
 
 BAD = {
-    "grad dtype": (0, lambda x: x.double(), "grad has to be Float, Half or BFloat16, got Double"),
+    "grad dtype": (0, lambda x: x.double(), "grad must be Float, Half or BFloat16, got Double"),
     "grad expanded": (0, lambda x: x[:1].expand(600), "dense in memory"),
     "grad strided": (0, lambda x: torch.randn(1200)[::2], "dense in memory"),
     "grad too long": (0, lambda x: torch.randn(900), "grad|weight"),
-    "weight dtype": (2, lambda x: x.half(), "weight has to be Float, got Half"),
-    "weight numel": (2, lambda x: x[:599], "weight has to have 600 entries, got 599"),
-    "residual dtype": (1, lambda x: x.half(), "residual has to be Float"),
+    "weight dtype": (2, lambda x: x.half(), "weight must be Float, got Half"),
+    "weight numel": (2, lambda x: x[:599], "weight must have 600 entries, got 599"),
+    "residual dtype": (1, lambda x: x.half(), "residual must be Float"),
     "residual size": (1, lambda x: x[:700].clone(), "multiple of 256"),
     "residual short": (1, lambda x: x[:512].clone(), "velocity|at most 512"),
-    "velocity size": (3, lambda x: x[:512].clone(), "velocity has to have 768 entries, got 512"),
-    "floor": (4, lambda x: x.expand(2).clone(), "floor has to have 1 entries, got 2"),
-    "invalid dtype": (6, lambda x: x.long(), "invalid has to be Int, got Long"),
-    "means dtype": (7, lambda x: x.double(), "means has to be Float, got Double"),
-    "means size": (7, lambda x: x[:2].clone(), "means has to have 3 entries, got 2"),
-    **bad_selection(offsets=5, slots=10),
-    "due_offsets dtype": (18, lambda x: x.int(), "due_offsets has to be Byte, got Int"),
-    "due_offsets missing": (18, lambda x: None, "go together"),
-    "due_mean missing": (19, lambda x: None, "go together"),
-    "due_mean numel": (19, lambda x: x[:14].clone(), "due_mean has to have 15 entries, got 14"),
-    "due_mean dtype": (19, lambda x: x.double(), "due_mean has to be Float, got Double"),
-    "due_lost numel": (20, lambda x: x[:14].clone(), "due_lost has to have 15 entries, got 14"),
-    "due_lost dtype": (20, lambda x: x.double(), "due_lost has to be Float, got Double"),
-    "due_slots": (21, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
-    "due_slots < 0": (21, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
-    "due_first_slot": (22, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
+    "velocity size": (3, lambda x: x[:512].clone(), "velocity must have 768 entries, got 512"),
+    "floor": (4, lambda x: x.expand(2).clone(), "floor must have 1 entries, got 2"),
+    "invalid dtype": (6, lambda x: x.long(), "invalid must be Int, got Long"),
+    "block_means dtype": (7, lambda x: x.double(), "block_means must be Float, got Double"),
+    "block_means size": (7, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
+    **bad_selection(indices=5, slots=10),
+    "deferred_indices dtype": (18, lambda x: x.int(), "deferred_indices must be Byte, got Int"),
+    "deferred_indices missing": (18, lambda x: None, "go together"),
+    "deferred_mean missing": (19, lambda x: None, "go together"),
+    "deferred_mean numel": (19, lambda x: x[:14].clone(), "deferred_mean must have 15 entries, got 14"),
+    "deferred_mean dtype": (19, lambda x: x.double(), "deferred_mean must be Float, got Double"),
+    "deferred_error numel": (20, lambda x: x[:14].clone(), "deferred_error must have 15 entries, got 14"),
+    "deferred_error dtype": (20, lambda x: x.double(), "deferred_error must be Float, got Double"),
+    "deferred_slots": (21, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
+    "deferred_slots < 0": (21, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
+    "deferred_first_slot": (22, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
 }
 
 
@@ -239,7 +239,7 @@ def test_picks_are_not_written_over_what_is_due(shift: int) -> None:
     if shift in (-15, 6):
         ops.accumulate_select(*args)
         return
-    with pytest.raises(RuntimeError, match="due_offsets has to be other memory than offsets"):
+    with pytest.raises(RuntimeError, match="deferred_indices must be other memory than indices"):
         ops.accumulate_select(*args)
 
 

@@ -1,4 +1,4 @@
-"""means_send and means_keep against hvd_compress/reference/means.py, to the last bit."""
+"""block_means_send and block_means_keep against hvd_compress/reference/block_means.py, to the last bit."""
 
 import pytest
 import torch
@@ -27,9 +27,9 @@ MANY = 100_003
 
 
 def to_send(blocks: int, kind: str, seed: int, velocity: bool) -> list:
-    fresh, held, memory = (values(blocks, kind, seed + i) for i in range(3))
+    fresh, unsent, memory = (values(blocks, kind, seed + i) for i in range(3))
     out, invalid = torch.full((blocks,), 7.0), torch.zeros(1, dtype=torch.int32)
-    return [fresh, held, memory if velocity else None, out, invalid, 0.9]
+    return [fresh, unsent, memory if velocity else None, out, invalid, 0.9]
 
 
 def to_keep(blocks: int, kind: str, seed: int) -> list:
@@ -40,28 +40,28 @@ def to_keep(blocks: int, kind: str, seed: int) -> list:
 @bounded(100)
 @given(blocks=counts, kind=kinds, seed=seeds, velocity=st.booleans())
 def test_send_equals_reference(device: str, blocks: int, kind: str, seed: int, velocity: bool) -> None:
-    agrees("means_send", to_send(blocks, kind, seed, velocity), device)
+    agrees("block_means_send", to_send(blocks, kind, seed, velocity), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @bounded(100)
 @given(blocks=counts, kind=kinds, seed=seeds)
 def test_keep_equals_reference(device: str, blocks: int, kind: str, seed: int) -> None:
-    agrees("means_keep", to_keep(blocks, kind, seed), device)
+    agrees("block_means_keep", to_keep(blocks, kind, seed), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["normal", "wild"])
 def test_many_blocks(device: str, kind: str) -> None:
     with threads(3):
-        agrees("means_send", to_send(MANY, kind, 5, True), device)
-        agrees("means_keep", to_keep(MANY, kind, 5), device)
+        agrees("block_means_send", to_send(MANY, kind, 5, True), device)
+        agrees("block_means_keep", to_keep(MANY, kind, 5), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_within_other_memory(device: str) -> None:
-    agrees_within("means_send", to_send(999, "normal", 5, True), device)
-    agrees_within("means_keep", to_keep(999, "normal", 5), device)
+    agrees_within("block_means_send", to_send(999, "normal", 5, True), device)
+    agrees_within("block_means_keep", to_keep(999, "normal", 5), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -69,39 +69,41 @@ def test_what_is_not_finite_stays_and_is_told(device: str) -> None:
     check_device(device)
     for place in range(40):
         args = on(device, to_send(40, "normal", 5, True))
-        fresh, held, velocity, out, invalid, momentum = args
-        held[place] = fresh[place] = 3e38
-        before = held.clone(), velocity.clone(), fresh.clone()
-        ops.means_send(*args)
-        assert invalid.tolist() == [1] and not bool(fresh.any()) and torch.equal(out, held)
-        assert held[place] == 3e38 and velocity[place] == before[1][place]
+        fresh, unsent, velocity, out, invalid, momentum = args
+        unsent[place] = fresh[place] = 3e38
+        before = unsent.clone(), velocity.clone(), fresh.clone()
+        ops.block_means_send(*args)
+        assert invalid.tolist() == [1] and not bool(fresh.any()) and torch.equal(out, unsent)
+        assert unsent[place] == 3e38 and velocity[place] == before[1][place]
         others = torch.arange(40, device=device) != place
         torch.testing.assert_close(velocity[others], (before[1] * momentum + before[2])[others])
-        torch.testing.assert_close(held[others], (before[0] + velocity)[others])
+        torch.testing.assert_close(unsent[others], (before[0] + velocity)[others])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.means_send.default, tuple(on(device, to_send(9, "normal", 3, True))))
-    torch.library.opcheck(torch.ops.hvd_compress.means_keep.default, tuple(on(device, to_keep(9, "normal", 3))))
+    torch.library.opcheck(
+        torch.ops.hvd_compress.block_means_send.default, tuple(on(device, to_send(9, "normal", 3, True)))
+    )
+    torch.library.opcheck(torch.ops.hvd_compress.block_means_keep.default, tuple(on(device, to_keep(9, "normal", 3))))
 
 
 BAD_SEND = {
-    "fresh dtype": (0, lambda x: x.double(), "fresh has to be Float, got Double"),
-    "fresh numel": (0, lambda x: x[:8].clone(), "fresh has to have 9 entries, got 8"),
-    "held strided": (1, lambda x: torch.rand(18)[::2], "held has to be contiguous"),
-    "velocity numel": (2, lambda x: x[:8].clone(), "velocity has to have 9 entries, got 8"),
-    "out dtype": (3, lambda x: x.half(), "out has to be Float, got Half"),
-    "out numel": (3, lambda x: x[:8].clone(), "out has to have 9 entries, got 8"),
-    "invalid dtype": (4, lambda x: x.long(), "invalid has to be Int, got Long"),
-    "invalid numel": (4, lambda x: torch.zeros(2, dtype=torch.int32), "invalid has to have 1 entries, got 2"),
+    "fresh dtype": (0, lambda x: x.double(), "fresh must be Float, got Double"),
+    "fresh numel": (0, lambda x: x[:8].clone(), "fresh must have 9 entries, got 8"),
+    "unsent strided": (1, lambda x: torch.rand(18)[::2], "unsent must be contiguous"),
+    "velocity numel": (2, lambda x: x[:8].clone(), "velocity must have 9 entries, got 8"),
+    "out dtype": (3, lambda x: x.half(), "out must be Float, got Half"),
+    "out numel": (3, lambda x: x[:8].clone(), "out must have 9 entries, got 8"),
+    "invalid dtype": (4, lambda x: x.long(), "invalid must be Int, got Long"),
+    "invalid numel": (4, lambda x: torch.zeros(2, dtype=torch.int32), "invalid must have 1 entries, got 2"),
 }
 BAD_KEEP = {
-    "mean dtype": (0, lambda x: x.half(), "mean has to be Float, got Half"),
-    "mean numel": (0, lambda x: x[:8].clone(), "mean has to have 9 entries, got 8"),
-    "lost numel": (1, lambda x: x[:8].clone(), "lost has to have 9 entries, got 8"),
-    "held dtype": (2, lambda x: x.double(), "held has to be Float, got Double"),
+    "mean dtype": (0, lambda x: x.half(), "mean must be Float, got Half"),
+    "mean numel": (0, lambda x: x[:8].clone(), "mean must have 9 entries, got 8"),
+    "quantization_error numel": (1, lambda x: x[:8].clone(), "quantization_error must have 9 entries, got 8"),
+    "unsent dtype": (2, lambda x: x.double(), "unsent must be Float, got Double"),
 }
 
 
@@ -109,20 +111,20 @@ def test_all_are_other_memory() -> None:
     for place, name in ((0, "fresh"), (2, "velocity"), (3, "out")):
         args = to_send(9, "normal", 3, True)
         args[place] = args[1]
-        with pytest.raises(RuntimeError, match=f"{name} has to be other memory than held"):
-            ops.means_send(*args)
-    for place, name in ((0, "mean"), (1, "lost")):
+        with pytest.raises(RuntimeError, match=f"{name} must be other memory than unsent"):
+            ops.block_means_send(*args)
+    for place, name in ((0, "mean"), (1, "quantization_error")):
         args = to_keep(9, "normal", 3)
         args[place] = args[2]
-        with pytest.raises(RuntimeError, match=f"{name} has to be other memory than held"):
-            ops.means_keep(*args)
+        with pytest.raises(RuntimeError, match=f"{name} must be other memory than unsent"):
+            ops.block_means_keep(*args)
 
 
 @pytest.mark.parametrize("case", BAD_SEND)
 def test_send_refuses(case: str) -> None:
-    refuses("means_send", to_send(9, "normal", 3, True), BAD_SEND[case])
+    refuses("block_means_send", to_send(9, "normal", 3, True), BAD_SEND[case])
 
 
 @pytest.mark.parametrize("case", BAD_KEEP)
 def test_keep_refuses(case: str) -> None:
-    refuses("means_keep", to_keep(9, "normal", 3), BAD_KEEP[case])
+    refuses("block_means_keep", to_keep(9, "normal", 3), BAD_KEEP[case])

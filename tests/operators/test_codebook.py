@@ -12,10 +12,10 @@ from strategies import (
     bounded,
     bytes_of,
     check_device,
+    errors_add_up,
     group_edges,
     kinds,
     needs_compiled,
-    nothing_vanishes,
     on,
     refuses,
     scales,
@@ -88,8 +88,8 @@ def decode(codes: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tens
 @bounded(150)
 @given(args=to_encode())
 def test_encode_equals_reference(device: str, args: list) -> None:
-    value, scale, edges, book, kind, codes, lost, bits = agrees("codebook_encode", args, device)
-    nothing_vanishes(value, decode(codes, scale, edges, book, kind, bits), lost)
+    value, scale, edges, book, kind, codes, error, bits = agrees("codebook_encode", args, device)
+    errors_add_up(value, decode(codes, scale, edges, book, kind, bits), error)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,13 +122,13 @@ def test_nearest_level(device: str, bits: int) -> None:
     check_device(device)
     edges = torch.tensor([0, 1500, 1500, 4003])
     args = on(device, encode_arguments(edges, "normal", "normal", 5, bits, 3))
-    value, scale, _, book, kind, codes, lost, _ = args
+    value, scale, _, book, kind, codes, error, _ = args
     scale.copy_(torch.tensor([0.5, 1.0, 1.7]))
     ops.codebook_encode(*args)
-    value, scale, book, kind, lost, codes = on("cpu", [value, scale, book, kind, lost, codes])
+    value, scale, book, kind, error, codes = on("cpu", [value, scale, book, kind, error, codes])
     number = torch.repeat_interleave(torch.arange(3), edges.diff())
     distance = (value.double()[:, None] - book.double()[kind[number]] * scale.double()[number][:, None]).abs()
-    torch.testing.assert_close(lost.abs().double(), distance.min(1).values, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(error.abs().double(), distance.min(1).values, rtol=0.0, atol=1e-6)
     assert torch.equal(reference.unpack(codes, bits, len(value)).unique(), torch.arange(1 << bits))
 
 
@@ -136,9 +136,9 @@ def test_nearest_level(device: str, bits: int) -> None:
 def test_one_bit_is_a_32nd(device: str) -> None:
     check_device(device)
     value, book = values(4096, "normal", 3), torch.tensor([[-0.75, 0.75]])
-    codes, lost = torch.empty(4096 // 8, dtype=torch.uint8), torch.empty(4096)
+    codes, error = torch.empty(4096 // 8, dtype=torch.uint8), torch.empty(4096)
     assert codes.nbytes * 32 == value.nbytes
-    tensors = [value, torch.ones(1), torch.tensor([0, 4096]), book, torch.zeros(1, dtype=torch.int64), codes, lost]
+    tensors = [value, torch.ones(1), torch.tensor([0, 4096]), book, torch.zeros(1, dtype=torch.int64), codes, error]
     args = [*on(device, tensors), 1]
     ops.codebook_encode(*args)
     # Lowest bit first: a bit says that the value is positive.
@@ -153,9 +153,9 @@ def test_one_bit_is_a_32nd(device: str) -> None:
 def test_padding_is_zero(device: str, bits: int) -> None:
     check_device(device)
     for n in range(1, 17):
-        codes, lost = torch.full((bytes_for(n, bits),), 255, dtype=torch.uint8), torch.empty(n)
+        codes, error = torch.full((bytes_for(n, bits),), 255, dtype=torch.uint8), torch.empty(n)
         tensors = [torch.ones(n), torch.ones(1), torch.tensor([0, n])]
-        tensors += [torch.arange(1 << bits).float().view(1, -1) / 128, torch.zeros(1, dtype=torch.int64), codes, lost]
+        tensors += [torch.arange(1 << bits).float().view(1, -1) / 128, torch.zeros(1, dtype=torch.int64), codes, error]
         args = [*on(device, tensors), bits]
         ops.codebook_encode(*args)
         padded = reference.unpack(args[5].cpu(), bits, len(codes) // bits * 8)
@@ -188,8 +188,8 @@ def test_ties_and_what_is_no_number(device: str) -> None:
     args = [*on(device, tensors), 2]
     ops.codebook_encode(*args)
     assert reference.unpack(args[5].cpu(), 2, 7).tolist() == [0, 1, 2, 0, 3, 0, 3]
-    lost = args[6].tolist()
-    assert lost[:3] == [0.0, 1.0, 0.0] and lost[3] != lost[3] and lost[4:6] == [torch.inf, -torch.inf]
+    error = args[6].tolist()
+    assert error[:3] == [0.0, 1.0, 0.0] and error[3] != error[3] and error[4:6] == [torch.inf, -torch.inf]
 
 
 def sample_encode() -> list:
@@ -209,40 +209,40 @@ def test_opcheck(device: str) -> None:
 
 
 BAD_BOTH = {
-    "scale dtype": (1, lambda x: x.double(), "scale has to be Float, got Double"),
-    "scale numel": (1, lambda x: x[:2].clone(), "scale has to have 3 entries, got 2"),
-    "edges dtype": (2, lambda x: x.int(), "edges has to be Long, got Int"),
-    "edges few": (2, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 13 values"),
+    "scale dtype": (1, lambda x: x.double(), "scale must be Float, got Double"),
+    "scale numel": (1, lambda x: x[:2].clone(), "scale must have 3 entries, got 2"),
+    "edges dtype": (2, lambda x: x.int(), "edges must be Long, got Int"),
+    "edges few": (2, lambda x: x[:1].clone(), "edges must have an entry more .*, got 1 for 13 values"),
     "edges descend": (2, lambda x: torch.tensor([0, 5, 4, 13]), "edges .* from 0 to 13, got 4 in entry 2 after 5"),
-    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges has to end at 13, got 12"),
-    "book dtype": (3, lambda x: x.double(), "book has to be Float, got Double"),
-    "book shape": (3, lambda x: x[:, :4].contiguous(), "book has to be of shape .kinds, 8."),
-    "book flat": (3, lambda x: x.view(-1), "book has to be of shape .kinds, 8."),
-    "book empty": (3, lambda x: x[:0].clone(), "book has to have a row at least"),
-    "book descends": (3, lambda x: x.flip(1).contiguous(), "every row of book has to ascend, got .* in row 0"),
-    "book NaN": (3, lambda x: torch.where(x == x[1, 4], torch.nan, x), "has to ascend, got nan after .* in row 1"),
-    "kind dtype": (4, lambda x: x.int(), "kind has to be Long, got Int"),
-    "kind numel": (4, lambda x: x[:2].clone(), "kind has to have 3 entries, got 2"),
-    "kind > rows": (4, lambda x: torch.tensor([0, 2, 1]), "every kind has to be 0 to 1, got 2"),
-    "kind < 0": (4, lambda x: torch.tensor([0, 1, -1]), "every kind has to be 0 to 1, got -1"),
+    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges must end at 13, got 12"),
+    "book dtype": (3, lambda x: x.double(), "book must be Float, got Double"),
+    "book shape": (3, lambda x: x[:, :4].contiguous(), "book must be of shape .kinds, 8."),
+    "book flat": (3, lambda x: x.view(-1), "book must be of shape .kinds, 8."),
+    "book empty": (3, lambda x: x[:0].clone(), "book must have a row at least"),
+    "book descends": (3, lambda x: x.flip(1).contiguous(), "every row of book must ascend, got .* in row 0"),
+    "book NaN": (3, lambda x: torch.where(x == x[1, 4], torch.nan, x), "must ascend, got nan after .* in row 1"),
+    "kind dtype": (4, lambda x: x.int(), "kind must be Long, got Int"),
+    "kind numel": (4, lambda x: x[:2].clone(), "kind must have 3 entries, got 2"),
+    "kind > rows": (4, lambda x: torch.tensor([0, 2, 1]), "every kind must be 0 to 1, got 2"),
+    "kind < 0": (4, lambda x: torch.tensor([0, 1, -1]), "every kind must be 0 to 1, got -1"),
 }
 BAD_ENCODE = BAD_BOTH | {
-    "values dtype": (0, lambda x: x.half(), "values has to be Float, got Half"),
-    "values strided": (0, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
-    "codes dtype": (5, lambda x: x.int(), "codes has to be Byte, got Int"),
-    "codes numel": (5, lambda x: x[:5].clone(), "codes has to have 6 entries, got 5"),
-    "lost dtype": (6, lambda x: x.half(), "lost has to be Float, got Half"),
-    "lost numel": (6, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
-    "bits 0": (7, lambda x: 0, "bits has to be 1 to 8, got 0"),
-    "bits 9": (7, lambda x: 9, "bits has to be 1 to 8, got 9"),
+    "values dtype": (0, lambda x: x.half(), "values must be Float, got Half"),
+    "values strided": (0, lambda x: torch.rand(26)[::2], "values must be contiguous"),
+    "codes dtype": (5, lambda x: x.int(), "codes must be Byte, got Int"),
+    "codes numel": (5, lambda x: x[:5].clone(), "codes must have 6 entries, got 5"),
+    "quantization_error dtype": (6, lambda x: x.half(), "quantization_error must be Float, got Half"),
+    "quantization_error numel": (6, lambda x: x[:12].clone(), "quantization_error must have 13 entries, got 12"),
+    "bits 0": (7, lambda x: 0, "bits must be 1 to 8, got 0"),
+    "bits 9": (7, lambda x: 9, "bits must be 1 to 8, got 9"),
 }
 BAD_DECODE = BAD_BOTH | {
-    "codes dtype": (0, lambda x: x.int(), "codes has to be Byte, got Int"),
-    "codes numel": (0, lambda x: x[:5].clone(), "codes has to have 6 entries, got 5"),
-    "values dtype": (5, lambda x: x.half(), "values has to be Float, got Half"),
-    "values strided": (5, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
-    "bits 0": (6, lambda x: 0, "bits has to be 1 to 8, got 0"),
-    "bits 9": (6, lambda x: 9, "bits has to be 1 to 8, got 9"),
+    "codes dtype": (0, lambda x: x.int(), "codes must be Byte, got Int"),
+    "codes numel": (0, lambda x: x[:5].clone(), "codes must have 6 entries, got 5"),
+    "values dtype": (5, lambda x: x.half(), "values must be Float, got Half"),
+    "values strided": (5, lambda x: torch.rand(26)[::2], "values must be contiguous"),
+    "bits 0": (6, lambda x: 0, "bits must be 1 to 8, got 0"),
+    "bits 9": (6, lambda x: 9, "bits must be 1 to 8, got 9"),
 }
 
 
@@ -256,8 +256,8 @@ def test_decode_refuses(case: str) -> None:
     refuses("codebook_decode", sample_decode(), BAD_DECODE[case])
 
 
-def test_lost_is_other_memory() -> None:
+def test_quantization_error_is_other_memory() -> None:
     args = sample_encode()
     args[6] = args[0]
-    with pytest.raises(RuntimeError, match="lost has to be other memory than values"):
+    with pytest.raises(RuntimeError, match="quantization_error must be other memory than values"):
         ops.codebook_encode(*args)

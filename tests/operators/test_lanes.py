@@ -11,10 +11,10 @@ from strategies import (
     agrees_within,
     bounded,
     check_device,
+    errors_add_up,
     group_edges,
     kinds,
     needs_compiled,
-    nothing_vanishes,
     on,
     refuses,
     scales,
@@ -67,11 +67,11 @@ def to_decode(draw: st.DrawFn) -> list:
 def encode(
     value: Tensor, scale: Tensor, edges: Tensor, bits: int, width: int, key: int, device: str
 ) -> tuple[Tensor, Tensor]:
-    """The words, and what is lost."""
+    """The words, and what is error."""
     args = on(device, [value, scale, edges, torch.empty(words_of(len(value), width), dtype=torch.int64)])
-    lost = torch.empty_like(args[0])
-    ops.lanes_encode(*args, lost, bits, width, key)
-    return args[3], lost
+    error = torch.empty_like(args[0])
+    ops.lanes_encode(*args, error, bits, width, key)
+    return args[3], error
 
 
 def decode(words: Tensor, scale: Tensor, edges: Tensor, width: int, factor: float, device: str) -> Tensor:
@@ -82,10 +82,10 @@ def decode(words: Tensor, scale: Tensor, edges: Tensor, width: int, factor: floa
 
 def whole(value: Tensor, bits: int, width: int, key: int, device: str) -> tuple[Tensor, Tensor]:
     """The words, and the integers that were written: int64, on a grid of 1."""
-    words, lost = encode(value, torch.ones(1), torch.tensor([0, len(value)]), bits, width, key, device)
+    words, error = encode(value, torch.ones(1), torch.tensor([0, len(value)]), bits, width, key, device)
     top = 2 ** (bits - 1) - 1
     inside = value.abs() <= top  # there the difference is exact
-    q = torch.where(inside, value - lost.cpu(), 0.0).long()
+    q = torch.where(inside, value - error.cpu(), 0.0).long()
     return words, torch.where(inside, q, torch.where(value > 0, top, -top))
 
 
@@ -93,8 +93,8 @@ def whole(value: Tensor, bits: int, width: int, key: int, device: str) -> tuple[
 @bounded(200)
 @given(args=to_encode())
 def test_encode_equals_reference(device: str, args: list) -> None:
-    value, scale, edges, words, lost, _, width, _ = agrees("lanes_encode", args, device)
-    nothing_vanishes(value, decode(words, scale, edges, width, 1.0, device), lost)
+    value, scale, edges, words, error, _, width, _ = agrees("lanes_encode", args, device)
+    errors_add_up(value, decode(words, scale, edges, width, 1.0, device), error)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,11 +198,11 @@ def test_stochastic_rounding_is_unbiased(device: str, bits: int) -> None:
     value = torch.cat([torch.linspace(-top, top, count), torch.arange(-3.0, 4.0), torch.tensor([0.01, -0.01, 0.99])])
     edges, scale = torch.tensor([0, len(value)], device=device), torch.ones(1, device=device)
     mine, total = value.to(device), torch.zeros(len(value), dtype=torch.float64, device=device)
-    words, lost = torch.empty(words_of(len(value), bits), dtype=torch.int64, device=device), torch.empty_like(mine)
+    words, error = torch.empty(words_of(len(value), bits), dtype=torch.int64, device=device), torch.empty_like(mine)
     for key in range(trials):
-        ops.lanes_encode(mine, scale, edges, words, lost, bits, bits, key * 2_654_435 % 2**32)
-        total += mine - lost
-        assert key > 0 or bool((lost.abs() < 1).all())
+        ops.lanes_encode(mine, scale, edges, words, error, bits, bits, key * 2_654_435 % 2**32)
+        total += mine - error
+        assert key > 0 or bool((error.abs() < 1).all())
     part = (value - value.floor()).double()
     bound = 5 * (part * (1 - part) / trials).sqrt() + 1e-6
     assert bool(((total.cpu() / trials - value.double()).abs() <= bound).all())
@@ -228,8 +228,8 @@ def test_to_nearest(device: str) -> None:
     check_device(device)
     value = torch.linspace(-7.4, 7.4, 10_001)
     for key, most in ((-1, 0.5), (3, 1.0)):
-        lost = encode(value, torch.ones(1), torch.tensor([0, 10_001]), 4, 5, key, device)[1].abs()
-        assert most - 0.02 < float(lost.max()) <= most + 1e-6
+        error = encode(value, torch.ones(1), torch.tensor([0, 10_001]), 4, 5, key, device)[1].abs()
+        assert most - 0.02 < float(error.max()) <= most + 1e-6
     halves = torch.tensor([-1.5, -0.5, 0.5, 1.5, 2.5])
     assert whole(halves, 4, 4, -1, device)[1].tolist() == [-1, 0, 1, 2, 3]
 
@@ -251,37 +251,37 @@ def sample_decode() -> list:
 
 
 BAD_ENCODE = {
-    "values dtype": (0, lambda x: x.half(), "values has to be Float, got Half"),
-    "values strided": (0, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
-    "scale dtype": (1, lambda x: x.double(), "scale has to be Float, got Double"),
-    "scale numel": (1, lambda x: x[:2].clone(), "scale has to have 3 entries, got 2"),
-    "edges dtype": (2, lambda x: x.int(), "edges has to be Long, got Int"),
-    "edges few": (2, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 13 values"),
+    "values dtype": (0, lambda x: x.half(), "values must be Float, got Half"),
+    "values strided": (0, lambda x: torch.rand(26)[::2], "values must be contiguous"),
+    "scale dtype": (1, lambda x: x.double(), "scale must be Float, got Double"),
+    "scale numel": (1, lambda x: x[:2].clone(), "scale must have 3 entries, got 2"),
+    "edges dtype": (2, lambda x: x.int(), "edges must be Long, got Int"),
+    "edges few": (2, lambda x: x[:1].clone(), "edges must have an entry more .*, got 1 for 13 values"),
     "edges begin": (2, lambda x: torch.tensor([1, 5, 5, 13]), "edges .* from 0 to 13, got 1 in entry 0"),
     "edges descend": (2, lambda x: torch.tensor([0, 5, 4, 13]), "edges .* from 0 to 13, got 4 in entry 2 after 5"),
     "edges beyond": (2, lambda x: torch.tensor([0, 5, 5, 14]), "edges .* from 0 to 13, got 14 in entry 3"),
-    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges has to end at 13, got 12"),
-    "words dtype": (3, lambda x: x.int(), "words has to be Long, got Int"),
-    "words numel": (3, lambda x: torch.zeros(4, dtype=torch.int64), "words has to have 3 entries, got 4"),
-    "lost dtype": (4, lambda x: x.half(), "lost has to be Float, got Half"),
-    "lost numel": (4, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
-    "bits 1": (5, lambda x: 1, "bits has to be 2 to 12, got 1"),
-    "bits > width": (5, lambda x: 13, "bits has to be 2 to 12, got 13"),
-    "width 1": (6, lambda x: 1, "width has to be 2 to 32, got 1"),
-    "width 33": (6, lambda x: 33, "width has to be 2 to 32, got 33"),
-    "key -2": (7, lambda x: -2, "key has to be -1 to 4294967295, got -2"),
-    "key 2**32": (7, lambda x: 2**32, "key has to be -1 to 4294967295, got 4294967296"),
+    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges must end at 13, got 12"),
+    "words dtype": (3, lambda x: x.int(), "words must be Long, got Int"),
+    "words numel": (3, lambda x: torch.zeros(4, dtype=torch.int64), "words must have 3 entries, got 4"),
+    "quantization_error dtype": (4, lambda x: x.half(), "quantization_error must be Float, got Half"),
+    "quantization_error numel": (4, lambda x: x[:12].clone(), "quantization_error must have 13 entries, got 12"),
+    "bits 1": (5, lambda x: 1, "bits must be 2 to 12, got 1"),
+    "bits > width": (5, lambda x: 13, "bits must be 2 to 12, got 13"),
+    "width 1": (6, lambda x: 1, "width must be 2 to 32, got 1"),
+    "width 33": (6, lambda x: 33, "width must be 2 to 32, got 33"),
+    "key -2": (7, lambda x: -2, "key must be -1 to 4294967295, got -2"),
+    "key 2**32": (7, lambda x: 2**32, "key must be -1 to 4294967295, got 4294967296"),
 }
 BAD_DECODE = {
-    "words dtype": (0, lambda x: x.int(), "words has to be Long, got Int"),
-    "words numel": (0, lambda x: x[:2].clone(), "words has to have 3 entries, got 2"),
-    "scale dtype": (1, lambda x: x.double(), "scale has to be Float, got Double"),
-    "scale numel": (1, lambda x: x[:2].clone(), "scale has to have 3 entries, got 2"),
-    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges has to end at 13, got 12"),
-    "values dtype": (3, lambda x: x.half(), "values has to be Float, got Half"),
-    "values strided": (3, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
-    "width 1": (4, lambda x: 1, "width has to be 2 to 32, got 1"),
-    "width 33": (4, lambda x: 33, "width has to be 2 to 32, got 33"),
+    "words dtype": (0, lambda x: x.int(), "words must be Long, got Int"),
+    "words numel": (0, lambda x: x[:2].clone(), "words must have 3 entries, got 2"),
+    "scale dtype": (1, lambda x: x.double(), "scale must be Float, got Double"),
+    "scale numel": (1, lambda x: x[:2].clone(), "scale must have 3 entries, got 2"),
+    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges must end at 13, got 12"),
+    "values dtype": (3, lambda x: x.half(), "values must be Float, got Half"),
+    "values strided": (3, lambda x: torch.rand(26)[::2], "values must be contiguous"),
+    "width 1": (4, lambda x: 1, "width must be 2 to 32, got 1"),
+    "width 33": (4, lambda x: 33, "width must be 2 to 32, got 33"),
 }
 
 
@@ -297,12 +297,12 @@ def test_decode_refuses(case: str) -> None:
 
 def test_bits_are_those_of_a_float32() -> None:
     args = encode_arguments(torch.tensor([0, 13]), "normal", 3, 25, 32, 9)
-    with pytest.raises(RuntimeError, match="bits has to be 2 to 24, got 25"):
+    with pytest.raises(RuntimeError, match="bits must be 2 to 24, got 25"):
         ops.lanes_encode(*args)
 
 
-def test_lost_is_other_memory() -> None:
+def test_quantization_error_is_other_memory() -> None:
     args = sample_encode()
     args[4] = args[0]
-    with pytest.raises(RuntimeError, match="lost has to be other memory than values"):
+    with pytest.raises(RuntimeError, match="quantization_error must be other memory than values"):
         ops.lanes_encode(*args)

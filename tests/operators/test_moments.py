@@ -72,7 +72,7 @@ def test_close_to_plain_sums(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_order_of_the_sums(device: str) -> None:
-    """Where the order decides: beside 2**54, a one that is added alone is lost, and three together count as four."""
+    """Where the order decides: beside 2**54, a one that is added alone is error, and three together count as four."""
     check_device(device)
     value = torch.zeros(128)
     value[0] = 2.0**27
@@ -108,19 +108,19 @@ def test_opcheck(device: str) -> None:
 
 
 BAD = {
-    "values dtype": (0, lambda x: x.double(), "values has to be Float, got Double"),
-    "values strided": (0, lambda x: torch.rand(282)[::2], "values has to be contiguous"),
-    "edges dtype": (1, lambda x: x.int(), "edges has to be Long, got Int"),
-    "edges none": (1, lambda x: x[:0].clone(), "edges has to have an entry more .*, got 0 for 141 values"),
-    "edges one": (1, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 141 values"),
+    "values dtype": (0, lambda x: x.double(), "values must be Float, got Double"),
+    "values strided": (0, lambda x: torch.rand(282)[::2], "values must be contiguous"),
+    "edges dtype": (1, lambda x: x.int(), "edges must be Long, got Int"),
+    "edges none": (1, lambda x: x[:0].clone(), "edges must have an entry more .*, got 0 for 141 values"),
+    "edges one": (1, lambda x: x[:1].clone(), "edges must have an entry more .*, got 1 for 141 values"),
     "edges begin": (1, lambda x: torch.tensor([1, 40, 40, 141]), "edges .* from 0 to 141, got 1 in entry 0"),
     "edges descend": (1, lambda x: torch.tensor([0, 40, 39, 141]), "from 0 to 141, got 39 in entry 2 after 40"),
     "edges beyond": (1, lambda x: torch.tensor([0, 40, 142, 142]), "from 0 to 141, got 142 in entry 2"),
-    "edges short": (1, lambda x: torch.tensor([0, 40, 40, 140]), "edges has to end at 141, got 140"),
+    "edges short": (1, lambda x: torch.tensor([0, 40, 40, 140]), "edges must end at 141, got 140"),
     "edges < 0": (1, lambda x: torch.tensor([0, -1, 40, 141]), "from 0 to 141, got -1 in entry 1"),
-    "out dtype": (2, lambda x: x.float(), "out has to be Double, got Float"),
-    "out shape": (2, lambda x: x.view(-1), "out has to be of shape .groups, 3."),
-    "out numel": (2, lambda x: x[:2].clone(), "out has to have 9 entries, got 6"),
+    "out dtype": (2, lambda x: x.float(), "out must be Double, got Float"),
+    "out shape": (2, lambda x: x.view(-1), "out must be of shape .groups, 3."),
+    "out numel": (2, lambda x: x[:2].clone(), "out must have 9 entries, got 6"),
 }
 
 

@@ -12,10 +12,10 @@ from strategies import (
     bounded,
     bytes_of,
     check_device,
+    errors_add_up,
     group_edges,
     kinds,
     needs_compiled,
-    nothing_vanishes,
     on,
     refuses,
     same,
@@ -100,11 +100,11 @@ def to_decode(draw: st.DrawFn) -> list:
 
 
 def encode(value: Tensor, base: Tensor, edges: Tensor, format: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """The packed codes, and what is lost."""
+    """The packed codes, and what is error."""
     codes = torch.empty(bytes_for(len(value), format[0]), dtype=torch.uint8, device=value.device)
-    lost = torch.empty_like(value)
-    ops.range_encode(value, base, edges, codes, lost, *format)
-    return codes, lost
+    error = torch.empty_like(value)
+    ops.range_encode(value, base, edges, codes, error, *format)
+    return codes, error
 
 
 def decode(codes: Tensor, base: Tensor, edges: Tensor, format: tuple[int, int, int]) -> Tensor:
@@ -126,8 +126,8 @@ def magnitudes(base: int, format: tuple[int, int, int], count: int) -> Tensor:
 @bounded(200)
 @given(args=to_encode())
 def test_encode_equals_reference(device: str, args: list) -> None:
-    value, base, edges, codes, lost, *format = agrees("range_encode", args, device)
-    nothing_vanishes(value, decode(codes, base, edges, format), lost)
+    value, base, edges, codes, error, *format = agrees("range_encode", args, device)
+    errors_add_up(value, decode(codes, base, edges, format), error)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -172,8 +172,8 @@ def test_every_code_stands_for_itself(device: str, format: tuple[int, int, int],
     want = torch.cat([magnitudes(base, format, positive), -magnitudes(base, format, count - 1 - positive)])
     assert same(value[1:], want) and same(value[:1], torch.zeros(1))
     assert len(value.unique()) == count and bool(value.isfinite().all())
-    again, lost = encode(value, *window, format)
-    assert torch.equal(again, codes) and not bool(lost.any())
+    again, error = encode(value, *window, format)
+    assert torch.equal(again, codes) and not bool(error.any())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -206,13 +206,13 @@ def test_ends_of_the_window(device: str) -> None:
     value = torch.stack([half, -half, under, -under, half * 0, half * -0.0, torch.tensor(torch.nan), -half * torch.nan])
     value = torch.cat([value, torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])]).to(device)
     window = one_window(len(value), base, device)
-    codes, lost = encode(value, *window, format)
+    codes, error = encode(value, *window, format)
     assert reference.unpack(codes.cpu(), 8, 12).tolist() == [1, 101, 0, 0, 0, 0, 0, 0, 100, 255, 100, 255]
     most, most_negative = magnitudes(base, format, 100)[-1], -magnitudes(base, format, below)[-1]
     got = decode(codes, *window, format).cpu()
     zeros = torch.zeros(6)
     assert same(got, torch.cat([torch.tensor([least, -least]), zeros, torch.stack([most, most_negative] * 2)]))
-    assert bool(lost[6:8].isnan().all()) and lost[8:10].tolist() == [torch.inf, -torch.inf]
+    assert bool(error[6:8].isnan().all()) and error[8:10].tolist() == [torch.inf, -torch.inf]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -227,10 +227,9 @@ def test_student_t(device: str, bits: int, mantissa: int, most: float) -> None:
     top = int(value.abs().max().view(torch.int32)) >> (23 - mantissa)
     window = one_window(len(value), max(1, top - positive + 1), device)
     value = value.to(device)
-    codes, lost = encode(value, *window, (bits, mantissa, positive))
+    codes, error = encode(value, *window, (bits, mantissa, positive))
     assert codes.nbytes * 32 == value.nbytes * bits
-    error = decode(codes, *window, (bits, mantissa, positive)) - value
-    assert torch.equal(error, -lost)
+    assert torch.equal(decode(codes, *window, (bits, mantissa, positive)) - value, -error)
     assert 0.5 * most < float(error.double().norm() / value.double().norm()) <= most
 
 
@@ -280,40 +279,40 @@ def test_opcheck(device: str) -> None:
 
 
 BAD_BOTH = {
-    "base dtype": (1, lambda x: x.int(), "base has to be Long, got Int"),
-    "base numel": (1, lambda x: x[:2].clone(), "base has to have 3 entries, got 2"),
-    "base 0": (1, lambda x: torch.tensor([1, 0, 1]), "every base has to be 1 to 7648, got 0"),
-    "base too high": (1, lambda x: torch.tensor([1, 1, 7649]), "every base has to be 1 to 7648, got 7649"),
-    "edges dtype": (2, lambda x: x.int(), "edges has to be Long, got Int"),
-    "edges few": (2, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 13 values"),
+    "base dtype": (1, lambda x: x.int(), "base must be Long, got Int"),
+    "base numel": (1, lambda x: x[:2].clone(), "base must have 3 entries, got 2"),
+    "base 0": (1, lambda x: torch.tensor([1, 0, 1]), "every base must be 1 to 7648, got 0"),
+    "base too high": (1, lambda x: torch.tensor([1, 1, 7649]), "every base must be 1 to 7648, got 7649"),
+    "edges dtype": (2, lambda x: x.int(), "edges must be Long, got Int"),
+    "edges few": (2, lambda x: x[:1].clone(), "edges must have an entry more .*, got 1 for 13 values"),
     "edges descend": (2, lambda x: torch.tensor([0, 5, 4, 13]), "edges .* from 0 to 13, got 4 in entry 2 after 5"),
-    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges has to end at 13, got 12"),
+    "edges short": (2, lambda x: torch.tensor([0, 5, 5, 12]), "edges must end at 13, got 12"),
 }
 BAD_ENCODE = BAD_BOTH | {
-    "values dtype": (0, lambda x: x.half(), "values has to be Float, got Half"),
-    "values strided": (0, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
-    "codes dtype": (3, lambda x: x.int(), "codes has to be Byte, got Int"),
-    "codes numel": (3, lambda x: x[:19].clone(), "codes has to have 20 entries, got 19"),
-    "lost dtype": (4, lambda x: x.half(), "lost has to be Float, got Half"),
-    "lost numel": (4, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
-    "bits 3": (5, lambda x: 3, "bits has to be 4 to 16, got 3"),
-    "bits 17": (5, lambda x: 17, "bits has to be 4 to 16, got 17"),
-    "mantissa 0": (6, lambda x: 0, "mantissa has to be 1 to 22, got 0"),
-    "mantissa 23": (6, lambda x: 23, "mantissa has to be 1 to 22, got 23"),
-    "positive 0": (7, lambda x: 0, "positive has to be 1 to 1022, got 0"),
-    "positive all": (7, lambda x: 1023, "positive has to be 1 to 1022, got 1023"),
+    "values dtype": (0, lambda x: x.half(), "values must be Float, got Half"),
+    "values strided": (0, lambda x: torch.rand(26)[::2], "values must be contiguous"),
+    "codes dtype": (3, lambda x: x.int(), "codes must be Byte, got Int"),
+    "codes numel": (3, lambda x: x[:19].clone(), "codes must have 20 entries, got 19"),
+    "quantization_error dtype": (4, lambda x: x.half(), "quantization_error must be Float, got Half"),
+    "quantization_error numel": (4, lambda x: x[:12].clone(), "quantization_error must have 13 entries, got 12"),
+    "bits 3": (5, lambda x: 3, "bits must be 4 to 16, got 3"),
+    "bits 17": (5, lambda x: 17, "bits must be 4 to 16, got 17"),
+    "mantissa 0": (6, lambda x: 0, "mantissa must be 1 to 22, got 0"),
+    "mantissa 23": (6, lambda x: 23, "mantissa must be 1 to 22, got 23"),
+    "positive 0": (7, lambda x: 0, "positive must be 1 to 1022, got 0"),
+    "positive all": (7, lambda x: 1023, "positive must be 1 to 1022, got 1023"),
 }
 BAD_DECODE = BAD_BOTH | {
-    "codes dtype": (0, lambda x: x.int(), "codes has to be Byte, got Int"),
-    "codes numel": (0, lambda x: x[:19].clone(), "codes has to have 20 entries, got 19"),
-    "values dtype": (3, lambda x: x.half(), "values has to be Float, got Half"),
-    "values strided": (3, lambda x: torch.rand(26)[::2], "values has to be contiguous"),
-    "bits 3": (4, lambda x: 3, "bits has to be 4 to 16, got 3"),
-    "bits 17": (4, lambda x: 17, "bits has to be 4 to 16, got 17"),
-    "mantissa 0": (5, lambda x: 0, "mantissa has to be 1 to 22, got 0"),
-    "mantissa 23": (5, lambda x: 23, "mantissa has to be 1 to 22, got 23"),
-    "positive 0": (6, lambda x: 0, "positive has to be 1 to 1022, got 0"),
-    "positive all": (6, lambda x: 1023, "positive has to be 1 to 1022, got 1023"),
+    "codes dtype": (0, lambda x: x.int(), "codes must be Byte, got Int"),
+    "codes numel": (0, lambda x: x[:19].clone(), "codes must have 20 entries, got 19"),
+    "values dtype": (3, lambda x: x.half(), "values must be Float, got Half"),
+    "values strided": (3, lambda x: torch.rand(26)[::2], "values must be contiguous"),
+    "bits 3": (4, lambda x: 3, "bits must be 4 to 16, got 3"),
+    "bits 17": (4, lambda x: 17, "bits must be 4 to 16, got 17"),
+    "mantissa 0": (5, lambda x: 0, "mantissa must be 1 to 22, got 0"),
+    "mantissa 23": (5, lambda x: 23, "mantissa must be 1 to 22, got 23"),
+    "positive 0": (6, lambda x: 0, "positive must be 1 to 1022, got 0"),
+    "positive all": (6, lambda x: 1023, "positive must be 1 to 1022, got 1023"),
 }
 
 
@@ -327,8 +326,8 @@ def test_decode_refuses(case: str) -> None:
     refuses("range_decode", sample_decode(), BAD_DECODE[case])
 
 
-def test_lost_is_other_memory() -> None:
+def test_quantization_error_is_other_memory() -> None:
     args = sample_encode()
     args[4] = args[0]
-    with pytest.raises(RuntimeError, match="lost has to be other memory than values"):
+    with pytest.raises(RuntimeError, match="quantization_error must be other memory than values"):
         ops.range_encode(*args)

@@ -1,4 +1,4 @@
-"""lanes_prepare and lanes_follow against hvd_compress/reference/scales.py, to the last bit."""
+"""lanes_prepare and lanes_update against hvd_compress/reference/scales.py, to the last bit."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from strategies import (
 from torch import Tensor
 
 from hvd_compress import ops
-from hvd_compress.reference.scales import FINE, LARGEST, SMALLEST
+from hvd_compress.reference.scales import LARGEST, RATIO_STEPS, SMALLEST
 
 pytestmark = needs_compiled
 #: Values are finite: what is not, sets ``invalid`` before it comes here.
@@ -43,22 +43,22 @@ def to_prepare(edges: Tensor, kind: str, seed: int, ranks: int, invalid: int = 0
     groups = len(edges) - 1
     grid = torch.tensor([0.4, 0.7], dtype=torch.float64)
     flag, step = torch.tensor([invalid], dtype=torch.int32), torch.full((groups,), 7.0)
-    rest = torch.full((1 + -(-groups // 2),), -7)
-    return [values(int(edges[-1]), kind, seed), edges, *state(groups, seed), grid, flag, step, rest, ranks]
+    header = torch.full((1 + -(-groups // 2),), -7)
+    return [values(int(edges[-1]), kind, seed), edges, *state(groups, seed), grid, flag, step, header, ranks]
 
 
-def to_follow(edges: Tensor, kind: str, seed: int, ranks: int, invalid: int = 0) -> list:
-    """``rest`` as ranks would say it that each have another scale."""
+def to_update(edges: Tensor, kind: str, seed: int, ranks: int, invalid: int = 0) -> list:
+    """``header`` as ranks would say it that each have another scale."""
     groups = len(edges) - 1
     generator = torch.Generator().manual_seed(seed)
     sums = torch.randint(0, 2**31, (2 * -(-groups // 2),), generator=generator)
     words = sums.view(-1, 2)
-    rest = torch.cat([torch.tensor([invalid]), words[:, 0] + (words[:, 1] << 32)])
+    header = torch.cat([torch.tensor([invalid]), words[:, 0] + (words[:, 1] << 32)])
     shared, which = state(groups, seed)
-    return [values(int(edges[-1]), kind, seed), edges, shared, which, rest, shared * 0 + 7, which * 0 + 7, ranks]
+    return [values(int(edges[-1]), kind, seed), edges, shared, which, header, shared * 0 + 7, which * 0 + 7, ranks]
 
 
-MAKERS = {"lanes_prepare": to_prepare, "lanes_follow": to_follow}
+MAKERS = {"lanes_prepare": to_prepare, "lanes_update": to_update}
 
 
 def edges_of_some() -> st.SearchStrategy[Tensor]:
@@ -75,8 +75,8 @@ def test_prepare_equals_reference(device: str, edges: Tensor, kind: str, seed: i
 @pytest.mark.parametrize("device", DEVICES)
 @bounded(150)
 @given(edges=edges_of_some(), kind=kinds, seed=seeds, ranks=rank_counts, invalid=st.integers(0, 3))
-def test_follow_equals_reference(device: str, edges: Tensor, kind: str, seed: int, ranks: int, invalid: int) -> None:
-    agrees("lanes_follow", to_follow(edges, kind, seed, ranks, invalid), device)
+def test_update_equals_reference(device: str, edges: Tensor, kind: str, seed: int, ranks: int, invalid: int) -> None:
+    agrees("lanes_update", to_update(edges, kind, seed, ranks, invalid), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,13 +97,13 @@ def test_a_scale_that_all_ranks_say_is_followed(device: str) -> None:
     """Four ranks whose values are three times as large as the shared scale: it comes nearer by a quarter of the way."""
     check_device(device)
     args = on(device, to_prepare(torch.tensor([0, 5, 5, 9]), "equal", 3, 4))
-    value, edges, shared, kind, _, _, step, rest, ranks = args
+    value, edges, shared, kind, _, _, step, header, ranks = args
     value.copy_(torch.tensor([3.0, -3.0] * 4 + [3.0]))
     shared.fill_(1.0)
     ops.lanes_prepare(*args)
     assert step.tolist() == [pytest.approx(0.4 if k == 0 else 0.7) for k in kind.tolist()]
     following, kinds_then = torch.empty_like(shared), torch.empty_like(kind)
-    ops.lanes_follow(value, edges, shared, kind, rest * ranks, following, kinds_then, ranks)
+    ops.lanes_update(value, edges, shared, kind, header * ranks, following, kinds_then, ranks)
     assert following.tolist() == [1.5, 1.0, 1.5], "and of no values nothing is known"
     assert kinds_then.tolist() == [0, int(kind[1]), 0]
 
@@ -124,9 +124,9 @@ def test_the_largest_ratios_of_all_ranks_fit_a_half(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_invalid_rank_spoils_the_average_and_nothing_else(device: str) -> None:
     check_device(device)
-    good, bad = (on(device, to_follow(torch.tensor([0, 40, 141]), "normal", 3, 4, invalid)) for invalid in (0, 1))
-    ops.lanes_follow(*good)
-    ops.lanes_follow(*bad)
+    good, bad = (on(device, to_update(torch.tensor([0, 40, 141]), "normal", 3, 4, invalid)) for invalid in (0, 1))
+    ops.lanes_update(*good)
+    ops.lanes_update(*bad)
     assert bool(good[0].isfinite().all()) and bool(bad[0].isnan().all())
     assert torch.equal(good[5], bad[5]) and torch.equal(good[6], bad[6])
 
@@ -140,40 +140,40 @@ def test_opcheck(device: str) -> None:
 
 
 BAD = {
-    "shared dtype": (2, lambda x: x.float(), "shared has to be Double, got Float"),
-    "shared numel": (2, lambda x: x[:2].clone(), "shared has to have 3 entries, got 2"),
-    "kind dtype": (3, lambda x: x.int(), "kind has to be Long, got Int"),
-    "kind numel": (3, lambda x: x[:2].clone(), "kind has to have 3 entries, got 2"),
-    "edges dtype": (1, lambda x: x.int(), "edges has to be Long, got Int"),
-    "edges few": (1, lambda x: x[:1].clone(), "edges has to have an entry more .*, got 1 for 13 values"),
+    "shared_scale dtype": (2, lambda x: x.float(), "shared_scale must be Double, got Float"),
+    "shared_scale numel": (2, lambda x: x[:2].clone(), "shared_scale must have 3 entries, got 2"),
+    "kind dtype": (3, lambda x: x.int(), "kind must be Long, got Int"),
+    "kind numel": (3, lambda x: x[:2].clone(), "kind must have 3 entries, got 2"),
+    "edges dtype": (1, lambda x: x.int(), "edges must be Long, got Int"),
+    "edges few": (1, lambda x: x[:1].clone(), "edges must have an entry more .*, got 1 for 13 values"),
     "edges descend": (1, lambda x: torch.tensor([0, 5, 4, 13]), "edges .* from 0 to 13, got 4 in entry 2 after 5"),
-    "edges short": (1, lambda x: torch.tensor([0, 5, 5, 12]), "edges has to end at 13, got 12"),
+    "edges short": (1, lambda x: torch.tensor([0, 5, 5, 12]), "edges must end at 13, got 12"),
 }
 BAD_PREPARE = {
     **BAD,
-    "values dtype": (0, lambda x: x.half(), "values has to be Float, got Half"),
-    "kind beyond": (3, lambda x: x * 0 + 2, "kind has to be 0 to 1, got 2"),
-    "kind < 0": (3, lambda x: x * 0 - 1, "kind has to be 0 to 1, got -1"),
-    "grid dtype": (4, lambda x: x.float(), "grid has to be Double, got Float"),
-    "grid none": (4, lambda x: x[:0].clone(), "grid has to have an entry for each kind, got none"),
-    "invalid dtype": (5, lambda x: x.long(), "invalid has to be Int, got Long"),
-    "invalid numel": (5, lambda x: torch.zeros(2, dtype=torch.int32), "invalid has to have 1 entries, got 2"),
-    "step dtype": (6, lambda x: x.double(), "step has to be Float, got Double"),
-    "step numel": (6, lambda x: x[:2].clone(), "step has to have 3 entries, got 2"),
-    "rest dtype": (7, lambda x: x.int(), "rest has to be Long, got Int"),
-    "rest numel": (7, lambda x: x[:2].clone(), "rest has to have 3 entries, got 2"),
-    "ranks 0": (8, lambda x: 0, "ranks has to be 1 to 1073741824, got 0"),
-    "ranks many": (8, lambda x: 2**30 + 1, "ranks has to be 1 to 1073741824, got 1073741825"),
+    "values dtype": (0, lambda x: x.half(), "values must be Float, got Half"),
+    "kind beyond": (3, lambda x: x * 0 + 2, "kind must be 0 to 1, got 2"),
+    "kind < 0": (3, lambda x: x * 0 - 1, "kind must be 0 to 1, got -1"),
+    "grid dtype": (4, lambda x: x.float(), "grid must be Double, got Float"),
+    "grid none": (4, lambda x: x[:0].clone(), "grid must have an entry for each kind, got none"),
+    "invalid dtype": (5, lambda x: x.long(), "invalid must be Int, got Long"),
+    "invalid numel": (5, lambda x: torch.zeros(2, dtype=torch.int32), "invalid must have 1 entries, got 2"),
+    "step dtype": (6, lambda x: x.double(), "step must be Float, got Double"),
+    "step numel": (6, lambda x: x[:2].clone(), "step must have 3 entries, got 2"),
+    "header dtype": (7, lambda x: x.int(), "header must be Long, got Int"),
+    "header numel": (7, lambda x: x[:2].clone(), "header must have 3 entries, got 2"),
+    "ranks 0": (8, lambda x: 0, "ranks must be 1 to 1073741824, got 0"),
+    "ranks many": (8, lambda x: 2**30 + 1, "ranks must be 1 to 1073741824, got 1073741825"),
 }
-BAD_FOLLOW = {
+BAD_UPDATE = {
     **BAD,
-    "mean dtype": (0, lambda x: x.half(), "values has to be Float, got Half"),
-    "rest numel": (4, lambda x: x[:2].clone(), "rest has to have 3 entries, got 2"),
-    "next_shared dtype": (5, lambda x: x.float(), "next_shared has to be Double, got Float"),
-    "next_shared numel": (5, lambda x: x[:2].clone(), "next_shared has to have 3 entries, got 2"),
-    "next_kind dtype": (6, lambda x: x.int(), "next_kind has to be Long, got Int"),
-    "next_kind numel": (6, lambda x: x[:2].clone(), "next_kind has to have 3 entries, got 2"),
-    "ranks 0": (7, lambda x: 0, "ranks has to be 1 to 1073741824, got 0"),
+    "mean dtype": (0, lambda x: x.half(), "values must be Float, got Half"),
+    "header numel": (4, lambda x: x[:2].clone(), "header must have 3 entries, got 2"),
+    "next_scale dtype": (5, lambda x: x.float(), "next_scale must be Double, got Float"),
+    "next_scale numel": (5, lambda x: x[:2].clone(), "next_scale must have 3 entries, got 2"),
+    "next_kind dtype": (6, lambda x: x.int(), "next_kind must be Long, got Int"),
+    "next_kind numel": (6, lambda x: x[:2].clone(), "next_kind must have 3 entries, got 2"),
+    "ranks 0": (7, lambda x: 0, "ranks must be 1 to 1073741824, got 0"),
 }
 
 
@@ -182,15 +182,15 @@ def test_prepare_refuses(case: str) -> None:
     refuses("lanes_prepare", to_prepare(torch.tensor([0, 5, 5, 13]), "normal", 3, 4), BAD_PREPARE[case])
 
 
-@pytest.mark.parametrize("case", BAD_FOLLOW)
-def test_follow_refuses(case: str) -> None:
-    refuses("lanes_follow", to_follow(torch.tensor([0, 5, 5, 13]), "normal", 3, 4), BAD_FOLLOW[case])
+@pytest.mark.parametrize("case", BAD_UPDATE)
+def test_update_refuses(case: str) -> None:
+    refuses("lanes_update", to_update(torch.tensor([0, 5, 5, 13]), "normal", 3, 4), BAD_UPDATE[case])
 
 
 def test_no_group_is_refused() -> None:
     args = to_prepare(torch.tensor([0, 5]), "normal", 3, 4)
     nothing = [args[0][:0], args[1][:1].clone(), args[2][:0], args[3][:0]]
-    with pytest.raises(RuntimeError, match="edges has to have two entries at least, got 1"):
+    with pytest.raises(RuntimeError, match="edges must have two entries at least, got 1"):
         ops.lanes_prepare(*nothing, args[4], args[5], args[6][:0], args[7][:1].clone(), 4)
 
 
@@ -198,7 +198,7 @@ def test_no_group_is_refused() -> None:
 def test_halves_are_rounded_to_even(device: str) -> None:
     check_device(device)
     args = on(device, to_prepare(torch.tensor([0, 1, 2]), "equal", 3, 1))
-    args[0].copy_(torch.tensor([2.5, 3.5]) / FINE)
+    args[0].copy_(torch.tensor([2.5, 3.5]) / RATIO_STEPS)
     args[2].fill_(1.0)
     ops.lanes_prepare(*args)
     assert int(args[7][1]) == 2 + (4 << 32)

@@ -34,7 +34,7 @@ def arguments(draw: st.DrawFn) -> list:
     slots, first_slot, phase = draw(slot_counts(blocks)), draw(st.integers(0, 2000)), draw(phases)
     run, ranks = draw(st.one_of(st.integers(1, 4), st.integers(1, 3000))), draw(st.integers(1, 8))
     position = draw(st.integers(0, ranks - 1))
-    last = int(reference.owned(torch.tensor(first_slot + slots), run, ranks, position))
+    last = int(reference.slots_before(torch.tensor(first_slot + slots), run, ranks, position))
     return [
         values(blocks * BLOCK, draw(kinds), draw(seeds)).abs(),
         torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # nothing else may be written
@@ -60,7 +60,7 @@ def check(args: list, device: str) -> None:
     ops.select(*got)
     reference.select(*want)
     assert same(got[0], args[0]), "score"
-    assert same(got[1], want[1]), "offsets"
+    assert same(got[1], want[1]), "indices"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,10 +80,10 @@ def test_every_number_of_picks(device: str, count: int, kind: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_blocks(device: str) -> None:
-    score, offsets = values(2000 * BLOCK, "normal", 2).abs(), torch.zeros(4000, dtype=torch.uint8)
+    score, indices = values(2000 * BLOCK, "normal", 2).abs(), torch.zeros(4000, dtype=torch.uint8)
     for phase in (0, -77, 2500):
         with threads(3):
-            check([score, offsets, 8600, 123, phase, 7, 3, 1, 11, 2**31], device)
+            check([score, indices, 8600, 123, phase, 7, 3, 1, 11, 2**31], device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -91,12 +91,12 @@ def test_is_the_second_half_of_accumulate_select(device: str) -> None:
     check_device(device)
     grad, residual = torch.randn(3 * BLOCK, device=device), torch.randn(3 * BLOCK, device=device)
     args = sample(device)
-    offsets, invalid = args[1].clone(), torch.zeros(1, dtype=torch.int32, device=device)
+    indices, invalid = args[1].clone(), torch.zeros(1, dtype=torch.int32, device=device)
     floor = torch.zeros(1, device=device)
-    ops.accumulate_select(grad, residual, None, None, floor, offsets, invalid, None, 1.0, 0.0, *args[2:])
+    ops.accumulate_select(grad, residual, None, None, floor, indices, invalid, None, 1.0, 0.0, *args[2:])
     args[0] = residual.abs()
     ops.select(*args)
-    assert torch.equal(args[1], offsets)
+    assert torch.equal(args[1], indices)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,9 +117,9 @@ def test_unaligned_score(device: str) -> None:
 def test_what_is_below_zero_counts_as_zero(device: str, count: int, score: float) -> None:
     """Only -0.0 is allowed. But no score may lead to a pick that is none, or to one entry picked twice."""
     check_device(device)
-    offsets = torch.zeros(count, dtype=torch.uint8, device=device)
-    ops.select(torch.full((BLOCK,), score, device=device), offsets, count, 0, 0, 1, 1, 0, 7, 0)
-    assert offsets.tolist() == list(range(count))
+    indices = torch.zeros(count, dtype=torch.uint8, device=device)
+    ops.select(torch.full((BLOCK,), score, device=device), indices, count, 0, 0, 1, 1, 0, 7, 0)
+    assert indices.tolist() == list(range(count))
 
 
 def test_no_blocks() -> None:
@@ -133,10 +133,10 @@ def test_opcheck(device: str) -> None:
 
 
 BAD = {
-    "score dtype": (0, lambda x: x.half(), "score has to be Float, got Half"),
-    "score size": (0, lambda x: x[:700].clone(), "score has to have a multiple of 256 entries, got 700"),
-    "score strided": (0, lambda x: torch.rand(6 * BLOCK)[::2], "score has to be contiguous"),
-    **bad_selection(offsets=1, slots=2),
+    "score dtype": (0, lambda x: x.half(), "score must be Float, got Half"),
+    "score size": (0, lambda x: x[:700].clone(), "score must have a multiple of 256 entries, got 700"),
+    "score strided": (0, lambda x: torch.rand(6 * BLOCK)[::2], "score must be contiguous"),
+    **bad_selection(indices=1, slots=2),
 }
 
 

@@ -1,4 +1,4 @@
-"""take against hvd_compress/reference/blocks.py, to the last bit."""
+"""gather against hvd_compress/reference/blocks.py, to the last bit."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from strategies import (
     kinds,
     layouts,
     needs_compiled,
-    offsets_of,
     on,
     phases,
+    random_indices,
     same,
     seeds,
     threads,
@@ -27,12 +27,12 @@ from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
-NAMES = ["residual", "offsets", "segments", "values"]
+NAMES = ["residual", "indices", "segments", "values"]
 
 
 def arguments_of(layout: Layout, kind: str, seed: int, spread: int, phase: int) -> list:
-    residual, offsets = values(layout.blocks * BLOCK, kind, seed), offsets_of(layout, seed + 1, spread)
-    return [residual, offsets, layout.tensor("cpu"), torch.full((layout.slots,), 7.0), phase]
+    residual, indices = values(layout.blocks * BLOCK, kind, seed), random_indices(layout, seed + 1, spread)
+    return [residual, indices, layout.tensor("cpu"), torch.full((layout.slots,), 7.0), phase]
 
 
 @st.composite
@@ -49,8 +49,8 @@ def sample(device: str = "cpu") -> list:
 def check(args: list, device: str) -> None:
     check_device(device)
     got, want = on(device, clone(args)), clone(args)
-    ops.take(*got)
-    reference.take(*want)
+    ops.gather(*got)
+    reference.gather(*want)
     for name, mine, theirs in zip(NAMES, got, want, strict=False):
         assert same(mine, theirs), name
 
@@ -72,23 +72,23 @@ def test_many_blocks(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.take.default, tuple(sample(device)))
+    torch.library.opcheck(torch.ops.hvd_compress.gather.default, tuple(sample(device)))
 
 
 BAD = {
-    "residual": (0, lambda x: x.double(), "residual has to be Float, got Double"),
-    "residual size": (0, lambda x: x[:700].clone(), "residual has to have a multiple of 256 entries, got 700"),
-    "offsets": (1, lambda x: x.long(), "offsets has to be Byte, got Long"),
-    "segments dtype": (2, lambda x: x.int(), "segments has to be Long, got Int"),
+    "residual": (0, lambda x: x.double(), "residual must be Float, got Double"),
+    "residual size": (0, lambda x: x[:700].clone(), "residual must have a multiple of 256 entries, got 700"),
+    "indices": (1, lambda x: x.long(), "indices must be Byte, got Long"),
+    "segments dtype": (2, lambda x: x.int(), "segments must be Long, got Int"),
     "segments shape": (2, lambda x: x[:, :3].contiguous(), "shape .parameters, 4."),
-    "segments order": (2, lambda x: x.flip(0).contiguous(), "segments have to follow"),
+    "segments order": (2, lambda x: x.flip(0).contiguous(), "segments must follow"),
     "segments block": (2, lambda x: x + torch.tensor([1, 0, 0, 0]), "within 3 blocks and 13 slots.*in row 1"),
     "segments slots": (2, lambda x: x + torch.tensor([0, 0, 1, 0]), "within 3 blocks and 13 slots.*in row 0"),
-    "segments full": (2, lambda x: torch.tensor([[0, 3, 0, 769]]), "segments have to follow"),
-    "segments empty": (2, lambda x: torch.tensor([[0, 0, 0, 0]]), "segments have to follow"),
-    "segments few": (2, lambda x: x[:1].clone(), "segments have to hold all 13 slots, got 8"),
-    "values dtype": (3, lambda x: x.half(), "values has to be Float, got Half"),
-    "values numel": (3, lambda x: x[:12].clone(), "values has to have 13 entries, got 12"),
+    "segments full": (2, lambda x: torch.tensor([[0, 3, 0, 769]]), "segments must follow"),
+    "segments empty": (2, lambda x: torch.tensor([[0, 0, 0, 0]]), "segments must follow"),
+    "segments few": (2, lambda x: x[:1].clone(), "segments must hold all 13 slots, got 8"),
+    "values dtype": (3, lambda x: x.half(), "values must be Float, got Half"),
+    "values numel": (3, lambda x: x[:12].clone(), "values must have 13 entries, got 12"),
 }
 
 
@@ -99,6 +99,6 @@ def test_refuses(case: str) -> None:
     args[index] = change(args[index])
     before = clone(args)
     with pytest.raises(RuntimeError, match=message):
-        ops.take(*args)
+        ops.gather(*args)
     for name, mine, theirs in zip(NAMES, args, before, strict=False):
         assert torch.equal(mine, theirs), f"{name} was changed"

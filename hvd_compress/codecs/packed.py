@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .books import codebook_on
+from .codebooks import codebook_on
 
 
 class Code(abc.ABC):
@@ -26,7 +26,7 @@ class Code(abc.ABC):
         return -(-count // 8) * self.bits
 
     @abc.abstractmethod
-    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
         """Writes ``codes``, uint8, (size(count),), and what they do not carry."""
 
     @abc.abstractmethod
@@ -50,9 +50,9 @@ class Lloyd(Code):
     def name(self) -> str:
         return f"lloyd{self.bits}"
 
-    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
         book = codebook_on(self.bits, values.device)
-        ops.codebook_encode(values, scale.float(), edges, book, kind, codes, lost, self.bits)
+        ops.codebook_encode(values, scale.float(), edges, book, kind, codes, error, self.bits)
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         book = codebook_on(self.bits, values.device)
@@ -77,11 +77,11 @@ class Plain(Code):
     def size(self, count: int) -> int:
         return count * self.bits // 8
 
-    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
         limit = torch.finfo(self.dtype).max
         written = values.clamp(-limit, limit).to(self.dtype)
         codes.copy_(written.view(torch.uint8))
-        torch.sub(values, written, out=lost)
+        torch.sub(values, written, out=error)
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         # A copy: a message's codes may begin anywhere, floats may not.
@@ -123,14 +123,14 @@ class RangeFloat(Code):
     def fit(cls, values: Tensor, bits: int) -> "RangeFloat":
         """The one whose ``mantissa`` has the least squared error on these values, float32, (n,)."""
 
-        def error(mantissa: int) -> float:
+        def squared_error(mantissa: int) -> float:
             code = cls(bits, mantissa)
-            codes, lost = values.new_empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
+            codes, error = values.new_empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
             edges = torch.tensor([0, len(values)], device=values.device)
-            code.encode(values, values.abs().max().view(1), edges[:1], edges, codes, lost)
-            return float(lost.double().square().sum())
+            code.encode(values, values.abs().max().view(1), edges[:1], edges, codes, error)
+            return float(error.double().square().sum())
 
-        return cls(bits, min(range(cls.least_mantissa(bits), bits), key=error))
+        return cls(bits, min(range(cls.least_mantissa(bits), bits), key=squared_error))
 
     @property
     def name(self) -> str:
@@ -146,8 +146,8 @@ class RangeFloat(Code):
         top = scale.float().view(torch.int32).long() >> (23 - self.mantissa)
         return (top - self.positive + 1).clamp(min=1)
 
-    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, lost: Tensor) -> None:
-        ops.range_encode(values, self.base(scale), edges, codes, lost, self.bits, self.mantissa, self.positive)
+    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
+        ops.range_encode(values, self.base(scale), edges, codes, error, self.bits, self.mantissa, self.positive)
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         ops.range_decode(codes, self.base(scale), edges, values, self.bits, self.mantissa, self.positive, add)

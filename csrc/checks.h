@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "block.h"
-#include "segments.h"
 
 namespace hvd_compress {
 
@@ -24,13 +23,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline void check_dtype(const Tensor& tensor, const char* name, ScalarType dtype) {
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, " has to be ", dtype, ", got ",
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, " must be ", dtype, ", got ",
                   tensor.scalar_type());
 }
 
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
   STD_TORCH_CHECK(tensor.device() == other.device(), name,
-                  " has to be on the device of the other tensors, got another one");
+                  " must be on the device of the other tensors, got another one");
 }
 
 // A flat buffer of the package itself: one dtype, contiguous, on the device of another.
@@ -38,11 +37,11 @@ inline void check_flat(const Tensor& tensor, const char* name, ScalarType dtype,
                        const Tensor& other) {
   check_dtype(tensor, name, dtype);
   check_device(tensor, name, other);
-  STD_TORCH_CHECK(tensor.is_contiguous(), name, " has to be contiguous");
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
 }
 
 inline void check_numel(const Tensor& tensor, const char* name, int64_t numel) {
-  STD_TORCH_CHECK(tensor.numel() == numel, name, " has to have ", numel, " entries, got ",
+  STD_TORCH_CHECK(tensor.numel() == numel, name, " must have ", numel, " entries, got ",
                   tensor.numel());
 }
 
@@ -51,7 +50,7 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& ot
   ScalarType dtype = tensor.scalar_type();
   STD_TORCH_CHECK(
       dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-      name, " has to be Float, Half or BFloat16, got ", dtype);
+      name, " must be Float, Half or BFloat16, got ", dtype);
   check_device(tensor, name, other);
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -61,7 +60,7 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& ot
   int64_t expected = 1;
   for (auto [stride, size] : dims) {
     STD_TORCH_CHECK(tensor.numel() == 0 || stride == expected, name,
-                    " has to be dense in memory, got a stride of ", stride, " where ", expected,
+                    " must be dense in memory, got a stride of ", stride, " where ", expected,
                     " is due");
     expected *= size;
   }
@@ -70,8 +69,8 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& ot
 // A flat buffer of whole blocks.
 inline void check_blocks(const Tensor& tensor, const char* name) {
   check_flat(tensor, name, ScalarType::Float, tensor);
-  STD_TORCH_CHECK(tensor.numel() % kBlock == 0, name,
-                  " has to have a multiple of 256 entries, got ", tensor.numel());
+  STD_TORCH_CHECK(tensor.numel() % kBlock == 0, name, " must have a multiple of 256 entries, got ",
+                  tensor.numel());
 }
 
 inline void check_residual(const Tensor& residual, const std::optional<Tensor>& velocity) {
@@ -104,22 +103,7 @@ inline void check_apart(const Tensor& one, const char* name, const Tensor& other
   int64_t size = one.element_size();
   STD_TORCH_CHECK(
       begin + one.numel() * size <= other_begin || other_begin + other.numel() * size <= begin,
-      name, " has to be other memory than ", other_name);
-}
-
-// The slots of take and put. What the segments hold cannot be read here on CUDA.
-inline Picks checked_picks(const Tensor& residual, const Tensor& offsets, const Tensor& segments,
-                           int64_t phase) {
-  check_flat(offsets, "offsets", ScalarType::Byte, residual);
-  check_flat(segments, "segments", ScalarType::Long, residual);
-  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 4,
-                  "segments has to be of shape (parameters, 4)");
-  return {const_data<uint8_t>(offsets),
-          const_data<Segment>(segments),
-          segments.size(0),
-          residual.numel() / kBlock,
-          offsets.numel(),
-          phase};
+      name, " must be other memory than ", other_name);
 }
 
 // Calls f with a value of the C++ type of a dtype that was checked before.

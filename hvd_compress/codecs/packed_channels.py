@@ -9,7 +9,7 @@ from torch import Tensor
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
-from .code import Code
+from .packed import Code
 from .scales import Moments, ScaledChannel, Scales
 
 
@@ -56,8 +56,8 @@ class _RingChannel(ScaledChannel):
         self.scales = Scales(groups, device, code.peak)
         self.head = 8 * groups
 
-    def deal(self, slots: list[int]) -> None:
-        super().deal(slots)
+    def set_group_sizes(self, sizes: list[int]) -> None:
+        super().set_group_sizes(sizes)
         # Whole bytes for everybody: the parts are multiples of eight values.
         part = -(-self.count // (8 * self.ranks)) * 8
         self.begin = min(self.rank * part, self.count)
@@ -72,7 +72,7 @@ class _RingChannel(ScaledChannel):
             yield from self.scales.first(moments, self.ranks)
         code, edges, kind = self.code, self.edges, self.scales.kind
         everything, own = code.size(self.count), code.size(self.end - self.begin)
-        code.encode(values, self.scales.local, kind, edges, self.codes[:everything], self.lost)
+        code.encode(values, self.scales.local, kind, edges, self.codes[:everything], self.quantization_error)
         theirs = yield alltoall(self.codes)
         part = torch.zeros(self.end - self.begin, device=self.device)
         for row in theirs.view(self.ranks, -1):
@@ -81,13 +81,13 @@ class _RingChannel(ScaledChannel):
         error = torch.empty_like(part)
         code.encode(part, self.scales.mean, kind, self.own_edges, self.reply[self.head :][:own], error)
         # An average that is off by e leaves a sum that is off by ranks * e: it is the owner's to say next time.
-        self.lost[self.begin : self.end].add_(error, alpha=self.ranks)
+        self.quantization_error[self.begin : self.end].add_(error, alpha=self.ranks)
         self._head(moments, Moments(part, self.own_edges), invalid)
         rows = (yield allgather(self.reply, "values")).view(self.ranks, -1)
         codes = rows[:, self.head :].flatten()[:everything].contiguous()
         code.decode(codes, self.scales.mean, kind, edges, self.mean, add=False)
         self._follow(rows)
-        return self.mean, self.lost
+        return self.mean, self.quantization_error
 
     def _head(self, moments: Moments, part: Moments, invalid: Tensor) -> None:
         own = moments.scale(self.code.peak).masked_fill(invalid != 0, float("nan"))
@@ -104,7 +104,7 @@ class _RingChannel(ScaledChannel):
             # One by one: a sum over ranks may add in another order on another processor.
             total = reduce(torch.add, parts.unbind(0))
             mean = (total / decoded.count.clamp(min=1)).sqrt()
-        self.scales.follow(local.nan_to_num(nan=0.0).amax(0), mean, decoded)
+        self.scales.update(local.nan_to_num(nan=0.0).amax(0), mean, decoded)
         self.mean.masked_fill_(bad, float("nan"))
 
 
@@ -115,30 +115,32 @@ def floats(message: Tensor) -> Tensor:
 
 class GatherChannel(Channel):
     """A message is a header of one float32 a group, the sender's own scale, negative for a Laplacian, or NaN if it is
-    invalid; and codes. Also of use by itself, for values that are not the same entries on every rank: :meth:`write`,
-    send, and :meth:`read`."""
+    invalid; and codes. Also of use by itself, for values that are not the same entries on every rank: :meth:`encode`,
+    send, and :meth:`decode_rank`."""
 
     def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
         self.code = code
         self.head = 4 * groups
 
-    def deal(self, slots: list[int]) -> None:
-        super().deal(slots)
+    def set_group_sizes(self, sizes: list[int]) -> None:
+        super().set_group_sizes(sizes)
         size = self.head + self.code.size(self.count)
         self.message = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def write(self, values: Tensor, invalid: Tensor) -> Tensor:
+    def encode(self, values: Tensor, invalid: Tensor) -> Tensor:
         """This rank's message; ``lost`` is what it does not carry."""
         moments = Moments(values, self.edges)
         # As the receivers will see it: rounded to float32.
         scale = bounded(moments.scale(self.code.peak)).float()
-        self.code.encode(values, scale.double(), moments.kind, self.edges, self.message[self.head :], self.lost)
+        self.code.encode(
+            values, scale.double(), moments.kind, self.edges, self.message[self.head :], self.quantization_error
+        )
         header = torch.where(moments.kind > 0, -scale, scale).masked_fill(invalid != 0, float("nan"))
         self.message[: self.head] = header.view(torch.uint8)
         return self.message
 
-    def read(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
+    def decode_rank(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
         """A rank's values, of all ranks' messages."""
         row = gathered.view(self.ranks, -1)[rank]
         scale = floats(row[: self.head])
@@ -149,9 +151,9 @@ class GatherChannel(Channel):
         return floats(gathered.view(self.ranks, -1)[:, : self.head]).isnan().any()
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        gathered = yield allgather(self.write(values, invalid), "values")
+        gathered = yield allgather(self.encode(values, invalid), "values")
         for rank in range(self.ranks):
-            self.read(gathered, rank, self.mean, add=rank > 0)
+            self.decode_rank(gathered, rank, self.mean, add=rank > 0)
         self.mean *= 1.0 / self.ranks
         self.mean.masked_fill_(self.any_invalid(gathered), float("nan"))
-        return self.mean, self.lost
+        return self.mean, self.quantization_error

@@ -1,4 +1,4 @@
-"""put against hvd_compress/reference/blocks.py, to the last bit."""
+"""scatter against hvd_compress/reference/blocks.py, to the last bit."""
 
 import itertools
 
@@ -16,8 +16,8 @@ from strategies import (
     kinds,
     layouts,
     needs_compiled,
-    offsets_of,
     phases,
+    random_indices,
     same,
     seeds,
     shaped,
@@ -29,7 +29,7 @@ from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
-NAMES = ["grads", "residual", "velocity", "offsets", "segments", "mean", "lost"]
+NAMES = ["grads", "residual", "velocity", "indices", "segments", "mean", "quantization_error"]
 
 
 @st.composite
@@ -49,7 +49,7 @@ def arguments(draw: st.DrawFn) -> list:
         [draw(gradients(entries, seed + i)) for i, entries in enumerate(layout.entries)],
         values(n, draw(kinds), seed + 10),
         values(n, "normal", seed + 11) if draw(st.booleans()) else None,
-        offsets_of(layout, seed + 12, draw(st.sampled_from([256, 20, 1]))),
+        random_indices(layout, seed + 12, draw(st.sampled_from([256, 20, 1]))),
         layout.tensor("cpu"),
         values(layout.slots, draw(st.sampled_from(["normal", "huge", "wild"])), seed + 13),
         values(layout.slots, draw(kinds), seed + 14) if draw(st.booleans()) else None,
@@ -77,8 +77,8 @@ def sample(device: str = "cpu") -> list:
 def check(args: list, device: str) -> None:
     check_device(device)
     got, want = on(device, clone(args)), clone(args)
-    ops.put(*got)
-    reference.put(*want)
+    ops.scatter(*got)
+    reference.scatter(*want)
     for i, (mine, theirs) in enumerate(zip(got[0], want[0], strict=True)):
         assert same(mine, theirs), f"gradient {i}"
     for name, mine, theirs in zip(NAMES[1:], got[1:], want[1:], strict=False):
@@ -98,30 +98,30 @@ def test_many_blocks(device: str, dtype: torch.dtype) -> None:
     for phase in (0, 1, -77, 2500, 2**40):
         grads = [torch.zeros(entries).to(dtype) for entries in MANY.entries]
         n, slots = MANY.blocks * BLOCK, MANY.slots
-        tensors = [values(n, "normal", 1), values(n, "normal", 2), offsets_of(MANY, 3, 256), MANY.tensor("cpu")]
+        tensors = [values(n, "normal", 1), values(n, "normal", 2), random_indices(MANY, 3, 256), MANY.tensor("cpu")]
         with threads(3):
             means = values(MANY.blocks, "normal", 6)
-            for lost in (None, values(slots, "normal", 5)):
+            for error in (None, values(slots, "normal", 5)):
                 for rest in (None, means):
-                    check([grads, *tensors, values(slots, "wild", 4), lost, phase, 0.25, rest], device)
+                    check([grads, *tensors, values(slots, "wild", 4), error, phase, 0.25, rest], device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
-    """Views into other memory, of more than the caches take and of less: nothing beside them is written."""
+    """Views into other memory, of more than the caches gather and of less: nothing beside them is written."""
     check_device(device)
     for blocks, means in itertools.product((3, 5000), (True, False)):
         memory = torch.zeros(blocks * BLOCK + 2, device=device).to(dtype)
         memory[0] = memory[-1] = 1
         slots = 2 * blocks
-        offsets = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-        tensors = [values(blocks * BLOCK, "normal", 2), None, offsets, torch.tensor([[0, blocks, 0, slots]])]
+        indices = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+        tensors = [values(blocks * BLOCK, "normal", 2), None, indices, torch.tensor([[0, blocks, 0, slots]])]
         more = [values(slots, "normal", 3), values(slots, "normal", 4), 1, 0.25]
         more += [values(blocks, "normal", 5) if means else None]
         want = [[memory[1:-1].cpu().clone()], *clone([*tensors, *more])]
-        ops.put([memory[1:-1]], *on(device, [[], *tensors, *more])[1:])
-        reference.put(*want)
+        ops.scatter([memory[1:-1]], *on(device, [[], *tensors, *more])[1:])
+        reference.scatter(*want)
         assert same(memory[1:-1], want[0][0])
         assert memory[0] == memory[-1] == 1
 
@@ -133,9 +133,9 @@ def test_more_tensors_than_a_launch_takes(device: str) -> None:
     rows = [[3 * i, 3, 7 * i, 7] for i in range(count)]
     grads = [torch.full((700,), float(i)).to(kinds_of[i % 3]) if i % 5 else torch.empty(0) for i in range(count)]
     slots = 7 * count
-    offsets = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    indices = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     residual = values(count * 3 * BLOCK, "normal", 2)
-    tensors = [residual, residual.flip(0), offsets, torch.tensor(rows)]
+    tensors = [residual, residual.flip(0), indices, torch.tensor(rows)]
     more = [values(slots, "wild", 3), values(slots, "normal", 4), 1, 0.25]
     check([grads, *tensors, *more], device)
     check([grads, *tensors, *more, values(count * 3, "normal", 5)], device)
@@ -146,12 +146,12 @@ def test_more_tensors_than_a_launch_takes(device: str) -> None:
 def test_the_later_slot_has_the_last_word(device: str, slots: int) -> None:
     """All slots are of one entry. The last mean is not finite: only the gradient gets it."""
     check_device(device)
-    mean, lost = torch.arange(slots).float(), torch.arange(slots).float() + 0.5
+    mean, error = torch.arange(slots).float(), torch.arange(slots).float() + 0.5
     mean[-1] = float("inf")
-    offsets, segments = torch.full((slots,), 9, dtype=torch.uint8), torch.tensor([[0, 1, 0, slots]])
-    tensors = [torch.full((BLOCK,), -1.0), torch.full((BLOCK,), -2.0), offsets, segments, mean, lost]
+    indices, segments = torch.full((slots,), 9, dtype=torch.uint8), torch.tensor([[0, 1, 0, slots]])
+    tensors = [torch.full((BLOCK,), -1.0), torch.full((BLOCK,), -2.0), indices, segments, mean, error]
     args = on(device, [[torch.zeros(100)], *tensors, 0, 0.5])
-    ops.put(*args)
+    ops.scatter(*args)
     (grad,), residual, velocity = args[:3]
     assert (grad[9].item(), residual[9].item(), velocity[9].item()) == (float("inf"), slots - 1.5, 0.0)
     assert (int((grad != 0).sum()), int((residual != -1).sum()), int((velocity != -2).sum())) == (1, 1, 1)
@@ -159,11 +159,11 @@ def test_the_later_slot_has_the_last_word(device: str, slots: int) -> None:
 
 def test_places_are_found_and_assigned_without_a_look_at_them() -> None:
     """Meta tensors have nothing to look at: whatever would wait for a GPU fails on them. The table is the host's."""
-    grads, residual, velocity, offsets, _, mean, lost, phase, *rest = on("meta", sample())
+    grads, residual, velocity, indices, _, mean, error, phase, *rest = on("meta", sample())
     segments = sample()[4]
-    where = reference.positions(offsets, segments, phase)
+    where = reference.flat_positions(indices, segments, phase)
     assert where.shape == mean.shape
-    reference.put_at(grads, residual, velocity, where, segments, mean, lost, *rest)
+    reference.scatter_at(grads, residual, velocity, where, segments, mean, error, *rest)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -172,7 +172,7 @@ def test_nothing_leaves_the_residual_without_lost(device: str) -> None:
     args = sample(device)
     args[6] = None
     before = clone(args)
-    ops.put(*args)
+    ops.scatter(*args)
     assert torch.equal(args[1], before[1]) and torch.equal(args[2], before[2])
     assert args[0][0].any() and args[0][1].any()
 
@@ -183,8 +183,8 @@ def test_skipped_gradient(device: str) -> None:
     check_device(device)
     args = sample(device)
     args[0] = [torch.empty(0, device=device)] * 2
-    where = reference.positions(args[3], args[4], args[7])
-    ops.put(*args)
+    where = reference.flat_positions(args[3], args[4], args[7])
+    ops.scatter(*args)
     assert torch.equal(args[1][where], args[6])
     assert args[2][where].eq(0).all()
 
@@ -192,27 +192,27 @@ def test_skipped_gradient(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.put.default, tuple(sample(device)))
+    torch.library.opcheck(torch.ops.hvd_compress.scatter.default, tuple(sample(device)))
     for optional in (2, 6, 9):
         without = sample(device)
         without[optional] = None
-        torch.library.opcheck(torch.ops.hvd_compress.put.default, tuple(without))
+        torch.library.opcheck(torch.ops.hvd_compress.scatter.default, tuple(without))
 
 
 BAD = {
-    "grads number": (0, lambda x: x[:1], "grads has to have 2 tensors, one a segment, got 1"),
-    "grads dtype": (0, lambda x: [x[0].double(), x[1]], "has to be Float, Half or BFloat16, got Double"),
+    "grads number": (0, lambda x: x[:1], "grads must have 2 tensors, one a segment, got 1"),
+    "grads dtype": (0, lambda x: [x[0].double(), x[1]], "must be Float, Half or BFloat16, got Double"),
     "grads strided": (0, lambda x: [torch.zeros(800)[::2], x[1]], "dense in memory"),
-    "residual": (1, lambda x: x[:700].clone(), "residual has to have a multiple of 256 entries, got 700"),
-    "velocity": (2, lambda x: x[:512].clone(), "velocity has to have 768 entries, got 512"),
-    "velocity dtype": (2, lambda x: x.half(), "velocity has to be Float, got Half"),
-    "offsets": (3, lambda x: x[:12].clone(), "mean has to have 12 entries, got 13"),
-    "segments": (4, lambda x: x.flip(0).contiguous(), "segments have to follow"),
-    "mean": (5, lambda x: x.double(), "mean has to be Float, got Double"),
-    "lost dtype": (6, lambda x: x.half(), "lost has to be Float, got Half"),
-    "block_means dtype": (9, lambda x: x.double(), "block_means has to be Float, got Double"),
-    "block_means numel": (9, lambda x: x[:2].clone(), "block_means has to have 3 entries, got 2"),
-    "lost numel": (6, lambda x: x[:12].clone(), "lost has to have 13 entries, got 12"),
+    "residual": (1, lambda x: x[:700].clone(), "residual must have a multiple of 256 entries, got 700"),
+    "velocity": (2, lambda x: x[:512].clone(), "velocity must have 768 entries, got 512"),
+    "velocity dtype": (2, lambda x: x.half(), "velocity must be Float, got Half"),
+    "indices": (3, lambda x: x[:12].clone(), "mean must have 12 entries, got 13"),
+    "segments": (4, lambda x: x.flip(0).contiguous(), "segments must follow"),
+    "mean": (5, lambda x: x.double(), "mean must be Float, got Double"),
+    "quantization_error dtype": (6, lambda x: x.half(), "quantization_error must be Float, got Half"),
+    "block_means dtype": (9, lambda x: x.double(), "block_means must be Float, got Double"),
+    "block_means numel": (9, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
+    "quantization_error numel": (6, lambda x: x[:12].clone(), "quantization_error must have 13 entries, got 12"),
 }
 
 
@@ -223,6 +223,6 @@ def test_refuses(case: str) -> None:
     args[index] = change(args[index])
     before = clone(args)
     with pytest.raises(RuntimeError, match=message):
-        ops.put(*args)
+        ops.scatter(*args)
     for mine, theirs in zip([*args[0], *args[1:7]], [*before[0], *before[1:7]], strict=True):
         assert torch.equal(mine, theirs)

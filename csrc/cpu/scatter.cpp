@@ -1,0 +1,109 @@
+// put on the CPU.
+#include "../scatter.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "segments.h"
+#include "stream.h"
+
+namespace hvd_compress {
+namespace {
+
+constexpr int64_t kGrain = 1024;   // blocks a thread takes at least
+constexpr int64_t kCached = 4096;  // blocks: of more than 4 MiB the gradient goes past the caches
+
+// Both ways to write a gradient take the slots in order: of two slots of one entry the later has
+// the last word.
+
+template <typename T>
+void scatter_entries(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
+                     T* grad, int64_t entries) {
+  const float* mean = args.update.mean;
+  float scale = args.scale;
+  for_slots(
+      args.bucket, segment, first, last,
+      [=](int64_t entry) {
+        if (entry < entries) __builtin_prefetch(grad + entry, 1);
+      },
+      [=](int64_t slot, int64_t entry) {
+        if (entry < entries) grad[entry] = static_cast<T>(mean[slot] * scale);
+      });
+}
+
+// With the blocks' means the gradient is written whole, a block at a time in the L1 cache.
+template <typename T>
+void scatter_means(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
+                   T* grad, int64_t entries) {
+  const float* base = args.block_means + segment.first_block;
+  const float* mean = args.update.mean;
+  const uint8_t* indices = args.bucket.indices;
+  float scale = args.scale;
+  bool past_caches = args.bucket.blocks > kCached;
+  SlotIterator walk(segment, first, args.bucket.phase);
+  for (int64_t block = first; block < last; ++block) {
+    alignas(64) T values[kBlock];
+    float all = base[block] * scale;
+    std::fill(values, values + kBlock, static_cast<T>(all));
+    auto [slot, end] = walk.next();
+    for (; slot < end; ++slot) {
+      values[indices[slot]] = static_cast<T>(all + mean[slot] * scale);
+    }
+    int64_t begin = std::min(block * kBlock, entries);
+    size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);  // the rest is padding
+    if (past_caches) {
+      stream_copy(grad + begin, values, bytes);
+    } else {
+      memcpy(static_cast<void*>(grad + begin), values, bytes);
+    }
+  }
+}
+
+// What is left of the slots' entries in the bucket.
+void update_residual(const Scatter& args, const Segment& segment, int64_t first, int64_t last) {
+  const ResidualUpdate& update = args.update;
+  int64_t base = segment.first_block * kBlock;
+  for_slots(
+      args.bucket, segment, first, last,
+      [=](int64_t entry) {
+        __builtin_prefetch(update.residual + base + entry, 1);
+        if (update.velocity) __builtin_prefetch(update.velocity + base + entry, 1);
+      },
+      [=](int64_t slot, int64_t entry) {
+        if (update.applies(slot)) update.write(slot, base + entry);
+      });
+}
+
+void scatter_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
+                 Tensor indices, Tensor segments, Tensor mean,
+                 std::optional<Tensor> quantization_error, int64_t phase, double scale,
+                 std::optional<Tensor> block_means) {
+  Scatter args = checked(grads, residual, velocity, indices, segments, mean, quantization_error,
+                         phase, scale, block_means);
+  check_segments(args.bucket);
+  const BucketSlots& bucket = args.bucket;
+  torch::stable::parallel_for(0, bucket.blocks, kGrain, [&](int64_t begin, int64_t end) {
+    for_parts(bucket, begin, end, [&](int64_t index, int64_t first, int64_t last) {
+      const Segment& segment = bucket.segments[index];
+      const Tensor& grad = grads[index];
+      if (grad.numel() > 0) {  // else skipped
+        with_type(grad.scalar_type(), [&](auto type) {
+          using T = decltype(type);
+          auto scatter = args.block_means ? scatter_means<T> : scatter_entries<T>;
+          scatter(args, segment, first, last, data<T>(grad), grad.numel());
+        });
+      }
+      if (args.update.error) update_residual(args, segment, first, last);
+    });
+    stream_fence();
+  });
+}
+
+}  // namespace
+}  // namespace hvd_compress
+
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CPU, library) {
+  library.impl("scatter", TORCH_BOX(&hvd_compress::scatter_cpu));
+}

@@ -1,0 +1,31 @@
+// take on CUDA: one launch for a bucket, a warp to a block.
+#include "../gather.h"
+#include "segments.h"
+
+namespace hvd_compress {
+namespace {
+
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ Gather args) {
+  const BucketSlots& bucket = args.bucket;
+  int64_t block = warp_id();
+  if (block >= bucket.blocks) return;
+  BlockSlots slots = slots_of(bucket, bucket.segments, bucket.segment_count, block);
+  for (int64_t slot = slots.range.begin + lane_id(); slot < slots.range.end; slot += kLanes) {
+    args.values[slot] = args.residual[block * kBlock + bucket.indices[slot]];
+  }
+}
+
+void gather_cuda(Tensor residual, Tensor indices, Tensor segments, Tensor values, int64_t phase) {
+  Gather args = checked(residual, indices, segments, values, phase);
+  if (args.bucket.blocks == 0 || args.bucket.slots == 0) return;
+  Launch launch(residual);
+  gather_kernel<<<grid_for(args.bucket.blocks), kThreads, 0, launch.stream()>>>(args);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+}  // namespace hvd_compress
+
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+  library.impl("gather", TORCH_BOX(&hvd_compress::gather_cuda));
+}

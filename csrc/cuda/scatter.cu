@@ -1,0 +1,103 @@
+// put on CUDA: one launch for a chunk of tensors, a warp to a block.
+//
+// The tensors' addresses travel in the kernel's arguments: no copy to the device, nothing to keep
+// alive until the kernel has run.
+#include <algorithm>
+
+#include "../scatter.h"
+#include "segments.h"
+
+namespace hvd_compress {
+namespace {
+
+constexpr int kTensors = 192;  // so that all arguments stay below the 4 KiB of every driver
+constexpr unsigned kGrid =
+    4096;  // thread blocks; only the device knows how many blocks a chunk has
+
+struct Chunk {
+  int64_t first;  // segment
+  int64_t count;
+  void* data[kTensors];
+  int64_t entries[kTensors];  // 0: skipped
+  ScalarType dtype[kTensors];
+};
+static_assert(sizeof(Chunk) + sizeof(Scatter) <= 4096);
+
+__device__ __forceinline__ void assign(void* grad, int64_t entry, ScalarType dtype, float value) {
+  if (dtype == ScalarType::Float) {
+    static_cast<float*>(grad)[entry] = value;
+  } else if (dtype == ScalarType::Half) {
+    static_cast<Half*>(grad)[entry] = static_cast<Half>(value);
+  } else {
+    static_cast<BFloat16*>(grad)[entry] = static_cast<BFloat16>(value);
+  }
+}
+
+__device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& chunk,
+                                              int64_t block) {
+  const BucketSlots& bucket = args.bucket;
+  BlockSlots slots = slots_of(bucket, bucket.segments + chunk.first, chunk.count, block);
+  if (slots.segment < 0) return;                                // a block of no segment
+  int64_t inside = chunk.entries[slots.segment] - slots.entry;  // <= 0: skipped, or padding
+  float base = 0.0f;
+  if (args.block_means) {
+    base = args.block_means[block] * args.scale;
+    for (int index = lane_id(); index < kBlock && index < inside; index += kLanes) {
+      assign(chunk.data[slots.segment], slots.entry + index, chunk.dtype[slots.segment], base);
+    }
+    __syncwarp();
+  }
+  if (inside > 0) {  // here every slot takes part
+    in_order(
+        slots.range, bucket.indices, [](int64_t) { return true; },
+        [&](int64_t slot, int index) {
+          if (index >= inside) return;
+          float value = args.update.mean[slot] * args.scale;
+          if (args.block_means) value = base + value;
+          assign(chunk.data[slots.segment], slots.entry + index, chunk.dtype[slots.segment], value);
+        });
+  }
+  if (args.update.error) update_residual(args.update, bucket.indices, slots.range, block * kBlock);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    scatter_kernel(const __grid_constant__ Scatter args, const __grid_constant__ Chunk chunk) {
+  const Segment* segments = args.bucket.segments + chunk.first;
+  Segment last = segments[chunk.count - 1];
+  int64_t end = min(last.first_block + last.blocks, args.bucket.blocks);
+  int64_t block = segments[0].first_block + warp_id();
+  for (; block < end; block += static_cast<int64_t>(gridDim.x) * kWarps) {
+    scatter_block(args, chunk, block);
+  }
+}
+
+void scatter_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
+                  Tensor indices, Tensor segments, Tensor mean,
+                  std::optional<Tensor> quantization_error, int64_t phase, double scale,
+                  std::optional<Tensor> block_means) {
+  Scatter args = checked(grads, residual, velocity, indices, segments, mean, quantization_error,
+                         phase, scale, block_means);
+  const BucketSlots& bucket = args.bucket;
+  if (bucket.blocks == 0 || (bucket.slots == 0 && !block_means)) return;
+  Launch launch(residual);
+  unsigned grid = std::min(grid_for(bucket.blocks), kGrid);
+  for (int64_t first = 0; first < bucket.segment_count; first += kTensors) {
+    Chunk chunk{};
+    chunk.first = first;
+    for (int64_t i = first; i < bucket.segment_count && i < first + kTensors; ++i) {
+      chunk.data[i - first] = grads[i].mutable_data_ptr();
+      chunk.entries[i - first] = grads[i].numel();
+      chunk.dtype[i - first] = grads[i].scalar_type();
+      chunk.count = i - first + 1;
+    }
+    scatter_kernel<<<grid, kThreads, 0, launch.stream()>>>(args, chunk);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+
+}  // namespace
+}  // namespace hvd_compress
+
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+  library.impl("scatter", TORCH_BOX(&hvd_compress::scatter_cuda));
+}
