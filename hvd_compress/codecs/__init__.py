@@ -1,18 +1,18 @@
-"""How values are written on the wire, and averaged: what every method takes as ``values=``.
+"""Codecs: how values are encoded on the wire and averaged. Methods take a codec, or its name, as ``values=``.
 
 ====================  ==================================================  ========================================
-name                  how it is summed                                    bytes a value, sent by each of N ranks
+name                  how it is averaged                                  bytes per value, sent by each of N ranks
 ====================  ==================================================  ========================================
-``fp32``, ``fp16``    Horovod's ring adds floats                          8 (N-1)/N, 4 (N-1)/N
-``lanes4``            Horovod's ring adds integers of 4 bits in lanes     16/10 (N-1)/N at N = 4 (see Lanes)
-``range10``           coded ring of 10-bit range-based floats             20/8 (N-1)/N
-``lloyd4``            coded ring of a 4-bit Lloyd-Max codebook            8/8 (N-1)/N
-``range10-gather``    every rank's codes to every other                   10/8 (N-1)
-``lloyd4-gather``     the same                                            4/8 (N-1)
-``fp16-gather``       the same; and ``fp32-gather``                       2 (N-1)
+``fp32``, ``fp16``    allreduce of floats                                 8 (N-1)/N, 4 (N-1)/N
+``lanes4``            allreduce of 4-bit integers in lanes                16/10 (N-1)/N at N = 4 (see Lanes)
+``range10``           ring of 10-bit range-based floats                   20/8 (N-1)/N
+``lloyd4``            ring with a 4-bit Lloyd-Max codebook                8/8 (N-1)/N
+``range10-gather``    allgather of the same codes                         10/8 (N-1)
+``lloyd4-gather``     allgather of the same codes                         4/8 (N-1)
+``fp16-gather``       allgather of floats; also ``fp32-gather``           2 (N-1)
 ====================  ==================================================  ========================================
 
-Whatever a code loses of a value stays in the residual of the rank that lost it.
+The quantization error stays in the residual of the rank that encoded the value.
 """
 
 import re
@@ -29,15 +29,15 @@ _ALLOWED = "fp32, fp16, lanes2 to lanes16, range4 to range16, lloyd1 to lloyd8; 
 
 
 def codec(values: str | Codec) -> Codec:
-    """The codec of that name (or itself); raises ``ValueError`` for an unknown name or a number of bits out of range,
-    ``TypeError`` for anything else."""
+    """The codec with this name; a :class:`Codec` is returned as it is. Raises ``ValueError`` for an unknown name or an
+    unsupported number of bits, ``TypeError`` for another type."""
     if isinstance(values, Codec):
         return values
     if not isinstance(values, str):
         raise TypeError(f"values must be a codec or its name ({_ALLOWED}), got {values!r}")
     found = re.fullmatch(r"(fp(?=16|32)|lanes|range|lloyd)(\d+)(-gather)?", values)
     if not found or (found[1] == "lanes" and found[3]):
-        raise ValueError(f"values must be one of {_ALLOWED}; got {values!r}")
+        raise ValueError(f"values must be one of {_ALLOWED}, got {values!r}")
     family, bits, gather = found[1], int(found[2]), bool(found[3])
     if family == "lanes":
         return Lanes(bits)

@@ -1,4 +1,4 @@
-"""A codec, and its channel: one bucket's values on the wire, step after step."""
+"""The interfaces of codecs and of their channels."""
 
 import abc
 from collections.abc import Generator
@@ -13,26 +13,26 @@ Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
 
 
 class Codec(abc.ABC):
-    """How values are written: immutable, shared by all buckets."""
+    """How values are encoded on the wire. Immutable, shared by all buckets."""
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """As in ``values=``."""
+        """The name for ``values=``."""
 
     @abc.abstractmethod
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "Channel":
-        """A channel for ``groups`` groups of values, each with a scale of its own."""
+        """A channel for ``groups`` groups of values; each group has its own scale."""
 
 
 class Channel(abc.ABC):
-    """One bucket's values on the wire. The values come in groups (parameters), ``slots[g]`` of group g."""
+    """The state of a codec for one bucket. Values come in groups, one per parameter."""
 
     def __init__(self, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         self.groups, self.ranks, self.rank, self.device = groups, ranks, rank, device
 
     def set_group_sizes(self, sizes: list[int]) -> None:
-        """How many values each group has from now on."""
+        """Set the number of values of each group, and allocate the buffers."""
         assert len(sizes) == self.groups
         self.count = sum(sizes)
         self.edges = torch.tensor([0, *sizes], device=self.device).cumsum(0)
@@ -41,26 +41,27 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        """An exchange: yields requests, returns (mean, lost).
+        """Average over ranks: yields requests, returns (mean, quantization_error).
 
-        ``values``: float32, (slots,), finite; stays as it is. ``invalid``: int32, (1,): if set on any rank, every
-        rank's mean is NaN. ``key``: of this rank's randomness in this step. ``mean``: the average over ranks, the same
-        bits on all. ``lost``: what of ``values`` is not in it. Both are the channel's own memory, good until its next
-        exchange.
+        Both are float32, (n,), buffers of the channel, valid until its next call. ``mean`` has the same bits on all
+        ranks. ``quantization_error``: the part of this rank's values that is not in the mean.
+
+        ``values``: float32, (n,), finite; not modified. ``invalid``: int32, (1,): if it is not 0 on any rank, the mean
+        is NaN on all. ``key``: seed of stochastic rounding, for this rank and step.
         """
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Save what :meth:`undo_step` restores."""
 
     def undo_step(self) -> None:
-        """It failed, or was skipped: as before it."""
+        """Restore the state of the last :meth:`begin_step`, after a step that failed or was skipped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must carry."""
+        """The state for a checkpoint."""
         return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` for what :meth:`state_dict` cannot have said."""
+        """Raises ``ValueError`` if ``state`` is not a valid :meth:`state_dict`."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Restore a :meth:`state_dict`."""

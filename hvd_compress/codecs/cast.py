@@ -1,4 +1,4 @@
-"""Values as plain floats, which Horovod's ring adds."""
+"""Floats of 16 or 32 bits, summed by an allreduce."""
 
 from dataclasses import dataclass
 
@@ -26,11 +26,11 @@ class Cast(Codec):
         return _DTYPES[self.kind]
 
     def limit(self, ranks: int) -> float:
-        """The largest value of which ``ranks`` can be added in this dtype: what is above it stays in the residual."""
+        """The largest value whose sum over ``ranks`` is finite in this dtype. Larger values are clipped to it."""
         largest = torch.finfo(self.dtype).max
         limit = torch.tensor(largest / ranks, dtype=torch.float64).to(self.dtype)
         if limit.double().item() * ranks > largest:
-            # The cast rounded up.
+            # The cast has rounded up.
             limit = torch.nextafter(limit, torch.zeros_like(limit))
         return limit.item()
 

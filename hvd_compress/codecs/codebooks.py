@@ -1,7 +1,7 @@
-"""The best levels for values of unit variance: codebooks (Lloyd 1982, Max 1960) and grids, Gaussian and Laplacian.
+"""Optimal levels for Gaussian and Laplacian values of unit variance: codebooks (Lloyd 1982, Max 1960) and grids.
 
-All ranks must hold the same levels to the last bit, and ``erf`` and ``exp`` differ in theirs from machine to machine:
-so levels are rounded to a multiple of 2**-14, and a grid's step is one of a few.
+Levels must be bitwise equal on all ranks, but the last bits of ``erf`` and ``exp`` differ between machines. Therefore
+levels are rounded to multiples of 2**-14, and a grid's step is chosen from a short list.
 """
 
 import math
@@ -10,13 +10,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-#: The distributions, in the order of a book's rows.
+#: The distributions, in the order of a codebook's rows.
 DISTRIBUTIONS = ("gauss", "laplace")
 _FINE = 2.0**14
 
 
 def _mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
-    """Of the positive half, between 0 and each edge: probability, and mean of the value."""
+    """The integrals of the density, and of the value times the density, from 0 to each edge."""
     if distribution == "gauss":
         return torch.erf(edges / math.sqrt(2)) / 2, (1 - torch.exp(-edges * edges / 2)) / math.sqrt(2 * math.pi)
     s = math.sqrt(0.5)
@@ -33,12 +33,12 @@ def codebook_on(bits: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def codebook(bits: int) -> Tensor:
-    """The ``2**bits`` levels of least mean squared error for each of :data:`DISTRIBUTIONS`: float32, (2, 2**bits),
-    ascending, symmetric."""
+    """The ``2**bits`` levels with the least mean squared error, for each of :data:`DISTRIBUTIONS`: float32,
+    (2, 2**bits), ascending, symmetric."""
     rows = []
     for distribution in DISTRIBUTIONS:
         half = 2 ** (bits - 1)
-        # Start as a compander does: levels as dense as the cube root of the probability density.
+        # Initial levels: their density is the cube root of the probability density, as in a compander.
         rank = (torch.arange(half, dtype=torch.float64) + 0.5) / half
         wide = math.sqrt(3) if distribution == "gauss" else 3
         levels = (
@@ -59,8 +59,8 @@ def codebook(bits: int) -> Tensor:
 
 @lru_cache
 def grid_step(top: int, stochastic: bool) -> Tensor:
-    """The step of the grid ``-top .. top`` that has the least mean squared error, rounding and clipping together, for
-    each of :data:`DISTRIBUTIONS`: float32, (2,)."""
+    """The step of the grid ``-top .. top`` with the least mean squared error of rounding and clipping, for each of
+    :data:`DISTRIBUTIONS`: float32, (2,)."""
     x = (torch.arange(40000, dtype=torch.float64) + 0.5) * (16.0 / 40000)
     best = []
     for distribution in DISTRIBUTIONS:

@@ -1,4 +1,4 @@
-"""Integers that Horovod's own ring adds: several to a word, each in a lane that no carry leaves."""
+"""Integers packed into lanes of int64 words, summed by an allreduce."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ from .scales import Moments, ScaledChannel, Scales
 
 @dataclass(frozen=True)
 class Lanes(Codec):
-    """Values rounded to integers of ``bits`` bits (2 to 16) on a grid that all ranks share, summed in int64 lanes.
+    """Values rounded to integers on a grid that all ranks share, summed in lanes of int64 words.
 
-    A lane has ``bits + ceil(log2(N))`` bits for N ranks, so a word holds ``64 // that`` values: 10 of 4 bits at N = 4.
-    The grid's step is the best for the group's distribution (Gaussian or Laplacian, by the kurtosis of the last
-    averages) at its scale, which the words carry along (4 bytes a group) and which counts from the next step on.
+    A lane has ``bits + ceil(log2(N))`` bits for N ranks, so that no carry crosses lanes: with 4 bits and N = 4, a word
+    holds 10 values. The grid's step is optimal for the group's distribution (Gaussian or Laplacian, by the kurtosis of
+    the last averages) and scale. Scales are sent in the same message (4 bytes per group), for the next step.
 
     Args:
-        bits: of one value.
-        stochastic: round up or down at random, without bias; else to nearest.
+        bits: bits per value, 2 to 16.
+        stochastic: unbiased stochastic rounding; otherwise rounding to nearest.
     """
 
     bits: int
@@ -46,7 +46,7 @@ class _LanesChannel(ScaledChannel):
         self.bits, self.stochastic = codec.bits, codec.stochastic
         self.width = codec.bits + (ranks - 1).bit_length()
         if self.width > 32:
-            raise ValueError(f"{codec.name} has no room for the sum of {ranks} ranks")
+            raise ValueError(f"the lanes of {codec.name} must have at most 32 bits, got {self.width} for {ranks} ranks")
         self.grid = grid_step(2 ** (codec.bits - 1) - 1, codec.stochastic).double().to(device)
         self.step = torch.empty(groups, device=device)
         self.scales = Scales(groups, device)
@@ -54,18 +54,18 @@ class _LanesChannel(ScaledChannel):
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
         self.parts = [-(-self.count // (64 // self.width)), 1 + -(-self.groups // 2)]
-        #: The values' words; how many ranks are invalid, and two groups' scales a word.
+        # The lanes, and the header (see reference/scales.py).
         self.words = torch.zeros(sum(self.parts), dtype=torch.int64, device=self.device)
-        self.body, self.rest = torch.split(self.words, self.parts)
+        self.body, self.header = torch.split(self.words, self.parts)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         scales, edges, step = self.scales, self.edges, self.step
         if not scales.known:
             yield from scales.first(Moments(values, edges), self.ranks)
-        ops.lanes_prepare(values, edges, scales.local, scales.kind, self.grid, invalid, step, self.rest, self.ranks)
+        ops.lanes_prepare(values, edges, scales.local, scales.kind, self.grid, invalid, step, self.header, self.ranks)
         key = key if self.stochastic else -1
         ops.lanes_encode(values, step, edges, self.body, self.quantization_error, self.bits, self.width, key)
-        body, rest = torch.split((yield allreduce(self.words)), self.parts)
+        body, header = torch.split((yield allreduce(self.words)), self.parts)
         ops.lanes_decode(body, step, edges, self.mean, self.width, 1.0 / self.ranks)
-        scales.update_from_lanes(self.mean, edges, rest, self.ranks)
+        scales.update_from_lanes(self.mean, edges, header, self.ranks)
         return self.mean, self.quantization_error

@@ -1,4 +1,4 @@
-"""Codes of a few bits that are packed into bytes: codebooks, and range-based floats."""
+"""Values encoded one by one and packed into bytes: codebooks, floats and range-based floats."""
 
 import abc
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from .codebooks import codebook_on
 
 
 class Code(abc.ABC):
-    """Values to bytes and back, given each group's scale and kind of distribution (see Scales)."""
+    """Encodes values as bytes and back, given each group's scale and kind of distribution (see Scales)."""
 
     bits: int
-    #: Whether the scale is the largest magnitude rather than the root mean square.
+    #: Whether the scale is the largest magnitude, not the root mean square.
     peak: bool
 
     @property
@@ -22,22 +22,22 @@ class Code(abc.ABC):
     def name(self) -> str: ...
 
     def size(self, count: int) -> int:
-        """Bytes of ``count`` codes."""
+        """The bytes of ``count`` codes."""
         return -(-count // 8) * self.bits
 
     @abc.abstractmethod
     def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
-        """Writes ``codes``, uint8, (size(count),), and what they do not carry."""
+        """Write ``codes``, uint8, (size(count),), and the quantization ``error``, float32, (count,)."""
 
     @abc.abstractmethod
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
-        """Writes what the codes stand for to ``values``, or adds it."""
+        """Write the decoded values, or ``add`` them to ``values``."""
 
 
 @dataclass(frozen=True)
 class Lloyd(Code):
-    """The Lloyd-Max codebook of ``2**bits`` levels (1 to 8 bits) for the group's distribution, times its root mean
-    square (Max 1960, Lloyd 1982)."""
+    """The Lloyd-Max codebook (Max 1960, Lloyd 1982) of ``2**bits`` levels (1 to 8 bits) for the group's distribution,
+    scaled by its root mean square."""
 
     bits: int
     peak = False
@@ -61,7 +61,7 @@ class Lloyd(Code):
 
 @dataclass(frozen=True)
 class Plain(Code):
-    """Floats as they are, in 16 or 32 bits: for messages that nobody adds on the way."""
+    """Floats of 16 or 32 bits, for messages that are not summed on the way."""
 
     bits: int
     peak = True
@@ -84,7 +84,7 @@ class Plain(Code):
         torch.sub(values, written, out=error)
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
-        # A copy: a message's codes may begin anywhere, floats may not.
+        # A copy, because codes may be unaligned in a message.
         written = codes.clone().view(self.dtype)
         if add:
             values.add_(written)
@@ -92,14 +92,14 @@ class Plain(Code):
             values.copy_(written)
 
 
-# Fraction bits with the least relative error on Student-t(3) values (RangeFloat.fit; tests/test_codecs.py).
+# Bits of fraction with the least relative error on Student-t(3) values (RangeFloat.fit; tests/test_codecs.py).
 _MANTISSA = {4: 1, 5: 1, 6: 2, 7: 3, 8: 4, 9: 4, 10: 5, 11: 6, 12: 7, 13: 8, 14: 9, 15: 10, 16: 11}
 
 
 @dataclass(frozen=True)
 class RangeFloat(Code):
-    """Range-based floats of ``bits`` bits (4 to 16): float32's exponent and first ``mantissa`` bits of fraction, in a
-    window that ends at the group's largest magnitude (Wang et al., HPDC 2020; the definition is our reading)."""
+    """Range-based floats of ``bits`` bits (4 to 16), after Wang et al., HPDC 2020: floats with ``mantissa`` bits of
+    fraction, in a window of exponents that ends at the group's largest magnitude. The exact format is ours."""
 
     bits: int
     mantissa: int = 0
@@ -112,16 +112,16 @@ class RangeFloat(Code):
             object.__setattr__(self, "mantissa", _MANTISSA[self.bits])
         if not self.least_mantissa(self.bits) <= self.mantissa <= 22:
             least = self.least_mantissa(self.bits)
-            raise ValueError(f"mantissa must lie in {least} to 22, or be 0 for the usual one, got {self.mantissa}")
+            raise ValueError(f"mantissa must be {least} to 22, or 0 for the default, got {self.mantissa}")
 
     @staticmethod
     def least_mantissa(bits: int) -> int:
-        """With fewer bits of fraction the window would be wider than all of float32's 254 exponents."""
+        """With fewer bits of fraction, the window would be wider than float32's 254 exponents."""
         return max(1, (((1 << bits) - 1) // 2 // 254).bit_length())
 
     @classmethod
     def fit(cls, values: Tensor, bits: int) -> "RangeFloat":
-        """The one whose ``mantissa`` has the least squared error on these values, float32, (n,)."""
+        """The format whose ``mantissa`` has the least squared error on ``values``, float32, (n,)."""
 
         def squared_error(mantissa: int) -> float:
             code = cls(bits, mantissa)
@@ -138,11 +138,11 @@ class RangeFloat(Code):
 
     @property
     def positive(self) -> int:
-        """Codes for positive values; the negative ones have as many."""
+        """The number of codes for positive values, and for negative values."""
         return ((1 << self.bits) - 1) // 2
 
     def base(self, scale: Tensor) -> Tensor:
-        """The first magnitude's exponent and fraction, so that the last one's is the scale's: int64, (groups,)."""
+        """The bits of the window's first magnitude, such that the last one is the scale: int64, (groups,)."""
         top = scale.float().view(torch.int32).long() >> (23 - self.mantissa)
         return (top - self.positive + 1).clamp(min=1)
 

@@ -1,4 +1,4 @@
-"""Codes that Horovod cannot add: averaged by their owners (the coded ring), or by everybody (the coded gather)."""
+"""Codecs whose codes cannot be summed: ranks decode and average them, with an alltoall or an allgather."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -15,11 +15,11 @@ from .scales import Moments, ScaledChannel, Scales
 
 @dataclass(frozen=True)
 class CodedRing(Codec):
-    """Every rank owns a part of the slots: it gets all ranks' codes for it, averages them, and sends the average to
-    all, coded again. What the second coding loses, the owner keeps in its residual.
+    """A reduce-scatter and an allgather of codes, as in CGX (Markov et al., 2022).
 
-    Two collectives of ``bits / 8`` bytes a value each (alltoall, allgather), as in CGX (Markov et al., 2022), and 8
-    bytes a group for the scales that count from the next step on.
+    Every rank receives all ranks' codes of its part of the values (alltoall), averages them, and sends the encoded
+    average to all (allgather). The error of the second encoding is added to this rank's residual. Each collective has
+    ``bits / 8`` bytes per value; 8 bytes per group update the scales for the next step.
     """
 
     code: Code
@@ -34,7 +34,7 @@ class CodedRing(Codec):
 
 @dataclass(frozen=True)
 class CodedGather(Codec):
-    """Every rank sends its codes to all others, with its own scales: exact, but the bytes grow with the ranks."""
+    """An allgather of codes with each rank's own scales. Values are encoded only once, but the bytes grow with N."""
 
     code: Code
 
@@ -47,8 +47,8 @@ class CodedGather(Codec):
 
 
 class _RingChannel(ScaledChannel):
-    """A reply is a header and an owner's codes. The header has two float32 a group: the sender's own scale, or NaN if
-    it is invalid; and of its part of the average, before it was coded, the sum of squares or the largest magnitude."""
+    """The allgather's message is a header and codes. The header has two float32 per group: the scale of the sender's
+    values, or NaN if it is invalid; and the sum of squares or the largest magnitude of its part of the average."""
 
     def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
@@ -58,7 +58,7 @@ class _RingChannel(ScaledChannel):
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
-        # Whole bytes for everybody: the parts are multiples of eight values.
+        # Parts are multiples of eight values, so that their codes are whole bytes.
         part = -(-self.count // (8 * self.ranks)) * 8
         self.begin = min(self.rank * part, self.count)
         self.end = min(self.begin + part, self.count)
@@ -80,7 +80,7 @@ class _RingChannel(ScaledChannel):
         part *= 1.0 / self.ranks
         error = torch.empty_like(part)
         code.encode(part, self.scales.mean, kind, self.own_edges, self.reply[self.head :][:own], error)
-        # An average that is off by e leaves a sum that is off by ranks * e: it is the owner's to say next time.
+        # An error in the average is an error of ``ranks`` times as much in the sum.
         self.quantization_error[self.begin : self.end].add_(error, alpha=self.ranks)
         self._head(moments, Moments(part, self.own_edges), invalid)
         rows = (yield allgather(self.reply, "values")).view(self.ranks, -1)
@@ -101,7 +101,7 @@ class _RingChannel(ScaledChannel):
         if self.code.peak:
             mean = parts.amax(0)
         else:
-            # One by one: a sum over ranks may add in another order on another processor.
+            # One by one: the order of sum() may differ between machines.
             total = reduce(torch.add, parts.unbind(0))
             mean = (total / decoded.count.clamp(min=1)).sqrt()
         self.scales.update(local.nan_to_num(nan=0.0).amax(0), mean, decoded)
@@ -109,14 +109,14 @@ class _RingChannel(ScaledChannel):
 
 
 def floats(message: Tensor) -> Tensor:
-    """Bytes as the float32 they are, in float64, flat. A copy: headers may begin anywhere, floats may not."""
+    """The float32 in these bytes as float64, flat. Copies the bytes, because they may be unaligned."""
     return message.flatten().clone().view(torch.float32).double()
 
 
 class GatherChannel(Channel):
-    """A message is a header of one float32 a group, the sender's own scale, negative for a Laplacian, or NaN if it is
-    invalid; and codes. Also of use by itself, for values that are not the same entries on every rank: :meth:`encode`,
-    send, and :meth:`decode_rank`."""
+    """A message is a header and codes. The header has one float32 per group: the sender's scale, negative for a
+    Laplacian, NaN if the sender is invalid. :meth:`encode` and :meth:`decode_rank` are also used without
+    :meth:`average`, when ranks send values of different entries."""
 
     def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
@@ -129,25 +129,24 @@ class GatherChannel(Channel):
         self.message = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def encode(self, values: Tensor, invalid: Tensor) -> Tensor:
-        """This rank's message; ``lost`` is what it does not carry."""
+        """This rank's message, uint8; sets ``quantization_error``."""
         moments = Moments(values, self.edges)
-        # As the receivers will see it: rounded to float32.
+        # Rounded to float32, as in the message.
         scale = bounded(moments.scale(self.code.peak)).float()
-        self.code.encode(
-            values, scale.double(), moments.kind, self.edges, self.message[self.head :], self.quantization_error
-        )
+        codes = self.message[self.head :]
+        self.code.encode(values, scale.double(), moments.kind, self.edges, codes, self.quantization_error)
         header = torch.where(moments.kind > 0, -scale, scale).masked_fill(invalid != 0, float("nan"))
         self.message[: self.head] = header.view(torch.uint8)
         return self.message
 
     def decode_rank(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
-        """A rank's values, of all ranks' messages."""
+        """Write, or ``add``, the values of one rank, from the gathered messages of all."""
         row = gathered.view(self.ranks, -1)[rank]
         scale = floats(row[: self.head])
         self.code.decode(row[self.head :], bounded(scale.abs()), (scale < 0).long(), self.edges, into, add)
 
     def any_invalid(self, gathered: Tensor) -> Tensor:
-        """Whether one of the messages is from an invalid rank: bool, ()."""
+        """Whether a message is from an invalid rank: bool, ()."""
         return floats(gathered.view(self.ranks, -1)[:, : self.head]).isnan().any()
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:

@@ -1,4 +1,4 @@
-"""QSGD's levels (Alistarh et al., NeurIPS 2017): multiples of the norm of a few entries, rounded at random."""
+"""QSGD's quantization (Alistarh et al., NeurIPS 2017)."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,11 +16,11 @@ from .scales import Moments
 
 @dataclass(frozen=True)
 class Levels(Codec):
-    """Values as a whole number of ``2**(bits - 1) - 1`` levels of their run's norm, sent by every rank to all others.
+    """Values stochastically rounded to multiples of ``norm / (2**(bits - 1) - 1)``, in an allgather.
 
     Args:
-        bits: of one value, 2 to 8, sign included. Fixed: the paper's Elias code would be shorter where most are 0.
-        run: entries that share a norm (the paper's "bucket"); a parameter's last run may be shorter.
+        bits: bits per value, 2 to 8, sign included. The paper's Elias code is shorter if most values are 0.
+        run: entries that share a norm (the paper's "bucket"); the last run of a parameter may be shorter.
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
     """
 
@@ -34,7 +34,7 @@ class Levels(Codec):
         if self.run < 1:
             raise ValueError(f"run must be at least 1, got {self.run}")
         if self.norm not in ("l2", "max"):
-            raise ValueError(f"norm must be l2 or max, got {self.norm!r}")
+            raise ValueError(f"norm must be 'l2' or 'max', got {self.norm!r}")
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Levels(Codec):
 
 
 class _LevelsChannel(Channel):
-    """A message is a float32 a run, its norm (all NaN from a rank that is invalid), and lanes that nobody adds."""
+    """A message is the norm of each run, float32 (NaN if the rank is invalid), and the values in lanes."""
 
     def __init__(self, codec: Levels, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)

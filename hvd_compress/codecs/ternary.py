@@ -1,4 +1,4 @@
-"""TernGrad's three levels (Wen et al., NeurIPS 2017), added by Horovod's ring."""
+"""TernGrad's ternary quantization (Wen et al., NeurIPS 2017)."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from .scales import Moments
 
 @dataclass(frozen=True)
 class Ternary(Codec):
-    """Values as -s, 0 or s, at random without bias, s being the largest magnitude on any rank after each clipped its
-    own at ``clip`` standard deviations: TernGrad's scaler sharing, so that integers can be added on the way.
+    """Values stochastically rounded to -s, 0 or s, without bias, and summed in lanes by an allreduce.
 
-    A message of 4 bytes a group for s, to all; then lanes of ``2 + ceil(log2 N)`` bits for N ranks.
+    s is the largest magnitude on any rank, after each clips its values at ``clip`` standard deviations (TernGrad's
+    scaler sharing). s costs an allgather of 4 bytes per group; a lane has ``2 + ceil(log2(N))`` bits for N ranks.
     """
 
     clip: float | None
@@ -52,7 +52,7 @@ class _TernaryChannel(Channel):
         gathered = yield allgather(scale.view(torch.uint8), "values")
         theirs = floats(gathered).view(self.ranks, -1)
         step = bounded(theirs.nan_to_num(nan=0.0).amax(0)).float()
-        # Lanes of two bits are the integers -1, 0 and 1.
+        # Integers of 2 bits are -1, 0 and 1.
         ops.lanes_encode(clipped, step, self.edges, self.words, self.quantization_error, 2, self.width, key)
         if clipped is not values:
             self.quantization_error.add_(values - clipped)

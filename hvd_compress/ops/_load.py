@@ -1,4 +1,4 @@
-"""Loads the extensions, and says which code runs: theirs, or the reference."""
+"""Loads the compiled extensions, with the reference as fallback."""
 
 import importlib.util
 import inspect
@@ -32,8 +32,8 @@ _OPERATORS = (
 
 
 def is_current(name: str, key: str) -> bool:
-    """Whether a kernel for the dispatch key, CPU or CUDA, is there, and its operator's arguments are its reference's:
-    a file that was built from other sources may have others."""
+    """Whether the operator has a kernel for the dispatch key (CPU or CUDA), and the same arguments as its reference: an
+    extension built from other sources may have others."""
     found = getattr(torch.ops.hvd_compress, name, None)
     wanted = list(inspect.signature(getattr(reference, name)).parameters)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -45,38 +45,36 @@ def is_current(name: str, key: str) -> bool:
 
 
 def _load(module: str, key: str) -> str | None:
-    """Load the extension ``module``, which registers its operators' kernels for a dispatch key; or say why it could not
-    be."""
+    """Load the extension ``module``, which registers kernels for the dispatch key. Returns None, or the reason why it
+    cannot be used."""
     spec = importlib.util.find_spec(f"{_PACKAGE}.{module}")
     if spec is None or spec.origin is None:
-        return "it was not built"
+        return "the extension is not built"
     try:
-        # Not imported: the extension knows nothing of Python, it only registers operators with torch.
+        # The extension is no Python module: loading it registers the operators with torch.
         loader: Any = torch.ops
         loader.load_library(spec.origin)
     except OSError as error:
         return str(error)
     if not all(is_current(name, key) for name in _OPERATORS):
-        return "it was built from other sources: build it again"
+        return "the extension was built from other sources: build it again"
     return None
 
 
 @lru_cache
 def check_device(device: torch.device) -> None:
-    """Raises ``RuntimeError`` where the CUDA extension has no code for this GPU: it loads all the same, and then every
-    operator would fail. One is tried, once a device; on others than GPUs this costs nothing."""
+    """Raises ``RuntimeError`` if the CUDA extension was not built for this GPU. Runs one operator, once per device."""
     if device.type != "cuda" or not COMPILED_CUDA:
         return
-    mean, quantization_error, unsent = torch.zeros(3, 1, device=device).unbind()
     try:
-        implementation.block_means_keep(mean, quantization_error, unsent)
+        implementation.block_means_keep(*torch.zeros(3, 1, device=device))
     except RuntimeError as error:
         if "no kernel image" not in str(error):
             raise
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
         raise RuntimeError(
-            f"hvd_compress: the CUDA operators do not run on {device}, of compute capability {capability}. Were they "
-            f"built for other GPUs? Build hvd_compress again with TORCH_CUDA_ARCH_LIST={capability} in the environment"
+            f"hvd_compress: the CUDA operators were not built for {device}, which has compute capability {capability}: "
+            f"build hvd_compress again with TORCH_CUDA_ARCH_LIST={capability} in the environment"
         ) from error
 
 
@@ -89,7 +87,7 @@ def _slow_cuda(function: Callable[..., None], reason: str) -> Callable[..., None
 
 
 def _fake(*args: Any) -> None:
-    """Shapes of the results, without computing: there are none, the arguments are mutated."""
+    """Shapes of the results: there are none, the operators mutate their arguments."""
 
 
 _missing = _load("_C", "CPU")
@@ -97,14 +95,14 @@ _missing_cuda = _missing or _load("_C_cuda", "CUDA")
 COMPILED: bool = _missing is None
 COMPILED_CUDA: bool = _missing_cuda is None
 implementation: Any = torch.ops.hvd_compress if COMPILED else reference
-#: What the CPU's operators run with; ``ATEN_CPU_CAPABILITY``, torch's own variable, can lower it.
+#: The instruction set of the CPU operators. torch's variable ``ATEN_CPU_CAPABILITY`` can lower it.
 CPU_CAPABILITY: str = {4: "AVX-512", 3: "AVX2", 0: "portable"}[implementation.cpu_level()] if COMPILED else "torch"
 
 if _missing is not None:
-    warnings.warn(f"hvd_compress: slow PyTorch code: no extension ({_missing})", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"hvd_compress: slow PyTorch code for all tensors ({_missing})", RuntimeWarning, stacklevel=2)
 
 
-# What operators need beside the extension: their fakes, and the reference where CUDA's are missing.
+# The operators' fakes, and the reference for CUDA tensors if the CUDA extension is missing.
 if COMPILED:
     for _name in _OPERATORS:
         torch.library.register_fake(f"hvd_compress::{_name}", _fake)

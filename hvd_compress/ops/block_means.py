@@ -1,6 +1,6 @@
 """Operators on blocks' means: see :mod:`hvd_compress.reference.block_means`.
 
-All tensors but ``invalid`` are float32, (blocks,), contiguous, each in memory of its own. Raises RuntimeError for
+All tensors but ``invalid`` are float32, (blocks,), contiguous, and must not overlap. Raises RuntimeError for
 another dtype, device or size.
 """
 
@@ -12,13 +12,13 @@ from ._load import implementation
 def block_means_send(
     fresh: Tensor, unsent: Tensor, velocity: Tensor | None, out: Tensor, invalid: Tensor, momentum: float
 ) -> None:
-    """Add ``fresh``, through the ``velocity`` if there is one, to ``unsent``; copy that to ``out``; zero ``fresh``.
+    """Add ``fresh``, with momentum if there is a ``velocity``, to ``unsent``; copy the sum to ``out``; zero ``fresh``.
 
-    ``invalid``: int32, (1,), set to 1 by a sum that is not finite: its block stays as it is.
+    ``invalid``: int32, (1,), set to 1 by a sum that is not finite; this block's ``unsent`` and ``velocity`` are kept.
     """
     implementation.block_means_send(fresh, unsent, velocity, out, invalid, momentum)
 
 
 def block_means_keep(mean: Tensor, quantization_error: Tensor, unsent: Tensor) -> None:
-    """``unsent`` becomes ``quantization_error`` where the ``mean`` is finite."""
+    """Set ``unsent`` to ``quantization_error`` where ``mean`` is finite."""
     implementation.block_means_keep(mean, quantization_error, unsent)

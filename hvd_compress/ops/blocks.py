@@ -31,24 +31,26 @@ def accumulate_select(
     deferred_first_slot: int = 0,
     deferred_phase: int = 0,
 ) -> None:
-    """Take a gradient into the residual and write the indices of the entries that this rank picks as leader.
+    """Add a gradient to the residual and write the indices of the entries that this rank selects as leader.
 
     ``grad``, ``weight``: n entries, dense, in one memory order; float32, float16 or bfloat16, both the same. Without a
     weight, the score is the residual's magnitude.
     ``residual``, ``velocity``: float32, (blocks * 256,), contiguous, blocks * 256 >= n. ``floor``: float32, (1,), >= 0.
-    ``indices``: uint8, this rank's whole plane. ``invalid``: int32, (1,), set to 1 by an entry that is not finite.
-    ``block_means``: float32, (blocks,), contiguous; with None the blocks' block_means stay where they are, and the gradient becomes
-    zero (otherwise :func:`scatter` writes all of it).
+    ``indices``: uint8, for all slots that this rank leads. ``invalid``: int32, (1,), set to 1 by a non-finite entry.
+    ``block_means``: float32, (blocks,), contiguous: the blocks' means are added to it instead of the residual. With
+    None the gradient is set to zero; otherwise :func:`scatter` writes all of it.
     ``slots``: 0 (accumulate only) to blocks * 256. ``0 <= position < ranks``, ``run >= 1``, ``0 <= explore <= 2**32``.
-    ``deferred_indices``, uint8, ``deferred_mean`` and ``deferred_error``, float32: all slots of the last exchange, of which these
-    entries' ``deferred_slots`` begin at ``deferred_first_slot``: what :func:`scatter` without ``quantization_error`` has left to do, in its
-    ``deferred_phase``. Other memory than ``indices``.
-    Raises RuntimeError for another dtype, device or size, or if the picks would not fit in ``indices``.
+    ``deferred_indices``, uint8, ``deferred_mean`` and ``deferred_error``, float32: all slots of the last exchange, if
+    its residual update was deferred (:func:`scatter` without ``quantization_error``). It is done first, for the
+    ``deferred_slots`` slots from ``deferred_first_slot`` on. ``deferred_indices`` must not overlap ``indices``.
+    Raises RuntimeError for another dtype, device or size, or if ``indices`` is too small.
     """
     # fmt: off
-    implementation.accumulate_select(grad, residual, weight, velocity, floor, indices, invalid, block_means, scale,
-                                      momentum, slots, first_slot, phase, run, ranks, position, key, explore,
-                                      deferred_indices, deferred_mean, deferred_error, deferred_slots, deferred_first_slot, deferred_phase)
+    implementation.accumulate_select(
+        grad, residual, weight, velocity, floor, indices, invalid, block_means, scale, momentum,
+        slots, first_slot, phase, run, ranks, position, key, explore,
+        deferred_indices, deferred_mean, deferred_error, deferred_slots, deferred_first_slot, deferred_phase,
+    )
     # fmt: on
 
 
@@ -64,20 +66,20 @@ def select(
     key: int,
     explore: int,
 ) -> None:
-    """Write the indices of the entries that this rank picks as leader, by a ``score`` that is already there.
+    """Write the indices of the entries with the largest ``score`` that this rank selects as leader.
 
-    ``score``: float32, (blocks * 256,), contiguous. The rest as in :func:`accumulate_select`, and so are the errors.
+    ``score``: float32, (blocks * 256,), contiguous. Other arguments and errors are as in :func:`accumulate_select`.
     """
     implementation.select(score, indices, slots, first_slot, phase, run, ranks, position, key, explore)
 
 
 def gather(residual: Tensor, indices: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
-    """Read the entries at ``indices`` into ``values``.
+    """Copy the residual's entries at ``indices`` to ``values``.
 
     ``residual``: float32, the whole bucket, a multiple of 256 entries. ``indices``: uint8, all slots.
     ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending. ``values``: float32, all
-    slots. Raises RuntimeError for another dtype, device or size. What ``segments`` holds is checked on the CPU only: on
-    CUDA, values of slots that are in no segment of the bucket stay as they are.
+    slots. Raises RuntimeError for another dtype, device or size. The contents of ``segments`` are checked on the CPU
+    only; on CUDA, values of slots outside the bucket's segments are not written.
     """
     implementation.gather(residual, indices, segments, values, phase)
 
@@ -94,13 +96,15 @@ def scatter(
     scale: float,
     block_means: Tensor | None = None,
 ) -> None:
-    """Assign ``mean * scale`` to the gradients' entries at ``indices``, whose other entries stay as they are, and
-    ``quantization_error`` to the residual's. With ``block_means``, the others become their block's, and those have it on top. Without
-    ``quantization_error``, residual and velocity stay as they are: that part is due (:func:`accumulate_select`).
+    """Assign ``mean * scale`` to the gradients' entries at ``indices`` and ``quantization_error`` to the residual's.
 
-    ``grads``: a dense tensor a segment, float32, float16 or bfloat16, written in memory order; an empty one is skipped.
-    ``velocity``: as the residual. ``mean``, ``quantization_error``: float32, all slots. ``block_means``: float32, (blocks,) of the
-    bucket, contiguous. ``residual``, ``indices``, ``segments`` as in
+    With ``block_means``, every other entry of the gradients is assigned its block's mean, and those at ``indices`` the
+    sum. Without ``quantization_error``, residual and velocity are unchanged: their update is deferred to
+    :func:`accumulate_select`.
+
+    ``grads``: for each segment a dense tensor, float32, float16 or bfloat16, written in memory order, or an empty one,
+    which is skipped. ``velocity``: as the residual. ``mean``, ``quantization_error``: float32, all slots.
+    ``block_means``: float32, (blocks,) of the bucket, contiguous. ``residual``, ``indices``, ``segments``: as in
     :func:`gather`. Raises RuntimeError for another dtype, device, size or number of gradients.
     """
     implementation.scatter(

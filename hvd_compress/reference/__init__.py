@@ -1,11 +1,10 @@
 """What every operator computes, in plain PyTorch: the specification.
 
-The compiled operators (``csrc/``) are tested against these functions to the last bit, and the package
-falls back on them where the extension was not built. Read these files to know what an operator does;
-read ``csrc/`` only to know how it does it fast.
+The compiled operators (``csrc/``) are tested for bitwise equality with these functions. The package falls back to them
+if the extension is not built.
 
-``blocks``: residuals, picks, and what is taken and scatter. ``means``: blocks' means. ``codes``: how values are written on
-the wire, ``scales``: what goes beside them.
+``blocks``: error feedback, selection, gather and scatter. ``block_means``: blocks' means. ``codes``: quantized values.
+``scales``: the scales of quantized values.
 """
 
 from .block_means import block_means_keep, block_means_send

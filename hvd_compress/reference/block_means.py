@@ -1,4 +1,4 @@
-"""Blocks' means on their way: see :mod:`hvd_compress.means`. All are float32, (blocks,)."""
+"""Operators on blocks' means. All tensors but ``invalid`` are float32, (blocks,)."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,15 @@ from torch import Tensor
 def block_means_send(
     fresh: Tensor, unsent: Tensor, velocity: Tensor | None, out: Tensor, invalid: Tensor, momentum: float
 ) -> None:
-    """What gradients have brought joins what is unsent, and goes out::
+    """Add the new block means ``fresh`` to ``unsent``, the means not sent yet, and copy the sum to ``out``::
 
-        velocity <- momentum * velocity + fresh      (only with a velocity; else velocity stands for fresh)
-        unsent     <- unsent + velocity
+        velocity <- momentum * velocity + fresh      (only with a velocity; otherwise velocity stands for fresh)
+        unsent   <- unsent + velocity
         out      <- unsent
         fresh    <- 0
 
-    A block whose new ``unsent`` would not be finite keeps its unsent and velocity, and sets ``invalid``, int32, (1,), to 1.
+    A block whose new ``unsent`` would not be finite keeps ``unsent`` and ``velocity``, and sets ``invalid``, int32,
+    (1,), to 1.
     """
     step = fresh if velocity is None else velocity * momentum + fresh
     total = unsent + step
@@ -28,5 +29,5 @@ def block_means_send(
 
 
 def block_means_keep(mean: Tensor, quantization_error: Tensor, unsent: Tensor) -> None:
-    """The averages are there: ``unsent`` becomes what they ``quantization_error``, where they are finite."""
+    """After averaging: where the average ``mean`` is finite, ``unsent`` becomes ``quantization_error``."""
     unsent.copy_(torch.where(mean.isfinite(), quantization_error, unsent))

@@ -1,20 +1,20 @@
-"""Gradients in, picks out, values taken and scatter back: the operators on blocks of 256 entries.
+"""Operators on blocks of 256 entries: error feedback, selection of entries, gather and scatter.
 
 Vocabulary
 ----------
 block
-    256 consecutive entries of a parameter in memory order (the last one may be partly padding).
+    256 consecutive entries of a parameter in memory order. The last block may be padded.
 segment
-    one parameter's blocks inside a bucket's flat residual.
+    the blocks of one parameter within a bucket's flat residual.
 slot
-    one entry that will be sent. A segment of ``blocks`` blocks holds ``slots`` slots; block ``b`` holds the
-    slots from ``slot_start(b)`` to ``slot_start(b + 1)``, so that any number of slots spreads evenly, and
-    ``phase`` rotates the remainder from step to step.
-leader
-    the rank whose residual decides which entry a slot carries. Slots are dealt to ranks in runs of ``run``;
-    a rank's *position* in that round differs from step to step.
+    one entry to be sent. A segment of ``blocks`` blocks has ``slots`` slots. Block ``b`` has the slots from
+    ``slot_start(b)`` to ``slot_start(b + 1)``: any number of slots is spread evenly, and ``phase`` rotates the
+    remainder from step to step.
 index
-    where in its block a slot's entry lies: one byte.
+    the position of a slot's entry within its block: one byte.
+leader
+    the rank that selects a slot's entry, by its own residual. Slots are assigned to ranks round-robin in runs of
+    ``run`` slots. ``position``, 0 to ``ranks - 1``, is the rank's place in this order; it changes from step to step.
 """
 
 from typing import TypeVar
@@ -29,7 +29,7 @@ _MASK = 0xFFFFFFFF
 
 
 def mix(value: Word, key: int) -> Word:
-    """A 32-bit hash of ``value`` under ``key``: two multiply-xorshift rounds. Below 2**32, as int64 if a tensor."""
+    """A 32-bit hash of ``value`` with ``key``: two multiply-xorshift rounds. For a tensor: int64, below 2**32."""
     value = (value * 0x9E3779B1 + key) & _MASK
     value = ((value ^ (value >> 16)) * 0x21F0AAAD) & _MASK
     value = ((value ^ (value >> 15)) * 0x735A2D97) & _MASK
@@ -37,10 +37,10 @@ def mix(value: Word, key: int) -> Word:
 
 
 def exponential(bits: Tensor) -> Tensor:
-    """Draws from an exponential distribution (in units of ln 2) for 32 random ``bits`` each, float32, > 0.
+    """Draws from an exponential distribution (in units of ln 2) from 32 random ``bits`` each: float32, > 0.
 
-    ``-log2(u)`` with the mantissa's logarithm as a parabola (error under 0.009): the same few exact steps
-    on every back end, so that a draw does not depend on whose ``log`` computed it.
+    ``-log2(u)``, with a parabola for the logarithm of the mantissa (error below 0.009). All steps are exact or rounded
+    by IEEE 754, so the result does not depend on a library's ``log``.
     """
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     word = uniform.view(torch.int32)
@@ -55,7 +55,7 @@ def slot_start(block: Tensor, slots: int, blocks: int, phase: int) -> Tensor:
 
 
 def slots_before(slot: Tensor, run: int, ranks: int, position: int) -> Tensor:
-    """How many of the bucket's slots before ``slot`` belong to the rank at ``position``."""
+    """The number of the bucket's slots before ``slot`` that belong to the rank at ``position``."""
     turn = run * ranks
     return (slot // turn) * run + (slot % turn - position * run).clamp(0, run)
 
@@ -86,33 +86,33 @@ def accumulate_select(
     deferred_first_slot: int = 0,
     deferred_phase: int = 0,
 ) -> None:
-    """Take a gradient into the residual and write the indices of the entries that this rank, as leader, picks.
+    """Add a gradient to the residual and write the indices of the entries that this rank selects as leader.
 
-    Per entry, with ``g = grad * scale``, and with ``block_means`` less the mean of its block, which is added there (0 for
-    a block whose sum is not finite)::
+    Per entry, with ``g = grad * scale``, from which the mean of its block is subtracted if ``block_means`` is given::
 
-        velocity <- momentum * velocity + g      (only with a velocity; else velocity stands for g)
+        velocity <- momentum * velocity + g      (only with a velocity; otherwise velocity stands for g)
         residual <- residual + velocity
         score     = |residual| / (|weight| + floor)      (without a weight: |residual|)
 
-    and ``grad`` is zeroed, but not with ``block_means``: then :func:`scatter` writes all of it. An entry whose new residual
-    would not be finite keeps its residual and velocity, and sets ``invalid`` to 1. Then :func:`select` by that score,
-    0 in the padding.
+    The block's mean is added to ``block_means`` (0 if its sum is not finite). Without ``block_means``, ``grad`` is set
+    to 0; with it, ``grad`` is not written, because :func:`scatter` writes all of it. An entry whose new residual would
+    not be finite keeps its residual and velocity, and sets ``invalid`` to 1. Then :func:`select` is called with the
+    score, which is 0 in the padding.
 
-    Before all that, with ``deferred_indices``, comes what :func:`scatter` has not done of the last exchange, by these entries'
-    slots of it: ``deferred_slots`` from ``deferred_first_slot`` on, of that exchange's phase.
+    With ``deferred_indices``, the residual update of the last exchange (the part of :func:`scatter` with
+    ``quantization_error``) is done first, for ``deferred_slots`` slots from ``deferred_first_slot`` on.
 
-    ``grad``, ``weight``: n entries, dense, of one memory order, float32, float16 or bfloat16.
-    ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0.
-    ``indices``: uint8, this rank's whole plane.
-    ``invalid``: int32, (1,). ``block_means``: float32, (blocks,). ``slots`` 0 accumulates only. ``deferred_indices``: uint8, and
-    ``deferred_mean``, ``deferred_error``: float32, all slots of the exchange.
+    ``grad``, ``weight``: n entries, dense, in one memory order, float32, float16 or bfloat16.
+    ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0. ``indices``: uint8, for all
+    slots of the bucket that this rank leads. ``invalid``: int32, (1,). ``block_means``: float32, (blocks,).
+    ``slots`` 0 only accumulates. ``deferred_indices``, uint8, ``deferred_mean``, ``deferred_error``, float32: all slots
+    of the last exchange; ``deferred_phase``: its phase.
     """
     if deferred_indices is not None and deferred_mean is not None and deferred_error is not None:
         mine = slice(deferred_first_slot, deferred_first_slot + deferred_slots)
         row = torch.tensor([[0, residual.numel() // BLOCK, 0, deferred_slots]])
-        nowhere, sent, quantization_error = [residual.new_empty(0)], deferred_mean[mine], deferred_error[mine]
-        scatter(nowhere, residual, velocity, deferred_indices[mine], row, sent, quantization_error, deferred_phase, 0.0)
+        skipped, sent, error = [residual.new_empty(0)], deferred_mean[mine], deferred_error[mine]
+        scatter(skipped, residual, velocity, deferred_indices[mine], row, sent, error, deferred_phase, 0.0)
     n = grad.numel()
     flat = grad.as_strided((n,), (1,))
     step = flat.float() * scale
@@ -141,9 +141,9 @@ def accumulate_select(
 
 
 def mean_of_blocks(entries: Tensor, blocks: int) -> Tensor:
-    """The mean of every block's entries, the padding left out: float32, (blocks,); 0 where it is not finite.
+    """The mean of each block's entries without the padding, or 0 if it is not finite: float32, (blocks,).
 
-    Halves are added to each other, down to one number: an order that any width of vectors and warps can follow.
+    Computed by pairwise summation: the upper half is added to the lower until one number is left, on every back end.
     """
     sums = torch.nn.functional.pad(entries, (0, blocks * BLOCK - entries.numel())).view(blocks, BLOCK)
     while sums.shape[1] > 1:
@@ -165,14 +165,14 @@ def select(
     key: int,
     explore: int,
 ) -> None:
-    """Write the indices of the entries that this rank, as leader, picks by ``score`` (>= 0; a NaN counts as 0).
+    """Write the indices of the entries with the largest ``score`` (>= 0; a NaN counts as 0), as leader.
 
-    In every block in which it leads ``c > 0`` slots, the ``c`` largest scores (the lower index first among equals)
-    are written in ascending order of index. In an explored block (a share ``explore / 2**32`` of them) each score is
-    first divided by a draw from an exponential distribution, which makes the choice a sample without replacement in
-    proportion to the score.
+    In a block in which this rank leads ``c > 0`` slots, the indices of the ``c`` largest scores are written in
+    ascending order; of equal scores, the lower index is preferred. In a share ``explore / 2**32`` of the blocks, each
+    score is first divided by a draw from an exponential distribution: the result is a sample without replacement with
+    probabilities proportional to the score.
 
-    ``score``: float32, (blocks * 256,). ``indices``: uint8, this rank's whole plane.
+    ``score``: float32, (blocks * 256,). ``indices``: uint8, for all slots of the bucket that this rank leads.
     """
     if slots == 0:
         return
@@ -183,17 +183,19 @@ def select(
     if explored.any():
         entry = (block[:-1][explored, None] * BLOCK + torch.arange(BLOCK, device=device)) & _MASK
         score[explored] /= exponential(mix(entry, key))
-    place = slots_before(first_slot + slot_start(block, slots, blocks, phase), run, ranks, position)
-    count = place.diff()
+    start = slots_before(first_slot + slot_start(block, slots, blocks, phase), run, ranks, position)
+    count = start.diff()
     ranking = score.sort(dim=1, descending=True, stable=True).indices
     chosen = torch.zeros_like(score, dtype=torch.bool)
     chosen.scatter_(1, ranking, torch.arange(BLOCK, device=device) < count[:, None])
-    indices[place[0] : place[-1]] = chosen.nonzero()[:, 1].to(torch.uint8)
+    indices[start[0] : start[-1]] = chosen.nonzero()[:, 1].to(torch.uint8)
 
 
 def flat_positions(indices: Tensor, segments: Tensor, phase: int) -> Tensor:
-    """Where every slot's entry lies in the bucket's flat memory: int64, (slots,). The table of segments may lie on the
-    host, which reads it."""
+    """The position of each slot's entry in the bucket's flat memory: int64, (slots,).
+
+    ``segments`` is read on the host and may be a CPU tensor.
+    """
     parts = [indices.new_empty(0, dtype=torch.int64)]
     for first_block, blocks, first_slot, slots in segments.tolist():
         edges = slot_start(torch.arange(blocks + 1, device=indices.device), slots, blocks, phase)
@@ -203,7 +205,7 @@ def flat_positions(indices: Tensor, segments: Tensor, phase: int) -> Tensor:
 
 
 def gather(residual: Tensor, indices: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
-    """Read the entries at ``indices`` into ``values``; the residual stays as it is.
+    """Copy the entries at ``indices`` to ``values``.
 
     ``residual``: float32, the whole bucket. ``indices``: uint8, all slots, in slot order.
     ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending.
@@ -213,16 +215,16 @@ def gather(residual: Tensor, indices: Tensor, segments: Tensor, values: Tensor, 
 
 
 def _last(place: Tensor, acts: Tensor, entries: int) -> Tensor:
-    """For every slot, the last of its ``place`` that ``acts``, counted from 1, or 0: int64, (slots,)."""
+    """Per slot, the last slot of the same ``place`` where ``acts`` is set, counted from 1, or 0: int64, (slots,)."""
     slot = torch.where(acts, torch.arange(1, len(place) + 1, device=place.device), 0)
     return torch.zeros(entries, dtype=torch.int64, device=place.device).scatter_reduce_(0, place, slot, "amax")[place]
 
 
 def _assign(memory: Tensor, place: Tensor, value: Tensor, last: Tensor) -> None:
-    """Of the slots for one place, the last has the last word; where none acts, all stays as it is.
+    """Assign ``value`` of slot ``last - 1`` to each ``place``; where ``last`` is 0, the memory is unchanged.
 
-    They all write what that one says: index_put_ would keep an arbitrary one of several values, and to leave slots out
-    by a mask, a GPU would be waited for.
+    All slots of one place write the same value, since index_put_ keeps an arbitrary one of several. A boolean mask
+    would synchronise the GPU.
     """
     memory[place] = torch.where(last > 0, value[last - 1], memory[place])
 
@@ -239,32 +241,24 @@ def scatter(
     scale: float,
     block_means: Tensor | None = None,
 ) -> None:
-    """What the ranks agreed on arrives: the gradients' entries at ``indices`` become ``mean * scale``.
+    """Assign ``mean * scale`` to the gradients' entries at ``indices``, and update the residual.
 
-    Where the mean is finite, the residual's entry becomes ``quantization_error``, what the wire did not carry of this rank's value,
-    and the velocity's 0. Where it is not, the gradient gets it all the same (every rank then sees it, as with dense
-    training), and nothing leaves the residual. The slots act one after the other: of two for one entry, the later has
-    the last word. Entries in a gradient's padding are passed over.
+    Where ``mean`` is finite, the residual's entry becomes ``quantization_error``, the part of this rank's value that
+    was not sent, and the velocity's entry 0. Where it is not finite, only the gradient is assigned, so that all ranks
+    see it. Slots are processed in order: of several for one entry, the last one determines the result. Entries in a
+    gradient's padding are skipped.
 
-    Without ``quantization_error``, residual and velocity stay as they are: their part is due (:func:`accumulate_select`).
+    Without ``quantization_error``, residual and velocity are unchanged: their update is deferred to
+    :func:`accumulate_select`.
 
-    With ``block_means``, float32, (blocks,) of the bucket, every entry of a gradient becomes its block's, times
-    ``scale``, and those at ``indices`` that plus ``mean * scale``.
+    With ``block_means``, float32, (blocks,) of the bucket, every entry of a gradient is assigned its block's mean times
+    ``scale``, and ``mean * scale`` is added at ``indices``.
 
-    ``grads``: a dense tensor a segment, in memory order, or an empty one to skip it. ``mean``, ``quantization_error``: float32, all
-    slots. The rest as in :func:`gather`.
+    ``grads``: for each segment a dense tensor, in memory order, or an empty one, which is skipped. ``mean``,
+    ``quantization_error``: float32, all slots. The other arguments are as in :func:`gather`.
     """
-    scatter_at(
-        grads,
-        residual,
-        velocity,
-        flat_positions(indices, segments, phase),
-        segments,
-        mean,
-        quantization_error,
-        scale,
-        block_means,
-    )
+    where = flat_positions(indices, segments, phase)
+    scatter_at(grads, residual, velocity, where, segments, mean, quantization_error, scale, block_means)
 
 
 def scatter_at(
@@ -278,7 +272,7 @@ def scatter_at(
     scale: float,
     block_means: Tensor | None = None,
 ) -> None:
-    """:func:`scatter` with the slots' places given: ``where``, int64, flat_positions in the bucket's flat memory."""
+    """:func:`scatter` with the slots' positions in the bucket's flat memory: ``where``, int64, (slots,)."""
     if quantization_error is not None:
         last = _last(where, mean.isfinite(), residual.numel())
         _assign(residual, where, quantization_error, last)

@@ -1,19 +1,19 @@
-"""Values as bits on the wire: integer lanes, codebooks, range-based floats, and the moments that scale them.
+"""Quantized values on the wire: integer lanes, codebooks, range-based floats, and the moments for their scales.
 
 Vocabulary
 ----------
 group
-    a run of slots with one scale: those of one parameter. Group ``g`` is ``edges[g]`` to ``edges[g + 1]``; the edges
-    ascend from 0 to the number of values, and a group may be empty.
-quantization_error
-    what a code does not carry of a value: ``value - decoded``, in float32.
+    a run of values with one scale: the slots of one parameter. Group ``g`` is ``edges[g]`` to ``edges[g + 1]``. The
+    edges ascend from 0 to the number of values; a group may be empty.
+quantization error
+    ``value - decoded``, in float32.
 codes
-    numbers of ``bits`` bits, written one after the other into bytes, lowest bit first, padded with zeros to a multiple
-    of eight codes: eight codes fill ``bits`` bytes.
+    integers of ``bits`` bits, packed into bytes from the lowest bit on, and padded with zeros to a multiple of eight
+    codes: eight codes fill ``bits`` bytes.
 
 All arithmetic is float32, operation by operation as written (no fused multiply-add), so that all back ends agree.
-Products with a scale are with the scale as given, quotients are products with ``1 / scale``. Scales are > 0, finite,
-and so is their reciprocal.
+Values are multiplied by a scale as given, and divided by it as a product with ``1 / scale``. Scales and their
+reciprocals are > 0 and finite.
 """
 
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from .blocks import mix
 
-#: Running sums in :func:`moments`.
+#: The number of running sums in :func:`moments`.
 LANES = 32
 
 
 def _each(table: Tensor, edges: Tensor) -> Tensor:
-    """A group's row for each of its values."""
+    """The row of each value's group."""
     return torch.repeat_interleave(table, edges.diff(), dim=0)
 
 
@@ -48,9 +48,9 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
     """Per group: the sum of squares, the sum of fourth powers, and the largest magnitude.
 
-    The sums are of float64 products (``square = v * v``, ``square * square``) in an order of their own, equal on every
-    machine: value ``i`` of a group goes into running sum ``i % 32``; then the upper half is added to the lower until
-    one is left. A NaN takes no part in the largest magnitude. An empty group has zeros.
+    The sums are of float64 products (``square = v * v``, ``square * square``), in this order on every back end: value
+    ``i`` of a group is added to running sum ``i % 32``; then the upper half of the sums is added to the lower until one
+    is left. The largest magnitude ignores NaNs. All three are 0 for an empty group.
 
     ``values``: float32, (n,). ``edges``: int64, (groups + 1,). ``out``: float64, (groups, 3).
     """
@@ -59,7 +59,7 @@ def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
         square = mine.double() ** 2
         terms = torch.stack([square, square * square])
         terms = torch.nn.functional.pad(terms, (0, -(end - begin) % LANES)).view(2, -1, LANES)
-        # Row by row: a sum() may add in any order.
+        # Row by row: the order of sum() is not specified.
         sums = torch.zeros(2, LANES, dtype=torch.float64, device=values.device)
         for row in range(terms.shape[1]):
             sums = sums + terms[:, row]
@@ -81,25 +81,25 @@ def lanes_encode(
     width: int,
     key: int,
 ) -> None:
-    """Write values as ``bits``-bit integers into lanes of ``width`` bits, ready to be added as int64.
+    """Write values as ``bits``-bit integers into lanes of ``width`` bits; the words can be summed as int64.
 
     With ``Q = 2**(bits - 1) - 1``::
 
         q    = clamp(floor(value * (1 / scale) + u), -Q, Q)       (0 for a NaN)
         word = sum over its lanes of q << (width * lane)
 
-    ``u`` is uniform in [0, 1), drawn from (key, index): stochastic rounding; with ``key`` -1 it is 1/2: to nearest.
-    (The sum is rounded to float32: of a quotient of 15 bits some 2**-10 of a step is biased.)
-    Lane ``i % L`` of word ``i // L`` holds value ``i``, ``L = 64 // width``; what is over holds 0.
+    ``u`` is uniform in [0, 1), drawn from (key, index): stochastic rounding. With ``key`` -1 it is 1/2: rounding to
+    nearest. (The sum with ``u`` is rounded to float32: a quotient of 15 bits has a bias of about 2**-10 steps.)
+    Value ``i`` is in lane ``i % L`` of word ``i // L``, ``L = 64 // width``. Lanes after the last value hold 0.
 
-    **No carry crosses.** Let N words be added, ``N * Q < 2**(width - 1)``: so it is for ``width = bits +
-    ceil(log2(N))``. Every lane's sum s then lies in (-2**(width - 1), 2**(width - 1)), and the sum of words is exactly
-    the number with these signed digits in base ``2**width``; its magnitude is below ``2**(width * L - 1) <= 2**63``, so
-    not even a signed int64 overflows, in whatever order ranks are added. Adding ``2**(width - 1)`` to every digit makes
-    all of them positive, and so their bits are the word's bits: that is how :func:`lanes_decode` reads them.
+    **No carry crosses lanes.** For N words to be added, N * Q must be below ``2**(width - 1)``: ``width = bits +
+    ceil(log2(N))`` suffices. Then every lane's sum is in (-2**(width - 1), 2**(width - 1)), and the sum of the words is
+    exactly the number with these signed digits in base ``2**width``. Its magnitude is below ``2**(width * L - 1) <=
+    2**63``, so int64 does not overflow, in any order of summation. Adding ``2**(width - 1)`` to every digit makes all
+    of them positive, so that they are the bit fields of the word; :func:`lanes_decode` reads them this way.
 
-    ``values``, ``quantization_error``: float32, (n,). ``scale``: float32, (groups,), one step of the grid. ``words``: int64,
-    (ceil(n / L),). ``2 <= bits <= 24``, so that float32 holds every q; ``bits <= width <= 32``.
+    ``values``, ``quantization_error``: float32, (n,). ``scale``: float32, (groups,), one step of the grid.
+    ``words``: int64, (ceil(n / L),). ``2 <= bits <= 24``, so that float32 holds every q; ``bits <= width <= 32``.
     """
     count, top = 64 // width, 2 ** (bits - 1) - 1
     step = _each(scale, edges)
@@ -133,13 +133,13 @@ def codebook_encode(
     quantization_error: Tensor,
     bits: int,
 ) -> None:
-    """Write the number of the nearest level: ``level * scale`` is what arrives.
+    """Write the code of the nearest level; it decodes to ``level * scale``.
 
     With ``levels = book[kind]`` of the value's group, the code is the number of midpoints ``(levels[i] + levels[i + 1])
     * 0.5`` below ``value * (1 / scale)`` (0 for a NaN).
 
-    ``values``, ``quantization_error``: float32, (n,). ``scale``: float32, (groups,). ``book``: float32, (kinds, 2**bits), rows
-    ascending. ``kind``: int64, (groups,). ``codes``: uint8, (ceil(n / 8) * bits,). ``1 <= bits <= 8``.
+    ``values``, ``quantization_error``: float32, (n,). ``scale``: float32, (groups,). ``book``: float32, (kinds,
+    2**bits), rows ascending. ``kind``: int64, (groups,). ``codes``: uint8, (ceil(n / 8) * bits,). ``1 <= bits <= 8``.
     """
     each, number = _each(scale, edges), _each(kind, edges)
     scaled = values * (1.0 / each)
@@ -170,7 +170,7 @@ def range_encode(
     mantissa: int,
     positive: int,
 ) -> None:
-    """Write range-based floats: of float32's exponent and first ``mantissa`` bits, a window of ``2**bits`` codes.
+    """Write range-based floats: ``2**bits`` codes for a window of floats with ``mantissa`` bits of fraction.
 
     With ``s = 23 - mantissa``, P = ``positive`` codes for positive values and ``2**bits - 1 - P`` for negative ones::
 
@@ -178,7 +178,7 @@ def range_encode(
         code          = clamp(((bits(|value|) + 2**(s - 1)) >> s) - base + 1, 1, P)         (+ P for a negative value)
         code          = 0       where |value| < m(1) * 0.5, and for a NaN
 
-    ``values``, ``quantization_error``: float32, (n,). ``base``: int64, (groups,), >= 1, so that every ``m(c)`` is finite.
+    ``values``, ``quantization_error``: float32, (n,). ``base``: int64, (groups,), >= 1; every ``m(c)`` must be finite.
     ``codes``: uint8, (ceil(n / 8) * bits,). ``4 <= bits <= 16``, ``1 <= mantissa <= 22``, ``1 <= P <= 2**bits - 2``.
     """
     shift, each = 23 - mantissa, _each(base, edges)
@@ -195,7 +195,7 @@ def range_encode(
 def range_decode(
     codes: Tensor, base: Tensor, edges: Tensor, values: Tensor, bits: int, mantissa: int, positive: int, add: bool
 ) -> None:
-    """Write what the codes stand for to ``values``, or add it; see :func:`range_encode`."""
+    """Write the decoded codes to ``values``, or add them; see :func:`range_encode`."""
     code = unpack(codes, bits, len(values))
     _store(values, _range_value(code, _each(base, edges), 23 - mantissa, positive), add)
 

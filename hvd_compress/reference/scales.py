@@ -1,8 +1,8 @@
-"""Scales of lanes: what a rank says of the size of its values, in words beside theirs, and what all make of the sums.
+"""Scales of lanes, which all ranks hold alike and update from a header that is summed with the values.
 
-All arithmetic is float64, operation by operation as written. ``shared_scale``: float64, (groups,), the scale that all ranks
-hold alike, within ``SMALLEST`` to ``LARGEST``. ``kind``: int64, (groups,), 0 where averages look Gaussian, 1 where
-Laplacian. ``header``: int64, (1 + ceil(groups / 2),): how many ranks are invalid, then two groups' ratios a word.
+All arithmetic is float64, operation by operation as written. ``shared_scale``: float64, (groups,), equal on all ranks,
+``SMALLEST`` to ``LARGEST``. ``kind``: int64, (groups,), 0 if the averages look Gaussian, 1 if Laplacian.
+``header``: int64, (1 + ceil(groups / 2),): the number of invalid ranks, then the ratios of two groups per word.
 """
 
 import torch
@@ -10,40 +10,40 @@ from torch import Tensor
 
 from .codes import moments
 
-#: A scale outside is taken for the nearer one, so that its reciprocal and its products stay finite.
+#: Scales are clamped to this range, so that their reciprocals and products are finite.
 SMALLEST = 1e-20
 LARGEST = 1e20
-#: Between a Gaussian's kurtosis, 3, and a Laplacian's, 6.
+#: The threshold between a Gaussian (kurtosis 3) and a Laplacian (6).
 KURTOSIS = 4.5
-#: The share of a new observation in a running scale: a group of few slots is noisy.
+#: The weight of a new observation in a running scale; groups of few slots are noisy.
 SMOOTHING = 0.25
-#: Ratios of a rank's scale to the shared_scale one travel in steps of 1 / RATIO_STEPS.
+#: The ratio of a rank's scale to the shared one is sent in steps of 1 / RATIO_STEPS.
 RATIO_STEPS = 1024
 
 
 def bounded(scale: Tensor) -> Tensor:
-    """Within what the operators can divide by."""
+    """``scale`` clamped to the range that the operators can divide by; a NaN becomes ``SMALLEST``."""
     return scale.nan_to_num(nan=SMALLEST, posinf=LARGEST).clamp(SMALLEST, LARGEST)
 
 
 def root_mean_square(square: Tensor, count: Tensor) -> Tensor:
-    """Of the sum of squares of ``count`` values; 0 of none."""
+    """From the sum of squares of ``count`` values; 0 if there are none."""
     return (square / count.clamp(min=1)).sqrt()
 
 
 def kind_of(square: Tensor, fourth: Tensor, count: Tensor) -> Tensor:
-    """By the kurtosis, from the sums of squares and of fourth powers."""
+    """0 (Gaussian) or 1 (Laplacian) by the kurtosis, from the sums of squares and of fourth powers."""
     kurtosis = count * fourth / square.square().clamp(min=1e-300)
     return (kurtosis > KURTOSIS).long()
 
 
 def divided(dividend: Tensor, divisor: float) -> Tensor:
-    """The quotient, rounded once: by a plain number, torch's CUDA code would multiply with the reciprocal."""
+    """The quotient, rounded once. (For a Python number, torch multiplies by the reciprocal on CUDA.)"""
     return dividend / torch.full_like(dividend, divisor)
 
 
 def running(old: Tensor, new: Tensor) -> Tensor:
-    """A scale that follows what is observed."""
+    """The moving average of a scale."""
     return bounded(old * (1 - SMOOTHING) + new * SMOOTHING)
 
 
@@ -64,27 +64,22 @@ def lanes_prepare(
     header: Tensor,
     ranks: int,
 ) -> None:
-    """Before values are written into lanes: every group's step of the grid, and this rank's ``header``.
+    """Before :func:`lanes_encode`: write each group's ``step`` of the grid and this rank's ``header``.
 
     Per group, with the root mean square of its values::
 
         step  = shared_scale * grid[kind], as float32
-        ratio = clamp(round(rms / shared_scale * 1024), 0, 2**31 // ranks - 1)        (to even)
+        ratio = clamp(round(rms / shared_scale * 1024), 0, 2**31 // ranks - 1)        (ties to even)
 
-    A sum of ratios stays below 2**31: so two share a word, the group of even number in its lower half, as values share
-    theirs.
+    The sum of all ranks' ratios is below 2**31, so two ratios fit in a word, that of the even group in the lower half.
 
     ``values``: float32, (n,). ``edges``: int64, (groups + 1,). ``grid``: float64, (kinds,). ``invalid``: int32, (1,).
     ``step``: float32, (groups,).
     """
     square, _ = _sums(values, edges)
     step.copy_(shared_scale * grid[kind])
-    ratio = (
-        (root_mean_square(square, edges.diff()) / shared_scale * RATIO_STEPS)
-        .round()
-        .clamp(0, 2**31 // ranks - 1)
-        .long()
-    )
+    ratio = root_mean_square(square, edges.diff()) / shared_scale * RATIO_STEPS
+    ratio = ratio.round().clamp(0, 2**31 // ranks - 1).long()
     low, high = torch.nn.functional.pad(ratio, (0, -len(ratio) % 2)).view(-1, 2).unbind(1)
     header[:1] = invalid
     header[1:] = low + (high << 32)
@@ -100,22 +95,21 @@ def lanes_update(
     next_kind: Tensor,
     ranks: int,
 ) -> None:
-    """After the average was read: the scales of the next step, from the ranks' summed ``header`` and the average.
+    """After :func:`lanes_decode`: write the scales of the next step, from the ranks' summed ``header`` and the mean.
 
-    Per group, if it has values (else nothing changes)::
+    Per group with values (for an empty one, scale and kind are copied)::
 
-        observed    = shared_scale * sum of ratios / (1024 * ranks)
+        observed   = shared_scale * sum of ratios / (1024 * ranks)
         next_scale = bounded(shared_scale * 0.75 + observed * 0.25)
-        next_kind   = 1 if count * sum of mean**4 / max((sum of mean**2)**2, 1e-300) > 4.5 else 0
+        next_kind  = 1 if count * sum of mean**4 / max((sum of mean**2)**2, 1e-300) > 4.5 else 0
 
-    Then, if a rank was invalid, ``mean``, float32, (n,), becomes NaN.
+    If a rank was invalid, ``mean``, float32, (n,), is then set to NaN.
     """
     square, fourth = _sums(mean, edges)
     count = edges.diff()
     words = header[1:]
     sums = torch.stack([words & 0xFFFFFFFF, words >> 32], 1).view(-1)[: len(count)]
-    next_scale.copy_(
-        torch.where(count > 0, running(shared_scale, divided(shared_scale * sums, RATIO_STEPS * ranks)), shared_scale)
-    )
+    observed = divided(shared_scale * sums, RATIO_STEPS * ranks)
+    next_scale.copy_(torch.where(count > 0, running(shared_scale, observed), shared_scale))
     next_kind.copy_(torch.where(count > 0, kind_of(square, fourth, count), kind))
     mean.masked_fill_(header[0] != 0, float("nan"))
