@@ -1,15 +1,18 @@
-"""Gradient compression for data-parallel training on Horovod: one object passed as ``compression=``."""
+"""Gradient compression for data-parallel training with Horovod or torch DistributedDataParallel."""
 
-from .methods import extrapolation
 from ._version import __version__
+from .hosts.ddp import ddp_hook
+from .methods import extrapolation
 from .methods.base import Compressor
 from .methods.fft import FFT
 from .methods.iwp import IWP
 from .methods.mipd import MIPD
 from .methods.mp2 import MP2
+from .methods.powersgd import PowerSGD
 from .methods.quantized import QSGD, TernGrad
 from .methods.slim_dp import SlimDP
 from .methods.topk import DGC, TopK
+from .selection import schedule
 
 __all__ = [
     "DGC",
@@ -19,9 +22,12 @@ __all__ = [
     "MP2",
     "QSGD",
     "Compressor",
+    "PowerSGD",
     "SlimDP",
     "TernGrad",
     "TopK",
     "__version__",
+    "ddp_hook",
     "extrapolation",
+    "schedule",
 ]

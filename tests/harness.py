@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvd_compress import Compressor
 from hvd_compress.engine.collectives import allreduce
-from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.threads import ThreadWorld
 
 Build = Callable[..., Compressor]
 
@@ -56,16 +56,16 @@ class Scheduled:
 class Rank:
     """One rank: its replica, its compressor, and a step as Horovod takes it."""
 
-    def __init__(self, world: LocalWorld, rank: int, model: torch.nn.Module, build: Build, **options: Any) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, model: torch.nn.Module, build: Build, **options: Any) -> None:
         self.world, self.rank, self.model = world, rank, copy.deepcopy(model)
         self.collectives = world.collectives(rank)
         self.compression = build(self.model.named_parameters(), collectives=self.collectives, **options)
         self.steps = 0
 
-    def move_to(self, world: LocalWorld, rank: int) -> None:
+    def move_to(self, world: ThreadWorld, rank: int) -> None:
         """The ranks were formed anew, as hvd.init() does after a failure."""
         self.world, self.rank, self.collectives, self.steps = world, rank, world.collectives(rank), 0
-        self.compression._collectives = self.compression._driver._collectives = self.collectives
+        self.compression.engine.collectives = self.compression.engine.exchanges.engine.collectives = self.collectives
 
     def exchange(self, grads: Iterable[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
         """Gives the gradients to the compressor in an order of its own and returns what Horovod would leave in
@@ -101,21 +101,21 @@ class Rank:
 
 def replicas(
     size: int, build: Build, model: torch.nn.Module | None = None, **options: Any
-) -> tuple[LocalWorld, list[Rank]]:
+) -> tuple[ThreadWorld, list[Rank]]:
     """``size`` ranks of one model, each with a compressor of its own."""
-    world = LocalWorld(size, timeout=20)
+    world = ThreadWorld(size, timeout=20)
     model = model or mixed_model()
     return world, [Rank(world, rank, model, build, **options) for rank in range(size)]
 
 
 def together(
-    world: LocalWorld, ranks: list[Rank], grads: list[list[Tensor | None]], shuffle: int | None = None
+    world: ThreadWorld, ranks: list[Rank], grads: list[list[Tensor | None]], shuffle: int | None = None
 ) -> list[list[Tensor]]:
     """One step of all ranks at once, in threads: what each is left with."""
     return world.run(lambda i: ranks[i].exchange(grads[i], shuffle))
 
 
-def random_steps(world: LocalWorld, ranks: list[Rank], steps: Iterable[int], order: int = 0) -> list[list[Tensor]]:
+def random_steps(world: ThreadWorld, ranks: list[Rank], steps: Iterable[int], order: int = 0) -> list[list[Tensor]]:
     """Steps with gradients seeded by step and rank; the last step's results."""
     for step in steps:
         grads = [gradients(r.model, seed=1000 * step + r.rank) for r in ranks]

@@ -10,12 +10,12 @@ from harness import Scheduled, gradients, mixed_model, replicas, together
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_compress import IWP
-from hvd_compress.hosts.threads import LocalCollectives, LocalWorld
+from hvd_compress.hosts.threads import ThreadCollectives, ThreadWorld
 
 
 def build(model=None, **options):
     model = model or mixed_model()
-    return IWP(model.named_parameters(), collectives=LocalWorld(1).collectives(0), **options)
+    return IWP(model.named_parameters(), collectives=ThreadWorld(1).collectives(0), **options)
 
 
 @pytest.mark.parametrize(
@@ -47,21 +47,21 @@ def test_bad_arguments_say_what_is_allowed(options, says):
 
 def test_named_parameters_must_be_pairs():
     with pytest.raises(TypeError, match="pairs"):
-        IWP(mixed_model().parameters(), collectives=LocalWorld(1).collectives(0))
+        IWP(mixed_model().parameters(), collectives=ThreadWorld(1).collectives(0))
 
 
 def test_used_up_iterator_is_recognised():
     iterator = mixed_model().named_parameters()
     list(iterator)
     with pytest.raises(ValueError, match="used up"):
-        IWP(iterator, collectives=LocalWorld(1).collectives(0))
+        IWP(iterator, collectives=ThreadWorld(1).collectives(0))
 
 
 def test_duplicate_names_are_refused():
     p = torch.nn.Parameter(torch.zeros(64, 64))
     q = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(ValueError, match="more than once: w"):
-        IWP([("w", p), ("w", q)], collectives=LocalWorld(1).collectives(0))
+        IWP([("w", p), ("w", q)], collectives=ThreadWorld(1).collectives(0))
 
 
 def test_integer_gradient_is_refused_by_name():
@@ -91,7 +91,7 @@ def test_state_made_with_another_momentum_changes_nothing():
 def test_parameter_that_moved_is_refused_by_name():
     model = torch.nn.Linear(64, 64)
     compression = build(model)
-    compression._tickets[id(model.weight)].bucket.device = torch.device("cuda", 0)
+    compression.engine.places[id(model.weight)].bucket.device = torch.device("cuda", 0)
     model.weight.grad = torch.ones(64, 64)
     with pytest.raises(
         ValueError, match="weight: was on cuda:0 when the compressor was built and its gradient is on cpu"
@@ -163,7 +163,7 @@ def test_an_optimizer_that_was_not_given_the_compressor_would_lose_its_momentum(
 
 def test_alone_the_optimizer_keeps_its_momentum(monkeypatch):
     """Horovod calls no compressor in a process alone."""
-    monkeypatch.setattr(LocalCollectives, "active", property(lambda self: False))
+    monkeypatch.setattr(ThreadCollectives, "active", property(lambda self: False))
     model = torch.nn.Linear(64, 64)
     compression = build(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -304,7 +304,7 @@ def test_adasum_hands_in_parameters_which_go_as_they_are():
 def test_one_parameter_under_two_names_is_refused():
     p = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(ValueError, match="a and b are one parameter"):
-        IWP([("a", p), ("b", p)], collectives=LocalWorld(1).collectives(0))
+        IWP([("a", p), ("b", p)], collectives=ThreadWorld(1).collectives(0))
 
 
 def test_momentum_is_taken_once_and_returned_once():

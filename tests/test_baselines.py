@@ -7,9 +7,9 @@ import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, SlimDP, TernGrad, TopK
-from hvd_compress.engine.bucket import fill
-from hvd_compress.selection.per_rank import OwnSampled
-from hvd_compress.selection.base import Turn
+from hvd_compress.engine.bucket import make_buckets
+from hvd_compress.selection.per_rank import SampledPerRank
+from hvd_compress.selection.base import StepSeed
 
 
 def wide(model):
@@ -67,9 +67,9 @@ def test_topk_and_dgc_follow_their_papers(build, momentum):
 
 def test_dgc_sorts_exactly_when_its_guess_lets_too_few_through():
     """All that is large lies where no sample looks."""
-    (bucket,) = fill([("w", torch.nn.Parameter(torch.zeros(64, 128)))], 2**20)
-    selection = OwnSampled(bucket, [100], sample=0.01)
-    selection.begin(Turn.draw(0, 0, 0, 1, 0), True)
+    (bucket,) = make_buckets([("w", torch.nn.Parameter(torch.zeros(64, 128)))], 2**20)
+    selection = SampledPerRank(bucket, [100], sample=0.01)
+    selection.begin(StepSeed.draw(0, 0, 0, 1, 0), True)
     stride = 8192 // 82
     score = torch.rand(8192)
     score[selection.turn.phase % stride :: stride] += 5.0
@@ -178,15 +178,15 @@ def test_no_parameter_starves(kind):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 33, bias=False) for _ in range(10)))
     world, ranks = replicas(2, partial(kind, density=1 / 4096), model=model)
-    assert len(ranks[0].compression._buckets) == 1
+    assert len(ranks[0].compression.buckets) == 1
     random_steps(world, ranks, range(4))
     assert all(slots >= 1 for slots in ranks[0].compression._plans[0].selection.slots)
 
 
 def test_dgc_may_have_nothing_to_send_of_a_parameter():
-    (bucket,) = fill([("w", torch.nn.Parameter(torch.zeros(64, 128)))], 2**20)
-    selection = OwnSampled(bucket, [1], sample=0.01)
-    selection.begin(Turn.draw(0, 0, 0, 1, 0), True)
+    (bucket,) = make_buckets([("w", torch.nn.Parameter(torch.zeros(64, 128)))], 2**20)
+    selection = SampledPerRank(bucket, [1], sample=0.01)
+    selection.begin(StepSeed.draw(0, 0, 0, 1, 0), True)
     assert selection.largest(0, torch.rand(8192), 0).numel() == 0
 
 
@@ -212,7 +212,7 @@ def test_a_step_taken_again_leaves_no_infinity_behind(build):
         # As after a failure in the same step: its number is used again.
         rank.compression._step -= 1
     random_steps(world, ranks, range(1, 4))
-    for bucket in ranks[0].compression._buckets:
+    for bucket in ranks[0].compression.buckets:
         assert all(bool(flat.isfinite().all()) for flat in bucket.state.values())
 
 

@@ -29,7 +29,7 @@ def test_nothing_is_lost_and_all_ranks_agree(remembering, size):
     ranks."""
     method = remembering
     world, ranks = replicas(size, method)
-    assert len(ranks[0].compression._buckets) > 1
+    assert len(ranks[0].compression.buckets) > 1
     for step in range(5):
         grads = [gradients(r.model, seed=100 * step + r.rank) for r in ranks]
         if step in (1, 3):
@@ -104,7 +104,7 @@ def _look(compression):
 
 def _catch_up(compression):
     for bucket in compression.buckets:
-        seen = {segment: bucket.peek(segment).clone() for segment in bucket.segments}
+        seen = {segment: bucket.residual_of(segment).clone() for segment in bucket.segments}
         assert all(torch.equal(segment.of(bucket.residual), one) for segment, one in seen.items())
 
 
@@ -119,15 +119,15 @@ def test_the_next_gradient_takes_along_what_is_due(name):
     (rank,) = ranks
     bucket = next(bucket for bucket in rank.compression.buckets if len(bucket.segments) > 1)
     late = bucket.state["residual"].clone()
-    bucket.due.finish = None  # nobody may need it
+    bucket.deferred.finish = None  # nobody may need it
     first, second = bucket.segments[0], bucket.segments[1]
     first.parameter.grad = torch.zeros_like(first.parameter)
     rank.compression.compress(first.parameter.grad)
-    assert bucket.due.of(0) == () and bucket.due.of(1)
+    assert bucket.deferred.of(0) == () and bucket.deferred.of(1)
     assert not torch.equal(first.of(bucket.state["residual"]), first.of(late))
     assert torch.equal(second.of(bucket.state["residual"]), second.of(late))
     with pytest.raises(TypeError):
-        bucket.catch_up()
+        bucket.apply_deferred()
 
 
 @pytest.mark.parametrize("name", DEFERRING)
@@ -138,7 +138,7 @@ def test_an_exchange_has_nothing_of_the_last_ones(name):
     exchange, seen = rank.compression.exchange, []
 
     def spy(bucket):
-        seen.append(bucket.due)
+        seen.append(bucket.deferred)
         yield from exchange(bucket)
 
     rank.compression.exchange = spy
@@ -252,7 +252,7 @@ def test_a_checkpoint_resumes_bit_exactly_where_padding_is_picked(build):
     resumed = random_steps(world, fresh, range(22, 26))[0]
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
     for one, other in zip(ranks, fresh, strict=True):
-        (before,), (after,) = one.compression._buckets, other.compression._buckets
+        (before,), (after,) = one.compression.buckets, other.compression.buckets
         for name, flat in before.state.items():
             assert torch.equal(flat, after.state[name]), name
         assert before.state["last_sent"][model.weight.numel() :].any(), "padding must have been picked"

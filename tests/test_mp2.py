@@ -122,7 +122,7 @@ def test_predictions_are_bit_equal_over_1000_steps(choice):
         return float(loss.detach())
 
     assert max(world.run(train)) < 0.1, "training must have worked"
-    first, *others = (rank.compression._buckets[0].state for rank in ranks)
+    first, *others = (rank.compression.buckets[0].state for rank in ranks)
     assert float(first["guess"].abs().sum()) > 0.0
     for other in others:
         for name in ("arrived", "smoothed", "last_sent", "guess", "applied"):
@@ -173,7 +173,7 @@ def test_a_rank_that_went_astray_is_found_and_repaired(momentum, choice, noise):
             assert float(off.masked_fill(but[name], 0.0).max()) < 2e-3
 
     def sent_last():
-        bucket, plan = ranks[0].compression._buckets[0], ranks[0].compression._plans[0]
+        bucket, plan = ranks[0].compression.buckets[0], ranks[0].compression._plans[0]
         mask = torch.zeros_like(bucket.residual)
         plan.selection.write(mask, torch.ones_like(plan.selection.values))
         shapes = dict(ranks[0].model.named_parameters())
@@ -183,7 +183,7 @@ def test_a_rank_that_went_astray_is_found_and_repaired(momentum, choice, noise):
     assert equal()
     check_books(but={name: torch.tensor(False) for name in names})
     for rank, sign in ((1, 1.0), (2, -1.0)):
-        guess = ranks[rank].compression._buckets[0].state["guess"]
+        guess = ranks[rank].compression.buckets[0].state["guess"]
         guess += sign * noise * torch.randn(guess.shape, generator=torch.Generator().manual_seed(rank))
     train(18, 19)
     assert not equal()
@@ -221,11 +221,11 @@ def test_a_skipped_step_takes_its_predictions_back(bad):
     for number in range(5):
         step(number)
     before = [residuals(r) for r in ranks]
-    applied = [r.compression._buckets[0].state["applied"].clone() for r in ranks]
+    applied = [r.compression.buckets[0].state["applied"].clone() for r in ranks]
     given = step(5, taken=False)
     for rank, was, old, grads in zip(ranks, before, applied, given, strict=True):
         rank.compression.state_dict()  # a step that was not taken is undone here
-        assert torch.allclose(rank.compression._buckets[0].state["applied"], old, atol=1e-5)
+        assert torch.allclose(rank.compression.buckets[0].state["applied"], old, atol=1e-5)
         for (name, p), grad in zip(rank.model.named_parameters(), grads, strict=True):
             if p.dim() >= 2 and p.numel() >= 1024:
                 want = was[name] + grad.double()

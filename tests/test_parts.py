@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress.engine.agreement import MARKS, alike
+from hvd_compress.engine.agreement import LIMIT, all_equal
 from hvd_compress.engine.bucket import Bucket, Segment, fill, in_order_of, is_dense
 from hvd_compress.selection.budget import apportion, shares
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall, ring_bytes
-from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.hosts.lookup import GradientLookup
 from hvd_compress.engine.rng import derive, permutation
 from hvd_compress.selection.schedule import WarmUp
-from hvd_compress.selection.base import Everything, Rule, Turn
+from hvd_compress.selection.base import Scoring, StepSeed
 
 
 def test_warm_up_goes_down_by_fours_and_stays():
@@ -69,7 +69,7 @@ def test_keys_and_orders_are_functions_of_their_counters():
 
 
 def test_local_world_performs_the_three_verbs():
-    world = LocalWorld(3, timeout=5)
+    world = ThreadWorld(3, timeout=5)
 
     def body(rank):
         ends = world.collectives(rank)
@@ -84,7 +84,7 @@ def test_local_world_performs_the_three_verbs():
 
 
 def test_local_world_names_who_is_missing():
-    world = LocalWorld(2, timeout=0.1)
+    world = ThreadWorld(2, timeout=0.1)
     handle = world.collectives(0).start(allreduce(torch.zeros(1)), "sum")
     assert not handle.done()
     with pytest.raises(TimeoutError, match=r"sum: rank 0 waited 0.1 s for ranks \[1\]"):
@@ -92,7 +92,7 @@ def test_local_world_names_who_is_missing():
 
 
 def test_local_world_refuses_sums_of_different_shapes():
-    world = LocalWorld(2, timeout=5)
+    world = ThreadWorld(2, timeout=5)
     with pytest.raises(ValueError, match="different shapes"):
         world.run(lambda rank: world.collectives(rank).start(allreduce(torch.zeros(1 + rank)), "sum").result())
 
@@ -119,7 +119,7 @@ def test_memory_order():
 
 def test_buckets_start_with_the_last_parameter_and_keep_to_their_capacity():
     parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate((300, 70_000, 200, 10))]
-    buckets = fill(parameters, capacity=4 * 1024)
+    buckets = make_buckets(parameters, capacity=4 * 1024)
     assert [[s.name for s in b.segments] for b in buckets] == [["p3", "p2"], ["p1"], ["p0"]]
     assert [s.first_block for s in buckets[0].segments] == [0, 1] and buckets[0].blocks == 2
     assert buckets[1].residual.numel() == 274 * 256
@@ -190,12 +190,12 @@ def test_lookup_forgets_where_nobody_begins_a_step():
 def test_ranks_that_chose_differently_once_are_told_when_somebody_looks():
     """On a GPU that is not in every step."""
     bucket = Bucket(0, [Segment("w", torch.nn.Parameter(torch.zeros(512)), 0)], torch.device("cpu"))
-    selection = Everything(bucket)
+    selection = AllEntries(bucket)
     flag = torch.zeros(1, dtype=torch.bool)
-    rule = Rule(None, 0.0, 1.0, 0.0, torch.zeros(1, dtype=torch.int32), flag)
+    rule = Scoring(None, 0.0, 1.0, 0.0, torch.zeros(1, dtype=torch.int32), flag)
 
     def step(number, other_mark):
-        selection.begin(Turn.draw(0, number, 0, 2, 0), check=number == 2)
+        selection.begin(StepSeed.draw(0, number, 0, 2, 0), check=number == 2)
         exchange = selection.agree(rule)
         ours = next(exchange).tensor
         mark = ours[1] + other_mark
@@ -210,11 +210,11 @@ def test_ranks_that_chose_differently_once_are_told_when_somebody_looks():
         step(2, other_mark=0)
 
 
-@given(marks=st.lists(st.integers(0, MARKS - 1), min_size=1, max_size=40))
-def test_marks_are_alike_where_all_ranks_have_the_same(marks):
+@given(marks=st.lists(st.integers(0, LIMIT - 1), min_size=1, max_size=40))
+def test_marks_are_all_equal_where_all_ranks_have_the_same(marks):
     """The second mark is the same everywhere, the largest."""
-    asking = alike(torch.tensor([marks[0], MARKS - 1]))
-    sums = sum(next(alike(torch.tensor([mark, MARKS - 1]))).tensor for mark in marks)
+    asking = all_equal(torch.tensor([marks[0], LIMIT - 1]))
+    sums = sum(next(all_equal(torch.tensor([mark, LIMIT - 1]))).tensor for mark in marks)
     next(asking)
     with pytest.raises(StopIteration) as answer:
         asking.send(sums)

@@ -1,4 +1,4 @@
-"""The predictor computes alike whatever the training around it has set: hvd_compress/predictor.py."""
+"""The predictor computes all_equal whatever the training around it has set: hvd_compress/predictor.py."""
 
 import pytest
 import torch

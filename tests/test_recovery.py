@@ -13,7 +13,7 @@ from methods import FORGETFUL, METHODS
 
 from hvd_compress import IWP
 from hvd_compress.codecs import Lanes, codec
-from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.threads import ThreadWorld
 
 DISAGREEING = ["iwp", "iwp-topk", "iwp-lanes4", "fft", "fft-gather", "mipd"]
 
@@ -44,7 +44,7 @@ def test_a_new_rank_after_a_restart_agrees_with_the_survivors(name):
     p = survivor.model.wide.weight
     p.grad = torch.ones_like(p)
     survivor.compression.compress(p.grad)
-    formed = LocalWorld(2, timeout=20)
+    formed = ThreadWorld(2, timeout=20)
     survivor.move_to(formed, 0)
     fresh = Rank(formed, 1, survivor.model, method)
     applied = random_steps(formed, [survivor, fresh], range(20, 25))
@@ -58,7 +58,7 @@ def test_a_step_that_is_skipped_takes_nothing_from_any_residual(name, looked):
     """An infinity in one bucket: GradScaler skips the step, so what the other buckets sent must come back too, whether
     or not it had left the residual already."""
     world, ranks = replicas(2, partial(METHODS[name], density=1 / 16, bucket_mb=0.08))
-    assert len(ranks[0].compression._buckets) > 1
+    assert len(ranks[0].compression.buckets) > 1
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
 
     def applied() -> None:
@@ -75,7 +75,7 @@ def test_a_step_that_is_skipped_takes_nothing_from_any_residual(name, looked):
     if looked:
         assert all(held.isfinite().all() for r in ranks for held in residuals(r).values())
         for bucket in (bucket for r in ranks for bucket in r.compression.buckets):
-            bucket.catch_up()
+            bucket.apply_deferred()
     # No optimizer.step(): the next step begins, with gradients of zero that add nothing.
     zeros = [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks]
     sent = together(world, ranks, zeros)
@@ -96,7 +96,7 @@ def test_more_or_fewer_ranks_after_a_restart(name, before, after, momentum):
     world, ranks = replicas(before, method)
     random_steps(world, ranks, range(5))
     survivor = ranks[-1]
-    formed = LocalWorld(after, timeout=20)
+    formed = ThreadWorld(after, timeout=20)
     survivor.move_to(formed, 0)
     everyone = [survivor, *(Rank(formed, i, survivor.model, method) for i in range(1, after))]
     for step in range(20, 24):
@@ -125,7 +125,7 @@ def test_a_guess_is_taken_back_with_the_step():
         together(world, ranks, [[g.clone() for g in steady] for _ in ranks])
         for optimizer in optimizers:
             optimizer.step()
-    assert all(bucket.state["smoothed"].norm() > 1 for bucket in ranks[0].compression._buckets)
+    assert all(bucket.state["smoothed"].norm() > 1 for bucket in ranks[0].compression.buckets)
     before = [residuals(r) for r in ranks]
     grads = [[g.clone() for g in steady] for _ in ranks]
     grads[1][6].view(-1)[5] = float("inf")
@@ -163,7 +163,7 @@ WRITING = ["iwp-fp32", "iwp-topk", "fft", "fft-gather", "mipd-compensated", "mp2
 def test_a_bucket_that_was_done_gives_back_when_another_fails(name):
     world, ranks = replicas(1, METHODS[name], bucket_mb=0.08)
     (rank,) = ranks
-    assert len(rank.compression._buckets) == 2
+    assert len(rank.compression.buckets) == 2
     random_steps(world, ranks, range(2))
     before = residuals(rank)
     start, calls = rank.collectives.start, []
@@ -179,11 +179,11 @@ def test_a_bucket_that_was_done_gives_back_when_another_fails(name):
     given = [g.double().clone() for g in grads]
     with pytest.raises(ConnectionError):
         together(world, ranks, [grads])
-    assert any(".1.step" in call for call in calls) and not rank.compression._driver._running
+    assert any(".1.step" in call for call in calls) and not rank.compression.engine.exchanges._running
     if name == "iwp-fp32":
         assert sum(".1.step" in call for call in calls) == 2, "both of its messages"
     for number, (key, parameter) in enumerate(rank.model.named_parameters()):
-        if key in [segment.name for segment in rank.compression._buckets[1].segments]:
+        if key in [segment.name for segment in rank.compression.buckets[1].segments]:
             assert not parameter.grad.any(), "averages that were taken back"
             if name not in FORGETFUL:
                 want = before[key] + given[number]
@@ -246,7 +246,7 @@ def test_gradients_of_a_step_that_was_lost_are_not_counted_twice(means):
     for p in (left, added):
         p.grad = torch.ones_like(p)
         rank.compression.compress(p.grad)
-    rank.move_to(LocalWorld(1, timeout=20), 0)
+    rank.move_to(ThreadWorld(1, timeout=20), 0)
     added.grad += 1.0
     new.grad = torch.ones_like(new)
     rank.compression.compress(new.grad)
@@ -274,7 +274,7 @@ def test_a_gradient_that_could_not_be_taken_in_stays(monkeypatch):
 )
 def test_ranks_with_other_methods_are_told(one, other):
     """They meet, and do not wait for each other."""
-    world = LocalWorld(2, timeout=10)
+    world = ThreadWorld(2, timeout=10)
     ranks = [Rank(world, rank, mixed_model(), METHODS[name]) for rank, name in enumerate((one, other))]
     with pytest.raises((RuntimeError, ValueError), match=r"disagree|different shapes|asks for an all"):
         random_steps(world, ranks, range(1))
@@ -293,7 +293,7 @@ def test_ranks_with_other_methods_are_told(one, other):
     ],
 )
 def test_ranks_with_other_options_are_told(name, options):
-    world = LocalWorld(2, timeout=10)
+    world = ThreadWorld(2, timeout=10)
     model = mixed_model()
     ranks = [Rank(world, 0, model, METHODS[name]), Rank(world, 1, model, METHODS[name], **options)]
     with pytest.raises(RuntimeError, match="the ranks' compressors disagree"):
@@ -302,7 +302,7 @@ def test_ranks_with_other_options_are_told(name, options):
 
 def test_ranks_with_other_weights_are_told():
     """MIPD chooses by the weights: where they were not broadcast, it would average other entries."""
-    world = LocalWorld(2, timeout=10)
+    world = ThreadWorld(2, timeout=10)
     ranks = [Rank(world, rank, mixed_model(seed=rank), METHODS["mipd"]) for rank in range(2)]
     with pytest.raises(RuntimeError, match="were the parameters broadcast"):
         random_steps(world, ranks, range(1))
@@ -348,7 +348,7 @@ def test_a_step_that_the_ranks_did_not_survive_to_take_comes_back():
     before, grads = residuals(rank), gradients(rank.model, seed=50)
     given = [g.double().clone() for g in grads]
     together(world, [rank], [grads])
-    rank.move_to(LocalWorld(1, timeout=20), 0)
+    rank.move_to(ThreadWorld(1, timeout=20), 0)
     optimizer.step()
     for number, (name, p) in enumerate(rank.model.named_parameters()):
         if p.dim() > 1 and p.numel() >= 1024:
@@ -450,7 +450,7 @@ def test_gradients_are_let_go():
 def test_hooks_go_with_the_compressor():
     model = mixed_model()
     for _ in range(3):
-        IWP(model.named_parameters(), collectives=LocalWorld(1).collectives(0))
+        IWP(model.named_parameters(), collectives=ThreadWorld(1).collectives(0))
         gc.collect()
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
@@ -508,7 +508,7 @@ def test_a_step_that_failed_leaves_what_is_shared_as_it_was(name, density):
 
     def shared():
         known = {}
-        for bucket, plan in zip(compression._buckets, compression._plans, strict=True):
+        for bucket, plan in zip(compression.buckets, compression._plans, strict=True):
             own = ("residual", "velocity", "chance")
             known |= {(bucket.index, k): v.clone() for k, v in bucket.state.items() if k not in own}
             scales = plan.channel.state()
@@ -523,7 +523,7 @@ def test_a_step_that_failed_leaves_what_is_shared_as_it_was(name, density):
     compression._finish_step = lambda: (random_step(), (_ for _ in ()).throw(ConnectionError))
     with pytest.raises(ConnectionError):
         rank.exchange(grads)
-    compression._collecting = True  # _finish_step had ended it
+    compression.engine.collecting = True  # _finish_step had ended it
     compression.reset()
     after = shared()
     for key, value in before.items():

@@ -9,7 +9,7 @@ import torch
 from harness import Scheduled, gradients, mixed_model, random_steps, replicas
 
 from hvd_compress import SlimDP
-from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.reference import BLOCK, positions
 
 
@@ -27,7 +27,7 @@ def steps(core, count, density=8 / 256, **options):
     seen = []
     for step in range(count):
         random_steps(world, ranks, [step])
-        assert sent(ranks[0]) == sent(ranks[1]), "the ranks have to choose alike"
+        assert sent(ranks[0]) == sent(ranks[1]), "the ranks have to choose all_equal"
         seen.append(sent(ranks[0]))
     return seen, ranks[0]
 
@@ -65,7 +65,7 @@ def test_the_core_follows_the_gradients():
     hot.view(16, BLOCK)[:, ::8] = 1.0
     for _ in range(60):
         world.run(lambda i: ranks[i].exchange([hot * (1.0 + i)]))
-    core = (ranks[0].compression._buckets[0].state["chance"] > 1.0).view(16, BLOCK).nonzero()
+    core = (ranks[0].compression.buckets[0].state["chance"] > 1.0).view(16, BLOCK).nonzero()
     assert set((core[:, 1] % 8).tolist()) == {0}
     assert len(core) == 16 * 32
 
@@ -110,7 +110,7 @@ class Worker:
 
 
 def workers(size, **options):
-    world = LocalWorld(size, timeout=20)
+    world = ThreadWorld(size, timeout=20)
     return world, [Worker(world, rank, **options) for rank in range(size)]
 
 
@@ -120,7 +120,7 @@ def same(one, other):
 
 def test_local_steps_keep_the_mean_and_what_is_not_sent_drifts():
     world, group = workers(3, density=1 / 16, values="fp32")
-    loners = [Worker(LocalWorld(1), rank, period=10**6) for rank in range(3)]
+    loners = [Worker(ThreadWorld(1), rank, period=10**6) for rank in range(3)]
     world.run(lambda i: group[i].train(3))
     for loner in loners:
         loner.train(3)
@@ -181,8 +181,8 @@ def test_a_fresh_rank_joins():
     """Elastic: one rank survives in the middle of a period, one is new; state.sync() has broadcast the weights."""
     world, group = workers(2, density=1 / 16)
     world.run(lambda i: group[i].train(4))
-    anew = LocalWorld(2, timeout=20)
-    group[0].compression._collectives = group[0].compression._driver._collectives = anew.collectives(0)
+    anew = ThreadWorld(2, timeout=20)
+    group[0].compression.engine.collectives = group[0].compression.engine.exchanges.engine.collectives = anew.collectives(0)
     group[1] = Worker(anew, 1, density=1 / 16)
     group[1].model.load_state_dict(group[0].model.state_dict())
     anew.run(lambda i: group[i].train(7))
@@ -202,7 +202,7 @@ def test_an_infinity_reaches_every_rank():
 
 def test_the_modes_are_told_apart():
     model = mixed_model()
-    make = partial(SlimDP, collectives=LocalWorld(1).collectives(0))
+    make = partial(SlimDP, collectives=ThreadWorld(1).collectives(0))
     local, gradient = (make(model.named_parameters(), mode=mode) for mode in ("local", "gradient"))
     model.wide.weight.grad = torch.zeros_like(model.wide.weight)
     with pytest.raises(RuntimeError, match=r"use compression.wrap\(optimizer\) instead"):

@@ -1,4 +1,4 @@
-"""What every compressor is given: checked before anything is built from it."""
+"""Checks of arguments that all compressors share."""
 
 import operator
 from collections import Counter
@@ -9,16 +9,23 @@ import torch
 from torch import Tensor
 
 
-def whole_number(seed: Any) -> int:
-    """A seed. Raises ``TypeError`` for what is none."""
+def integer_seed(seed: Any) -> int:
+    """``seed`` as an int. Raises ``TypeError`` if it is not an integer."""
     try:
         return operator.index(seed)
     except TypeError:
-        raise TypeError(f"seed must be a whole number, the same on all ranks, got {seed!r:.80}") from None
+        raise TypeError(f"seed must be an integer, the same on all ranks, got {seed!r:.80}") from None
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raises ``ValueError`` if ``value`` is not in [0, 1]."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
 def named_pairs(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
-    """All of them. Raises ``TypeError`` where they are not pairs, ``ValueError`` where there are none, or one twice."""
+    """The pairs as a list. Raises ``TypeError`` if they are not ``(name, parameter)`` pairs, ``ValueError`` if there
+    are none or a name or a parameter occurs twice."""
     named = list(named_parameters)
     for item in named:
         if not (
@@ -32,10 +39,9 @@ def named_pairs(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> l
         raise ValueError(
             "named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)"
         )
-    count = Counter(name for name, _ in named)
-    twice = sorted(name for name in count if count[name] > 1)
-    if twice:
-        raise ValueError(f"parameter names must be unique; more than once: {', '.join(twice)}")
+    duplicates = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+    if duplicates:
+        raise ValueError(f"parameter names must be unique; more than once: {', '.join(duplicates)}")
     first: dict[int, str] = {}
     for name, parameter in named:
         other = first.setdefault(id(parameter), name)

@@ -1,9 +1,9 @@
-"""What a block's entries have in common: its mean, which travels in every step beside the few entries that are picked.
+"""The mean of each block of 256 gradients, sent in every step beside the selected entries.
 
-An entry waits many steps for its turn, and by then all of a block's entries have gathered the same push. Where inputs
-are positive (behind a ReLU), the gradients of a unit's weights have one sign and nearly one size: together they are
-one direction, a steep one, and a push along it that comes late, whole and again and again overshoots. Sent at once, for
-one value of 256, that direction is trained as without compression, and what waits is what entries have of their own.
+Selected entries are sent rarely, and by then the entries of a block have accumulated a common offset (behind a ReLU the
+gradients of a unit's weights have one sign and similar size). Applied late and all at once, this offset overshoots.
+Sending the block's mean in every step, one value per 256 entries, trains that direction without delay; the residual
+keeps only the deviations from the mean.
 """
 
 from typing import Any
@@ -12,50 +12,49 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .bucket import Bucket, Segment
 from ..reference import BLOCK
+from .bucket import Bucket, Segment
 
-#: What a checkpoint must carry.
-_KEPT = ("fresh", "velocity", "held")
+_SAVED = ("fresh", "velocity", "unsent")
 
 
 class BlockMeans:
-    """Of one bucket: float32 tensors of (blocks,).
+    """The block means of one bucket: float32 tensors of (blocks,).
 
-    ``fresh``: what gradients have brought since the last exchange (:func:`hvd_compress.reference.accumulate_select`
-    adds it). ``velocity``: as the entries have one. ``held``: what the wire has not carried yet.
+    ``fresh``: the means of the gradients since the last exchange (added by
+    :func:`hvd_compress.reference.accumulate_select`). ``velocity``: for momentum correction. ``unsent``: the residual
+    of the means.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self.fresh, self.velocity, self.held = torch.zeros(3, bucket.blocks, device=bucket.device).unbind()
+        self.fresh, self.velocity, self.unsent = torch.zeros(3, bucket.blocks, device=bucket.device).unbind()
 
-    def send(self, out: Tensor, momentum: float, invalid: Tensor) -> None:
-        """Writes a step's means to ``out``. One that would not be finite stays as it is, and sets ``invalid``, int32,
+    def load(self, out: Tensor, momentum: float, invalid: Tensor) -> None:
+        """Writes this step's means to ``out``. A mean that would not be finite is left out and sets ``invalid``, int32,
         (1,)."""
-        ops.means_send(self.fresh, self.held, self.velocity if momentum else None, out, invalid, momentum)
+        ops.block_means_send(self.fresh, self.unsent, self.velocity if momentum else None, out, invalid, momentum)
 
-    def arrived(self, mean: Tensor, lost: Tensor) -> None:
-        """The averages are there: what is not in them is held. One that is not finite leaves ``held`` as it is."""
-        ops.means_keep(mean, lost, self.held)
+    def keep_error(self, mean: Tensor, error: Tensor) -> None:
+        """After the exchange: ``unsent`` becomes the quantization ``error`` where the averaged ``mean`` is finite."""
+        ops.block_means_keep(mean, error, self.unsent)
 
     def undo(self, sent: Tensor) -> None:
-        """Nothing was said after all: not what went out as ``sent``."""
-        self.held.copy_(sent)
+        """The exchange of ``sent`` is taken back."""
+        self.unsent.copy_(sent)
 
-    def waiting(self, segment: Segment) -> Tensor:
-        """What waits of a segment's means, for each of its entries: float32, (blocks * 256,), 0 in the padding."""
-        flat = segment.of_blocks(self.held + self.fresh).repeat_interleave(BLOCK)
+    def residual_of(self, segment: Segment) -> Tensor:
+        """The unsent means of a segment, for each of its entries: float32, (blocks * 256,), 0 in the padding."""
+        flat = segment.of_blocks(self.unsent + self.fresh).repeat_interleave(BLOCK)
         flat[segment.numel :] = 0.0
         return flat
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must carry, by parameter."""
-        kept = {key: getattr(self, key) for key in _KEPT}
-        return {s.name: {key: s.of_blocks(kept[key]).clone() for key in _KEPT} for s in self._bucket.segments}
+    def state_dict(self) -> dict[str, Any]:
+        """The state by parameter name."""
+        tensors = {key: getattr(self, key) for key in _SAVED}
+        return {s.name: {key: s.of_blocks(tensors[key]).clone() for key in _SAVED} for s in self._bucket.segments}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for segment in self._bucket.segments:
-            for key in _KEPT:
+            for key in _SAVED:
                 segment.of_blocks(getattr(self, key)).copy_(state[segment.name][key])

@@ -1,6 +1,6 @@
-"""Flat memory: a bucket is a run of parameters whose gradients travel together.
+"""Buckets: parameters whose gradients are exchanged together, with their state in flat memory.
 
-Every parameter begins at a block boundary of the bucket's flat residual and lies there in the parameter's own memory
+Each parameter starts at a block boundary of the bucket's flat tensors and lies there in the parameter's own memory
 order (channels_last stays channels_last), so that gradient, weight and residual are read side by side.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .deferred import Due
 from ..reference import BLOCK
+from .deferred import DeferredUpdate
 from .streams import StreamOrder
 
 
@@ -32,33 +32,37 @@ class Segment:
         return -(-self.numel // BLOCK)
 
     def of(self, flat: Tensor) -> Tensor:
-        """This segment's part of a bucket-wide tensor (padding included)."""
+        """This segment's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]
 
     def padding(self, flat: Tensor) -> Tensor:
-        """What of this segment's part of a bucket-wide tensor is no entry of the parameter's."""
+        """The padding behind this segment's entries in a bucket-wide tensor: a view."""
         return self.of(flat)[self.numel :]
 
-    def of_blocks(self, each: Tensor) -> Tensor:
-        """This segment's part of a tensor with one entry for each of the bucket's blocks."""
-        return each[self.first_block : self.first_block + self.blocks]
+    def of_blocks(self, per_block: Tensor) -> Tensor:
+        """This segment's part of a tensor with one entry per block of the bucket: a view."""
+        return per_block[self.first_block : self.first_block + self.blocks]
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """A bucket-wide tensor's part without the padding, in the parameter's shape and memory order: a view."""
+        """This segment's entries of a bucket-wide tensor in the parameter's shape and memory order: a view."""
         return self.reshaped(self.of(flat))
 
     def reshaped(self, part: Tensor) -> Tensor:
-        """The same, of the part."""
+        """``part``, (blocks * 256,) or (numel,), in the parameter's shape and memory order: a view."""
         return part.as_strided(self.parameter.shape, self.parameter.stride())
+
+    def flat_weight(self) -> Tensor:
+        """The parameter's entries in memory order: a view without gradient, (numel,)."""
+        return self.parameter.detach().as_strided((self.numel,), (1,))
 
 
 @dataclass
 class Bucket:
-    """Parameters that travel together, their residual, and this step's gradients as they come.
+    """Parameters that are exchanged together, their state, and the current step's gradients.
 
-    ``state`` holds what must survive a checkpoint, by name: bucket-wide float32 tensors of ``blocks * 256`` entries,
-    ``residual`` always among them; :meth:`catch_up` first. ``gradients`` holds, per segment, the gradient
-    in canonical memory order, or None until it came; ``owners`` the tensor that Horovod handed in and gets back.
+    ``state``: bucket-wide float32 tensors of ``blocks * 256`` entries by name, saved in checkpoints; ``residual`` is
+    always among them. ``gradients``: per segment, the gradient in the parameter's memory order, or None before it
+    arrives. ``originals``: per segment, the tensor that the host passed in and gets back.
     """
 
     index: int
@@ -69,103 +73,112 @@ class Bucket:
     def __post_init__(self) -> None:
         self.blocks = sum(segment.blocks for segment in self.segments)
         self.order = StreamOrder(self.device)
-        #: What the last exchange has left to do in ``state``.
-        self.due: Due | None = None
+        #: The last exchange's update of ``state`` that is not applied yet.
+        self.deferred: DeferredUpdate | None = None
         self.add_state("residual")
         self.clear()
 
     def add_state(self, name: str) -> Tensor:
-        """A new bucket-wide tensor of zeros that checkpoints carry."""
+        """Adds a bucket-wide tensor of zeros to ``state``."""
         self.state[name] = torch.zeros(self.blocks * BLOCK, device=self.device)
         return self.state[name]
 
     @property
     def residual(self) -> Tensor:
-        """Of all gradients so far, what has not been sent: float32, (blocks * 256,). For the thread that trains: it may
-        have to write."""
-        self.catch_up()
+        """The sum of all gradients that has not been sent: float32, (blocks * 256,). Applies a deferred update, so only
+        the training thread may ask."""
+        self.apply_deferred()
         return self.state["residual"]
 
-    def catch_up(self) -> None:
-        """``state`` becomes what it is to be after the last exchange."""
-        if self.due is not None and self.due.waits:
+    def apply_deferred(self) -> None:
+        """Brings ``state`` up to date with the last exchange."""
+        if self.deferred is not None and self.deferred.pending:
             self.order.enter()
-            self.due.finish(self.state["residual"], self.state.get("velocity"))
+            self.deferred.apply(self.state["residual"], self.state.get("velocity"))
             self.order.leave()
 
-    def forget_due(self) -> None:
-        """An exchange begins, and its predecessor's memory is let go."""
-        self.catch_up()
-        if self.due is not None:
+    def drop_deferred(self) -> None:
+        """Applies the last exchange's deferred update and frees its memory. Called before a new exchange."""
+        self.apply_deferred()
+        if self.deferred is not None:
+            d = self.deferred
             self.order.enter()
-            self.order.let_go(self.due.picks, self.due.segments, self.due.mean, self.due.lost)
-            self.due = None
+            self.order.release(d.indices, d.segments, d.mean, d.error)
+            self.deferred = None
 
-    def peek(self, segment: Segment) -> Tensor:
-        """A segment's part of the residual, padding included, for whoever only looks: nothing is written, whatever is
-        due, so that any thread may."""
-        part, due = segment.of(self.state["residual"]), self.due
-        return part if due is None else due.seen(self.segments.index(segment), part)
+    def residual_of(self, segment: Segment) -> Tensor:
+        """A segment's part of the residual, padding included, without writing to it: safe from any thread."""
+        part = segment.of(self.state["residual"])
+        return part if self.deferred is None else self.deferred.preview(self.segments.index(segment), part)
 
     @property
     def full(self) -> bool:
-        """Whether every segment's gradient of this step is here."""
+        """Whether every segment's gradient of this step has arrived."""
         return all(self.arrived)
 
     def clear(self) -> None:
-        """Ready for the next step."""
+        """Prepares for the next step."""
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
-        self.owners: list[Tensor | None] = [None] * len(self.segments)
+        self.originals: list[Tensor | None] = [None] * len(self.segments)
         self.arrived = [False] * len(self.segments)
-        self._taken: list[int | None] = [None] * len(self.segments)
+        self._versions: list[int | None] = [None] * len(self.segments)
 
-    def taken(self, position: int) -> None:
-        """What the segment's gradient brought is in the bucket's state now."""
-        owner = self.owners[position]
-        assert owner is not None
-        self._taken[position] = owner._version
+    def add_gradient(self, position: int, grad: Tensor) -> Tensor:
+        """Registers a segment's gradient and returns it in the parameter's memory order (a copy only if its own order
+        differs)."""
+        ordered = in_order_of(self.segments[position].parameter, grad)
+        self.gradients[position], self.originals[position] = ordered, grad
+        self.arrived[position] = True
+        return ordered
 
-    def assigned(self) -> None:
-        """The exchange has written the averages into the gradients that were taken in."""
-        for position, version in enumerate(self._taken):
+    def mark_accumulated(self, position: int) -> None:
+        """The segment's gradient is now part of the bucket's state."""
+        original = self.originals[position]
+        assert original is not None
+        self._versions[position] = original._version
+
+    def mark_averaged(self) -> None:
+        """The exchange has written averages into the accumulated gradients."""
+        for position, version in enumerate(self._versions):
             if version is not None:
-                self.taken(position)
+                self.mark_accumulated(position)
 
-    def use_up(self) -> None:
-        """Gradients that were taken in become zero, or what is added to them later would bring it once more; but not
-        those that somebody has written to since."""
+    def zero_accumulated(self) -> None:
+        """Zeros the gradients that are part of the state, except those that somebody else has written to since:
+        accumulating on top of them would count them twice."""
         self.order.enter()
-        for owner, version in zip(self.owners, self._taken, strict=True):
-            if owner is not None and owner._version == version:
-                owner.zero_()
+        for original, version in zip(self.originals, self._versions, strict=True):
+            if original is not None and original._version == version:
+                original.zero_()
         self.order.leave()
 
-    def receive(self, position: int, grad: Tensor) -> Tensor:
-        """Takes note of a segment's gradient and returns it in canonical memory order (a copy only if it is laid out
-        otherwise)."""
-        canonical = in_order_of(self.segments[position].parameter, grad)
-        self.gradients[position], self.owners[position] = canonical, grad
-        self.arrived[position] = True
-        return canonical
-
-    def give_back(self, position: int) -> Tensor:
-        """The very tensor that Horovod handed in, holding the result; the bucket holds on to it no longer."""
-        owner, canonical = self.owners[position], self.gradients[position]
-        if owner is None or canonical is None:
+    def result(self, position: int) -> Tensor:
+        """The tensor that the host passed in, now holding the averaged gradient. Drops the bucket's reference to it."""
+        original, ordered = self.originals[position], self.gradients[position]
+        if original is None or ordered is None:
             raise RuntimeError(
-                f"{self.segments[position].name}: the step in which this gradient was compressed is no more (it failed "
-                "and was reset, or its result was asked for twice)"
+                f"{self.segments[position].name}: the step in which this gradient was compressed is gone (it failed "
+                "and was reset, or the result was requested twice)"
             )
         self.order.enter()
-        self.gradients[position] = self.owners[position] = None
-        if canonical.data_ptr() != owner.data_ptr():
-            with torch.no_grad():  # Horovod calls from where autograd may be on
-                owner.copy_(canonical)
-        return owner
+        self.gradients[position] = self.originals[position] = None
+        if ordered.data_ptr() != original.data_ptr():
+            with torch.no_grad():  # Horovod may call with autograd on
+                original.copy_(ordered)
+        return original
+
+    def targets(self) -> list[Tensor]:
+        """The gradients to which averages are assigned, one per segment; empty where none arrived."""
+        empty = torch.empty(0, device=self.device)
+        return [empty if grad is None else grad for grad in self.gradients]
+
+    def no_targets(self) -> list[Tensor]:
+        """Empty tensors, one per segment: an update that reaches no gradient."""
+        return [torch.empty(0, device=self.device)] * len(self.segments)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the entries fill their memory without gaps or overlaps, in whatever order."""
+    """Whether the entries fill their memory without gaps or overlaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -184,17 +197,14 @@ def in_order_of(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def _same_order(one: Tensor, other: Tensor) -> bool:
-    # Strides of dimensions of length 1 mean nothing: torch sets them differently for the same order.
+    # Strides of dimensions of size 1 are arbitrary.
     kept = [d for d, size in enumerate(one.shape) if size > 1]
     return one.shape == other.shape and all(one.stride(d) == other.stride(d) for d in kept)
 
 
-def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]], capacity: int) -> list[Bucket]:
-    """Deals parameters into buckets of at most ``capacity`` bytes of float32 (or one parameter), last parameter first.
-
-    Backward reaches the last parameters first, so the first bucket is full early and its exchange overlaps the rest.
-    Buckets never mix devices.
-    """
+def make_buckets(parameters: Iterable[tuple[str, torch.nn.Parameter]], capacity: int) -> list[Bucket]:
+    """Divides parameters into buckets of at most ``capacity`` bytes of float32 (or one parameter), last parameter
+    first: backward reaches the last parameters first, so the first buckets fill early. A bucket lies on one device."""
     buckets: list[Bucket] = []
     pending: list[Segment] = []
     blocks = 0
@@ -207,9 +217,8 @@ def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]], capacity: int) ->
 
     for name, parameter in reversed(list(parameters)):
         segment = Segment(name, parameter, blocks)
-        if pending and (
-            (blocks + segment.blocks) * BLOCK * 4 > capacity or parameter.device != pending[0].parameter.device
-        ):
+        size = (blocks + segment.blocks) * BLOCK * 4
+        if pending and (size > capacity or parameter.device != pending[0].parameter.device):
             close()
             segment = Segment(name, parameter, 0)
         pending.append(segment)

@@ -1,9 +1,10 @@
-"""What an exchange leaves to the next gradient: the residual's part of it.
+"""The part of an exchange that is deferred to the next step: updating the residual.
 
-What was sent leaves the residual, and what the wire has lost of it comes back. To do that at once, a cache line has to
-be fetched and written back for every entry; but the next gradient goes through all of the residual anyway, and takes
-it along (:func:`hvd_compress.ops.accumulate_select`). Whoever needs the residual earlier has it done before
-(:attr:`hvd_compress.bucket.Bucket.residual`), or only looks (:meth:`hvd_compress.bucket.Bucket.peek`).
+Entries that were sent leave the residual, and their quantization errors enter it. Doing this at once would fetch and
+write back a cache line for every sent entry. The next gradient passes through the whole residual anyway, so
+:func:`hvd_compress.ops.accumulate_select` applies the update in that pass. Code that needs the residual earlier either
+applies it first (:attr:`hvd_compress.engine.bucket.Bucket.residual`) or computes it without writing
+(:meth:`hvd_compress.engine.bucket.Bucket.residual_of`).
 """
 
 import math
@@ -18,59 +19,58 @@ from ..reference import BLOCK
 
 
 @dataclass
-class Due:
-    """What :func:`hvd_compress.ops.put` does to residual and velocity, of one exchange of all segments.
+class DeferredUpdate:
+    """What :func:`hvd_compress.ops.scatter` would do to residual and velocity after one exchange of a bucket.
 
-    ``picks``: uint8, (slots,); ``segments``: the operators' table; ``spans``: every segment's slots. ``mean`` and
-    ``lost``: float32, (slots,). Memory that nobody writes to before the next exchange.
+    ``indices``: uint8, (slots,). ``segments``: the operators' table. ``spans``: the slots of each segment. ``mean`` and
+    ``error``: float32, (slots,). The tensors must not be written to before the next exchange.
     """
 
-    picks: Tensor
+    indices: Tensor
     segments: Tensor
     spans: list[slice]
     phase: int
     mean: Tensor
-    lost: Tensor
+    error: Tensor
 
     def __post_init__(self) -> None:
-        self._waiting = [True] * len(self.spans)
+        self._pending = [True] * len(self.spans)
 
     @property
-    def waits(self) -> bool:
-        """Whether something is left to do."""
-        return any(self._waiting)
+    def pending(self) -> bool:
+        """Whether some segment's update has not been applied."""
+        return any(self._pending)
 
-    def of(self, position: int) -> tuple[Tensor, Tensor, Tensor, int, int, int] | tuple[()]:
-        """The last arguments of accumulate_select for a segment, which is :meth:`done` after it, or none."""
-        if not self._waiting[position]:
+    def arguments(self, position: int) -> tuple[Tensor, Tensor, Tensor, int, int, int] | tuple[()]:
+        """The last arguments of accumulate_select for a segment, or none. Call :meth:`mark_applied` after it."""
+        if not self._pending[position]:
             return ()
         span = self.spans[position]
-        return self.picks, self.mean, self.lost, span.stop - span.start, span.start, self.phase
+        return self.indices, self.mean, self.error, span.stop - span.start, span.start, self.phase
 
-    def done(self, position: int) -> None:
-        """Of a segment."""
-        self._waiting[position] = False
+    def mark_applied(self, position: int) -> None:
+        self._pending[position] = False
 
-    def finish(self, residual: Tensor, velocity: Tensor | None) -> None:
-        """Does all that waits, in the bucket's tensors."""
-        mean = without(self.mean, (span for span, waits in zip(self.spans, self._waiting, strict=True) if not waits))
-        nowhere = [residual.new_empty(0)] * len(self.spans)
-        ops.put(nowhere, residual, velocity, self.picks, self.segments, mean, self.lost, self.phase, 0.0)
-        self._waiting = [False] * len(self.spans)
+    def apply(self, residual: Tensor, velocity: Tensor | None) -> None:
+        """Applies what is pending to the bucket's tensors."""
+        applied = (span for span, pending in zip(self.spans, self._pending, strict=True) if not pending)
+        mean, no_grads = with_nan(self.mean, applied), [residual.new_empty(0)] * len(self.spans)
+        ops.scatter(no_grads, residual, velocity, self.indices, self.segments, mean, self.error, self.phase, 0.0)
+        self._pending = [False] * len(self.spans)
 
-    def seen(self, position: int, residual: Tensor) -> Tensor:
-        """A segment's residual as it will be: the tensor itself, or a copy of which its part is done."""
-        if not self._waiting[position]:
+    def preview(self, position: int, residual: Tensor) -> Tensor:
+        """A segment's residual with its update applied: ``residual`` itself or an updated copy."""
+        if not self._pending[position]:
             return residual
         residual, span = residual.clone(), self.spans[position]
         row = torch.tensor([[0, residual.numel() // BLOCK, 0, span.stop - span.start]], device=residual.device)
-        nowhere, mean, lost = [residual.new_empty(0)], self.mean[span], self.lost[span]
-        ops.put(nowhere, residual, None, self.picks[span], row, mean, lost, self.phase, 0.0)
+        no_grads, mean, error = [residual.new_empty(0)], self.mean[span], self.error[span]
+        ops.scatter(no_grads, residual, None, self.indices[span], row, mean, error, self.phase, 0.0)
         return residual
 
 
-def without(mean: Tensor, spans: Iterable[slice]) -> Tensor:
-    """``mean`` for :func:`hvd_compress.ops.put`, not finite in some slots: what these stand for stays as it is."""
+def with_nan(mean: Tensor, spans: Iterable[slice]) -> Tensor:
+    """``mean`` with NaN in ``spans``: :func:`hvd_compress.ops.scatter` leaves the residual of those slots unchanged."""
     spans = list(spans)
     if spans:
         mean = mean.clone()

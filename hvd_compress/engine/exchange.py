@@ -1,4 +1,4 @@
-"""Runs exchanges: starts what they yield, resumes them when it is done, and waits only when told to."""
+"""Runs exchanges: starts the collectives they yield and resumes them with the results."""
 
 import time
 from collections import Counter
@@ -10,36 +10,39 @@ from torch import Tensor
 
 from .bucket import Bucket
 from .collectives import Collectives, Handle, Request
-from .wire_stats import Traffic
+from .wire_stats import WireStats
 
-# Seconds. Horovod itself looks for work once a millisecond, unless told otherwise: to look much more often than that
-# costs the processor more than it gains.
-_NAP = 200e-6
+# Seconds between polls. Horovod looks for new work every millisecond; polling much faster only costs CPU time.
+_POLL_INTERVAL = 200e-6
 
 Exchange = Generator[Request, Tensor, None]
 
 
 class _Running:
-    """An exchange under way: its generator and what it waits for."""
+    """An exchange in progress and the collective it waits for."""
 
     def __init__(self, bucket: Bucket, exchange: Exchange) -> None:
         self.bucket, self.exchange = bucket, exchange
         self.stages: Counter[str] = Counter()
-        self.handle: Handle | None = None
+        self.handle: Handle
 
 
-class Driver:
-    """All exchanges of a step. ``label`` begins the names of their collectives, the same on all ranks.
+class Exchanges:
+    """All exchanges of a step.
 
-    A collective is named by its bucket and its place among the exchange's collectives of that ``Request.name``: names
-    are the same in every step, as Horovod's response cache wants them, and ranks may start them in any order.
+    A collective's name is ``label``, its bucket, and its number among the exchange's collectives of one
+    ``Request.name``: the same in every step, as Horovod's response cache requires.
+
+    Where collectives are matched by name, exchanges are resumed as their collectives finish. Where they are matched by
+    the order of calls, the order must not depend on timing: exchanges are resumed in the order of their launches, one
+    collective each in turn.
     """
 
-    def __init__(self, collectives: Collectives, traffic: Traffic, label: str) -> None:
-        self._collectives, self._traffic, self._label = collectives, traffic, label
+    def __init__(self, collectives: Collectives, stats: WireStats, label: str) -> None:
+        self._collectives, self._stats, self._label = collectives, stats, label
         self._running: list[_Running] = []
         #: Seconds spent waiting so far.
-        self.waited = 0.0
+        self.seconds_waited = 0.0
 
     def launch(self, bucket: Bucket, exchange: Exchange) -> None:
         """Starts an exchange, up to its first collective. Never waits."""
@@ -48,24 +51,30 @@ class Driver:
         self._resume(running, None)
 
     def advance(self) -> bool:
-        """Resumes every exchange whose collective is done, without waiting; True if there was any."""
-        moved = False
+        """Resumes every exchange whose result would not block the host; True if there was any."""
+        advanced = False
         for running in list(self._running):
-            while running in self._running and running.handle is not None and running.handle.done():
+            while running in self._running and running.handle.done():
                 self._resume(running, running.handle.result())
-                moved = True
-        return moved
+                advanced = True
+        return advanced
 
     def finish(self) -> None:
-        """Runs all exchanges to their ends, in whatever order their collectives finish."""
+        """Runs all exchanges to their ends."""
         while self._running:
-            if not self.advance():
-                asleep = time.perf_counter()
-                time.sleep(_NAP)
-                self.waited += time.perf_counter() - asleep
+            if self._collectives.ordered:
+                for running in list(self._running):
+                    begin = time.perf_counter()
+                    result = running.handle.result()
+                    self.seconds_waited += time.perf_counter() - begin
+                    self._resume(running, result)
+            elif not self.advance():
+                begin = time.perf_counter()
+                time.sleep(_POLL_INTERVAL)
+                self.seconds_waited += time.perf_counter() - begin
 
     def abandon(self) -> None:
-        """Forgets the exchanges under way: after a failure, or when their handles are void."""
+        """Drops the exchanges in progress, after a failure or when their handles are void."""
         for running in self._running:
             running.exchange.close()
         self._running.clear()
@@ -81,7 +90,7 @@ class Driver:
                 return
             finally:
                 bucket.order.leave()
-            self._traffic.count_request(request, self._collectives.size)
+            self._stats.count_request(request, self._collectives.size)
             name = f"{self._label}.{bucket.index}.{request.name}.{running.stages[request.name]}"
             running.handle = self._collectives.start(request, name)
             running.stages[request.name] += 1

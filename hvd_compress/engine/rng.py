@@ -1,4 +1,4 @@
-"""Randomness that all ranks share without a message: a hash of counters, never a generator's hidden state."""
+"""Randomness shared by all ranks without communication: hashes of counters, no hidden generator state."""
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -11,7 +11,7 @@ def _splitmix(value: int) -> int:
 
 
 def derive(*counters: int) -> int:
-    """A 31-bit key from integers such as ``(seed, step, bucket)``; neighbouring counters give unrelated keys."""
+    """A 31-bit key from integers such as ``(seed, step, bucket)``."""
     state = 0
     for counter in counters:
         state = _splitmix(state ^ (counter & _MASK))
@@ -19,7 +19,7 @@ def derive(*counters: int) -> int:
 
 
 def permutation(key: int, count: int) -> list[int]:
-    """A random order of ``range(count)`` that depends on ``key`` alone (Fisher-Yates)."""
+    """A random permutation of ``range(count)`` that depends on ``key`` only (Fisher-Yates)."""
     order = list(range(count))
     for last in range(count - 1, 0, -1):
         other = derive(key, last) % (last + 1)

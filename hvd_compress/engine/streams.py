@@ -1,30 +1,29 @@
-"""Work on one bucket, in order, though hooks, exchanges and the user may each be on a CUDA stream of their own."""
+"""CUDA stream order for the work on one bucket, which hooks, exchanges and the user may launch on different streams."""
 
 import torch
 
 
 class StreamOrder:
-    """Every piece of work waits for the one before it, on the device, wherever that was launched. Nothing on the
-    CPU."""
+    """Makes each piece of work on a bucket wait, on the device, for the previous one. Does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event: torch.cuda.Event | None = None
 
     def enter(self) -> None:
-        """What is launched from here on runs after what was launched before the last :meth:`leave`."""
+        """Work launched from here on runs after the work launched before the last :meth:`leave`."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def let_go(self, *tensors: torch.Tensor) -> None:
-        """After :meth:`enter`: memory that was used until now, on whatever streams, is freed, and nobody gets it before
-        they are done with it."""
+    def release(self, *tensors: torch.Tensor) -> None:
+        """Call between :meth:`enter` and dropping ``tensors``: their memory is not reused before the current stream is
+        done with them."""
         if self._device.type == "cuda":
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def leave(self) -> None:
-        """Marks the end of what was launched."""
+        """Marks the end of the work launched since :meth:`enter`."""
         if self._device.type == "cuda":
             if self._event is None:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

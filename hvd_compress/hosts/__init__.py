@@ -1,0 +1,40 @@
+"""Who calls the engine and carries its bytes: Horovod, torch DistributedDataParallel, or threads (for tests)."""
+
+import sys
+from typing import Any
+
+from ..engine.collectives import Collectives
+
+
+def default_collectives(process_set: Any, process_group: Any) -> Collectives:
+    """The collectives of the host in use: Horovod's if it is initialised or a ``process_set`` is given,
+    torch.distributed's if that is initialised or a ``process_group`` is given.
+
+    Raises:
+        ValueError: both are given, or none is given and not exactly one host is initialised.
+    """
+    if process_set is not None and process_group is not None:
+        raise ValueError("give process_set= (Horovod) or process_group= (torch DDP), not both")
+    from torch import distributed
+
+    # Not imported here: a program that has initialised Horovod has imported it.
+    hvd = sys.modules.get("horovod.torch")
+    horovod = hvd is not None and hvd.is_initialized()
+    ddp = distributed.is_available() and distributed.is_initialized()
+    if process_set is None and process_group is None:
+        if horovod and ddp:
+            raise ValueError(
+                "both Horovod and torch.distributed are initialised: say which one calls this compressor with "
+                "process_set=hvd.global_process_set or process_group=torch.distributed.group.WORLD"
+            )
+        if not horovod and not ddp:
+            raise ValueError(
+                "build the compressor after hvd.init() (Horovod) or torch.distributed.init_process_group() (DDP)"
+            )
+    if process_group is not None or (ddp and process_set is None):
+        from .ddp import TorchCollectives
+
+        return TorchCollectives(process_group)
+    from .horovod import HorovodCollectives
+
+    return HorovodCollectives(process_set)

@@ -1,4 +1,4 @@
-"""Which parameter is this gradient? Horovod hands a compressor ``p.grad`` and nothing else."""
+"""Finds the parameter of a gradient: Horovod passes ``p.grad`` to a compressor and nothing else."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-#: The largest distance of a copy from what it is copied from, as a share of the largest entry.
-_NEAR = 0.01
+# The largest difference between two dense copies of one sparse gradient, relative to the largest entry.
+_TOLERANCE = 0.01
 
 
 class GradientLookup:
     """Finds a parameter's number from its gradient, usually in O(1).
 
-    A post-accumulate hook fires before Horovod's own and notes ``id(p.grad)``; the note counts only while ``p.grad`` is
-    that very tensor, so a stale ``id`` can never name the wrong parameter. Gradients that Horovod made itself (an
-    unused parameter's zeros) had no hook and are found by a scan.
+    A post-accumulate hook runs before Horovod's own and records ``id(p.grad)``. A record is used only while ``p.grad``
+    is that very tensor, so a reused ``id`` cannot name the wrong parameter. Gradients that Horovod made itself (zeros
+    for an unused parameter) had no hook and are found by a scan.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -25,23 +25,24 @@ class GradientLookup:
         self._latest = -1
         self._copied: set[int] = set()
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        # The hooks live as long as the model; they must not keep the compressor alive with it.
-        me = weakref.ref(self)
+        # The hooks live as long as the model and must not keep the compressor alive.
+        this = weakref.ref(self)
         hooks = [
-            parameter.register_post_accumulate_grad_hook(_note(me, number))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_recorder(this, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
         weakref.finalize(self, _remove, hooks)
 
-    def noted(self, number: int) -> None:
+    def record(self, number: int) -> None:
+        """The gradient of parameter ``number`` is complete."""
         if len(self._number_by_id) > 2 * len(self._parameters):
-            self.forget()  # nobody begins a step where there is nobody to exchange with
+            self.forget()  # with one process no step ever begins or ends
         self._number_by_id[id(self._parameters[number].grad)] = number
         self._latest = number
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a parameter itself, as Horovod's Adasum hands in."""
+        """Whether ``tensor`` is a parameter itself, as Horovod's Adasum passes."""
         return id(tensor) in self._numbers
 
     def find(self, grad: Tensor) -> int | None:
@@ -56,7 +57,7 @@ class GradientLookup:
         return self._find_dense_copy(grad)
 
     def forget(self) -> None:
-        """Drops the notes of gradients that are no more; to be called at the end of every step."""
+        """Drops the records of gradients that no longer exist. Called at the end of every step."""
         self._copied.clear()
         self._number_by_id = {
             id(parameter.grad): number
@@ -65,27 +66,27 @@ class GradientLookup:
         }
 
     def _find_dense_copy(self, grad: Tensor) -> int | None:
-        """With ``sparse_as_dense`` Horovod hands in a dense copy of a sparse gradient: whose, only its values tell. Of
-        equal ones, one that had no copy yet, and best that whose hook was the latest."""
-        whose = [
+        """With ``sparse_as_dense`` Horovod passes a dense copy of a sparse gradient, which only its values identify.
+        Among equal candidates, one without a copy so far is preferred, then the one whose hook ran last."""
+        candidates = [
             number
             for number, parameter in enumerate(self._parameters)
             if parameter.grad is not None and parameter.grad.is_sparse and _is_copy(grad, parameter.grad)
         ]
-        if not whose:
+        if not candidates:
             return None
-        number = min(whose, key=lambda n: (n in self._copied, n != self._latest))
+        number = min(candidates, key=lambda n: (n in self._copied, n != self._latest))
         self._copied.add(number)
         return number
 
 
 def _is_copy(dense: Tensor, sparse: Tensor) -> bool:
-    """A GPU adds up the rows of one index in any order, so a copy may differ from another."""
+    """Equal up to rounding: a GPU sums the rows of one index in any order."""
     if (sparse.shape, sparse.dtype, sparse.device) != (dense.shape, dense.dtype, dense.device):
         return False
     ours, theirs = (x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for x in (sparse.to_dense(), dense))
     distance = (ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)
-    return bool(distance <= _NEAR)
+    return bool(distance <= _TOLERANCE)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -93,10 +94,10 @@ def _remove(hooks: list[RemovableHandle]) -> None:
         hook.remove()
 
 
-def _note(lookup: "weakref.ref[GradientLookup]", number: int) -> Callable[[Tensor], None]:
+def _recorder(lookup: "weakref.ref[GradientLookup]", number: int) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         alive = lookup()
         if alive is not None:
-            alive.noted(number)
+            alive.record(number)
 
     return hook

@@ -1,4 +1,4 @@
-"""N ranks in one process: the same three verbs between threads, for tests and simulations without Horovod."""
+"""N ranks in one process, one thread each: for tests and simulations."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """One collective: the ranks' tensors as they come, and the results once all are here."""
+    """One collective: the ranks' tensors, and the results once all ranks have started it."""
 
     def __init__(self, verb: str, size: int) -> None:
         self.verb = verb
@@ -21,34 +21,34 @@ class _Meeting:
         self.results: list[torch.Tensor] | None = None
 
 
-class _LocalHandle:
-    def __init__(self, meeting: _Meeting, rank: int, world: "LocalWorld", name: str) -> None:
+class _ThreadHandle:
+    def __init__(self, meeting: _Meeting, rank: int, world: "ThreadWorld", name: str) -> None:
         self._meeting, self._rank, self._world, self._name = meeting, rank, world, name
         self._deadline = time.monotonic() + world.timeout
 
     def done(self) -> bool:
+        return not self._world.ordered and self._arrived()
+
+    def result(self) -> torch.Tensor:
+        while not self._arrived():
+            time.sleep(50e-6)
+        assert self._meeting.results is not None
+        return self._meeting.results[self._rank]
+
+    def _arrived(self) -> bool:
         self._world.check()
         if self._meeting.results is None and time.monotonic() > self._deadline:
             missing = [rank for rank, tensor in enumerate(self._meeting.given) if tensor is None]
             raise TimeoutError(f"{self._name}: rank {self._rank} waited {self._world.timeout} s for ranks {missing}")
         return self._meeting.results is not None
 
-    def result(self) -> torch.Tensor:
-        while not self.done():
-            time.sleep(50e-6)
-        assert self._meeting.results is not None
-        return self._meeting.results[self._rank]
 
+class ThreadCollectives:
+    """One rank of a :class:`ThreadWorld`."""
 
-class LocalCollectives:
-    """One rank's end of a :class:`LocalWorld`."""
-
-    def __init__(self, world: "LocalWorld", rank: int) -> None:
-        self._world, self._rank = world, rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
+    def __init__(self, world: "ThreadWorld", rank: int) -> None:
+        self._world, self.rank = world, rank
+        self._started = 0
 
     @property
     def size(self) -> int:
@@ -58,38 +58,48 @@ class LocalCollectives:
     def active(self) -> bool:
         return True
 
+    @property
+    def ordered(self) -> bool:
+        return self._world.ordered
+
     def generation(self) -> object:
         return self._world
 
     def check_optimizer(self, optimizer: object) -> None:
-        """Any will do."""
+        """Every optimizer fits."""
 
     def start(self, request: Request, name: str) -> Handle:
-        return self._world.join(request, name, self._rank)
+        if self._world.ordered:
+            name = f"{self._started}: {name}"
+            self._started += 1
+        return self._world.join(request, name, self.rank)
 
 
-class LocalWorld:
-    """``size`` ranks that live in threads of this process.
+class ThreadWorld:
+    """``size`` ranks, each in a thread of this process.
 
-    Like Horovod, it matches collectives by name, in any order, and demands the same verb, and equal shapes for a sum.
-    ``timeout``: seconds after which a wait raises ``TimeoutError`` and names the ranks that did not come.
+    Args:
+        size: number of ranks, at least 1.
+        timeout: seconds after which a wait raises ``TimeoutError`` and names the missing ranks.
+        ordered: match collectives by the order of the calls, as torch.distributed does, and fail if their names differ;
+            otherwise by name, in any order, as Horovod does.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, ordered: bool = False) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        self.size, self.timeout = size, timeout
+        self.size, self.timeout, self.ordered = size, timeout, ordered
         self._lock = threading.Lock()
         self._open: dict[str, _Meeting] = {}
         self._failure: BaseException | None = None
 
-    def collectives(self, rank: int) -> LocalCollectives:
-        """The end that belongs to ``rank``."""
-        return LocalCollectives(self, rank)
+    def collectives(self, rank: int) -> ThreadCollectives:
+        """The collectives of ``rank``."""
+        return ThreadCollectives(self, rank)
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """Calls ``body(rank)`` in a thread a rank and returns the results; the first exception ends all and is
-        raised."""
+        """Calls ``body(rank)`` in one thread per rank and returns the results. The first exception stops all ranks and
+        is raised."""
         results: list[T | None] = [None] * self.size
 
         def guarded(rank: int) -> None:
@@ -110,24 +120,29 @@ class LocalWorld:
         return results  # type: ignore[return-value]
 
     def check(self) -> None:
-        """Raises ``RuntimeError`` if another rank has failed, so that nobody waits for it."""
+        """Raises ``RuntimeError`` if another rank has failed."""
         if self._failure is not None:
             raise RuntimeError("another rank failed") from self._failure
 
     def join(self, request: Request, name: str, rank: int) -> Handle:
+        """Starts a collective on one rank."""
         with self._lock:
+            if self.ordered:
+                number = name.partition(":")[0]
+                for other in self._open:
+                    if other.partition(":")[0] == number and other != name:
+                        raise ValueError(f"ranks start collectives in different orders: {other} and {name}")
             meeting = self._open.setdefault(name, _Meeting(request.verb, self.size))
             if meeting.verb != request.verb:
                 raise ValueError(f"{name}: one rank asks for an {meeting.verb}, rank {rank} for an {request.verb}")
             if meeting.given[rank] is not None:
                 raise ValueError(f"rank {rank} started {name} twice")
-            # Not copied yet: like Horovod, it reads the tensor when all ranks are here, so nobody may change it
-            # meanwhile.
+            # Not copied: as in Horovod, the tensor is read once all ranks have started, and must not change before.
             meeting.given[rank] = request.tensor.detach()
             if all(tensor is not None for tensor in meeting.given):
                 del self._open[name]
                 meeting.results = self._perform(request, name, meeting.given)
-        return _LocalHandle(meeting, rank, self, name)
+        return _ThreadHandle(meeting, rank, self, name)
 
     def _perform(self, request: Request, name: str, given: list[torch.Tensor | None]) -> list[torch.Tensor]:
         tensors = [tensor for tensor in given if tensor is not None]

@@ -1,1 +1,1 @@
-"""One module a published method; each reads like its paper's algorithm."""
+"""The published methods, one module each, and their parts."""

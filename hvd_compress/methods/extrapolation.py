@@ -1,11 +1,11 @@
-"""Weights some epochs ahead, from the last epochs' (no traffic at all): a line, or a network (WNN: Jang et al., 2023).
+"""Extrapolation of the weights from the last epochs: a line, or a network (WNN: Jang et al., ICML 2023).
 
-Rivals of MP2's prediction, and of use with any training::
+Baselines of MP2's prediction, usable with any training; nothing is communicated::
 
     ahead = hvd_compress.extrapolation.WNN(model.parameters())
     for epoch in range(epochs):
         train(...)
-        ahead.epoch_end()          # on all ranks alike; every fifth time the weights jump
+        ahead.epoch_end()          # on all ranks; every fifth call changes the weights
 """
 
 import abc
@@ -17,21 +17,20 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-#: Epochs that are looked at, and epochs that are jumped.
+#: Epochs that are used, and epochs that are skipped.
 SEEN = AHEAD = 5
-_CHUNK = 2**16  # weights at once, so that the memory it takes is bounded
+_CHUNK = 2**16  # weights per call, to limit memory
 
 
 class Extrapolation(abc.ABC):
-    """Keeps the weights of the last epochs, and jumps when there are five.
+    """Keeps the weights of the last epochs and extrapolates when there are five.
 
-    All ranks have to hold the same weights, and compute the same from them: on one type of processor.
-
-    Holds up to four copies of them. Buffers, such as a batch norm's, do not jump. After an elastic restart call
-    :meth:`reset` on all ranks, or a new one jumps at other epochs than the others.
+    All ranks must have the same weights and compute the same result: on one type of processor. Holds up to four copies
+    of the weights. Buffers, such as a batch norm's, are not changed. After an elastic restart call :meth:`reset` on all
+    ranks: a new rank would otherwise extrapolate at other epochs.
 
     Args:
-        parameters: the model's; those that need no gradient stay as they are.
+        parameters: the model's; those that need no gradient are not changed.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -44,7 +43,7 @@ class Extrapolation(abc.ABC):
 
     @torch.no_grad()
     def epoch_end(self) -> bool:
-        """To be called after every epoch; whether it changed the weights."""
+        """Call it after every epoch. Returns whether it changed the weights."""
         self._seen.append([p.detach().clone() for p in self._parameters])
         if len(self._seen) < SEEN:
             return False
@@ -56,15 +55,15 @@ class Extrapolation(abc.ABC):
         return True
 
     def reset(self) -> None:
-        """Forgets the epochs seen."""
+        """Drops the weights of past epochs."""
         self._seen.clear()
 
     def state_dict(self) -> dict[str, list[list[Tensor]]]:
-        """What a checkpoint must carry."""
+        """The weights of past epochs."""
         return {"seen": [list(epoch) for epoch in self._seen]}
 
     def load_state_dict(self, state: dict[str, list[list[Tensor]]]) -> None:
-        """The inverse; raises ``ValueError`` if it is another model's."""
+        """The inverse of :meth:`state_dict`. Raises ``ValueError`` for the state of another model."""
         for epoch in state["seen"]:
             if [t.shape for t in epoch] != [p.shape for p in self._parameters]:
                 raise ValueError("the state holds parameters of other shapes")
@@ -86,7 +85,7 @@ class WNN(Extrapolation):
 
     Args:
         parameters: see :class:`Extrapolation`.
-        network: another one than the package's.
+        network: replaces the shipped network.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], network: "Nowcaster | None" = None) -> None:
@@ -111,7 +110,7 @@ class Stream(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.hidden(x)
         u = self.summary(h).relu()
-        # Bounded: one exponential must not ruin a model.
+        # Limited: the exponential must not overflow.
         active = self.a(u) + self.b(u) * (self.c(u) * h).clamp(max=8.0).exp()
         return nn.functional.leaky_relu(self.out(active))
 
@@ -136,7 +135,7 @@ class Nowcaster(nn.Module):
 
 @lru_cache
 def shipped(device: torch.device) -> Nowcaster:
-    """The trained one, on a device, once."""
+    """The trained network on a device, loaded once."""
     data = resources.files("hvd_compress").joinpath("weights", "wnn.safetensors").read_bytes()
     network = Nowcaster()
     network.load_state_dict(load_tensors(data))

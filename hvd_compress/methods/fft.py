@@ -7,21 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import spectrum
-from ..engine.bucket import Bucket, Segment
 from ..codecs import Codec, codec
+from ..engine.arguments import check_fraction
+from ..engine.bucket import Bucket, Segment
 from ..engine.exchange import Exchange
-from ..selection.per_rank import Own, OwnBlocks, average_own, gathered
+from ..selection.base import Scoring, Selection
+from ..selection.leaders import BlockLeaders, check_leaders, leaders_text, run_length
+from ..selection.per_rank import BlockPerRank, gather_codec
 from ..selection.schedule import Density
-from ..selection.base import BlockSelection, Rule, Selection, check_explore, check_leaders, leaders_text, run_length
-from .sparse import Plan, Sparse
+from . import spectrum
+from .plan import Plan
+from .sparse import SparseMethod
 
-# What trained best at equal bytes (docs/results.md); and the paper's.
+# The default codec of each exchange: what trained best at equal bytes (docs/results.md); the paper's.
 _EXCHANGES = {"ring": "lanes4", "gather": "range10-gather"}
 
 
-class FFT(Sparse):
-    r"""Frequency-domain sparsification: the largest Fourier coefficients are sent, and the rest wait.
+class FFT(SparseMethod):
+    r"""Frequency-domain sparsification: the largest Fourier coefficients are sent, the others stay in the residual.
 
     Implements the published idea of Wang et al., *FFT-based Gradient Sparsification for the Distributed Training of
     Deep Neural Networks* (HPDC 2020; arXiv 1811.08596): gradients are sparsified in the frequency domain, and what is
@@ -33,26 +36,27 @@ class FFT(Sparse):
         R_i = A_i - what was sent
 
     The paper's: thresholding the spectrum by magnitude, range-based floats, a compression ratio that diminishes with
-    the learning rate. Ours: error feedback in the frequency domain, the chunks, real and imaginary parts chosen each by
-    itself in the orthonormal real basis (interior bins count twice), leaders and the ring (``exchange="ring"``). With
-    ``exchange="gather"``, as in the paper, every rank keeps its own frequencies and sends them to all, as a bitmap
-    where that is shorter; bytes then grow with the ranks.
+    the learning rate. Ours: error feedback in the frequency domain, the chunks, real and imaginary parts selected
+    separately in the orthonormal real basis (interior bins count twice), leaders and the ring (``exchange="ring"``).
+    With ``exchange="gather"``, as in the paper, every rank selects its own frequencies and sends them to all, with a
+    bitmap of indices where that is shorter; the bytes grow with the ranks.
 
-    Replicas stay equal where all ranks compute the inverse transform alike: on one type of CPU or GPU.
+    Replicas stay bit-equal if all ranks compute the same inverse transform: on one type of CPU or GPU.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule:
             :class:`~hvd_compress.schedule.Diminishing` is the paper's.
-        values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`; None for ``"lanes4"`` on the ring,
-            and range-based floats of 10 bits, ``"range10-gather"``, in the gather, which needs one that is gathered.
+        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
+            ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
         exchange: ``"ring"`` or ``"gather"``.
-        leaders: how many ranks, on average, choose the coefficients of one block; None for all. Ring only.
-        explore: share of the choices drawn at random in proportion to magnitude, in [0, 1].
-        budget_interval: steps between re-balancings of a bucket's layers' shares by magnitude; 0 keeps them equal.
+        leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
+        explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
+        budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
+            equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
-            :class:`~hvd_compress.compressor.Compressor`.
+        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
+            :class:`~hvd_compress.Compressor`.
 
     Raises:
         ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
@@ -77,9 +81,9 @@ class FFT(Sparse):
             raise ValueError(f"exchange must be one of {', '.join(sorted(_EXCHANGES))}, got {exchange!r}")
         values = codec(_EXCHANGES[exchange] if values is None else values)
         if exchange == "gather":
-            gathered(values)
+            gather_codec(values)
         check_leaders(leaders)
-        check_explore(explore)
+        check_fraction("explore", explore)
         super().__init__(
             named_parameters,
             density,
@@ -90,29 +94,25 @@ class FFT(Sparse):
             **common,
         )
         self._exchange, self._leaders, self._explore = exchange, leaders, explore
-        #: Coefficients on their way: of the gradient, before they are in the residual; then of the average.
-        self._spectra = [torch.zeros_like(bucket.residual) for bucket in self._buckets]
+        #: The gradient's coefficients before they are added to the residual, then those of the average.
+        self._spectra = [torch.zeros_like(bucket.residual) for bucket in self.buckets]
 
     def __repr__(self) -> str:
         who = "every rank its own" if self._exchange == "gather" else leaders_text(self._leaders)
         return (
-            f"FFT(density {self._density}, {who}, {self._codec.name} values{self.momentum_text()}; "
-            f"{self.parameters_text()})"
+            f"FFT(density {self._density}, {who}, {self._codec.name} values{self.momentum}; {self.parameters_text()})"
         )
-
-    # The algorithm: what the others do with gradients is done with their coefficients.
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         if self._exchange == "gather":
-            return OwnBlocks(bucket, slots)
-        ranks, rank = self._collectives.size, self._collectives.rank
-        return BlockSelection(bucket, slots, run_length(self._leaders, density, ranks), ranks, rank)
+            return BlockPerRank(bucket, slots)
+        return BlockLeaders(bucket, slots, run_length(self._leaders, density, self.ranks), self.ranks, self.rank)
 
     def settings(self) -> tuple[Any, ...]:
         return *super().settings(), self._exchange, self._leaders, self._explore
 
-    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        return replace(super().rule(bucket, plan), explore=self._explore)
+    def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
+        return replace(super().scoring(bucket, plan), explore=self._explore)
 
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         return torch.stack([segment.of(bucket.residual).abs().sum(dtype=torch.float64) for segment in bucket.segments])
@@ -120,19 +120,16 @@ class FFT(Sparse):
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         plan, segment = self._plans[bucket.index], bucket.segments[position]
         flat = grad.as_strided((grad.numel(),), (1,))
-        # One infinity would be in every coefficient of its chunk, and the chunk's other entries would be lost with it.
+        # The transform would spread one infinity over its whole chunk: the other entries would be lost.
         plan.invalid |= (~flat.isfinite().all()).to(torch.int32)
         flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         coefficients = self._coefficients(bucket, segment)
         spectrum.forward(flat, coefficients)
         flat.zero_()
-        plan.selection.receive(position, coefficients, bucket.state.get("velocity"), plan.rule)
+        super().receive(bucket, position, coefficients)
 
-    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
-        if isinstance(plan.selection, Own):
-            yield from average_own(self, bucket, plan)
-        else:
-            yield from super().communicate(bucket, plan)
+    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
+        yield from super().exchange_values(bucket, plan)
         for segment, grad in zip(bucket.segments, bucket.gradients, strict=True):
             coefficients = self._coefficients(bucket, segment)
             if grad is not None:
@@ -140,22 +137,22 @@ class FFT(Sparse):
             coefficients.zero_()
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
-        nothing = torch.empty(0, device=bucket.device)
+        empty = torch.empty(0, device=bucket.device)
         pairs = zip(bucket.segments, bucket.arrived, strict=True)
-        return [self._coefficients(bucket, segment) if here else nothing for segment, here in pairs]
+        return [self._coefficients(bucket, segment) if here else empty for segment, here in pairs]
 
     def _coefficients(self, bucket: Bucket, segment: Segment) -> Tensor:
         return segment.of(self._spectra[bucket.index])[: spectrum.padded(segment.numel)]
 
-    # What is held back, and saved, are coefficients.
+    # The state consists of coefficients.
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         flat = torch.empty(segment.numel, device=bucket.device)
-        spectrum.inverse(bucket.peek(segment)[: spectrum.padded(segment.numel)], flat)
-        return flat.as_strided(segment.parameter.shape, segment.parameter.stride())
+        spectrum.inverse(bucket.residual_of(segment)[: spectrum.padded(segment.numel)], flat)
+        return segment.reshaped(flat)
 
     def saved(self, segment: Segment, flat: Tensor) -> Tensor:
         return segment.of(flat)
 
-    def follows_memory(self) -> bool:
+    def depends_on_memory_order(self) -> bool:
         return True

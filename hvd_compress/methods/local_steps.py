@@ -1,7 +1,8 @@
-"""Several steps of every rank's own between two exchanges: what is averaged are parameters, not gradients.
+"""Local steps: several optimizer steps of each rank between two exchanges of parameters.
 
-Where all ranks stood is the ``anchor``; a rank's distance to it is what a residual is in the other mode. What the
-ranks agree to send is averaged and becomes the anchor's; what was not sent drifts on, and is in the next distance.
+The ``anchor`` holds the common parameters after the last exchange; the residual is a rank's difference to it. The
+entries that are sent are averaged and added to the anchor; the rest of the difference stays in the rank's parameters
+and is part of the next difference.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,77 +11,81 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.bucket import Bucket, Segment, fill, is_dense
+from ..engine.bucket import Bucket, is_dense, make_buckets
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
 
 if TYPE_CHECKING:
-    from .sparse import Sparse
+    from .sparse import SparseMethod
 
 
 class LocalSteps:
-    """Drives a :class:`~hvd_compress.sparse.Sparse` from an optimizer's steps instead of from gradients."""
+    """Runs a method's exchanges from an optimizer's steps instead of from gradients."""
 
-    def __init__(self, method: "Sparse", period: int) -> None:
+    def __init__(self, method: "SparseMethod", period: int) -> None:
         self._method, self._period = method, period
         self._count = 0
         self._begun = False
         self._wrapped: Optimizer | None = None
         self._buckets = method.buckets
-        sent = {id(segment.parameter) for bucket in self._buckets for segment in bucket.segments}
-        rest = [(name, p) for name, p in method.named_parameters() if id(p) not in sent and p.requires_grad]
+        engine = method.engine
+        sent = {id(place.segment.parameter) for place in engine.places}
+        named = zip(engine.names, engine.parameters, strict=True)
+        rest = [(name, p) for name, p in named if id(p) not in sent and p.requires_grad]
         for name, p in rest:
             if p.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not is_dense(p):
-                raise ValueError(f'{name}: mode="local" takes floats of up to 32 bits without gaps in memory')
-        #: What travels whole: norms, biases, small tensors.
-        self._rest = fill(rest, 2**24)
+                raise ValueError(
+                    f'{name}: mode="local" needs a floating dtype of at most 32 bits and memory without gaps'
+                )
+        #: Parameters that are averaged completely: norms, biases, small tensors.
+        self._rest = make_buckets(rest, 2**24)
         for bucket in self._rest:
             bucket.index += len(self._buckets)
-        for bucket in self._everything():
+        for bucket in [*self._buckets, *self._rest]:
             bucket.add_state("anchor")
         self._averages = [torch.zeros_like(bucket.residual) for bucket in self._buckets]
 
-    def text(self) -> str:
-        """For ``__repr__``."""
+    def __str__(self) -> str:
         return f"local, every {self._period} steps"
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
+        """See :meth:`hvd_compress.SlimDP.wrap`."""
         if self._wrapped is not None:
             raise ValueError("this compressor wraps an optimizer already")
-        ours = {id(segment.parameter) for bucket in self._everything() for segment in bucket.segments}
+        ours = {id(segment.parameter) for bucket in [*self._buckets, *self._rest] for segment in bucket.segments}
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("wrap: the optimizer holds none of this compressor's parameters")
         if hasattr(optimizer, "_compression"):
-            raise ValueError("wrap takes the plain optimizer, not Horovod's: the averaging is done here")
+            raise ValueError("wrap takes the plain optimizer, not Horovod's")
         self._wrapped = optimizer
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         return optimizer
 
     def anchors(self, bucket: Bucket) -> list[Tensor]:
-        """Where all ranks stood, segment by segment, in memory order: float32, (entries,)."""
+        """The common parameters, by segment, in memory order: float32, (entries,)."""
         return [segment.of(bucket.state["anchor"])[: segment.numel] for segment in bucket.segments]
 
     def targets(self, bucket: Bucket) -> list[Tensor]:
-        """Where a bucket's averages go, segment by segment."""
+        """Where a bucket's averages are written, by segment."""
         average = self._averages[bucket.index]
         return [segment.of(average)[: segment.numel] for segment in bucket.segments]
 
     def restart(self) -> None:
-        """The ranks were formed anew: where they stand at the next step is their anchor."""
+        """The set of ranks has changed: the parameters at the next step become the anchor."""
         self._begun = False
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         anchors = {s.name: s.shaped(b.state["anchor"]).clone() for b in self._rest for s in b.segments}
         return {"count": self._count, "begun": self._begun, "anchors": anchors}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` if it is not of these parameters."""
+        """Raises ``ValueError`` if the state is of other parameters."""
         ours = {s.name: s.parameter.shape for b in self._rest for s in b.segments}
         if ours != {name: anchor.shape for name, anchor in state["anchors"].items()}:
-            raise ValueError("the state holds other parameters that travel whole")
+            raise ValueError("the state holds other uncompressed parameters")
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for bucket in self._rest:
             for segment in bucket.segments:
                 segment.shaped(bucket.state["anchor"]).copy_(state["anchors"][segment.name])
@@ -88,23 +93,20 @@ class LocalSteps:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Averages everything."""
-        with self._method.step_of_its_own():
-            for bucket in self._everything():
-                self._method.launch(bucket, self._whole(bucket))
+        """Averages all parameters."""
+        with self._method.engine.manual_step():
+            for bucket in [*self._buckets, *self._rest]:
+                self._method.engine.exchanges.launch(bucket, self._whole(bucket))
         self._begun = True
-
-    def _everything(self) -> list[Bucket]:
-        return [*self._buckets, *self._rest]
 
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
-        if self._method.formed_anew() or not self._begun:
-            # All ranks begin alike (after an elastic reset by Horovod's state.sync()): that is where they stand.
+        if self._method.engine.check_generation() or not self._begun:
+            # All ranks start with the same parameters (after an elastic reset, by Horovod's state.sync()).
             self._count = 0
-            for bucket in self._everything():
+            for bucket in [*self._buckets, *self._rest]:
                 for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
-                    anchor.copy_(_flat(segment))
+                    anchor.copy_(segment.flat_weight())
             self._begun = True
 
     def _after_step(self, *_: object) -> None:
@@ -114,28 +116,28 @@ class LocalSteps:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        with self._method.step_of_its_own(self._period):
+        with self._method.engine.manual_step(self._period):
             for bucket in self._buckets:
-                self._measure(bucket)
-                self._method.launch(bucket, self._averaged(bucket))
+                self._load_difference(bucket)
+                self._method.engine.exchanges.launch(bucket, self._averaged(bucket))
             for bucket in self._rest:
-                self._method.launch(bucket, self._whole(bucket))
+                self._method.engine.exchanges.launch(bucket, self._whole(bucket))
 
-    def _measure(self, bucket: Bucket) -> None:
+    def _load_difference(self, bucket: Bucket) -> None:
         for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
-            distance = segment.of(bucket.residual)[: segment.numel]
-            torch.sub(_flat(segment).float(), anchor, out=distance)
-            self._method.invalidate(bucket, ~distance.isfinite().all())
-            distance.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            difference = segment.of(bucket.residual)[: segment.numel]
+            torch.sub(segment.flat_weight().float(), anchor, out=difference)
+            self._method.invalidate(bucket, ~difference.isfinite().all())
+            difference.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _averaged(self, bucket: Bucket) -> Exchange:
         self._averages[bucket.index].zero_()
         yield from self._method.exchange(bucket)
         bucket.state["anchor"].add_(self._averages[bucket.index])
-        self._move(bucket)
+        self._set_parameters(bucket)
 
     def _whole(self, bucket: Bucket) -> Exchange:
-        weights = torch.cat([_flat(segment).float() for segment in bucket.segments])
+        weights = torch.cat([segment.flat_weight().float() for segment in bucket.segments])
         total = yield allreduce(weights, "dense_tensor", "whole")
         total = total * (1.0 / self._method.ranks)
         place = 0
@@ -143,13 +145,9 @@ class LocalSteps:
             anchor.copy_(total[place : place + anchor.numel()])
             place += anchor.numel()
         bucket.residual.zero_()
-        self._move(bucket)
+        self._set_parameters(bucket)
 
-    def _move(self, bucket: Bucket) -> None:
-        """To the anchor, and from there as far as was not said."""
+    def _set_parameters(self, bucket: Bucket) -> None:
+        """Sets the parameters to the anchor plus the part of the difference that was not sent."""
         for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
-            _flat(segment).copy_(anchor + segment.of(bucket.residual)[: segment.numel])
-
-
-def _flat(segment: Segment) -> Tensor:
-    return segment.parameter.detach().as_strided((segment.numel,), (1,))
+            segment.flat_weight().copy_(anchor + segment.of(bucket.residual)[: segment.numel])

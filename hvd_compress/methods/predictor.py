@@ -1,7 +1,7 @@
 """The network that predicts gradients that were not sent (Liu et al., 2024): convolution, channel attention, pooling.
 
-It is trained once (``scripts/train_predictor.py``), ships with the package, and never changes: all ranks hold the same
-weights, so that the same inputs give the same predictions.
+It is trained once (``scripts/train_predictor.py``) and shipped with the package: all ranks have the same weights, so
+the same inputs give the same predictions.
 """
 
 import threading
@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-#: What it sees of every entry of a window: the value that has just arrived, or 0; whether it has; how long ago its last
-#: one did, in units of the mean wait, 0 to 4; that value; the smoothed values; the weight. Values in units of their
-#: layer's root mean square, weights in theirs.
+#: Inputs for each entry of a window: the value just received, or 0; whether one was; the age of the last one in units
+#: of the mean time between two, 0 to 4; that value; the smoothed values; the weight. Values and weights are in units of
+#: their layer's root mean square.
 CHANNELS = 6
-_WINDOWS = 512  # at once, so that the memory it takes is bounded
+_WINDOWS = 512  # per forward pass, to limit memory
 _Settings = tuple[tuple[Any, str, Any], ...]
-# How it is computed. Of torch's two interfaces to float32's precision this is the one that kernels read, and that can
-# say what was set through the other, allow_tf32; asked what was set through this one, the other raises errors.
+# Settings that fix how it is computed. torch has two interfaces for the precision of float32; kernels read this one,
+# and it also reports what was set through the other (allow_tf32), which raises errors the other way round.
 _cuda, _cudnn, _mkldnn = (getattr(torch.backends, name) for name in ("cuda", "cudnn", "mkldnn"))
 _PINNED: _Settings = (
     (_cudnn, "enabled", True),
@@ -33,12 +33,12 @@ _PINNED: _Settings = (
     (_mkldnn.conv, "fp32_precision", "ieee"),
     (_mkldnn.matmul, "fp32_precision", "ieee"),
 )
-# Settings are the process's: another thread would take for the user's what is set here.
+# The settings are global to the process: without a lock another thread could save ours as the user's.
 _lock = threading.RLock()
 
 
 class Predictor(nn.Module):
-    """From windows, float32 (n, 6, 256), to what each entry's gradient per step will be next, (n, 256)."""
+    """From windows, float32 (n, 6, 256), to each entry's next gradient per step, (n, 256)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Predictor(nn.Module):
 
 @lru_cache
 def shipped(device: torch.device) -> Predictor:
-    """The trained one, on a device, once."""
+    """The trained predictor on a device, loaded once."""
     data = resources.files("hvd_compress").joinpath("weights", "predictor.safetensors").read_bytes()
     predictor = Predictor()
     predictor.load_state_dict(load_tensors(data))
@@ -67,8 +67,7 @@ def shipped(device: torch.device) -> Predictor:
 
 @contextmanager
 def _pinned() -> Iterator[None]:
-    """Whatever precision or algorithm the training itself uses, or is just using: all ranks have to get the same
-    bits."""
+    """Fixes precision and algorithms, whatever the training uses: all ranks must compute the same bits."""
     with _lock:
         before = tuple((owner, name, getattr(owner, name)) for owner, name, _ in _PINNED)
         try:
@@ -79,20 +78,20 @@ def _pinned() -> Iterator[None]:
 
 
 def _set(settings: _Settings) -> None:
-    """Only what is not so already: what inherits from a setting above it goes on doing so."""
+    """Changes only what differs, so that settings that inherit from others continue to do so."""
     for owner, name, value in settings:
         if getattr(owner, name) != value:
             setattr(owner, name, value)
 
 
 def predict(predictor: Predictor, windows: Tensor) -> Tensor:
-    """:meth:`Predictor.forward`, some windows at a time: float32, (n, 256)."""
+    """:meth:`Predictor.forward` in batches of windows: float32, (n, 256)."""
     with torch.autocast(windows.device.type, enabled=False), _pinned():
         return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
 
 
 def fields(fresh: Tensor, mask: Tensor, age: Tensor, last: Tensor, smoothed: Tensor, weight: Tensor) -> Tensor:
     """Windows from their channels, each (n, 256), already in units of a root mean square."""
-    # A gradient's tails are heavy, and one outlier would drown its neighbours.
-    tame = [torch.asinh(channel) for channel in (fresh, last, smoothed, weight)]
-    return torch.stack([tame[0], mask, age, *tame[1:]], 1)
+    # Gradients have heavy tails: limit outliers.
+    limited = [torch.asinh(channel) for channel in (fresh, last, smoothed, weight)]
+    return torch.stack([limited[0], mask, age, *limited[1:]], 1)

@@ -4,24 +4,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..engine.bucket import Bucket
 from ..codecs import Codec
 from ..codecs.qsgd import Levels
 from ..codecs.ternary import Ternary
+from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..selection.base import Selection
-from .sparse import Plan, Sparse
+from .plan import Plan
+from .sparse import SparseMethod
 
 
-class Quantized(Sparse):
-    """A method that sends every entry of the gradient in few bits, without bias, and (in its paper) remembers nothing.
+class Quantized(SparseMethod):
+    """A method that sends every entry of the gradient in a few bits, without bias, and by default keeps no residual.
 
     Args:
         values: the codec that is the method.
-        error_feedback: keep what the code lost for the next step. Not in the papers, and no gain where the loss is
-            larger than the gradient itself, as with few levels: it then grows from step to step.
+        error_feedback: keep the quantization error for the next step. Not in the papers. It diverges where the error is
+            larger than the gradient, as with few levels.
     """
 
     def __init__(
@@ -33,48 +33,36 @@ class Quantized(Sparse):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        super().__init__(
-            named_parameters,
-            1.0,
-            values=values,
-            budget_interval=0,
-            warmup_steps=0,
-            momentum=momentum,
-            **common,
-        )
+        super().__init__(named_parameters, 1.0, values=values, momentum=momentum, **common)
         self._feedback = error_feedback
+
+    def __repr__(self) -> str:
+        feedback = ", error feedback" if self._feedback else ""
+        return f"{type(self).__name__}({self._codec.name}{feedback}{self.momentum}; {self.parameters_text()})"
 
     def settings(self) -> tuple[Any, ...]:
         return *super().settings(), self._feedback
 
-    def __repr__(self) -> str:
-        feedback = ", error feedback" if self._feedback else ""
-        return f"{type(self).__name__}({self._codec.name}{feedback}{self.momentum_text()}; {self.parameters_text()})"
-
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         raise NotImplementedError("every entry is sent")
 
-    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        raise NotImplementedError("every entry is sent")
-
-    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
-        yield from super().communicate(bucket, plan)
-        if not self._feedback:
-            bucket.residual.zero_()
-            plan.sent = False  # a step that is skipped is forgotten (but for what a momentum here keeps of it)
-
     def begin(self, bucket: Bucket) -> None:
         if not self._feedback:
-            # What a step that failed had taken in.
-            bucket.residual.zero_()
+            bucket.residual.zero_()  # the gradients of a step that failed
         super().begin(bucket)
 
-    def _made_with(self) -> dict[str, Any]:
-        return {**super()._made_with(), "error feedback": self._feedback}
+    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
+        yield from super().exchange_values(bucket, plan)
+        if not self._feedback:
+            bucket.residual.zero_()
+            plan.sent = False  # nothing of a skipped step is restored, except by momentum correction
+
+    def built_with(self) -> dict[str, Any]:
+        return {**super().built_with(), "error feedback": self._feedback}
 
 
 class QSGD(Quantized):
-    r"""QSGD: every entry as a random multiple of its run's norm, unbiased.
+    r"""QSGD: every entry as a random multiple of the norm of its run, unbiased.
 
     Implements Alistarh, Grubic, Li, Tomioka & Vojnovic, *QSGD: Communication-Efficient SGD via Gradient Quantization
     and Encoding* (NeurIPS 2017). With s levels, for every run of entries v of a rank's gradient::
@@ -82,17 +70,17 @@ class QSGD(Quantized):
         Q(v_j) = ||v|| sgn(v_j) xi_j / s      xi_j = floor or ceil of s |v_j| / ||v||, at random so that E Q(v) = v
         g      = mean_i Q(g_i)                one allgather
 
-    Every rank sends its codes to all others, so bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
+    The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
-        bits: of an entry, 2 to 8, sign included: s = 2**(bits - 1) - 1.
+        bits: per entry, 2 to 8, with the sign: s = 2**(bits - 1) - 1.
         run: entries that share a norm (the paper's bucket size).
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
-        error_feedback: keep what the code lost for the next step (not in the paper; with few levels it diverges).
+        error_feedback: keep the quantization error for the next step (not in the paper; diverges with few levels).
         momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
-            :class:`~hvd_compress.compressor.Compressor`.
+        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
+            :class:`~hvd_compress.Compressor`.
 
     Raises:
         ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
@@ -115,22 +103,22 @@ class TernGrad(Quantized):
     r"""TernGrad: every entry as -s, 0 or s, unbiased, with gradients clipped and the scale shared.
 
     Implements Wen, Xu, Yan, Wu, Wang, Chen & Li, *TernGrad: Ternary Gradients to Reduce Communication in Distributed
-    Deep Learning* (NeurIPS 2017). For every parameter by itself::
+    Deep Learning* (NeurIPS 2017). For each parameter::
 
         c_i = g_i clipped to clip standard deviations
-        s   = max_i max |c_i|                         scaler sharing: 4 bytes a parameter, to all
+        s   = max_i max |c_i|                         shared scaler: 4 bytes a parameter
         t_i = s sgn(c_i) b_i                          b_i = 1 with probability |c_i| / s, so that E t_i = c_i
-        g   = mean_i t_i                              integers, added by Horovod's ring
+        g   = mean_i t_i                              integers, summed by allreduce
 
-    The sums of the ranks' -1, 0, 1 travel in lanes of ``2 + ceil(log2 ranks)`` bits.
+    The sums are sent in lanes of ``2 + ceil(log2 ranks)`` bits.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         clip: in standard deviations (the paper's 2.5), above 0; None does not clip.
-        error_feedback: keep what was lost for the next step, clipped parts included (not in the paper).
+        error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
         momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
-            :class:`~hvd_compress.compressor.Compressor`.
+        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
+            :class:`~hvd_compress.Compressor`.
 
     Raises:
         ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.

@@ -1,4 +1,4 @@
-"""Explore and exploit: a core of significant entries, and a random few of the others (Sun et al., arXiv 1709.09393)."""
+"""Explore and exploit: a core of significant entries, and random ones of the others (Sun et al., arXiv 1709.09393)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,71 +7,75 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.bucket import Bucket
 from ..codecs import Codec
+from ..engine.arguments import check_fraction
+from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..selection.history import History, flat_weights, root_mean_squares
-from .local_steps import LocalSteps
-from ..reference import positions
 from ..engine.rng import derive
+from ..hosts.ddp import DDPHost
+from ..reference import flat_positions
+from ..selection.base import Selection, StepSeed
+from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.schedule import Density
-from ..selection.base import Selection, SharedSelection, Turn, Unled
-from .sparse import Plan, Sparse
+from ..selection.shared import ScoredSelection, SharedSelection
+from .local_steps import LocalSteps
+from .plan import Plan
+from .sparse import SparseMethod
 
-# Entries are drawn in proportion to their chance. This one is beyond all luck: a draw divides by a number between
-# 2**-33 and 23.
+# Entries are drawn in proportion to their chance. With this one an entry is always drawn: a draw divides by a number
+# between 2**-33 and 23.
 _CORE = 1e20
 
 
-class SlimDP(Sparse):
-    r"""Slim-DP: what is significant is sent every time, and a random part of the rest, since it may matter later.
+class SlimDP(SparseMethod):
+    r"""Slim-DP: significant entries (the core) are sent in every step, and a random part of the others (the explorer).
 
     Implements Sun, Chen, Bian, Liu & Liu, *Slim-DP: A Light Communication Data Parallelism for DNN* (arXiv 1709.09393;
-    AAMAS 2018). The core and the explorers' draw follow from what all ranks know, so no index travels. With weights w
+    AAMAS 2018). Core and explorer are computed from shared state, so no indices are sent. With weights w
     and the smoothed average gradient e (per step)::
 
         s   = |w| / rms(w) + gradient_weight |e| / rms(e)       every ``reselect`` steps
         C   = the largest s: a share ``core`` of the slots of every 256 entries
-        E   = as many others as there are slots left, drawn anew each step
+        E   = random others in the remaining slots, drawn in each step
         S   = C + E
         g   = mean_i a_i[S] on S, 0 elsewhere                   a_i = r_i + g_i
         r_i = a_i - what was sent
 
     The paper's: core and explorer, significance by magnitude and gradient, re-selection. Ours: no indices, the residual
-    (the paper's workers go on from their own parameters: that is ``mode="local"``), block-local choice, the codecs.
+    (the paper's workers continue from their own parameters: ``mode="local"``), block-local selection, the codecs.
 
-    ``mode="local"``: every rank takes ``period`` steps of its own; then the differences to where all stood are averaged
-    on S, and the rest drifts on with each rank. It wraps the optimizer instead of going into Horovod's::
+    ``mode="local"``: every rank takes ``period`` local steps; then the differences to the last common parameters are
+    averaged on S, and each rank keeps the rest of its own difference. It wraps the optimizer and needs no host hook::
 
         compression = hvd_compress.SlimDP(model.named_parameters(), mode="local", period=8)
-        optimizer = compression.wrap(torch.optim.SGD(...))       # not hvd.DistributedOptimizer
+        optimizer = compression.wrap(torch.optim.SGD(...))       # no DistributedOptimizer, no DistributedDataParallel
         ...
         compression.finish()                                     # a full average, before testing or saving
 
-    All ranks have to take equally many steps then: one that skipped its own (an own ``GradScaler``) or had a batch less
-    would wait for ever.
+    All ranks must then take equally many steps: if one skips a step (a ``GradScaler`` of its own) or has fewer batches,
+    the others wait for it.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.
         core: the core's share of them (the paper's beta / alpha), in [0, 1].
-        values: how values travel: a name or a codec of :mod:`hvd_compress.codecs`.
+        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         reselect: steps between selections of the core.
-        gradient_weight: of the gradient in the significance; 0 looks at the weights alone.
+        gradient_weight: weight of the gradient in the significance; 0 uses the parameters only.
         smoothing: weight of the past in e, in [0, 1).
         mode: ``"gradient"`` or ``"local"``.
         period: local steps between two exchanges.
-        budget_interval: exchanges between re-balancings of a bucket's layers' shares by significance; 0 keeps them
-            equal.
+        budget_interval: exchanges between updates of the parameters' shares of a bucket's slots by significance; 0
+            keeps them equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`. No momentum for ``mode="local"``, where it stays in the
             optimizer.
-        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
-            :class:`~hvd_compress.compressor.Compressor`.
+        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
+            :class:`~hvd_compress.Compressor`.
 
     Raises:
         ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
         TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
-        RuntimeError: ``mode="local"`` given to Horovod's optimizer.
+        RuntimeError: ``mode="local"`` used with Horovod's optimizer or as a DDP hook.
     """
 
     def __init__(
@@ -91,8 +95,7 @@ class SlimDP(Sparse):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if not 0.0 <= core <= 1.0:
-            raise ValueError(f"core must lie in [0, 1], got {core}")
+        check_fraction("core", core)
         if reselect < 1:
             raise ValueError(f"reselect must be at least 1, got {reselect}")
         if not gradient_weight >= 0.0:
@@ -104,7 +107,7 @@ class SlimDP(Sparse):
         if mode == "local" and common.get("dense_values", "fp32") != "fp32":
             raise ValueError('mode="local" averages what is not compressed in fp32: leave dense_values out')
         if mode == "local" and (momentum or common.get("grad_scaler") is not None):
-            raise ValueError('mode="local" averages parameters: momentum and grad_scaler are the optimizer\'s business')
+            raise ValueError('mode="local" averages parameters: momentum and grad_scaler stay with the optimizer')
         super().__init__(
             named_parameters,
             density,
@@ -116,29 +119,30 @@ class SlimDP(Sparse):
         )
         self._core, self._reselect, self._gradient_weight = core, reselect, gradient_weight
         self._smoothing = smoothing
-        self._history = [History(bucket, smoothing) for bucket in self._buckets]
-        for bucket in self._buckets:
+        self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]
+        for bucket in self.buckets:
             bucket.add_state("chance").fill_(1.0)
         self._local = LocalSteps(self, period) if mode == "local" else None
 
     def __repr__(self) -> str:
-        where = f"{self._local.text()}, " if self._local else ""
+        where = f"{self._local}, " if self._local else ""
         return (
             f"SlimDP({where}density {self._density}, {self._core:.0%} core, reselected every {self._reselect}, "
-            f"{self._codec.name} values{self.momentum_text()}; {self.parameters_text()})"
+            f"{self._codec.name} values{self.momentum}; {self.parameters_text()})"
         )
 
-    # Core and explorer.
+    # Selection.
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return SharedSelection(bucket, slots, halves=False)
+        return ScoredSelection(bucket, slots, halves=False)
 
     def settings(self) -> tuple[Any, ...]:
         ours = self._core, self._reselect, self._gradient_weight, self._smoothing
-        return *super().settings(), *ours, self._local.text() if self._local else ""
+        return *super().settings(), *ours, str(self._local)
 
     def significance(self, bucket: Bucket) -> list[Tensor]:
-        """Of each segment's entries, in memory order: float32, (entries,), the same bits on all ranks."""
+        """The significance of each segment's entries, in memory order: float32, (entries,), the same bits on all
+        ranks."""
         weights = self._local.anchors(bucket) if self._local else flat_weights(bucket)
         smoothed = bucket.state["smoothed"]
         of_weights, of_gradients = root_mean_squares(bucket, weights, smoothed)
@@ -151,33 +155,33 @@ class SlimDP(Sparse):
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         return torch.stack([score.sum(dtype=torch.float64) for score in self.significance(bucket)])
 
-    def draw(self, bucket: Bucket, plan: Plan, turn: Turn, check: bool) -> None:
-        super().draw(bucket, plan, turn, check)
+    def begin_selection(self, bucket: Bucket, plan: Plan, seed: StepSeed, check: bool) -> None:
+        super().begin_selection(bucket, plan, seed, check)
         selection = plan.selection
-        # Blocks keep their slots as long as their core, or it would not always find room.
-        since = self._step - self._step % self._reselect
-        selection.phase = derive(self._seed, since, bucket.index) & 0xFFFF
-        if since == self._step and isinstance(selection, SharedSelection):
+        # Blocks keep their slots as long as their core: with fewer, the core would not fit.
+        since = self.step - self.step % self._reselect
+        selection.phase = derive(self.engine.seed, since, bucket.index) & 0xFFFF
+        if since == self.step and isinstance(selection, ScoredSelection):
             self._choose_core(bucket, selection)
 
-    def _choose_core(self, bucket: Bucket, selection: SharedSelection) -> None:
-        core = SharedSelection(bucket, [round(slots * self._core) for slots in selection.slots], halves=False)
-        core.begin(selection.turn, False)
+    def _choose_core(self, bucket: Bucket, selection: ScoredSelection) -> None:
+        core = ScoredSelection(bucket, [round(slots * self._core) for slots in selection.slots], halves=False)
+        core.begin_step(selection.seed, False)
         core.phase = selection.phase
         for position, score in enumerate(self.significance(bucket)):
-            core.pick(position, score, 0.0)
+            core.select(position, score, 0.0)
         bucket.state["chance"].fill_(1.0)
-        bucket.state["chance"][positions(core.picks, core.rows, core.phase)] = _CORE
+        bucket.state["chance"][flat_positions(core.indices, core.rows, core.phase)] = _CORE
 
-    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
+    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
         selection = plan.selection
-        assert isinstance(selection, Unled)
-        if isinstance(selection, SharedSelection):
+        assert isinstance(selection, SharedSelection)
+        if isinstance(selection, ScoredSelection):
             for position, segment in enumerate(bucket.segments):
-                # All by lot: without replacement, in proportion to the chance.
-                selection.pick(position, segment.of(bucket.state["chance"])[: segment.numel], 1.0)
-        yield from super().communicate(bucket, plan)
-        self._history[bucket.index].learn(selection, plan.channel.mean, self._step)
+                # All drawn at random, without replacement, in proportion to the chance.
+                selection.select(position, segment.of(bucket.state["chance"])[: segment.numel], 1.0)
+        yield from super().exchange_values(bucket, plan)
+        self._history[bucket.index].update(selection, plan.channel.mean, self.step)
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
         return self._local.targets(bucket) if self._local else super().targets(bucket, plan)
@@ -197,30 +201,38 @@ class SlimDP(Sparse):
     # Local steps.
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
-        """For ``mode="local"``: ``optimizer`` itself, which from now on exchanges after every ``period`` steps. All
-        ranks must begin with the same parameters (``hvd.broadcast_parameters``).
+        """For ``mode="local"``: makes ``optimizer`` exchange after every ``period`` steps, and returns it. All ranks
+        must start with the same parameters (``hvd.broadcast_parameters``).
 
         Raises ``ValueError`` in another mode, or if it holds none of the parameters.
         """
         return self._in_local_mode("wrap").wrap(optimizer)
 
     def finish(self) -> None:
-        """For ``mode="local"``: averages all parameters over the ranks, before they are tested, saved or compared. All
-        ranks have to call it. Raises ``ValueError`` in another mode."""
+        """For ``mode="local"``: averages all parameters over the ranks, before evaluation or saving. All ranks must
+        call it. Raises ``ValueError`` in another mode."""
         self._in_local_mode("finish").finish()
 
     def _in_local_mode(self, what: str) -> LocalSteps:
         if self._local is None:
-            raise ValueError(f'{what}() is for mode="local"; in mode="gradient" Horovod\'s optimizer does it all')
+            raise ValueError(f'{what}() is for mode="local"; in mode="gradient" the host averages')
         return self._local
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, object]:
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        self._refuse_gradients()
+        return super().compress(tensor)
+
+    @property
+    def ddp_host(self) -> DDPHost:
+        self._refuse_gradients()
+        return super().ddp_host
+
+    def _refuse_gradients(self) -> None:
         if self._local is not None:
             raise RuntimeError(
                 'mode="local" averages parameters, not gradients: use compression.wrap(optimizer) instead of '
-                "hvd.DistributedOptimizer"
+                "hvd.DistributedOptimizer or DistributedDataParallel"
             )
-        return super().compress(tensor)
 
     def take_momentum(self, optimizer: Optimizer) -> float:
         if self._local is not None:
@@ -228,7 +240,7 @@ class SlimDP(Sparse):
         return super().take_momentum(optimizer)
 
     def method_state(self) -> dict[str, Any]:
-        return {**super().method_state(), "local": self._local.state() if self._local else None}
+        return {**super().method_state(), "local": self._local.state_dict() if self._local else None}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         if (state["local"] is None) != (self._local is None):
@@ -237,4 +249,4 @@ class SlimDP(Sparse):
             self._local.check_state(state["local"])
         super().load_method_state(state)
         if self._local:
-            self._local.load_state(state["local"])
+            self._local.load_state_dict(state["local"])

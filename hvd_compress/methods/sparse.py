@@ -1,4 +1,4 @@
-"""What all methods share that send a few entries a step: residual, density, layers' shares, codec, momentum."""
+"""The base class of methods that send a few entries of the residual in each step."""
 
 import abc
 import math
@@ -8,61 +8,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ..engine.bucket import Bucket, Segment
-from ..selection.budget import apportion, shares
 from ..codecs import Channel, Codec, codec
+from ..engine.block_means import BlockMeans
+from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
-from ..engine.block_means import BlockMeans
-from ..engine.momentum import MomentumCorrected
+from ..engine.momentum import MomentumCorrection
 from ..engine.rng import derive
+from ..selection.base import Average, Scoring, Selection, StepSeed, missing_targets
+from ..selection.budget import apportion, shares
+from ..selection.leaders import LeaderSelection
+from ..selection.per_rank import PerRankSelection, average_per_rank
 from ..selection.schedule import Density, WarmUp, check_density
-from ..selection.base import Averages, Everything, Led, Rule, Selection, Turn, missing
+from ..selection.shared import AllEntries
+from .base import Compressor
+from .plan import Plan
 
-# On a GPU the ranks' agreement is looked at this often, in steps.
+# On a GPU, ranks check every so many steps whether they have selected alike.
 _CHECK_INTERVAL = 100
 
 
-class Plan:
-    """One bucket's share of the method: how many slots each parameter has now, and what was drawn for this step."""
-
-    def __init__(self, bucket: Bucket, channel: Channel, means: BlockMeans | None) -> None:
-        self.channel = channel
-        self.means = means
-        self.sizes = [segment.numel for segment in bucket.segments]
-        self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        self.unlike = torch.zeros(1, dtype=torch.bool, device=bucket.device)
-        #: Whether the last step's values were taken: then the selection still has them.
-        self.sent = False
-        self.selection: Selection
-        self.rule: Rule
-        #: What goes out: the selection's values, then the blocks' means.
-        self.message: Tensor
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is agreed on with the other ranks."""
-        self.weights = [float(size) for size in self.sizes]
-        self.shape: tuple[object, ...] = ()
-        self.unchecked, self.sent = True, False
-        self.unlike.zero_()
-
-
-class Sparse(MomentumCorrected):
+class SparseMethod(Compressor):
     """A method that sends a few entries of the residual; a subclass says which.
 
     Args:
         density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
-        values: how values travel (:mod:`hvd_compress.codecs`).
-        layerwise: a scale for each parameter's values, or one for the bucket.
-        budget_interval: steps between re-balancings of the shares of a bucket's layers; 0 keeps them equal.
-        warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``.
+        values: a codec's name or a codec (:mod:`hvd_compress.codecs`).
+        layerwise: one quantization scale per parameter, or one per bucket.
+        budget_interval: steps between updates of the parameters' shares of a bucket's slots; 0 keeps them equal.
+        warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
+        momentum: of momentum correction, in [0, 1); see :meth:`take_momentum`.
+        block_means: send the mean of every block in each step (:mod:`hvd_compress.engine.block_means`); only with
+            selections by leaders.
     """
-
-    #: Whether the mean of every block is sent in every step (:mod:`hvd_compress.means`). A method that offers it says
-    #: so before it calls this constructor, and selects by leaders.
-    _block_means = False
 
     def __init__(
         self,
@@ -71,8 +51,10 @@ class Sparse(MomentumCorrected):
         *,
         values: str | Codec,
         layerwise: bool = True,
-        budget_interval: int,
-        warmup_steps: int,
+        budget_interval: int = 0,
+        warmup_steps: int = 0,
+        momentum: float = 0.0,
+        block_means: bool = False,
         **common: Any,
     ) -> None:
         if isinstance(density, Density) and warmup_steps:
@@ -84,217 +66,249 @@ class Sparse(MomentumCorrected):
         if budget_interval < 0:
             raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
         super().__init__(named_parameters, **common)
-        self._layerwise, self._budget_interval = layerwise, budget_interval
-        self._plans = [
-            Plan(bucket, self._channel(bucket), BlockMeans(bucket) if self._block_means else None)
-            for bucket in self._buckets
-        ]
+        self.momentum = MomentumCorrection(self.engine, momentum)
+        self._layerwise, self._budget_interval, self._block_means = layerwise, budget_interval, block_means
+        self._plans = [Plan(b, self._channel(b), BlockMeans(b) if block_means else None) for b in self.buckets]
 
     # What a method says.
 
     @abc.abstractmethod
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        """A selection of so many slots for each parameter."""
+        """A selection with so many slots for each parameter."""
 
-    def rule(self, bucket: Bucket, plan: Plan) -> Rule:
-        """How entries are scored in this step: by |residual|, where gradients as they come are scored at all."""
-        return Rule(None, 0.0, 1.0 / self._scale, self._momentum, plan.invalid, plan.unlike)
+    def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
+        """How entries are scored in this step; by default by magnitude."""
+        return Scoring(None, 0.0, 1.0 / self.scale, self.momentum.value, plan.invalid, plan.disagree)
 
-    @abc.abstractmethod
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        """Each parameter's summed importance on this rank: float64, (segments,)."""
+        """The sum of each parameter's scores on this rank, for its share of the slots: float64, (segments,)."""
+        sums = [plan.scoring.score(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]
+        return torch.stack(sums)
 
-    def room(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
+    def max_slots(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
         """The most slots that each parameter can have."""
         return plan.sizes
 
     def settings(self) -> tuple[Any, ...]:
-        """What must be the same on all ranks, beside seed, step and slots: they compare it."""
+        """The options that must be the same on all ranks, which compare them."""
         name = type(self).__name__
-        return name, self._codec, self._layerwise, self._block_means, self._budget_interval, self._momentum
+        return name, self._codec, self._layerwise, self._block_means, self._budget_interval, self.momentum.value
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
-        """What the averages are assigned to, one tensor a segment, empty where there is none."""
-        empty = torch.empty(0, device=bucket.device)
-        return [empty if grad is None else grad for grad in bucket.gradients]
+        """What averages are written to: one tensor per segment, empty where no gradient arrived."""
+        return bucket.targets()
 
     # A step.
 
     def begin(self, bucket: Bucket) -> None:
         plan = self._plans[bucket.index]
-        ranks, rank = self._collectives.size, self._collectives.rank
-        density = self._density(self._step)
+        density = self._density(self.step)
         check_density(density)
-        shape = (density, ranks, rank, tuple(plan.weights))
-        if plan.shape != shape:
+        layout = (density, self.ranks, self.rank, tuple(plan.weights))
+        if plan.layout != layout:
             self._lay_out(bucket, plan, density)
-            plan.shape = shape
+            plan.layout = layout
         plan.invalid.zero_()
-        plan.channel.mark()
-        plan.rule = self.rule(bucket, plan)
-        # On the CPU a look costs nothing; a GPU would be waited for, so there only now and then.
-        check = bucket.device.type == "cpu" or plan.unchecked or self._step % _CHECK_INTERVAL == 0
+        plan.channel.begin_step()
+        plan.scoring = self.scoring(bucket, plan)
+        # Free on the CPU; on a GPU it synchronises, so only now and then.
+        check = bucket.device.type == "cpu" or plan.unchecked or self.step % _CHECK_INTERVAL == 0
         settings = zlib.crc32(repr(self.settings()).encode())
-        self.draw(bucket, plan, Turn.draw(self._seed, self._step, bucket.index, ranks, settings), check)
+        seed = StepSeed.draw(self.engine.seed, self.step, bucket.index, self.ranks, settings)
+        self.begin_selection(bucket, plan, seed, check)
         plan.sent, plan.unchecked = False, False
 
-    def draw(self, bucket: Bucket, plan: Plan, turn: Turn, check: bool) -> None:
+    def begin_selection(self, bucket: Bucket, plan: Plan, seed: StepSeed, check: bool) -> None:
         """The selection's step begins."""
-        plan.selection.begin(turn, check)
+        plan.selection.begin_step(seed, check)
 
     def _channel(self, bucket: Bucket) -> Channel:
         groups = len(bucket.segments) if self._layerwise else 1
         groups += len(bucket.segments) if self._block_means else 0
-        return self._codec.channel(groups, self._collectives.size, self._collectives.rank, bucket.device)
+        return self._codec.channel(groups, self.ranks, self.rank, bucket.device)
 
     def _lay_out(self, bucket: Bucket, plan: Plan, density: float) -> None:
-        # A parameter without a slot would wait for ever.
+        # At least one slot for each parameter: without one it would never be sent.
         total = max(len(plan.sizes), round(density * sum(plan.sizes)))
         if total == sum(plan.sizes):
-            plan.selection = Everything(bucket)
+            plan.selection = AllEntries(bucket)
         else:
-            slots = apportion(total, plan.weights, self.room(bucket, plan, density))
+            slots = apportion(total, plan.weights, self.max_slots(bucket, plan, density))
             plan.selection = self.select(bucket, plan, slots, density)
-        assert plan.means is None or isinstance(plan.selection, Led | Everything), "others put no blocks' means"
+        means = plan.block_means
+        assert means is None or isinstance(plan.selection, LeaderSelection | AllEntries), "others ignore block means"
         total, slots = plan.selection.total, plan.selection.slots
-        plan.message = torch.empty(total + (bucket.blocks if plan.means else 0), device=bucket.device)
-        plan.selection.values = plan.message[:total]
+        plan.payload = torch.empty(total + (bucket.blocks if means else 0), device=bucket.device)
+        plan.selection.values = plan.payload[:total]
         counts = slots if self._layerwise else [sum(slots)]
-        plan.channel.deal([*counts, *(segment.blocks for segment in bucket.segments if plan.means)])
+        plan.channel.set_group_sizes([*counts, *(segment.blocks for segment in bucket.segments if means)])
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         plan = self._plans[bucket.index]
-        plan.selection.receive(position, grad, bucket.state.get("velocity"), plan.rule)
+        plan.selection.accumulate(position, grad, bucket.state.get("velocity"), plan.scoring)
 
     def exchange(self, bucket: Bucket) -> Exchange:
-        plan = self._plans[bucket.index]
-        summed = self.importance(bucket, plan) if self._budget_due() else None
-        yield from self.communicate(bucket, plan)
-        if summed is not None:
-            # Summed on the ring, so that every rank computes its slots from the same bits.
-            agreed = yield allreduce(summed.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
+        plan, interval = self._plans[bucket.index], self._budget_interval
+        update_shares = interval > 0 and self.step % interval == interval - 1
+        importance = self.importance(bucket, plan) if update_shares else None
+        yield from self.exchange_values(bucket, plan)
+        if importance is not None:
+            # Summed over ranks, so that every rank computes its slots from the same bits.
+            agreed = yield allreduce(importance.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
             plan.weights = shares(agreed.tolist(), plan.sizes)
 
-    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
-        """The algorithm: agree on the entries, average them, assign the average."""
-        selection, means = plan.selection, plan.means
-        yield from selection.agree(plan.rule)
-        selection.take(bucket.residual)
+    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
+        """The algorithm: agree on the entries, average their values, write the averages."""
+        if isinstance(plan.selection, PerRankSelection):
+            targets, velocity = self.targets(bucket, plan), bucket.state.get("velocity")
+            arguments = (plan.channel, plan.scoring, targets, velocity, self.scale)
+            yield from average_per_rank(plan.selection, *arguments)
+            plan.sent = True
+            return
+        selection, means = plan.selection, plan.block_means
+        yield from selection.agree(plan.scoring)
+        selection.gather(bucket.residual)
         if means is not None:
-            means.send(plan.message[selection.total :], self._momentum, plan.invalid)
-        key = derive(selection.turn.key, self._collectives.rank)
-        mean, lost = yield from plan.channel.average(plan.message, plan.invalid, key)
+            means.load(plan.payload[selection.total :], self.momentum.value, plan.invalid)
+        key = derive(selection.seed.key, self.rank)
+        mean, error = yield from plan.channel.average(plan.payload, plan.invalid, key)
         plan.sent = True
-        whole, targets = None, self.targets(bucket, plan)
+        block_means, targets = None, self.targets(bucket, plan)
         if means is not None:
-            mean, whole = torch.split(mean, [selection.total, bucket.blocks])
-            lost, rest = torch.split(lost, [selection.total, bucket.blocks])
-            for position in missing(targets):  # as Selection.spare() does
-                bucket.segments[position].of_blocks(whole).fill_(math.nan)
-            means.arrived(whole, rest)
-        yield from self.arrived(bucket, plan, mean, lost)
-        spared, velocity = selection.spare(targets, mean), bucket.state.get("velocity")
-        selection.put(targets, velocity, Averages(spared, lost, self._scale, whole))
+            mean, block_means = torch.split(mean, [selection.total, bucket.blocks])
+            error, rest = torch.split(error, [selection.total, bucket.blocks])
+            for position in missing_targets(targets):  # as Selection.skip_missing()
+                bucket.segments[position].of_blocks(block_means).fill_(math.nan)
+            means.keep_error(block_means, rest)
+        self.averaged(bucket, plan, mean)
+        mean, velocity = selection.skip_missing(targets, mean), bucket.state.get("velocity")
+        selection.scatter(targets, velocity, Average(mean, error, self.scale, block_means))
 
-    def arrived(self, bucket: Bucket, plan: Plan, mean: Tensor, lost: Tensor) -> Exchange:
-        """What a method does with the averages before they are assigned; see :meth:`Channel.average`. Part of
-        :meth:`communicate`: a method with its own has to call it, or need not."""
-        yield from ()
+    def averaged(self, bucket: Bucket, plan: Plan, mean: Tensor) -> None:
+        """Called by :meth:`exchange_values` with the averages, float32, (slots,), before they are written."""
 
     def undo(self, bucket: Bucket) -> None:
         plan = self._plans[bucket.index]
-        plan.channel.undo()
+        plan.channel.undo_step()
         if not plan.sent:
             return
-        # Put what was taken back into the residual, and into no gradient.
-        nowhere = [torch.empty(0, device=bucket.device)] * len(bucket.segments)
-        taken = plan.selection.values
-        plan.selection.put(nowhere, bucket.state.get("velocity"), Averages(torch.zeros_like(taken), taken, 0.0))
-        if plan.means is not None:
-            plan.means.undo(plan.message[plan.selection.total :])
+        # As after an exchange of zeros in which quantization lost every value: into the residual, to no gradient.
+        sent = plan.selection.values
+        average = Average(torch.zeros_like(sent), sent, 0.0)
+        plan.selection.scatter(bucket.no_targets(), bucket.state.get("velocity"), average)
+        if plan.block_means is not None:
+            plan.block_means.undo(plan.payload[plan.selection.total :])
         plan.sent = False
 
     def invalidate(self, bucket: Bucket, bad: Tensor) -> None:
-        """If ``bad``, bool, (), no rank's average of this step will be finite."""
+        """If ``bad``, bool, (), this step's averages will be NaN on all ranks."""
         self._plans[bucket.index].invalid |= bad.to(torch.int32)
 
     def restart(self, bucket: Bucket) -> None:
         plan = self._plans[bucket.index]
-        plan.forget()
+        plan.restart()
         plan.channel = self._channel(bucket)
         self._density.restart()
-        super().restart(bucket)
+        self.momentum.restart()
 
-    def _budget_due(self) -> bool:
-        return self._budget_interval > 0 and self._step % self._budget_interval == self._budget_interval - 1
+    # Momentum.
 
-    def drop_velocity(self) -> None:
-        super().drop_velocity()
+    def take_momentum(self, optimizer: Optimizer) -> float:
+        """Moves the momentum of a ``torch.optim.SGD`` into this compressor, as momentum correction. Returns it.
+
+        Call it before the first step, on the optimizer that is given to Horovod or that steps the DDP model. Weight
+        decay stays in the optimizer, without momentum there, and is scaled by 1 / (1 - momentum) to keep its effect.
+        :meth:`return_momentum` undoes this. A learning-rate schedule that changes the momentum (OneCycleLR) raises an
+        error in the next step. With one process, or outside the process set, where Horovod calls no compressor, the
+        momentum stays in the optimizer; if a process set leaves ranks out, call ``hvd.broadcast_optimizer_state()``
+        before: afterwards the states of the ranks differ.
+
+        Raises:
+            TypeError: another optimizer: its momentum is something else.
+            ValueError: no momentum, different ones in different groups, Nesterov or dampening, or parameters that were
+                not given to this compressor and would lose their momentum.
+        """
+        momentum = self.momentum.take(optimizer)
+        if not self.momentum.value:
+            self._drop_velocity()
+        return momentum
+
+    def return_momentum(self, optimizer: Optimizer) -> float:
+        """Moves the momentum back to ``optimizer``. Returns it. Raises ``ValueError`` if there is none."""
+        momentum = self.momentum.give_back(optimizer)
+        self._drop_velocity()
+        return momentum
+
+    def _drop_velocity(self) -> None:
         for plan in self._plans:
-            if plan.means is not None:
-                plan.means.velocity.zero_()
+            if plan.block_means is not None:
+                plan.block_means.velocity.zero_()
 
-    # What is held back, and saved.
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        self.momentum.check(optimizer)
+        super().check_optimizer(optimizer)
+
+    def dense_averaged(self, number: int, grad: Tensor) -> None:
+        self.momentum.dense_averaged(number, grad)
+
+    def passed(self, tensor: Tensor) -> Tensor:
+        self.momentum.check_sparse(tensor)
+        return super().passed(tensor)
+
+    # Residuals and checkpoints.
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        means = self._plans[bucket.index].means
+        means = self._plans[bucket.index].block_means
         if means is None:
             return super().held(bucket, segment)
-        return segment.reshaped(bucket.peek(segment) + means.waiting(segment))
+        return segment.reshaped(bucket.residual_of(segment) + means.residual_of(segment))
 
-    def held_norm(self, bucket: Bucket) -> Tensor:
-        if self._plans[bucket.index].means is None:
-            return super().held_norm(bucket)
-        norm: Tensor = torch.stack([self.held(bucket, segment).norm() for segment in bucket.segments]).norm()
-        return norm
-
-    def method_state(self) -> dict[str, Any]:
-        weights = {
-            segment.name: weight
-            for bucket, plan in zip(self._buckets, self._plans, strict=True)
-            for segment, weight in zip(bucket.segments, plan.weights, strict=True)
-        }
-        return {
-            **super().method_state(),
-            "made_with": self._made_with(),
-            "weights": weights,
-            "channels": [plan.channel.state() for plan in self._plans],
-            "density": self._density.state(),
-            "strides": self._strides(),
-            "block_means": [plan.means.state() for plan in self._plans if plan.means],
-        }
-
-    def follows_memory(self) -> bool:
-        """Whether a state's tensors depend on the order in which the parameters lie in memory."""
+    def depends_on_memory_order(self) -> bool:
+        """Whether the state depends on the order in which parameters lie in memory."""
         return self._block_means
 
-    def _strides(self) -> dict[str, list[int]]:
-        """Of the dimensions in which they mean something."""
-        parameters = {segment.name: segment.parameter for _, segment in self._places()}
-        return {
-            name: [stride for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
-            for name, p in parameters.items()
-        }
-
-    def _made_with(self) -> dict[str, Any]:
-        """What a state's tensors depend on."""
+    def built_with(self) -> dict[str, Any]:
+        """The options that a state depends on, by the name under which an error reports a difference."""
         return {
             **({"block means": True} if self._block_means else {}),
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
-            "buckets (bucket_mb)": [[segment.name for segment in bucket.segments] for bucket in self._buckets],
+            "buckets (bucket_mb)": [[segment.name for segment in bucket.segments] for bucket in self.buckets],
+        }
+
+    def _strides(self) -> dict[str, list[int]]:
+        parameters = {place.segment.name: place.segment.parameter for place in self.engine.places}
+        return {
+            name: [stride for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
+            for name, p in parameters.items()
+        }
+
+    def method_state(self) -> dict[str, Any]:
+        weights = {
+            segment.name: weight
+            for bucket, plan in zip(self.buckets, self._plans, strict=True)
+            for segment, weight in zip(bucket.segments, plan.weights, strict=True)
+        }
+        return {
+            **self.momentum.state_dict(),
+            "made_with": self.built_with(),
+            "weights": weights,
+            "channels": [plan.channel.state_dict() for plan in self._plans],
+            "density": self._density.state_dict(),
+            "strides": self._strides(),
+            "block_means": [plan.block_means.state_dict() for plan in self._plans if plan.block_means],
         }
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        ours, theirs = self._made_with(), state.get("made_with", {})
+        ours, theirs = self.built_with(), state.get("made_with", {})
         for what in {**ours, **theirs}:
             if theirs.get(what) != ours.get(what):
                 raise ValueError(
                     f"the state was made with other {what}: {theirs.get(what)!r:.200}, and this compressor has "
                     f"{ours.get(what)!r:.200}"
                 )
-        for name, stride in self._strides().items() if self.follows_memory() else ():
+        for name, stride in self._strides().items() if self.depends_on_memory_order() else ():
             if state["strides"][name] != stride:
                 raise ValueError(
                     f"{name}: the state was saved in the memory order of strides {state['strides'][name]}, and this "
@@ -302,13 +316,13 @@ class Sparse(MomentumCorrected):
                 )
         for plan, channel in zip(self._plans, state["channels"], strict=True):
             plan.channel.check_state(channel)
-        super().load_method_state(state)
-        self._density.load_state(state["density"])
-        for bucket, plan, channel in zip(self._buckets, self._plans, state["channels"], strict=True):
+        self.momentum.check_state(state)
+        self.momentum.load_state_dict(state)
+        self._density.load_state_dict(state["density"])
+        for bucket, plan, channel in zip(self.buckets, self._plans, state["channels"], strict=True):
+            plan.restart()
             plan.weights = [state["weights"][segment.name] for segment in bucket.segments]
-            plan.channel.load_state(channel)
-            plan.shape, plan.sent, plan.unchecked = (), False, True
-            plan.unlike.zero_()
-        for plan, means in zip(self._plans, state.get("block_means", ()), strict=False):
-            if plan.means is not None:
-                plan.means.load_state(means)
+            plan.channel.load_state_dict(channel)
+        for plan, means in zip(self._plans, state["block_means"], strict=False):
+            if plan.block_means is not None:
+                plan.block_means.load_state_dict(means)

@@ -1,9 +1,8 @@
 """The real Fourier transform as an orthonormal change of basis: n numbers in, n numbers out.
 
-Of every chunk's ``rfft(norm="ortho")`` the two purely real bins, the mean and the highest frequency, come first, side
-by side; then real and imaginary part of every interior bin, times sqrt(2), since it stands for its mirror image too.
-So the transform keeps lengths (Parseval) and its inverse is its transpose: the error of a gradient is that of its
-coefficients, and the largest coefficients are those that matter most.
+Layout of each chunk's ``rfft(norm="ortho")``: first the two real bins (the mean and the highest frequency), then real
+and imaginary part of every interior bin times sqrt(2), since it also represents its mirror image. The transform
+preserves norms (Parseval), and its inverse is its transpose.
 """
 
 import torch

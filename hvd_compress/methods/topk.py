@@ -1,7 +1,6 @@
 """Top-k with error feedback (Aji & Heafield, 2017), and Deep Gradient Compression (Lin et al., 2018).
 
-What most libraries offer, and what the other methods here are measured against: every rank sends its own entries to all
-others, so bytes grow with the ranks.
+The baselines of most papers: every rank sends its own entries to all others, so the bytes grow with the ranks.
 """
 
 import math
@@ -11,34 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.bucket import Bucket
 from ..codecs import Codec
-from ..engine.exchange import Exchange
-from ..selection.per_rank import Own, OwnLargest, OwnSampled, average_own, gathered
-from ..selection.schedule import Density
+from ..engine.bucket import Bucket
 from ..selection.base import Selection
-from .sparse import Plan, Sparse
+from ..selection.per_rank import SampledPerRank, TopkPerRank, gather_codec
+from ..selection.schedule import Density
+from .plan import Plan
+from .sparse import SparseMethod
 
 
-class TopK(Sparse):
+class TopK(SparseMethod):
     r"""Top-k sparsification with error feedback: every rank sends its largest entries to all others.
 
     Implements Aji & Heafield, *Sparse Communication for Distributed Gradient Descent* (EMNLP 2017), with the error
     feedback whose convergence Stich et al., *Sparsified SGD with Memory* (NeurIPS 2018), prove. On rank i, with
-    residual r and gradient g, for every parameter by itself::
+    residual r and gradient g, for each parameter::
 
         a_i = r_i + g_i
         S_i = the k entries of largest |a_i|               exact; four bytes an index
         g   = mean_i of a_i on S_i, 0 elsewhere             two allgathers: indices, values
-        r_i = a_i off S_i (and what the values' code lost of it on S_i)
+        r_i = a_i off S_i; the quantization error on S_i
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
-        values: how values travel: a codec that is gathered (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
+        values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
-            :class:`~hvd_compress.compressor.Compressor`.
+        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
+            :class:`~hvd_compress.Compressor`.
 
     Raises:
         ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
@@ -58,8 +57,7 @@ class TopK(Sparse):
         super().__init__(
             named_parameters,
             density,
-            values=gathered(values),
-            budget_interval=0,
+            values=gather_codec(values),
             warmup_steps=warmup_steps,
             momentum=momentum,
             **common,
@@ -67,28 +65,19 @@ class TopK(Sparse):
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(density {self._density}, {self._codec.name} values{self.momentum_text()}; "
+            f"{type(self).__name__}(density {self._density}, {self._codec.name} values{self.momentum}; "
             f"{self.parameters_text()})"
         )
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return OwnLargest(bucket, slots)
-
-    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        raise NotImplementedError("every parameter sends the same share")
-
-    def communicate(self, bucket: Bucket, plan: Plan) -> Exchange:
-        if isinstance(plan.selection, Own):
-            yield from average_own(self, bucket, plan)
-        else:
-            yield from super().communicate(bucket, plan)
+        return TopkPerRank(bucket, slots)
 
 
 class DGC(TopK):
     r"""Deep Gradient Compression: top-k with momentum correction, factor masking, a sampled threshold and a warm-up.
 
     Implements Lin, Han, Mao, Wang & Dally, *Deep Gradient Compression: Reducing the Communication Bandwidth for
-    Distributed Training* (ICLR 2018). On rank i, with velocity u and residual v, for every parameter by itself::
+    Distributed Training* (ICLR 2018). On rank i, with velocity u and residual v, for each parameter::
 
         u_i = momentum u_i + clip(g_i)                     momentum correction; local clipping
         v_i = v_i + u_i
@@ -96,20 +85,20 @@ class DGC(TopK):
         g   = mean_i of v_i on S_i, 0 elsewhere
         u_i = v_i = 0 on S_i                               factor masking
 
-    The momentum is this compressor's business: the optimizer's own must be 0 (:meth:`take_momentum` moves it here).
+    The optimizer's own momentum must be 0: :meth:`take_momentum` moves it here.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: k as a share of a parameter's entries, in (0, 1], or a schedule; the paper's is 1/1000.
         momentum: of the correction, in [0, 1).
-        sample: the share of a parameter's entries from which the threshold is guessed, in (0, 1]; the paper's is 0.1 to
-            1 %. At least 64 entries are looked at; what the guess lets through is then sorted out exactly.
-        clip_norm: the largest norm of a gradient of the whole batch, parameter by parameter: a rank's is clipped to
-            ``clip_norm / sqrt(ranks)``, before it meets the velocity. None does not clip.
+        sample: the share of a parameter's entries from which the threshold is estimated, in (0, 1]; the paper's is 0.1
+            to 1 %. At least 64 entries are sampled. The entries above the threshold are then sorted exactly.
+        clip_norm: the largest norm of each parameter's gradient over the whole batch: a rank's gradient is clipped to
+            ``clip_norm / sqrt(ranks)``, before momentum correction. None does not clip.
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``; the paper's are four epochs.
-        values: how values travel: a codec that is gathered (:mod:`hvd_compress.codecs`).
-        seed, min_numel, bucket_mb, dense_values, process_set, grad_scaler, collectives: see
-            :class:`~hvd_compress.compressor.Compressor`.
+        values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`).
+        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
+            :class:`~hvd_compress.Compressor`.
 
     Raises:
         ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
@@ -134,15 +123,15 @@ class DGC(TopK):
         self._sample, self._clip_norm = sample, clip_norm
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return OwnSampled(bucket, slots, self._sample)
+        return SampledPerRank(bucket, slots, self._sample)
 
     def settings(self) -> tuple[Any, ...]:
         return *super().settings(), self._sample, self._clip_norm
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         if self._clip_norm is not None:
-            most = self._clip_norm / math.sqrt(self._collectives.size) * self._scale
-            # A gradient with an infinity has no length; it goes on as it is and is reported.
-            factor = (most / torch.linalg.vector_norm(grad, dtype=torch.float32)).nan_to_num(nan=1.0).clamp(max=1.0)
+            limit = self._clip_norm / math.sqrt(self.ranks) * self.scale
+            # A gradient with an infinity is not clipped; it makes the step invalid.
+            factor = (limit / torch.linalg.vector_norm(grad, dtype=torch.float32)).nan_to_num(nan=1.0).clamp(max=1.0)
             grad.mul_(torch.where(factor > 0, factor, 1.0))
         super().receive(bucket, position, grad)

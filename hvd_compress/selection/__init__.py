@@ -1,0 +1,1 @@
+"""Which entries are sent, and who decides."""

@@ -1,4 +1,4 @@
-"""Density over time."""
+"""Density schedules: which share of the entries is sent in each step."""
 
 import math
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class Density(Protocol):
-    """The share of the entries that is sent in a step: the same on all ranks, and the same for many steps on end."""
+    """A schedule: the same on all ranks, and constant over many steps (each change is a new shape on the wire)."""
 
     def __call__(self, step: int) -> float:
         """The density of step ``step``, counted from 0: in (0, 1]."""
 
     def restart(self) -> None:
-        """The ranks were formed anew: forget what new ones cannot know."""
+        """The set of ranks has changed (elastic): forget what new ranks cannot know."""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must carry."""
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's state, for checkpoints."""
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
 
 
 def check_density(density: float) -> None:
-    """Raises ``ValueError`` where ``density`` is none."""
+    """Raises ``ValueError`` unless ``density`` is in (0, 1]."""
     if not 0.0 < density <= 1.0:
         raise ValueError(f"density must lie in (0, 1], got {density}")
 
@@ -34,9 +34,9 @@ def check_density(density: float) -> None:
 @dataclass(frozen=True)
 class WarmUp:
     """Density 1/4, 1/16, 1/64, ... down to ``density``, in stages of equal length over ``steps`` steps (Lin et al.,
-    DGC, 2018).
+    DGC, ICLR 2018).
 
-    Raises ``ValueError`` where ``density`` is outside (0, 1] or ``steps`` is negative.
+    Raises ``ValueError`` if ``density`` is outside (0, 1] or ``steps`` is negative.
     """
 
     density: float
@@ -61,27 +61,27 @@ class WarmUp:
         return f"1/{1 / self.density:g}" + (f", warm-up {self.steps} steps" if self.steps else "")
 
     def restart(self) -> None:
-        """There is nothing."""
+        """Stateless."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """There is none."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stateless."""
 
 
 class Diminishing:
-    """What is dropped shrinks with the learning rate: ``1 - density(t) = (1 - density) lr(t) / max lr`` (the
-    diminishing compression ratio of Wang et al., HPDC 2020, with which SGD keeps its rate).
+    """What is dropped shrinks with the learning rate: ``1 - density(t) = (1 - density) lr(t) / max lr``, the
+    diminishing compression ratio with which SGD keeps its convergence rate (Wang et al., HPDC 2020).
 
-    The density rises to 1 as the rate falls to 0, and so do the bytes. It moves in steps of a factor 2**(1/2), since
-    every change is a new shape on the wire.
+    Density and bytes rise as the learning rate falls, in steps of a factor sqrt(2).
 
     Args:
         density: at the highest learning rate, in (0, 1].
-        rate: the learning rate: a function, or an optimizer, whose first parameter group's ``lr`` counts; the same on
-            all ranks. Horovod's optimizer, once it has loaded a state, has other groups than the one it wraps, which
-            then stand still: give a function where states are loaded, as ``lambda: optimizer.param_groups[0]["lr"]``.
+        rate: the learning rate, the same on all ranks: a function, or an optimizer, of which the first parameter
+            group's ``lr`` is used. Horovod's optimizer has its own groups after loading a state, and those of the
+            optimizer that it wraps no longer change: then give a function,
+            ``lambda: optimizer.param_groups[0]["lr"]``.
     """
 
     def __init__(self, density: float, rate: Optimizer | Callable[[], float]) -> None:
@@ -104,8 +104,8 @@ class Diminishing:
     def restart(self) -> None:
         self._highest = 0.0
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"highest": self._highest}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._highest = state["highest"]

@@ -1,0 +1,90 @@
+"""Saving and loading of a compressor's state between steps."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .bucket import Segment
+from .engine import Engine, Place
+
+
+class Saved(Protocol):
+    """What a compressor provides; :class:`hvd_compress.Compressor` documents it."""
+
+    engine: Engine
+
+    def saved(self, segment: Segment, flat: Tensor) -> Tensor: ...
+    def method_state(self) -> dict[str, Any]: ...
+    def load_method_state(self, state: dict[str, Any]) -> None: ...
+
+
+def save(compressor: Saved) -> dict[str, Any]:
+    """See :meth:`hvd_compress.Compressor.state_dict`."""
+    engine = compressor.engine
+    if engine.collecting:
+        raise RuntimeError(
+            "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
+        )
+    engine.undo_skipped_step()
+    for bucket in engine.buckets:
+        bucket.order.enter()
+        bucket.apply_deferred()
+
+    def copies(part: Callable[[Segment, Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
+        return {
+            p.segment.name: {k: part(p.segment, v).clone() for k, v in p.bucket.state.items()} for p in engine.places
+        }
+
+    return {
+        "method": type(compressor).__name__,
+        "step": engine.step,
+        "tensors": copies(compressor.saved),
+        # Codecs without a zero leave errors in the padding, and these are encoded again.
+        "padding": copies(lambda segment, flat: segment.padding(flat)),
+        "extra": compressor.method_state(),
+        "traffic": engine.stats.state_dict(),
+    }
+
+
+@torch.no_grad()
+def load(compressor: Saved, state: dict[str, Any]) -> None:
+    """See :meth:`hvd_compress.Compressor.load_state_dict`."""
+    engine = compressor.engine
+    if state.get("method") != type(compressor).__name__:
+        raise ValueError(
+            f"this is the state of {state.get('method')}, and this compressor is {type(compressor).__name__}"
+        )
+    if "padding" not in state:
+        raise ValueError("this state is of an older version of hvd_compress")
+    ours, theirs = {place.segment.name for place in engine.places}, set(state["tensors"])
+    if ours != theirs:
+        raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
+    for place in engine.places:
+        _check_shapes(compressor, place, state["tensors"][place.segment.name])
+    engine.reset()
+    for bucket in engine.buckets:
+        bucket.order.enter()
+        bucket.apply_deferred()
+    compressor.load_method_state(state["extra"])
+    for bucket, position in engine.places:
+        segment = bucket.segments[position]
+        for key, flat in bucket.state.items():
+            segment.padding(flat).copy_(state["padding"][segment.name][key])
+            compressor.saved(segment, flat).copy_(state["tensors"][segment.name][key])
+    for bucket in engine.buckets:
+        bucket.order.leave()
+    engine.step = state["step"]
+    engine.stats.load_state_dict(state["traffic"])
+    if engine.watch.stepped is False:
+        # The loaded state contains nothing of the last step, so there is nothing to undo.
+        engine.watch.stepped = True
+
+
+def _check_shapes(compressor: Saved, place: Place, tensors: dict[str, Tensor]) -> None:
+    for key, flat in place.bucket.state.items():
+        loaded, shape = tensors.get(key), tuple(compressor.saved(place.segment, flat).shape)
+        got = "nothing" if loaded is None else f"shape {tuple(loaded.shape)}"
+        if loaded is None or loaded.shape != shape:
+            raise ValueError(f"{place.segment.name}: {key} needs shape {shape}, the state has {got}")

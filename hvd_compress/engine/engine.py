@@ -1,0 +1,312 @@
+"""One training step: collects gradients into buckets, runs their exchanges, and recovers from steps that fail.
+
+A host calls :meth:`Engine.arrive` for every gradient and :meth:`Engine.finish_step` after the last one. When a bucket
+is full, the engine launches its exchange: a generator of the method that yields a
+:class:`~hvd_compress.engine.collectives.Request` whenever tensors must cross the network. ``arrive`` never waits for a
+collective, so every rank has started all that the others wait for before it waits itself.
+"""
+
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import ops
+from .bucket import Bucket, Segment, is_dense, make_buckets
+from .collectives import Collectives
+from .dense import DenseGradient, dense_gradient
+from .exchange import Exchange, Exchanges
+from .optimizer_watch import OptimizerWatch
+from .wire_stats import WireStats
+
+# float64 is used for gradient checks, not for training over a slow network: it is not compressed.
+_COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Method(Protocol):
+    """What the engine calls; :class:`hvd_compress.Compressor` documents it."""
+
+    def begin(self, bucket: Bucket) -> None: ...
+    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None: ...
+    def exchange(self, bucket: Bucket) -> Exchange: ...
+    def dense_averaged(self, number: int, grad: Tensor) -> None: ...
+    def undo(self, bucket: Bucket) -> None: ...
+    def restart(self, bucket: Bucket) -> None: ...
+    def check_optimizer(self, optimizer: Optimizer) -> None: ...
+
+
+class Place(NamedTuple):
+    """Where a compressed parameter lies: ``bucket.segments[position]``."""
+
+    bucket: Bucket
+    position: int
+
+    @property
+    def segment(self) -> Segment:
+        return self.bucket.segments[self.position]
+
+
+class Engine:
+    """The state of one compressor that is independent of its method and of its host.
+
+    Args:
+        method: receives gradients and defines the exchange.
+        named: ``(name, parameter)`` pairs, checked, in the same order on all ranks.
+        collectives: the host's collectives.
+        seed, min_numel, bucket_mb, dense_values, grad_scaler: see :class:`hvd_compress.Compressor`.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        collectives: Collectives,
+        *,
+        seed: int,
+        min_numel: int,
+        bucket_mb: float,
+        dense_values: str,
+        grad_scaler: Any,
+    ) -> None:
+        self.method, self.collectives, self.seed = method, collectives, seed
+        self.dense_half, self.scaler = dense_values == "fp16", grad_scaler
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        compressed = [
+            (name, p)
+            for name, p in named
+            if p.requires_grad and p.dtype in _COMPRESSED_DTYPES and p.dim() >= 2 and p.numel() >= min_numel
+            if is_dense(p)
+        ]
+        self.buckets = make_buckets(compressed, int(bucket_mb * 2**20))
+        for bucket in self.buckets:
+            ops.check_device(bucket.device)
+        self.places = [Place(bucket, i) for bucket in self.buckets for i in range(len(bucket.segments))]
+        by_parameter = {id(place.segment.parameter): place for place in self.places}
+        self._place_of = [by_parameter.get(id(parameter)) for parameter in self.parameters]
+        self.stats = WireStats()
+        # Horovod matches collectives by name. The label is the same on all ranks that hold these parameters, and does
+        # not depend on the method, so that ranks with different methods meet and can raise an error.
+        shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
+        label = f"hvd_compress.{zlib.crc32(shapes.encode()):08x}"
+        self.exchanges = Exchanges(collectives, self.stats, label)
+        self.watch = OptimizerWatch(self.parameters, self, method)
+        # Gradients of a model on several GPUs arrive from several threads.
+        self.lock = threading.RLock()
+        self.step = 0
+        #: Whether a step is in progress: after its first gradient, before finish_step().
+        self.collecting = False
+        #: The current step's loss scale and number of ranks.
+        self.scale, self.ranks = 1.0, 1
+        self._generation = collectives.generation()
+        self._warned: set[str] = set()
+
+    # Called by the host.
+
+    def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
+        """Takes the gradient of parameter ``number``: returns its place in a bucket, or, if it is not compressed, the
+        payload that the host must average.
+
+        Raises:
+            TypeError: the gradient's dtype does not fit.
+            ValueError: the parameter has moved to another device.
+            RuntimeError: a second gradient of the parameter in one step.
+        """
+        place = self._place_of[number]
+        self._check_gradient(number, grad, place)
+        self.check_generation()
+        if not self.collecting:
+            self._begin_step()
+        if place is None:
+            dense = dense_gradient(number, self.parameters[number], grad, self.dense_half, self.scale)
+            self.stats.count_dense(grad.numel(), dense.payload.nbytes, self.ranks)
+            return dense
+        bucket, position = place
+        if bucket.arrived[position]:
+            raise RuntimeError(
+                f"{self.names[number]}: compressed twice in one step (after a step that failed, call reset())"
+            )
+        self.stats.count_gradient(grad.numel(), self.ranks)
+        try:
+            bucket.order.enter()
+            self.method.receive(bucket, position, bucket.add_gradient(position, grad))
+            bucket.mark_accumulated(position)
+            bucket.order.leave()
+            if bucket.full:
+                self.exchanges.launch(bucket, self._whole_exchange(bucket))
+            self.exchanges.advance()
+        except BaseException:
+            self.reset()
+            raise
+        return place
+
+    def finish_step(self) -> None:
+        """Runs the step's exchanges to their ends; every gradient of the step must have arrived on this rank. Waits."""
+        if not self.collecting:
+            return
+        try:
+            for bucket in self.buckets:
+                if any(bucket.arrived) and not bucket.full:
+                    # Hosts pass the same parameters on all ranks, so the same ones are missing everywhere.
+                    missing = [s.name for s, here in zip(bucket.segments, bucket.arrived, strict=True) if not here]
+                    self.warn(
+                        f"no gradients arrived for {', '.join(missing)}: give the compressor only parameters that the "
+                        "optimizer holds, or their buckets cannot overlap backward"
+                    )
+                    self.exchanges.launch(bucket, self._whole_exchange(bucket))
+            self.exchanges.finish()
+        except BaseException:
+            self.reset()
+            raise
+        self._end_step()
+        # Without an optimizer nothing steps; with a GradScaler the very first step may be skipped.
+        if self.watch.stepped is not None or self.scaler is not None:
+            self.watch.stepped = False
+
+    def entered(self) -> "_Entered":
+        """A context for the host's calls: holds the lock and adds the time spent, without waiting, to the
+        statistics."""
+        return _Entered(self)
+
+    # Called by the user, through the compressor.
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Drops the step in progress; see :meth:`hvd_compress.Compressor.reset`."""
+        with self.lock:
+            self.exchanges.abandon()
+            if self.collecting:
+                self.collecting = False
+                self._undo()
+                for bucket in self.buckets:
+                    bucket.zero_accumulated()
+            for bucket in self.buckets:
+                bucket.clear()
+
+    def undo_skipped_step(self) -> None:
+        """Takes the last average back if no optimizer step has used it."""
+        if self.watch.stepped is False:
+            self._undo()
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
+        # does not use an older average.
+        self.check_generation()
+        self.method.check_optimizer(optimizer)
+
+    def check_generation(self) -> bool:
+        """Whether the set of ranks has changed since the last call (elastic). If so, shared state is reset."""
+        generation = self.collectives.generation()
+        if generation is self._generation:
+            return False
+        self._generation = generation
+        if not self.collecting:
+            self.undo_skipped_step()
+        self.reset()
+        self.step = 0
+        self.watch.stepped = None
+        for bucket in self.buckets:
+            self.method.restart(bucket)
+        return True
+
+    def unknown_parameters(self, optimizer: Optimizer) -> int:
+        """How many trained parameters of the optimizer this compressor was not given."""
+        known = {id(parameter) for parameter in self.parameters}
+        groups = optimizer.param_groups
+        return sum(p.requires_grad and id(p) not in known for group in groups for p in group["params"])
+
+    def warn(self, text: str) -> None:
+        """Warns once per text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"{type(self.method).__name__}: {text}", stacklevel=4)
+
+    # For methods that exchange without a host's gradients (Slim-DP's local steps).
+
+    @contextmanager
+    def manual_step(self, gradients: int = 0) -> Iterator[None]:
+        """A step whose exchanges the body launches; they are finished after it. In the statistics it replaces
+        ``gradients`` dense exchanges of all parameters."""
+        with self.entered():
+            try:
+                self._begin_step()
+                for parameter in self.parameters:
+                    if parameter.requires_grad:
+                        self.stats.count_gradient(gradients * parameter.numel(), self.ranks)
+                yield
+                self.exchanges.finish()
+            except BaseException:
+                self.reset()
+                raise
+            self._end_step()
+            self.watch.stepped = True  # the body applies the averages itself
+
+    # A step.
+
+    def _begin_step(self) -> None:
+        self.undo_skipped_step()
+        self.ranks = self.collectives.size
+        self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        self.stats.begin_step()
+        for bucket in self.buckets:
+            bucket.clear()
+            bucket.order.enter()
+            self.method.begin(bucket)
+            bucket.order.leave()
+        # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
+        self.collecting = True
+
+    def _end_step(self) -> None:
+        self.stats.end_step()
+        self.collecting = False
+        self.step += 1
+
+    def _whole_exchange(self, bucket: Bucket) -> Exchange:
+        bucket.drop_deferred()
+        yield from self.method.exchange(bucket)
+        bucket.mark_averaged()
+
+    def _undo(self) -> None:
+        for bucket in self.buckets:
+            bucket.order.enter()
+            self.method.undo(bucket)
+            bucket.order.leave()
+
+    def _check_gradient(self, number: int, grad: Tensor, place: Place | None) -> None:
+        name = self.names[number]
+        if not grad.is_floating_point():
+            raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
+        if place is None:
+            return
+        if grad.dtype != self.parameters[number].dtype:
+            raise TypeError(
+                f"{name}: gradient of dtype {grad.dtype}, but the parameter is {self.parameters[number].dtype}"
+            )
+        if place.bucket.device != grad.device:
+            raise ValueError(
+                f"{name}: was on {place.bucket.device} when the compressor was built and its gradient is on "
+                f"{grad.device}; build the compressor after moving the model"
+            )
+
+
+class _Entered:
+    """See :meth:`Engine.entered`. A class: entered for every gradient, it costs a fraction of a generator."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.lock.acquire()
+        self._begin = time.perf_counter() - self._engine.exchanges.seconds_waited
+
+    def __exit__(self, *error: object) -> None:
+        engine = self._engine
+        engine.stats.add_seconds(time.perf_counter() - engine.exchanges.seconds_waited - self._begin)
+        engine.lock.release()

@@ -1,0 +1,176 @@
+"""torch DistributedDataParallel as host: its communication hook on one side, the engine on the other.
+
+DDP calls the hook once per DDP bucket, with the same buckets in the same order on all ranks; DDP's buckets are not the
+engine's. torch.distributed matches collectives by the order of the calls, so every collective is started at a point of
+this order: with Gloo, a bucket's first collective when its last gradient arrives and the others at the last hook of the
+step, one per exchange in turn; with NCCL, where waiting blocks only a stream, all at once on a side stream.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from ..engine.collectives import Handle, Request, allreduce
+from ..engine.dense import DenseGradient
+from ..engine.engine import Engine
+
+
+class HasHost(Protocol):
+    @property
+    def ddp_host(self) -> "DDPHost": ...
+
+
+def ddp_hook(state: HasHost, bucket: GradBucket) -> Future[Tensor]:
+    """A communication hook for ``DistributedDataParallel.register_comm_hook(compression, ddp_hook)``.
+
+    Args:
+        state: a compressor, such as :class:`hvd_compress.IWP`, built after ``init_process_group()`` from the model's
+            named parameters.
+        bucket: passed by DDP.
+
+    Raises:
+        RuntimeError: the compressor is bound to Horovod, or the model is in ``join()``.
+    """
+    return state.ddp_host.hook(bucket)
+
+
+class DDPHost:
+    """The hook of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []
+        self._dense: list[tuple[list[DenseGradient | Tensor], Handle]] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def hook(self, bucket: GradBucket) -> Future[Tensor]:
+        """Takes the gradients of a DDP bucket. The futures of a step's buckets are completed in its last hook."""
+        if torch._C._current_graph_task_id() == -1:  # called by DDP's join(), not by backward
+            raise RuntimeError(
+                "hvd_compress does not support DistributedDataParallel.join(): give every rank equally many batches"
+            )
+        engine, buffer = self._engine, bucket.buffer()
+        if bucket.index() == 0 and self._futures:  # the last backward failed between two hooks
+            engine.reset()
+            self._drop()
+        future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
+        self._futures.append((future, buffer))
+        with engine.entered(), torch.no_grad(), self._side_stream(buffer.device):
+            try:
+                self._take(bucket)
+                if bucket.is_last():
+                    self._finish()
+            except BaseException:
+                self._drop()
+                raise
+        return future
+
+    def _drop(self) -> None:
+        self._futures.clear()
+        self._dense.clear()
+
+    def _take(self, bucket: GradBucket) -> None:
+        engine, dense = self._engine, list[DenseGradient | Tensor]()
+        for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            number = self._numbers.get(id(parameter))
+            if number is None:
+                engine.warn(
+                    f"a gradient of shape {tuple(grad.shape)} belongs to none of this compressor's parameters and is "
+                    "sent uncompressed; give the compressor all of the model's named parameters"
+                )
+                dense.append(grad)
+                continue
+            arrived = engine.arrive(number, grad)
+            if isinstance(arrived, DenseGradient):
+                dense.append(arrived)
+        if dense:
+            payload = torch.cat([_payload(d).flatten() for d in dense])
+            self._dense.append((dense, engine.collectives.start(allreduce(payload), "dense")))
+
+    def _finish(self) -> None:
+        engine = self._engine
+        engine.finish_step()
+        for gradients, handle in self._dense:
+            average = handle.result() * (1.0 / engine.collectives.size)
+            parts = torch.split(average, [_payload(g).numel() for g in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                if isinstance(gradient, DenseGradient):
+                    gradient.store(part)
+                    engine.method.dense_averaged(gradient.number, gradient.grad)
+                else:
+                    gradient.copy_(part.view_as(gradient))
+        for place in engine.places:
+            if place.bucket.originals[place.position] is not None:
+                place.bucket.result(place.position)
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+        self._drop()
+
+    def _side_stream(self, device: torch.device) -> AbstractContextManager[Any]:
+        """On a GPU, a stream that waits for the gradients: exchanges do not delay the rest of backward."""
+        if device.type != "cuda":
+            return nullcontext()
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
+
+
+def _payload(gradient: DenseGradient | Tensor) -> Tensor:
+    return gradient.payload if isinstance(gradient, DenseGradient) else gradient
+
+
+class _TorchHandle:
+    def __init__(self, work: distributed.Work, output: Tensor) -> None:
+        self._work, self._output = work, output
+
+    def done(self) -> bool:
+        # NCCL: waiting blocks the stream, not the host. Gloo: completion depends on timing, which differs between ranks
+        # and must not decide the order of collectives.
+        return self._output.is_cuda
+
+    def result(self) -> Tensor:
+        self._work.wait()
+        return self._output
+
+
+class TorchCollectives:
+    """``torch.distributed`` on a process group (default: the whole world)."""
+
+    ordered = True
+    active = True
+
+    def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:
+        self._group = distributed.group.WORLD if process_group is None else process_group
+
+    @property
+    def rank(self) -> int:
+        return distributed.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        return distributed.get_world_size(self._group)
+
+    def generation(self) -> object:
+        return self._group
+
+    def start(self, request: Request, name: str) -> Handle:
+        tensor, ranks = request.tensor, self.size
+        if request.verb == "allreduce":
+            output = tensor.clone()
+            work = distributed.all_reduce(output, group=self._group, async_op=True)
+        elif request.verb == "allgather":
+            output = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+            work = distributed.all_gather_into_tensor(output, tensor, group=self._group, async_op=True)
+        else:
+            output = torch.empty_like(tensor)
+            work = distributed.all_to_all_single(output, tensor, group=self._group, async_op=True)
+        assert work is not None
+        return _TorchHandle(work, output)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Every optimizer fits."""

@@ -1,0 +1,153 @@
+"""Horovod as host: its compressor protocol on one side, the engine on the other.
+
+Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that differs between ranks, and ``decompress``
+only after every gradient of the step has passed through ``compress``. Nothing in ``compress`` may wait.
+"""
+
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.collectives import Handle, Request
+from ..engine.dense import DenseGradient
+from ..engine.engine import Engine, Place
+from .lookup import GradientLookup
+
+
+class HorovodHost:
+    """``compress`` and ``decompress`` of ``horovod.torch.DistributedOptimizer`` for one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lookup = GradientLookup(engine.parameters)
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
+        """See :meth:`hvd_compress.Compressor.compress`."""
+        engine = self._engine
+        with engine.entered(), _no_grad():
+            number = self._lookup.find(tensor)
+            if number is None:
+                self._explain(tensor)
+                return tensor.contiguous(), None
+            arrived = engine.arrive(number, tensor)
+            if isinstance(arrived, DenseGradient):
+                return arrived.payload, arrived
+            # Horovod must reduce something under this name: an empty tensor.
+            return tensor.new_empty(0, dtype=torch.float32), arrived
+
+    def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor:
+        """See :meth:`hvd_compress.Compressor.decompress`."""
+        engine = self._engine
+        with engine.entered():
+            if engine.collecting:
+                with _no_grad():
+                    engine.finish_step()
+                self._lookup.forget()
+            if isinstance(ctx, Place):
+                return ctx.bucket.result(ctx.position)
+            with _no_grad():
+                ctx.store(tensor)
+                engine.method.dense_averaged(ctx.number, ctx.grad)
+            return ctx.grad
+
+    def _explain(self, tensor: Tensor) -> None:
+        """Warns about a tensor that is not compressed, and counts it if it comes in the middle of a step."""
+        engine = self._engine
+        if self._lookup.is_parameter(tensor):
+            engine.warn("Adasum passes parameters, not gradients: they are sent uncompressed")
+        elif engine.collecting:
+            engine.warn(
+                f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
+                "sent uncompressed; give the compressor all of the optimizer's named parameters"
+            )
+            engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.ranks)
+
+
+def _no_grad() -> AbstractContextManager[Any]:
+    # Autograd is off already in backward's hooks.
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+class _HorovodHandle:
+    def __init__(self, hvd: Any, number: int) -> None:
+        self._hvd, self._number = hvd, number
+
+    def done(self) -> bool:
+        return bool(self._hvd.poll(self._number))
+
+    def result(self) -> Tensor:
+        # hvd.synchronize() spins on a whole core: poll first.
+        while not self.done():
+            time.sleep(50e-6)
+        output = self._hvd.synchronize(self._number)
+        # alltoall also returns the number of rows received from each rank; here they are all equal.
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        if result.is_cuda:
+            stream = torch.cuda.current_stream(result.device)
+            if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
+                # Horovod then makes the default stream wait for its work, whichever stream is current.
+                stream.wait_stream(torch.cuda.default_stream(result.device))
+            # Horovod allocated it on a stream of its own.
+            result.record_stream(stream)
+        return result
+
+
+class HorovodCollectives:
+    """``horovod.torch`` on a process set.
+
+    Raises what Horovod raises: ``ValueError`` before ``hvd.init()``, ``HorovodInternalError`` if a rank fails.
+    """
+
+    ordered = False
+
+    def __init__(self, process_set: Any = None) -> None:
+        import horovod.torch as hvd
+        from horovod.torch import mpi_ops
+
+        self._set = hvd.global_process_set if process_set is None else process_set
+        self._hvd, self._mpi_ops = hvd, mpi_ops
+
+    @property
+    def rank(self) -> int:
+        """0 in a process outside the process set, where the optimizer does not exchange."""
+        return 0 if self._set.included() is False else int(self._set.rank())
+
+    @property
+    def size(self) -> int:
+        return 1 if self._set.included() is False else int(self._set.size())
+
+    @property
+    def active(self) -> bool:
+        # Horovod's optimizer decides in the same way when it is built.
+        return bool(self._set.included()) and (self._hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+
+    def generation(self) -> object:
+        # hvd.init() replaces this table; a handle of the old one may name another operation in the new one.
+        table: object = self._mpi_ops._handle_map
+        return table
+
+    def start(self, request: Request, name: str) -> Handle:
+        hvd, tensor = self._hvd, request.tensor
+        if request.verb == "allreduce":
+            number = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self._set)
+        elif request.verb == "allgather":
+            number = hvd.allgather_async(tensor, name=name, process_set=self._set)
+        else:
+            number = hvd.alltoall_async(tensor, name=name, process_set=self._set)
+        return _HorovodHandle(hvd, number)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        if not hasattr(optimizer, "_compression"):
+            return  # the optimizer that Horovod's wraps
+        op, own = getattr(optimizer, "op", self._hvd.Average), getattr(optimizer, "process_set", self._set)
+        if op != self._hvd.Average:
+            raise ValueError("compression averages: DistributedOptimizer's op must be hvd.Average, its default")
+        if own.process_set_id != self._set.process_set_id:
+            raise ValueError(
+                f"DistributedOptimizer works on process set {own.process_set_id} and its compressor on "
+                f"{self._set.process_set_id}: give both the same process_set="
+            )

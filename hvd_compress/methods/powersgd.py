@@ -1,0 +1,157 @@
+"""Low-rank compression (PowerSGD: Vogels, Karimireddy & Jaggi, NeurIPS 2019)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.bucket import Bucket, Segment
+from ..engine.collectives import allreduce
+from ..engine.exchange import Exchange
+from ..engine.rng import derive
+from .base import Compressor
+
+_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+class PowerSGD(Compressor):
+    r"""PowerSGD: each gradient matrix is replaced by a product of two thin matrices, by one step of power iteration.
+
+    Implements Vogels, Karimireddy & Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization* (NeurIPS 2019). On rank i, with residual r and gradient g, both n x m, and Q of m x rank::
+
+        M_i = r_i + g_i
+        P   = orthonormalise(mean_i M_i Q)                  one allreduce
+        Q   = mean_i M_i^T P                                one allreduce; the start of the next step's iteration
+        g   = P Q^T
+        r_i = M_i - P Q^T
+
+    A parameter of more than two dimensions is a matrix with its first dimension as rows. A matrix that would not get
+    smaller is sent complete. The bytes do not grow with the number of ranks. Replicas stay bit-equal if all ranks
+    compute the same orthonormalisation (:func:`torch.linalg.qr`): on one type of processor.
+
+    Args:
+        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
+        rank: of the approximation, at least 1.
+        values: how factors are sent, ``"fp16"`` or ``"fp32"``.
+        error_feedback: keep the approximation error for the next step.
+        warm_start: start each step's iteration from the last Q; otherwise from a random one.
+        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
+            :class:`~hvd_compress.Compressor`.
+
+    Raises:
+        ValueError: an argument out of range.
+        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        rank: int = 4,
+        *,
+        values: str = "fp16",
+        error_feedback: bool = True,
+        warm_start: bool = True,
+        **common: Any,
+    ) -> None:
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, got {rank}")
+        if values not in _DTYPES:
+            raise ValueError(f"values must be fp16 or fp32, got {values!r}")
+        super().__init__(named_parameters, **common)
+        self._rank, self._dtype = rank, _DTYPES[values]
+        self._error_feedback, self._warm_start = error_feedback, warm_start
+        #: Per bucket: Q of each segment, (m, rank), or None for one that is sent complete.
+        self._q = [[self._random_q(b, i, 0) for i in range(len(b.segments))] for b in self.buckets]
+        #: Per bucket: whether a gradient of this step is not finite: bool, ().
+        self._invalid = [torch.zeros((), dtype=torch.bool, device=b.device) for b in self.buckets]
+        #: Per bucket, for undo(): the averages that have left the residual, and Q before the step.
+        self._sent: list[tuple[list[Tensor | None], list[Tensor | None]] | None] = [None] * len(self.buckets)
+
+    def __repr__(self) -> str:
+        return f"PowerSGD(rank {self._rank}, {self._dtype} factors; {self.parameters_text()})"
+
+    def begin(self, bucket: Bucket) -> None:
+        self._invalid[bucket.index].zero_()
+        self._sent[bucket.index] = None
+        if not self._error_feedback:
+            bucket.residual.zero_()
+
+    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
+        residual = bucket.segments[position].shaped(bucket.residual)
+        total = residual + grad.float() / self.scale
+        finite = total.isfinite()
+        self._invalid[bucket.index] |= ~finite.all()
+        residual.copy_(torch.where(finite, total, residual))
+
+    def exchange(self, bucket: Bucket) -> Exchange:
+        old_q = self._q[bucket.index]
+        if not self._warm_start:
+            old_q = [self._random_q(bucket, i, self.step) for i in range(len(bucket.segments))]
+        matrices = [_matrix(segment, bucket.residual) for segment in bucket.segments]
+        products = [m if q is None else m @ q for m, q in zip(matrices, old_q, strict=True)]
+        flag = torch.where(self._invalid[bucket.index], torch.nan, 0.0).view(1)
+        valid, *p = self._unpack((yield allreduce(self._pack([flag, *products]))), [flag, *products])
+        valid = valid.isfinite()
+        p = [x if q is None else torch.linalg.qr(x.nan_to_num())[0] for x, q in zip(p, old_q, strict=True)]
+        products = [m.T @ x for m, x, q in zip(matrices, p, old_q, strict=True) if q is not None]
+        means = iter(self._unpack((yield allreduce(self._pack(products))), products) if products else [])
+        new_q = [None if q is None else torch.where(valid, next(means), q) for q in old_q]
+        averages = [x if q is None else x @ q.T for x, q in zip(p, new_q, strict=True)]
+        sent: list[Tensor | None] = [None] * len(averages)
+        for i, (segment, target) in enumerate(zip(bucket.segments, bucket.targets(), strict=True)):
+            if target.numel():  # else no gradient arrived, and the residual stays
+                residual = segment.shaped(bucket.residual)
+                average = sent[i] = torch.where(valid, averages[i].view(residual.shape), 0.0)
+                residual.sub_(average)
+                target.copy_(torch.where(valid, average * self.scale, torch.nan))
+        self._sent[bucket.index], self._q[bucket.index] = (sent, old_q), new_q
+
+    def undo(self, bucket: Bucket) -> None:
+        if (before := self._sent[bucket.index]) is not None:
+            sent, self._q[bucket.index] = before
+            for segment, average in zip(bucket.segments, sent, strict=True):
+                if average is not None:
+                    segment.shaped(bucket.residual).add_(average)
+            self._sent[bucket.index] = None
+
+    def restart(self, bucket: Bucket) -> None:
+        self._q[bucket.index] = [self._random_q(bucket, i, 0) for i in range(len(bucket.segments))]
+        self._sent[bucket.index] = None
+
+    def method_state(self) -> dict[str, Any]:
+        q = {s.name: q for b in self.buckets for s, q in zip(b.segments, self._q[b.index], strict=True)}
+        return {"q": {name: tensor.clone() for name, tensor in q.items() if tensor is not None}}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        loaded = [[state["q"].get(s.name) for s in b.segments] for b in self.buckets]
+        if [_shapes(q) for q in loaded] != [_shapes(q) for q in self._q]:
+            raise ValueError(f"the state was made with another rank than {self._rank}")
+        for b, tensors in zip(self.buckets, loaded, strict=True):
+            self._q[b.index] = [None if q is None else q.to(b.device, copy=True) for q in tensors]
+            self._sent[b.index] = None
+
+    def _random_q(self, bucket: Bucket, position: int, step: int) -> Tensor | None:
+        n, m = _matrix(bucket.segments[position], bucket.residual).shape
+        rank = min(self._rank, n, m)
+        if rank * (n + m) >= n * m:
+            return None
+        generator = torch.Generator().manual_seed(derive(self.engine.seed, step, bucket.index, position))
+        return torch.randn(m, rank, generator=generator).to(bucket.device)
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        limit = torch.finfo(self._dtype).max / self.ranks  # the sum must not overflow; the residual keeps the rest
+        return torch.cat([x.flatten() for x in tensors]).clamp(-limit, limit).to(self._dtype)
+
+    def _unpack(self, total: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        parts = torch.split(total.float() * (1.0 / self.ranks), [x.numel() for x in like])
+        return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def _matrix(segment: Segment, flat: Tensor) -> Tensor:
+    return segment.shaped(flat).flatten(1)
+
+
+def _shapes(tensors: list[Tensor | None]) -> list[object]:
+    return [None if tensor is None else tensor.shape for tensor in tensors]
