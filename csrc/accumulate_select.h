@@ -1,4 +1,4 @@
-// One entry of accumulate_select.
+// accumulate_select: its arguments, their checks, and the computation of one entry.
 #pragma once
 
 #include "segments.h"
@@ -6,19 +6,19 @@
 
 namespace hvd_compress {
 
-// What the last exchange sent of these entries, which has yet to leave the residual.
+// The deferred residual update of the last exchange.
 struct Deferred {
   const uint8_t* indices;
-  Segment segment;  // no slots: nothing is due
-  int64_t shift;    // the phase, modulo blocks
+  Segment segment;  // 0 slots: no update
+  int64_t shift;    // the phase modulo blocks
   ResidualUpdate update;
 };
 
-// Everything but the gradient and the weight, whose type varies.
+// All arguments but the gradient and the weight, whose type varies.
 struct AccumulateSelect {
   float* residual;
   float* velocity;     // or null
-  float* block_means;  // or null; with them the gradient stays as it is: put writes all of it
+  float* block_means;  // or null; if given, the gradient is not set to 0
   const float* floor;
   int32_t* invalid;
   int64_t entries;
@@ -27,7 +27,7 @@ struct AccumulateSelect {
   Deferred deferred;
   Select select;
 
-  // How many entries of this block are not padding.
+  // The number of entries of this block without the padding.
   HVD_BODY int inside(int64_t block) const {
     int64_t left = entries - block * kBlock;
     return static_cast<int>(left < 0 ? 0 : left > kBlock ? kBlock : left);
@@ -40,14 +40,14 @@ struct Entry {
   bool finite;
 };
 
-// Of a block's sum. An infinity says nothing of the other entries: they are taken as they are.
+// A block's mean from its sum, or 0 if it is not finite.
 HVD_BODY float mean_of(float sum, int inside) {
   float mean = sum / static_cast<float>(inside < 1 ? 1 : inside);
   return is_finite(mean) ? mean : 0.0f;
 }
 
-// Without a branch, for the vectoriser: an entry that would not be finite keeps what it had.
-// `step` is the gradient, scaled.
+// `step` is the scaled gradient. An entry that would not be finite keeps its values. Without
+// branches, so that loops are vectorised.
 template <bool kVelocity>
 HVD_BODY Entry accumulate(float step, float residual, float velocity, float momentum) {
   if (kVelocity) step = velocity * momentum + step;
@@ -71,10 +71,10 @@ inline Deferred checked_deferred(const Tensor& residual, const std::optional<Ten
                                  int64_t first_slot, int64_t phase) {
   STD_TORCH_CHECK(
       indices.has_value() == mean.has_value() && mean.has_value() == quantization_error.has_value(),
-      "deferred_indices, deferred_mean and deferred_error go together");
+      "deferred_indices, deferred_mean and deferred_error must be given together");
   if (!indices || residual.numel() == 0) return {nullptr, {0, 1, 0, 0}, 0, {}};
   check_flat(*indices, "deferred_indices", ScalarType::Byte, residual);
-  check_apart(*indices, "deferred_indices", own_indices, "indices");
+  check_no_overlap(*indices, "deferred_indices", own_indices, "indices");
   check_flat(*mean, "deferred_mean", ScalarType::Float, residual);
   check_numel(*mean, "deferred_mean", indices->numel());
   check_flat(*quantization_error, "deferred_error", ScalarType::Float, residual);

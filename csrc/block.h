@@ -1,11 +1,10 @@
-// Blocks, the slots they hold, and the random draws: what every operator and both back ends share.
+// Blocks, their slots, and random numbers: shared by all operators and both back ends.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-// The bodies are compiled once per instruction set, inside functions of different targets: they
-// must be inlined there, or they would stay code for the oldest CPU.
+// Always inlined, because a CPU body is compiled for the instruction set of the calling function.
 #if defined(__CUDACC__)
 #define HVD_BODY __host__ __device__ __forceinline__
 #else
@@ -36,8 +35,8 @@ HVD_BODY uint32_t mix(uint32_t value, uint32_t key) {
   return value ^ (value >> 15);
 }
 
-// A draw from an exponential distribution (in units of ln 2). No call of log: every step is exact
-// or rounded by IEEE 754, so that all back ends draw the same.
+// A draw from an exponential distribution (in units of ln 2). All steps are exact or rounded by
+// IEEE 754, so that all back ends agree.
 HVD_BODY float exponential(uint32_t bits) {
   float uniform = (static_cast<float>(static_cast<int32_t>(bits >> 9)) + 0.5f) * 0x1p-23f;
   int32_t word = bits_as<int32_t>(uniform);
@@ -47,18 +46,18 @@ HVD_BODY float exponential(uint32_t bits) {
   return draw < 1e-6f ? 1e-6f : draw;
 }
 
-// The remainder as Python has it: 0 <= result < divisor.
+// The remainder as in Python: 0 <= result < divisor.
 HVD_BODY int64_t modulo(int64_t value, int64_t divisor) {
   int64_t rest = value % divisor;
   return rest < 0 ? rest + divisor : rest;
 }
 
-// The first slot of a block within its segment. `shift` is the phase, modulo blocks.
+// The first slot of a block within its segment. `shift` is the phase modulo blocks.
 HVD_BODY int64_t slot_start(int64_t block, int64_t slots, int64_t blocks, int64_t shift) {
   return (block * slots + shift) / blocks;
 }
 
-// How many of the bucket's slots before `slot` belong to the rank at `position`.
+// The number of the bucket's slots before `slot` that belong to the rank at `position`.
 HVD_BODY int64_t slots_before(int64_t slot, int64_t run, int64_t ranks, int64_t position) {
   int64_t turn = run * ranks;
   int64_t whole = slot / turn;

@@ -1,4 +1,4 @@
-// The arguments of block_means_send and block_means_keep, checked: the same on every device.
+// block_means_send and block_means_keep: their arguments, and their checks.
 #pragma once
 
 #include "accumulate_select.h"
@@ -26,7 +26,7 @@ struct BlockMeansKeep {
 inline void check_block_means(const Tensor& tensor, const char* name, const Tensor& unsent) {
   check_flat(tensor, name, ScalarType::Float, unsent);
   check_numel(tensor, name, unsent.numel());
-  check_apart(tensor, name, unsent, "unsent");
+  check_no_overlap(tensor, name, unsent, "unsent");
 }
 
 inline BlockMeansSend checked(const Tensor& fresh, const Tensor& unsent,
@@ -36,7 +36,7 @@ inline BlockMeansSend checked(const Tensor& fresh, const Tensor& unsent,
   check_block_means(fresh, "fresh", unsent);
   if (velocity) check_block_means(*velocity, "velocity", unsent);
   check_block_means(out, "out", unsent);
-  check_apart(out, "out", fresh, "fresh");
+  check_no_overlap(out, "out", fresh, "fresh");
   check_flat(invalid, "invalid", ScalarType::Int, unsent);
   check_numel(invalid, "invalid", 1);
   return {

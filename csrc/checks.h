@@ -1,4 +1,4 @@
-// Where torch ends: tensors are checked here, and become raw pointers and sizes.
+// Checks of tensors, and access to their data.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -32,7 +32,7 @@ inline void check_device(const Tensor& tensor, const char* name, const Tensor& o
                   " must be on the device of the other tensors, got another one");
 }
 
-// A flat buffer of the package itself: one dtype, contiguous, on the device of another.
+// A contiguous tensor of a given dtype, on the device of `other`.
 inline void check_flat(const Tensor& tensor, const char* name, ScalarType dtype,
                        const Tensor& other) {
   check_dtype(tensor, name, dtype);
@@ -45,7 +45,7 @@ inline void check_numel(const Tensor& tensor, const char* name, int64_t numel) {
                   tensor.numel());
 }
 
-// A user's tensor, in any order of memory as long as it fills it: then entry i is data[i].
+// A floating-point tensor that is dense in any memory order: its entries are data[0 .. numel - 1].
 inline void check_dense(const Tensor& tensor, const char* name, const Tensor& other) {
   ScalarType dtype = tensor.scalar_type();
   STD_TORCH_CHECK(
@@ -61,12 +61,12 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& ot
   for (auto [stride, size] : dims) {
     STD_TORCH_CHECK(tensor.numel() == 0 || stride == expected, name,
                     " must be dense in memory, got a stride of ", stride, " where ", expected,
-                    " is due");
+                    " is required");
     expected *= size;
   }
 }
 
-// A flat buffer of whole blocks.
+// A contiguous float32 tensor of whole blocks.
 inline void check_blocks(const Tensor& tensor, const char* name) {
   check_flat(tensor, name, ScalarType::Float, tensor);
   STD_TORCH_CHECK(tensor.numel() % kBlock == 0, name, " must have a multiple of 256 entries, got ",
@@ -95,18 +95,18 @@ inline float* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? data<float>(*tensor) : nullptr;
 }
 
-// Two flat tensors of one dtype; others are refused elsewhere.
-inline void check_apart(const Tensor& one, const char* name, const Tensor& other,
-                        const char* other_name) {
+// For two contiguous tensors of one dtype.
+inline void check_no_overlap(const Tensor& one, const char* name, const Tensor& other,
+                             const char* other_name) {
   const uint8_t* begin = const_data<uint8_t>(one);
   const uint8_t* other_begin = const_data<uint8_t>(other);
   int64_t size = one.element_size();
   STD_TORCH_CHECK(
       begin + one.numel() * size <= other_begin || other_begin + other.numel() * size <= begin,
-      name, " must be other memory than ", other_name);
+      name, " must not overlap ", other_name);
 }
 
-// Calls f with a value of the C++ type of a dtype that was checked before.
+// Calls f with a value of the C++ type of a dtype that check_dense allows.
 template <typename F>
 void with_type(ScalarType dtype, F f) {
   if (dtype == ScalarType::Float) {

@@ -1,4 +1,4 @@
-// One value of codebook_encode and codebook_decode.
+// codebook_encode and codebook_decode: their arguments, and their checks.
 #pragma once
 
 #include "groups.h"
@@ -10,7 +10,7 @@ struct Codebook {
   const float* book;
   const int64_t* kind;
   Groups groups;
-  int64_t size;  // of values
+  int64_t size;  // number of values
   int64_t kinds;
   int bits;
 
@@ -28,7 +28,7 @@ inline Codebook checked(const Tensor& values, const Tensor& scale, const Tensor&
   check_flat(book, "book", ScalarType::Float, values);
   STD_TORCH_CHECK(book.dim() == 2 && book.size(1) == int64_t{1} << bits,
                   "book must be of shape (kinds, ", int64_t{1} << bits, ")");
-  STD_TORCH_CHECK(book.size(0) > 0 || groups.count == 0, "book must have a row at least");
+  STD_TORCH_CHECK(book.size(0) > 0 || groups.count == 0, "book must have at least one row");
   check_codes(codes, bits, values);
   return {const_data<float>(scale),
           const_data<float>(book),

@@ -1,4 +1,4 @@
-// The arguments of take, checked: the same on every device.
+// gather: its arguments, and their checks.
 #pragma once
 
 #include "segments.h"

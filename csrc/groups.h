@@ -1,4 +1,4 @@
-// Groups: which scale a value has.
+// Groups of values with one scale, and checks common to the operators on codes.
 #pragma once
 
 #include "checks.h"
@@ -6,18 +6,17 @@
 namespace hvd_compress {
 
 struct Groups {
-  const int64_t* edges;  // count + 1
+  const int64_t* edges;  // (count + 1,)
   int64_t count;
 
   HVD_BODY int64_t size(int64_t group) const { return edges[group + 1] - edges[group]; }
 
-  // Whether a group lies within so many values: the host of a GPU cannot check it.
+  // Whether a group is within `values` values. On CUDA this is not checked on the host.
   HVD_BODY bool within(int64_t group, int64_t values) const {
     return edges[group] >= 0 && edges[group + 1] <= values;
   }
 
-  // The group that holds value `i`: the last that begins at or before it. Never outside the table,
-  // whatever the edges hold.
+  // The group of value `i`: the last that begins at or before it. Within the table for any edges.
   HVD_BODY int64_t find(int64_t i) const {
     int64_t low = 0, high = count - 1;
     while (low < high) {
@@ -37,12 +36,12 @@ inline Groups check_groups(const Tensor& edges, const Tensor& values) {
   check_flat(edges, "edges", ScalarType::Long, values);
   Groups groups{const_data<int64_t>(edges), edges.numel() - 1};
   STD_TORCH_CHECK(groups.count >= (values.numel() > 0 ? 1 : 0),
-                  "edges must have an entry more than there are groups, got ", edges.numel(),
+                  "edges must have one entry more than there are groups, got ", edges.numel(),
                   " for ", values.numel(), " values");
   return groups;
 }
 
-// One entry a group.
+// A tensor with one entry per group.
 inline void check_each(const Tensor& tensor, const char* name, ScalarType dtype,
                        const Groups& groups, const Tensor& values) {
   check_flat(tensor, name, dtype, values);
@@ -52,7 +51,7 @@ inline void check_each(const Tensor& tensor, const char* name, ScalarType dtype,
 inline void check_quantization_error(const Tensor& quantization_error, const Tensor& values) {
   check_flat(quantization_error, "quantization_error", ScalarType::Float, values);
   check_numel(quantization_error, "quantization_error", values.numel());
-  check_apart(quantization_error, "quantization_error", values, "values");
+  check_no_overlap(quantization_error, "quantization_error", values, "values");
 }
 
 inline void check_codes(const Tensor& codes, int64_t bits, const Tensor& values) {

@@ -1,4 +1,4 @@
-// One value of lanes_encode and lanes_decode.
+// lanes_encode and lanes_decode: their arguments, their checks, and the computation of one value.
 #pragma once
 
 #include "groups.h"
@@ -8,14 +8,14 @@ namespace hvd_compress {
 struct Lanes {
   const float* scale;
   Groups groups;
-  int64_t size;  // of values
+  int64_t size;  // number of values
   int bits;
   int width;
-  int count;  // of a word
+  int count;  // lanes per word
   uint32_t key;
   float factor;
 
-  // What is added to a word so that its signed digits become fields of `width` bits.
+  // The sum of 2**(width - 1) in every lane: added to a word, it makes all digits unsigned fields.
   HVD_BODY uint64_t bias() const {
     uint64_t sum = 0;
     for (int lane = 0; lane < count; ++lane) sum += uint64_t{1} << (width * lane + width - 1);
@@ -23,14 +23,15 @@ struct Lanes {
   }
 };
 
-// Whole: an integer that holds all of -top to top.
+// Whole: a signed integer type that holds -top to top.
 template <typename Whole>
 struct Rounded {
   Whole digit;
   float error;
 };
 
-struct Grid {  // a group's
+// The grid of one group.
+struct Grid {
   float step;
   float inverse;
   float top;
@@ -40,7 +41,7 @@ struct Grid {  // a group's
         inverse(1.0f / step),
         top(static_cast<float>((int64_t{1} << (args.bits - 1)) - 1)) {}
 
-  // Clamped before it is rounded down, which is the same, `top` being whole: then it fits.
+  // Clamped before rounding, so that the conversion to Whole does not overflow.
   template <typename Whole>
   HVD_BODY Rounded<Whole> encode(float value, float draw) const {
     float scaled = value * inverse + draw;
@@ -53,13 +54,13 @@ struct Grid {  // a group's
   }
 };
 
-// Uniform in [0, 1).
+// A uniform draw in [0, 1).
 HVD_BODY float uniform(int64_t index, uint32_t key) {
   return static_cast<float>(static_cast<int32_t>(mix(static_cast<uint32_t>(index), key) >> 8)) *
          0x1p-24f;
 }
 
-// The value of a lane's sum, whose field has `half` a lane's range added.
+// The value of a lane's sum. `field` is the sum plus `half`.
 HVD_BODY float as_value(uint32_t field, uint32_t half, float step) {
   return static_cast<float>(static_cast<int32_t>(field - half)) * step;
 }

@@ -1,23 +1,24 @@
-// One value of moments.
+// moments: its arguments, their checks, and the computation of one value.
 #pragma once
 
 #include "groups.h"
 
 namespace hvd_compress {
 
-constexpr int kSums = 32;  // running sums, a part of the specification
+constexpr int kSums = 32;  // running sums; see the specification
 
-struct Sums {  // of a group's values
+// The moments of one group.
+struct Sums {
   double square;
   double fourth;
-  float largest;  // magnitude
+  float largest;  // largest magnitude
 };
 
 struct Moments {
   const float* values;
-  double* out;  // three a group
+  double* out;  // (groups, 3)
   Groups groups;
-  int64_t size;  // of values
+  int64_t size;  // number of values
 
   HVD_BODY void store(int64_t group, const Sums& sums) const {
     out[3 * group] = sums.square;
@@ -27,7 +28,7 @@ struct Moments {
 };
 
 HVD_BODY float larger(float magnitude, float largest) {
-  return magnitude > largest ? magnitude : largest;  // `largest` is no NaN, and becomes none
+  return magnitude > largest ? magnitude : largest;  // ignores a NaN
 }
 
 HVD_BODY void add_moments(float value, double& square, double& fourth, float& largest) {

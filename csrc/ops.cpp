@@ -1,8 +1,8 @@
-// Every operator's schema. What they compute: hvd_compress/reference/.
+// The schemas of all operators. They are specified in hvd_compress/reference/.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hvd_compress, library) {
-  // Blocks: reference/blocks.py.
+  // reference/blocks.py
   library.def(
       "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor? weight, "
       "Tensor(c!)? velocity, Tensor floor, Tensor(d!) indices, Tensor(e!) invalid, "
@@ -22,13 +22,13 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "Tensor segments, Tensor mean, Tensor? quantization_error, int phase, float scale, "
       "Tensor? block_means=None) -> ()");
 
-  // Blocks' block_means: reference/block_means.py.
+  // reference/block_means.py
   library.def(
       "block_means_send(Tensor(a!) fresh, Tensor(b!) unsent, Tensor(c!)? velocity, Tensor(d!) out, "
       "Tensor(e!) invalid, float momentum) -> ()");
   library.def("block_means_keep(Tensor mean, Tensor quantization_error, Tensor(a!) unsent) -> ()");
 
-  // Codes: reference/codes.py.
+  // reference/codes.py
   library.def("moments(Tensor values, Tensor edges, Tensor(a!) out) -> ()");
   library.def(
       "lanes_encode(Tensor values, Tensor scale, Tensor edges, Tensor(a!) words, "
@@ -49,7 +49,7 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "range_decode(Tensor codes, Tensor base, Tensor edges, Tensor(a!) values, int bits, "
       "int mantissa, int positive, bool add) -> ()");
 
-  // Scales of lanes: reference/scales.py.
+  // reference/scales.py
   library.def(
       "lanes_prepare(Tensor values, Tensor edges, Tensor shared_scale, Tensor kind, Tensor grid, "
       "Tensor invalid, Tensor(a!) step, Tensor(b!) header, int ranks) -> ()");
@@ -58,6 +58,6 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "header, "
       "Tensor(b!) next_scale, Tensor(c!) next_kind, int ranks) -> ()");
 
-  // Of the instruction set that the CPU's operators run with: cpu/isa.h.
+  // The instruction set of the CPU operators: cpu/isa.h.
   library.def("cpu_level() -> int");
 }

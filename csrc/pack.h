@@ -1,11 +1,11 @@
-// Fields of a few bits, next to one another: how several digits become fields at once.
+// Packs digits of 8 or 16 bits into adjacent fields of a few bits, and unpacks them.
 #pragma once
 
 #include "block.h"
 
 namespace hvd_compress {
 
-// A word's first byte is its lowest: everybody who loads words relies on it.
+// Loading a word relies on the byte order.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
 HVD_BODY uint64_t low_bits(int count) {
@@ -18,8 +18,8 @@ HVD_BODY uint64_t load_word(const void* memory) {
   return word;
 }
 
-// The digits of a word, of 8 or 16 bits with zeros above the field's, become fields of `bits` bits.
-// The third argument says what a digit is; digits of 64 bits are fields already.
+// Packs the digits of a word into fields of `bits` bits. The digits must be below 2**bits. The
+// third argument gives the type of a digit; a digit of 64 bits is a field already.
 HVD_BODY uint64_t fold(uint64_t word, int bits, uint16_t) {
   constexpr uint64_t kPairs = 0x0000FFFF0000FFFF, kHalf = 0xFFFFFFFF;
   word = (word & kPairs) | ((word >> 16) & kPairs) << bits;
@@ -34,20 +34,20 @@ HVD_BODY uint64_t fold(uint64_t word, int bits, uint8_t) {
 
 HVD_BODY uint64_t fold(uint64_t word, int, uint64_t) { return word; }
 
-// The way back; wants zeros above the last field.
+// The inverse, for digits of 16 bits. The bits above the last field must be 0.
 HVD_BODY uint64_t unfold(uint64_t word, int bits) {
   uint64_t fields = low_bits(bits) * 0x0000000100000001;
   word = (word & low_bits(2 * bits)) | (word >> (2 * bits)) << 32;
   return (word & fields) | ((word >> bits) & fields) << 16;
 }
 
-// Eight codes as one number of 8 * bits bits.
+// Eight codes: 8 * bits bits.
 struct Unit {
   uint64_t low;
   uint64_t high;
 };
 
-// Of two numbers of 4 * bits bits each, for at most 16 bits. In two steps: one could shift by 64.
+// Joins two numbers of 4 * bits bits, bits <= 16. Shifts in two steps: a shift by 64 is undefined.
 HVD_BODY Unit join(uint64_t first, uint64_t second, int bits) {
   return {first | (second << (4 * bits - 1)) << 1, second >> (64 - 4 * bits)};
 }
@@ -57,7 +57,7 @@ HVD_BODY Unit pack_unit(const uint16_t* digits, int bits) {
               fold(load_word(digits + 4), bits, uint16_t()), bits);
 }
 
-// What lies above the unit in its words does not matter.
+// The bits above the unit in its words are ignored.
 HVD_BODY void unpack_unit(Unit unit, int bits, uint16_t* digits) {
   uint64_t mask = low_bits(4 * bits);
   uint64_t second = (unit.low >> (4 * bits - 1)) >> 1 | unit.high << (64 - 4 * bits);

@@ -1,4 +1,4 @@
-// One value of range_encode and range_decode.
+// range_encode and range_decode: their arguments, their checks, and the computation of one value.
 #pragma once
 
 #include "groups.h"
@@ -8,10 +8,10 @@ namespace hvd_compress {
 struct Range {
   const int64_t* base;
   Groups groups;
-  int64_t size;  // of values
+  int64_t size;  // number of values
   int bits;
   int shift;
-  uint32_t positive;  // codes
+  uint32_t positive;  // number of codes
 
   HVD_BODY uint32_t negative() const { return (1u << bits) - 1 - positive; }
 };
@@ -21,10 +21,11 @@ struct Ranged {
   float error;
 };
 
-// A group's window. A magnitude is a float's bits without its sign: they order like the floats.
+// The window of one group. A magnitude is the bits of a float without its sign; as integers they
+// have the same order as the floats.
 struct Window {
-  uint32_t before;  // of the first magnitude, in steps
-  uint32_t least;   // magnitude that is not nearer to zero
+  uint32_t before;  // the first magnitude in steps, minus 1
+  uint32_t least;   // the least magnitude with a nonzero code
   uint32_t positive;
   uint32_t negative;
   int shift;
@@ -36,13 +37,14 @@ struct Window {
         negative(args.negative()),
         shift(args.shift) {}
 
-  // Conditions are masks: as branches they would be guessed wrong half of the time.
+  // Conditions are masks, because branches would often be mispredicted.
   HVD_BODY Ranged encode(float value) const {
     constexpr uint32_t kInfinity = 0x7f800000u, kSign = 0x80000000u;
     uint32_t word = bits_as<uint32_t>(value);
     uint32_t magnitude = word & ~kSign;
     uint32_t below = 0u - (word >> 31);
-    uint32_t coded = 0u - static_cast<uint32_t>(magnitude - least <= kInfinity - least);  // no NaN
+    uint32_t coded =
+        0u - static_cast<uint32_t>(magnitude - least <= kInfinity - least);  // 0 for a NaN
     int32_t last = static_cast<int32_t>((positive & ~below) | (negative & below));
     int32_t step = static_cast<int32_t>((magnitude + (1u << (shift - 1))) >> shift) -
                    static_cast<int32_t>(before);

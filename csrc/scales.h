@@ -1,4 +1,4 @@
-// One group of lanes_prepare and lanes_update.
+// lanes_prepare and lanes_update: their arguments, their checks, and the computation of one group.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace hvd_compress {
 
-// The specification's, hvd_compress/reference/scales.py.
+// As in hvd_compress/reference/scales.py.
 constexpr double kSmallest = 1e-20;
 constexpr double kLargest = 1e20;
 constexpr double kKurtosis = 4.5;
@@ -17,7 +17,7 @@ constexpr double kRatioSteps = 1024.0;
 
 struct Scales {
   Groups groups;
-  int64_t size;  // of values
+  int64_t size;  // number of values
   const double* shared_scale;
   const int64_t* kind;
   int64_t ranks;
@@ -41,7 +41,7 @@ struct LanesUpdate {
   int64_t* next_kind;
 };
 
-// Where a group's ratio lies in `header`: the lower or upper half of a word, lowest byte first.
+// A group's ratio is the lower or upper half of a word of `header`; this relies on the byte order.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
 HVD_BODY uint32_t* ratio_of(int64_t* header, int64_t group) {
@@ -53,14 +53,14 @@ HVD_BODY const uint32_t* ratio_of(const int64_t* header, int64_t group) {
 }
 
 HVD_BODY double bounded(double scale) {
-  scale = scale > kSmallest ? scale : kSmallest;  // as is a NaN
+  scale = scale > kSmallest ? scale : kSmallest;  // also for a NaN
   return scale < kLargest ? scale : kLargest;
 }
 
 HVD_BODY void prepare_group(const LanesPrepare& args, int64_t group, const Sums& sums) {
   double shared_scale = args.scales.shared_scale[group];
   int64_t count = args.scales.groups.size(group), kind = args.scales.kind[group];
-  kind = kind < 0 || kind >= args.kinds ? 0 : kind;  // the host of a GPU cannot check this
+  kind = kind < 0 || kind >= args.kinds ? 0 : kind;  // not checked on CUDA
   args.step[group] = static_cast<float>(shared_scale * args.grid[kind]);
 
   double rms = sqrt(sums.square / static_cast<double>(count < 1 ? 1 : count));
@@ -95,7 +95,7 @@ HVD_BODY void update_group(const LanesUpdate& args, int64_t group, const Sums& s
 inline Scales checked_scales(const Tensor& values, const Tensor& edges, const Tensor& shared_scale,
                              const Tensor& kind, const Tensor& header, int64_t ranks) {
   Groups groups = check_groups(edges, values);
-  STD_TORCH_CHECK(groups.count >= 1, "edges must have two entries at least, got ", edges.numel());
+  STD_TORCH_CHECK(groups.count >= 1, "edges must have at least two entries, got ", edges.numel());
   check_each(shared_scale, "shared_scale", ScalarType::Double, groups, values);
   check_each(kind, "kind", ScalarType::Long, groups, values);
   check_flat(header, "header", ScalarType::Long, values);

@@ -1,4 +1,4 @@
-// The arguments of put, checked: the same on every device.
+// scatter: its arguments, and their checks.
 #pragma once
 
 #include "segments.h"
@@ -7,7 +7,7 @@ namespace hvd_compress {
 
 struct Scatter {
   BucketSlots bucket;
-  ResidualUpdate update;  // without `error` they are left due
+  ResidualUpdate update;  // deferred if its `error` is null
   float scale;
   const float* block_means;  // or null
 };
@@ -20,7 +20,7 @@ inline Scatter checked(const std::vector<Tensor>& grads, const Tensor& residual,
   check_residual(residual, velocity);
   BucketSlots bucket = checked_slots(residual, indices, segments, phase);
   STD_TORCH_CHECK(static_cast<int64_t>(grads.size()) == bucket.segment_count, "grads must have ",
-                  bucket.segment_count, " tensors, one a segment, got ", grads.size());
+                  bucket.segment_count, " tensors, one per segment, got ", grads.size());
   for (const Tensor& grad : grads) check_dense(grad, "every grad", residual);
   check_flat(mean, "mean", ScalarType::Float, residual);
   check_numel(mean, "mean", bucket.slots);

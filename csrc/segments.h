@@ -1,12 +1,12 @@
-// Segments: which parameter a block of the bucket belongs to, which slots it holds, and what those
-// leave behind.
+// Segments: the blocks and slots of each parameter in a bucket.
 #pragma once
 
 #include "checks.h"
 
 namespace hvd_compress {
 
-struct Segment {  // one row of the tensor `segments`
+// One row of the tensor `segments`.
+struct Segment {
   int64_t first_block;
   int64_t blocks;
   int64_t first_slot;
@@ -19,7 +19,8 @@ struct SlotRange {
   int64_t end = 0;
 };
 
-// What a slot that counts leaves behind: `error` in the residual, 0 in the velocity.
+// The update of a slot's entry: `error` in the residual and 0 in the velocity, if the mean is
+// finite.
 struct ResidualUpdate {
   float* residual;
   float* velocity;  // or null
@@ -34,17 +35,17 @@ struct ResidualUpdate {
   }
 };
 
-// A bucket's slots, as take and put get them.
+// The slots of a bucket: the common arguments of gather and scatter.
 struct BucketSlots {
   const uint8_t* indices;
   const Segment* segments;
   int64_t segment_count;
-  int64_t blocks;  // of the whole bucket
-  int64_t slots;   // likewise
+  int64_t blocks;  // of the bucket
+  int64_t slots;   // of the bucket
   int64_t phase;
 };
 
-// Whether no index made from this row can leave a bucket of so many blocks and slots.
+// Whether a segment is within a bucket of `blocks` blocks and `slots` slots.
 HVD_BODY bool fits(const Segment& segment, int64_t blocks, int64_t slots) {
   return 0 <= segment.first_block && 0 < segment.blocks &&
          segment.blocks <= blocks - segment.first_block && 0 <= segment.slots &&
@@ -66,7 +67,7 @@ HVD_BODY int64_t find_segment(const Segment* segments, int64_t count, int64_t bl
   return low - 1;
 }
 
-// The slots of take and put. What the segments hold cannot be read here on CUDA.
+// The contents of `segments` are not checked here: on CUDA the host cannot read them.
 inline BucketSlots checked_slots(const Tensor& residual, const Tensor& indices,
                                  const Tensor& segments, int64_t phase) {
   check_flat(indices, "indices", ScalarType::Byte, residual);

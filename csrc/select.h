@@ -1,4 +1,4 @@
-// How a rank finds the slots it leads, and what an entry scores.
+// select: its arguments, their checks, and the score of one entry.
 #pragma once
 
 #include "checks.h"
@@ -10,14 +10,14 @@ struct Select {
   int64_t blocks;
   int64_t slots;
   int64_t first_slot;
-  int64_t shift;  // the phase, modulo blocks
+  int64_t shift;  // the phase modulo blocks
   int64_t run;
   int64_t ranks;
   int64_t position;
   uint32_t key;
   int64_t explore;
 
-  // Where in `indices` this rank's picks of a block begin; they end where the next block's begin.
+  // Where this rank's indices of a block begin in `indices`; they end at first_index(block + 1).
   HVD_BODY int64_t first_index(int64_t block) const {
     return slots_before(first_slot + slot_start(block, slots, blocks, shift), run, ranks, position);
   }
@@ -27,8 +27,8 @@ struct Select {
   }
 };
 
-// Scores are >= 0, so they order like the integers of the same bits, which reduce faster. What is
-// not (a NaN, or a caller's mistake) counts as 0: no bits may be below those of a taken entry.
+// Scores are >= 0, so they have the same order as their bits, and integers are reduced faster. A
+// NaN or a negative score counts as 0, because kSelected, -1, must be below every score.
 HVD_BODY int32_t score_bits(float score) {
   uint32_t bits = bits_as<uint32_t>(score);
   return bits <= 0x7f800000u ? static_cast<int32_t>(bits) : 0;
@@ -39,12 +39,12 @@ HVD_BODY int32_t explore_bits(int32_t score, int64_t entry, uint32_t key) {
   return bits_as<int32_t>(bits_as<float>(score) / draw);
 }
 
-// `scored` is the tensor, of whole blocks, that the picks come from.
+// `scored` is the tensor whose entries are selected, of whole blocks.
 inline Select checked_select(const Tensor& scored, const Tensor& indices, int64_t slots,
                              int64_t first_slot, int64_t phase, int64_t run, int64_t ranks,
                              int64_t position, int64_t key, int64_t explore) {
   check_flat(indices, "indices", ScalarType::Byte, scored);
-  constexpr int64_t kLimit = int64_t{1} << 31;  // of run and ranks: their product fits in 64 bits
+  constexpr int64_t kLimit = int64_t{1} << 31;  // so that run * ranks fits in 64 bits
   STD_TORCH_CHECK(0 <= slots && slots <= scored.numel(), "slots must be 0 to ", scored.numel(),
                   ", got ", slots);
   STD_TORCH_CHECK(0 <= first_slot && first_slot < (int64_t{1} << 40),
@@ -67,7 +67,7 @@ inline Select checked_select(const Tensor& scored, const Tensor& indices, int64_
               position,
               static_cast<uint32_t>(key),
               explore};
-  // Never write outside: this is all that decides where a pick is written.
+  // Only this determines where indices are written, so they are written within the tensor.
   STD_TORCH_CHECK(slots == 0 || args.first_index(blocks) <= indices.numel(), "indices must have ",
                   slots ? args.first_index(blocks) : 0, " entries for these slots, got ",
                   indices.numel());

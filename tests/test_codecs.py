@@ -1,4 +1,4 @@
-"""Channels: what a rank loses it keeps, what arrives is the same everywhere, and it costs what it says."""
+"""Channels: quantization errors, equal means on all ranks, and bytes sent."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ COUNT = sum(SLOTS)
 
 
 def drive(channel: Channel, world: LocalWorld, rank: int, values: Tensor, step: int, bad: bool = False):
-    """One exchange on one rank: (mean, lost, bytes sent)."""
+    """One exchange on one rank: (mean, quantization error, bytes sent)."""
     exchange, result, sent = (
         channel.average(values, torch.tensor([int(bad)], dtype=torch.int32), 1000 * step + rank),
         None,
@@ -36,18 +36,18 @@ def drive(channel: Channel, world: LocalWorld, rank: int, values: Tensor, step: 
 
 
 def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[dict[str, list]]:
-    """Runs a channel on every rank: by rank, its values, means and losses of each step, and the bytes it sent."""
+    """Runs a channel on every rank. Per rank: the values, means, quantization errors and bytes sent of each step."""
     world = LocalWorld(ranks, timeout=20)
 
     def body(rank: int) -> dict[str, list]:
         channel = codec(name).channel(len(SLOTS), ranks, rank, torch.device("cpu"))
         channel.set_group_sizes(SLOTS)
         generator = torch.Generator().manual_seed(rank)
-        seen: dict[str, list] = {"values": [], "mean": [], "lost": [], "bytes": []}
+        seen: dict[str, list] = {"values": [], "mean": [], "error": [], "bytes": []}
         for step in range(steps):
             values = torch.randn(COUNT, generator=generator) * SCALES
-            mean, lost, sent = drive(channel, world, rank, values, step, bad=step == bad and rank == 0)
-            for key, value in (("values", values), ("mean", mean), ("lost", lost), ("bytes", sent)):
+            mean, error, sent = drive(channel, world, rank, values, step, bad=step == bad and rank == 0)
+            for key, value in (("values", values), ("mean", mean), ("error", error), ("bytes", sent)):
                 seen[key].append(value)
         return seen
 
@@ -60,16 +60,16 @@ def scaled_norm(tensor: Tensor) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_what_is_lost_stays(name, ranks):
-    """Ranks * mean + all that was lost = all that was said; the mean has the same bits on every rank."""
+def test_errors_add_up(name, ranks):
+    """Ranks * mean + the sum of errors = the sum of values. The mean has the same bits on every rank."""
     seen = averaged(name, ranks, steps=4)
     for step in range(4):
         means = [rank["mean"][step] for rank in seen]
         assert all(torch.equal(means[0], mean) for mean in means)
-        said = sum(rank["values"][step].double() for rank in seen)
-        kept = ranks * means[0].double() + sum(rank["lost"][step].double() for rank in seen)
-        tolerance = 2e-2 if name == "fp16" else 1e-5  # the ring rounds sums of 16-bit floats
-        torch.testing.assert_close(kept / SCALES, said / SCALES, rtol=0, atol=tolerance)
+        sent = sum(rank["values"][step].double() for rank in seen)
+        kept = ranks * means[0].double() + sum(rank["error"][step].double() for rank in seen)
+        tolerance = 2e-2 if name == "fp16" else 1e-5  # the allreduce rounds to 16-bit floats
+        torch.testing.assert_close(kept / SCALES, sent / SCALES, rtol=0, atol=tolerance)
 
 
 ERRORS = {"fp16": 1e-3, "lanes4": 0.25, "lanes16": 3e-3, "lloyd1": 1.0, "lloyd4": 0.2, "lloyd8": 0.03}
@@ -78,7 +78,7 @@ ERRORS |= {"range10": 0.05, "range16": 1e-2, "lloyd4-gather": 0.15, "range10-gat
 
 @pytest.mark.parametrize(("name", "most"), ERRORS.items())
 def test_the_mean_is_close(name, most):
-    """Relative error of the average, each group in units of its own scale, once the scales are known."""
+    """The relative error of the average, with each group in units of its scale, once the scales are known."""
     seen = averaged(name, 4, steps=6)
     want = sum(rank["values"][-1] for rank in seen) / 4
     error = scaled_norm(seen[0]["mean"][-1] - want) / scaled_norm(want)
@@ -90,21 +90,21 @@ COSTS |= {"lloyd4": 1.5 * 4 / 8, "range10": 1.5 * 10 / 8, "range10-gather": 3 * 
 
 
 @pytest.mark.parametrize(("name", "each"), COSTS.items())
-def test_the_wire_costs_what_the_table_says(name, each):
-    """Bytes a value on 4 ranks; a group's scales cost at most 24 bytes beside."""
+def test_bytes_sent(name, each):
+    """Bytes per value on 4 ranks, as in the table of codecs, and at most 24 bytes per group for scales."""
     sent = averaged(name, 4, steps=2)[0]["bytes"][1]
     assert 0 <= sent - each * COUNT <= 24 * len(SLOTS) + 60
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_bad_rank_is_everybodys(name):
+def test_invalid_rank(name):
     seen = averaged(name, 3, steps=3, bad=1)
     for rank in seen:
         assert rank["mean"][1].isnan().all()
-        assert rank["mean"][2].isfinite().all(), "the step after it is good again"
+        assert rank["mean"][2].isfinite().all(), "the next step is valid"
 
 
-def test_lanes_are_unbiased_and_nearest_is_closer():
+def test_stochastic_rounding_is_unbiased():
     errors = {}
     for stochastic in (True, False):
         channel = Lanes(3, stochastic).channel(1, 1, 0, torch.device("cpu"))
@@ -114,12 +114,12 @@ def test_lanes_are_unbiased_and_nearest_is_closer():
         for step in range(200):
             means.append(drive(channel, world, 0, values, step)[0])
         errors[stochastic] = (torch.stack(means).mean(0) - values).abs().max(), (means[-1] - values).norm()
-    assert errors[True][0] < errors[False][0], "the average over draws comes closer than any one grid point"
+    assert errors[True][0] < errors[False][0], "the average over draws is more accurate"
     assert errors[False][1] < errors[True][1]
 
 
 def test_scales_follow_values_that_grow_and_shrink():
-    """A thousand times larger from one step to the next: clipped at first, then fitted; nothing is lost meanwhile."""
+    """If values grow a thousandfold, they are clipped at first; the errors still add up."""
     for name in ("lanes4", "lloyd4", "range10"):
         channel = codec(name).channel(1, 1, 0, torch.device("cpu"))
         channel.set_group_sizes([5000])
@@ -127,15 +127,15 @@ def test_scales_follow_values_that_grow_and_shrink():
         for step in range(105):
             scale = 1e-3 if step < 35 or step >= 70 else 1.0
             values = torch.randn(5000, generator=generator) * scale
-            mean, lost, _ = drive(channel, world, 0, values, step)
-            torch.testing.assert_close(mean + lost, values, rtol=1e-5, atol=1e-6)
+            mean, error, _ = drive(channel, world, 0, values, step)
+            torch.testing.assert_close(mean + error, values, rtol=1e-5, atol=1e-6)
             if step in (34, 69, 104):
                 assert (mean - values).norm() < 0.3 * values.norm(), (name, step)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_codebooks_are_lloyds_fixed_point(bits):
-    """Every level is the mean of the values that are nearest to it (by integration on a fine grid)."""
+def test_codebooks_are_fixed_points(bits):
+    """Every level is the mean of the values nearest to it, by numerical integration."""
     x = (torch.arange(-400_000, 400_000, dtype=torch.float64) + 0.5) / 20_000
     densities = {"gauss": torch.exp(-x * x / 2), "laplace": torch.exp(-x.abs() * math.sqrt(2))}
     for levels, distribution in zip(codebook(bits).double(), DISTRIBUTIONS, strict=True):
@@ -148,16 +148,16 @@ def test_codebooks_are_lloyds_fixed_point(bits):
 
 
 def test_known_codebooks_and_grids():
-    """Max's table of 1960, and the Laplacian's."""
+    """Max's table of 1960, and values for the Laplacian."""
     torch.testing.assert_close(codebook(1)[:, 1], torch.tensor([0.7979, 0.7071]), rtol=0, atol=1e-4)
     torch.testing.assert_close(codebook(2)[0, 2:], torch.tensor([0.4528, 1.5104]), rtol=0, atol=1e-4)
     torch.testing.assert_close(codebook(2)[1, 2:], torch.tensor([0.4196, 1.8338]), rtol=0, atol=4e-4)
-    # A uniform quantizer of 15 levels for a Gaussian: steps near 0.35.
+    # A uniform quantizer of 15 levels for a Gaussian has a step near 0.35.
     assert 0.3 < float(grid_step(7, False)[0]) < 0.4
-    assert bool((grid_step(7, False) > grid_step(7, True)).all()), "rounding at random errs more, so its grid is finer"
+    assert bool((grid_step(7, False) > grid_step(7, True)).all()), "stochastic rounding needs a finer grid"
 
 
-def test_the_range_floats_fit_is_the_best_of_all():
+def test_fit_of_range_floats():
     torch.manual_seed(0)
     values = torch.distributions.StudentT(3.0).sample((20_000,))
     for bits in (8, 10):
@@ -169,7 +169,7 @@ def test_the_range_floats_fit_is_the_best_of_all():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_error_feedback_stays_bounded(name):
-    """What is lost comes back in the next step, for 200 steps: it must not pile up, nor the scales run away."""
+    """With error feedback over 200 steps, neither errors nor scales diverge."""
     ranks, world = 3, LocalWorld(3, timeout=20)
 
     def body(rank: int) -> list[float]:
@@ -183,7 +183,7 @@ def test_error_feedback_stays_bounded(name):
         return norms
 
     for norms in world.run(body):
-        # A value that is larger than all before is clipped once in a while: 0.05 for that.
+        # 0.05 for values that are clipped because they are larger than all before.
         assert max(norms[100:]) < 2 * max(norms[20:60]) + 0.05, (norms[20:60:10], norms[100::20])
         assert norms[-1] < 12
 

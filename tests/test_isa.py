@@ -1,4 +1,4 @@
-"""Every operator's code for lesser processors, on this one: all levels give the reference's bits."""
+"""The operators agree with the reference at every instruction set level."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from launch import ROOT
 
 from hvd_compress import ops
 
-pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="there is no compiled code")
+pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="the extension is not built")
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
@@ -22,9 +22,9 @@ def test_operators_equal_the_reference_at_every_level(capability):
 
 @pytest.mark.parametrize("capability, name", [("default", "portable"), ("avx2", "AVX2")])
 def test_the_level_can_be_lowered(capability, name):
-    """Or the test above would say nothing."""
+    """ATEN_CPU_CAPABILITY selects the level, which the test above relies on."""
     if capability == "avx2" and ops.CPU_CAPABILITY == "portable":
-        pytest.skip("this processor has less")
+        pytest.skip("this processor has no AVX2")
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     script = "from hvd_compress import ops; print(ops.CPU_CAPABILITY)"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Old extensions are found out: hvd_compress/ops/_load.py."""
+"""Detection of outdated extensions: hvd_compress/ops/_load.py."""
 
 from types import SimpleNamespace
 
@@ -8,33 +8,33 @@ import torch
 from hvd_compress import ops, reference
 from hvd_compress.ops import _load
 
-pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="there is no compiled code")
+pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="the extension is not built")
 
 
-def test_every_operator_is_looked_at():
+def test_every_operator_is_checked():
     operators = {name for name in ops.__all__ if name.islower()} - {"check_device"}
     assert sorted(_load._OPERATORS) == sorted(operators)
     assert all(_load.is_current(name, "CPU") for name in _load._OPERATORS)
 
 
-def test_other_arguments_than_the_reference_are_old(monkeypatch):
+def test_other_arguments(monkeypatch):
     monkeypatch.setattr(reference, "scatter", reference.gather)
     assert not _load.is_current("scatter", "CPU")
 
 
-def test_an_operator_that_is_missing_is_old(monkeypatch):
+def test_missing_operator(monkeypatch):
     monkeypatch.setattr(reference, "fold", reference.gather, raising=False)
     assert not _load.is_current("fold", "CPU")
 
 
-def test_a_kernel_that_is_missing_is_old():
-    """The schema is the CPU extension's: it says nothing of the CUDA one beside it."""
+def test_missing_kernel():
+    """The schema is in the CPU extension; kernels may be missing in the CUDA one."""
     assert not _load.is_current("gather", "XPU")
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A device to check, whose memory is the CPU's; the operator that is tried does what the test says."""
+    """Checks a CUDA device, emulated on the CPU, with the given operator."""
 
     def check(block_means_keep):
         monkeypatch.setattr(_load, "implementation", SimpleNamespace(block_means_keep=block_means_keep))
@@ -49,16 +49,16 @@ def gpu(monkeypatch):
     _load.check_device.cache_clear()
 
 
-def test_a_gpu_that_was_not_built_for_is_said_to_be(gpu):
+def test_unsupported_gpu(gpu):
     def fail(*tensors):
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
-    for _ in range(2):  # not only to the first compressor
+    for _ in range(2):  # failures are not cached
         with pytest.raises(RuntimeError, match=r"cuda:0, .* 7\.5.* TORCH_CUDA_ARCH_LIST=7\.5"):
             gpu(fail)
 
 
-def test_a_gpu_is_tried_once(gpu):
+def test_success_is_cached(gpu):
     tried = []
 
     def run(*tensors):
@@ -70,7 +70,7 @@ def test_a_gpu_is_tried_once(gpu):
     assert len(tried) == 1
 
 
-def test_other_devices_and_the_reference_need_no_check(monkeypatch):
+def test_no_check_without_cuda(monkeypatch):
     monkeypatch.setattr(_load, "implementation", None)
     _load.check_device(torch.device("cpu"))
     monkeypatch.setattr(_load, "COMPILED_CUDA", False)

@@ -1,4 +1,4 @@
-// accumulate_select on the CPU: one block at a time, so that its scores never leave the L1 cache.
+// accumulate_select on the CPU: one block at a time, so that its scores stay in the L1 cache.
 #include "../accumulate_select.h"
 
 #include "any.h"
@@ -9,9 +9,9 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int64_t kGrain = 128;  // blocks a thread takes at least
+constexpr int64_t kGrain = 128;  // blocks per thread, at least
 
-// Of a block's gradient, scaled. Halves are added to each other, as in the reference.
+// The mean of a block's scaled gradient, by pairwise summation as in the reference.
 template <typename T>
 HVD_BODY float block_mean(const T* __restrict grad, float scale, int inside) {
   alignas(64) float sums[kBlock];
@@ -29,9 +29,8 @@ HVD_BODY void fetch(const T* entries) {
   for (int i = 0; i < kBlock; i += kLine) __builtin_prefetch(entries + i, kWrite);
 }
 
-// In one loop, so that an entry's weight is read before anything is written: tensors of a whole
-// number of pages lie so that it has the same place in its page as the residual and the gradient,
-// and a read waits for the writes under way there.
+// One loop reads an entry's weight before it writes the residual and the gradient. If the tensors
+// have the same offset in their pages, a later read would be delayed by those writes (4K aliasing).
 template <bool kVelocity, bool kWeighted, typename T>
 HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
                                float* __restrict residual, float* __restrict velocity,
@@ -66,9 +65,9 @@ struct Blocks {
     };
     int64_t place = first_index_of(begin), next = first_index_of(begin + 1);
     const Deferred& deferred = args->deferred;
-    SlotIterator walk(deferred.segment, begin, deferred.shift);
+    SlotIterator iterator(deferred.segment, begin, deferred.shift);
     auto update_block = [&](int64_t block) {
-      auto [slot, last] = walk.next();
+      auto [slot, last] = iterator.next();
       for (; slot < last; ++slot) {
         if (deferred.update.applies(slot))
           deferred.update.write(slot, block * kBlock + deferred.indices[slot]);
@@ -80,7 +79,7 @@ struct Blocks {
       int inside = args->inside(block);
       int64_t after = next;
       if (block + 1 < end) {
-        // Its memory is on its way while this block's picks are looked for.
+        // Prefetch the next block during the selection in this one.
         after = first_index_of(block + 2);
         if (args->inside(block + 1) == kBlock) {
           fetch<false>(grad + base + kBlock);
@@ -97,14 +96,14 @@ struct Blocks {
         mean = block_mean(grad + base, args->scale, inside);
         args->block_means[block] += mean;
       }
-      if (weight && count > 0) {  // only a leader reads the weight
+      if (weight && count > 0) {  // only needed if this rank leads slots
         bad |= accumulate_block<kVelocity, true>(*args, grad + base, residual, velocity,
                                                  weight + base, mean, scores, inside);
       } else {
         bad |= accumulate_block<kVelocity, false>(*args, grad + base, residual, velocity, weight,
                                                   mean, scores, inside);
       }
-      // Well before its entries are read, many at a time: a read waits for the writes it covers.
+      // Now, and not when the next block is read: a vector load just after narrower stores is slow.
       if (block + 1 < end) update_block(block + 1);
       if (count > 0) select_block(select, block, scores, count, select.indices + place);
       place = next;

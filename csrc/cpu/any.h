@@ -1,4 +1,4 @@
-// Whether threads found something.
+// A parallel loop that returns whether any part found something.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -7,8 +7,8 @@
 
 namespace hvd_compress {
 
-// Shares out 0 to `size`, at least `grain` to a thread: whether find(begin, end) was true of any
-// part. Each is gone through, whatever the others found.
+// Calls find(begin, end) in parallel for parts of 0 to `size`, of at least `grain` each. Returns
+// whether it was true for any part. All parts are processed.
 template <typename Find>
 bool any_part(int64_t size, int64_t grain, const Find& find) {
   std::atomic<bool> any{false};

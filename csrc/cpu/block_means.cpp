@@ -7,7 +7,7 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // blocks a thread takes at least
+constexpr int64_t kGrain = 16384;  // blocks per thread, at least
 
 template <bool kVelocity>
 struct Send {

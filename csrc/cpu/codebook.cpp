@@ -9,12 +9,12 @@ namespace {
 
 constexpr int kMostLevels = 256;
 
-// A row of the book, ready to be searched: the first midpoint to compare is node 1 of `tree`; after
-// node i comes 2 * i or, if the value is above, 2 * i + 1. The last one is the code + 2**bits.
+// A row of the book with a binary search tree of its midpoints. The root is node 1; after node i
+// comes node 2 * i, or 2 * i + 1 if the value is above. The last node is the code + 2**bits.
 struct Row {
   alignas(64) float tree[kMostLevels] = {};
   alignas(64) float levels[kMostLevels] = {};
-  alignas(64) float lower[kMostLevels / 2] = {};  // of every two levels
+  alignas(64) float lower[kMostLevels / 2] = {};  // of each pair of levels
   alignas(64) float upper[kMostLevels / 2] = {};
 
   Row(const float* book, int bits) {
@@ -78,7 +78,7 @@ struct PlainCode : Rows {
   }
 
  private:
-  // Few midpoints are all compared, which the vectoriser likes.
+  // For few midpoints: compares with all of them, which is vectorised.
   template <int kMidpoints>
   static HVD_BODY void compare_all(const float* levels, const float* __restrict values,
                                    float inverse, uint32_t* __restrict found, int count) {
@@ -92,7 +92,7 @@ struct PlainCode : Rows {
     }
   }
 
-  // Depth by depth for all values: one value's steps would must wait for one another.
+  // Depth by depth for all values, because the steps of one value depend on one another.
   HVD_BODY void search(const float* tree, const float* __restrict values, float inverse,
                        uint32_t* __restrict found, int count) const {
     for (int i = 0; i < count; ++i) found[i] = 1;
@@ -106,7 +106,7 @@ struct PlainCode : Rows {
 };
 
 #ifdef HVD_V4
-// Levels and midpoints from registers. Calls, not inlined: the drivers belong to no level.
+// Levels and midpoints in registers. Not inlined: the callers are compiled for every level.
 template <int kBits>
 struct PermuteCode : Rows {
   HVD_V4 void encode(int64_t group, const float* values, float* error, uint8_t* digits,
@@ -141,7 +141,7 @@ std::vector<Row> checked_rows(const Codebook& args) {
 }
 
 #ifdef HVD_V4
-// Calls f with the Code for these bits.
+// Calls f with the Code for this number of bits.
 template <typename F>
 void with_permute(const Rows& rows, const F& f) {
   switch (rows.bits) {

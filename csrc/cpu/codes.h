@@ -1,9 +1,9 @@
-// Codes into bytes and back on the CPU, a chunk at a time: its digits never leave the L1 cache.
+// Packing of codes on the CPU, one chunk at a time, so that its digits stay in the L1 cache.
 //
-// A Code has `groups`, `size`, `bits`, and for values of one group
+// A Code has `groups`, `size`, `bits`, and for the values of one group
 //   encode(group, values, error, digits, count)
 //   decode(group, digits, values, count, add)
-// Digits are the codes before they are packed: of 8 bits where that is enough and faster, or 16.
+// Digits are the codes before packing, of 8 or 16 bits.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,19 +13,19 @@
 #include "isa.h"
 #include "wide.h"
 
-// A lambda does not inherit HVD_BODY from the function it is written in.
+// For lambdas, which do not inherit HVD_BODY from the enclosing function.
 #define HVD_INLINE __attribute__((always_inline))
 
 namespace hvd_compress {
 
 constexpr int kChunk = 512;  // values
 constexpr int kUnits = kChunk / 8;
-constexpr int64_t kGrain = 4096;  // units or words a thread takes at least
+constexpr int64_t kGrain = 4096;  // units or words per thread, at least
 
-// Units are read and written as whole words: so many bytes lie over the last one's end.
+// Units are read and written as whole words, which may exceed the last unit by this many bytes.
 constexpr int kOver = 16;
 
-// How a chunk is packed and unpacked.
+// Packs and unpacks a chunk with code for any processor.
 class Plain {
  public:
   HVD_BODY explicit Plain(int bits) : bits_(bits) {}
@@ -63,7 +63,7 @@ class Wide {
 
   HVD_V4 void pack(const uint8_t* digits, uint8_t* codes) const {
     int bits = bits_;
-    if (bits == 8) {  // then a digit is a code
+    if (bits == 8) {  // no packing needed
       memcpy(codes, digits, kChunk);
       return;
     }
@@ -102,9 +102,8 @@ class Wide {
 };
 #endif
 
-// Asks for what is read after a chunk of `size` entries, with which `left` are left: the
-// processor's own prefetching gives up on short passes over several streams. What is only written
-// is not asked for: whole lines need not be read first.
+// Prefetches the chunk after this one of `size` entries; `left` entries remain. The hardware
+// prefetcher does not follow short passes over several streams. Only for memory that is read.
 template <typename T>
 HVD_BODY void fetch_next(const T* chunk, int64_t size, int64_t left) {
   constexpr int64_t kLine = 64 / sizeof(T);
@@ -112,7 +111,7 @@ HVD_BODY void fetch_next(const T* chunk, int64_t size, int64_t left) {
   for (int64_t i = size; i < end; i += kLine) __builtin_prefetch(chunk + i);
 }
 
-// Both from unit `begin` to unit `end`.
+// Encode and Decode process the units `begin` to `end`.
 
 template <typename Code, typename Digit, typename Packing>
 struct Encode {
@@ -135,7 +134,7 @@ struct Encode {
       uint8_t* to = codes + begin * code->bits;
       if ((end - begin - kUnits) * code->bits >= kOver) {
         packing.pack(digits, to);
-      } else {  // the end, or what follows is another thread's
+      } else {  // do not write beyond the part of this thread
         packing.pack(digits, packed);
         memcpy(to, packed, units * code->bits);
       }
@@ -166,7 +165,7 @@ struct Decode {
   }
 };
 
-// All units, by the best code for any processor, or for one of AVX-512.
+// All units in parallel. plain: with any instruction set. wide: with AVX-512 intrinsics.
 
 template <typename Code>
 void encode_plain(const Code& code, const float* values, float* error, uint8_t* codes) {

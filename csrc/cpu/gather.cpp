@@ -1,4 +1,4 @@
-// take on the CPU.
+// gather on the CPU.
 #include "../gather.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -8,7 +8,7 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int64_t kGrain = 1024;  // blocks a thread takes at least
+constexpr int64_t kGrain = 1024;  // blocks per thread, at least
 
 void gather_cpu(Tensor residual, Tensor indices, Tensor segments, Tensor values, int64_t phase) {
   Gather args = checked(residual, indices, segments, values, phase);

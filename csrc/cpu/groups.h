@@ -1,11 +1,11 @@
-// What only the CPU can do with groups: check them, and walk them.
+// Groups on the CPU: checks of the edges, and iteration.
 #pragma once
 
 #include "../groups.h"
 
 namespace hvd_compress {
 
-// After this no value's group is outside the table.
+// Checks that every value is in a group.
 inline void check_edges(const Groups& groups, int64_t size) {
   int64_t last = 0;
   for (int64_t i = 0; i <= groups.count; ++i) {
@@ -18,8 +18,8 @@ inline void check_edges(const Groups& groups, int64_t size) {
   STD_TORCH_CHECK(last == size, "edges must end at ", size, ", got ", last);
 }
 
-// Calls work(group, first, last) for the values from begin to end, a run of one group at a time.
-// `group` is that of `begin` or one before it, and becomes that of the last.
+// Calls work(group, first, last) for each run of values of one group from begin to end. `group`
+// must be that of `begin` or an earlier one, and becomes that of the last value.
 template <typename Work>
 HVD_BODY void for_runs(const Groups& groups, int64_t& group, int64_t begin, int64_t end,
                        const Work& work) {

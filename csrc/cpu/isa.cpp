@@ -1,4 +1,4 @@
-// Which level runs, for tests and benchmarks to say.
+// The operator cpu_level.
 #include "isa.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,7 +1,7 @@
-// The same body compiled for several instruction sets, and the best one chosen when it runs.
+// One function body compiled for several instruction sets, chosen at run time.
 //
-// Not by -march=native, so that a wheel serves every machine; not by target_clones, which needs
-// ifunc and does not take templates. The body must be HVD_BODY, that is, always inlined.
+// -march=native would make a wheel for one machine only; target_clones needs ifunc and does not
+// support templates. The body must be always inlined (HVD_BODY).
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__GNUC__)
-// Exactly what run_best asks the processor for: a hypervisor may mask one feature of a level.
+// Exactly the features that isa_level checks, since a hypervisor may mask single ones.
 #define HVD_V4_FEATURES "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi2"
 #if defined(__clang__)
 #define HVD_V4 __attribute__((target(HVD_V4_FEATURES)))
@@ -21,7 +21,7 @@
 
 namespace hvd_compress {
 
-// Body is a struct with a static, always inlined run(args...).
+// Body has a static HVD_BODY function run(args...).
 template <typename Body>
 struct Isa {
   template <typename... A>
@@ -40,14 +40,14 @@ struct Isa {
 #endif
 };
 
-// The highest level that torch's own variable for this allows: "default", "avx2" or any other.
+// The highest level that torch's environment variable allows: "default", "avx2" or any other.
 inline int isa_allowed() {
   const char* name = std::getenv("ATEN_CPU_CAPABILITY");
   if (!name) return 4;
   return !std::strcmp(name, "default") ? 0 : !std::strcmp(name, "avx2") ? 3 : 4;
 }
 
-// 4 or 3 for the level of this processor, 0 for one below both.
+// The level of this processor: 4 (AVX-512), 3 (AVX2) or 0.
 inline int isa_level() {
 #ifdef HVD_V4
   static const int level = [] {

@@ -1,4 +1,4 @@
-// lanes_encode and lanes_decode on the CPU, some words at a time: their digits never leave the L1
+// lanes_encode and lanes_decode on the CPU, in chunks of words, so that digits stay in the L1
 // cache.
 #include "../lanes.h"
 
@@ -7,10 +7,10 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int kWords = 64;  // of a chunk: whole vectors, however many lanes there are
+constexpr int kWords = 64;  // per chunk: whole vectors for any number of lanes
 
-// Joins a chunk's digits, which were made unsigned by adding half a lane's range, into words. Those
-// in 8 bytes become fields at once: a part of the word. A digit of 64 bits is a part of its own.
+// Joins the digits of a chunk into words. Digits are unsigned: half a lane's range was added. The
+// digits in 8 bytes (one of 64 bits) become fields together: a part of the word.
 template <typename Digit>
 class Joiner {
  public:
@@ -93,7 +93,7 @@ HVD_BODY void encode_run(const Lanes& args, int64_t group, int64_t first,
   }
 }
 
-// Both from word `begin` to word `end`.
+// EncodeWords and DecodeWords process the words `begin` to `end`.
 
 template <typename Digit, bool kStochastic, bool kWide>
 struct EncodeWords {
@@ -155,7 +155,7 @@ class WideLanes {
           return i / args.count * 64 + i % args.count * args.width;
         }) {}
 
-  // What lies over the last lane is covered by the next word's first ones.
+  // Writes 16 digits at a time; those beyond the last lane are overwritten by the next word's.
   HVD_V4 void split(const int64_t* words, int size, uint16_t* digits) const {
     FieldReader read(fields_);
     int step = lanes_ < 16 ? 16 / lanes_ : 1;

@@ -1,4 +1,4 @@
-// Groups' moments on the CPU: the running sums lie side by side, and 32 values are added at once.
+// Moments of groups on the CPU: the running sums are adjacent, and 32 values are added at once.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -10,7 +10,7 @@
 
 namespace hvd_compress {
 
-// How far ahead values are fetched: a page, beyond which the processor does not look by itself.
+// The prefetch distance: one page, because the hardware prefetcher does not cross pages.
 constexpr int64_t kAhead = 1024;
 
 struct GroupMoments {
@@ -40,7 +40,7 @@ struct GroupMoments {
   }
 };
 
-// Calls work(group, sums) for all groups; they are as few as a bucket's parameters.
+// Calls work(group, sums) for all groups, in parallel over groups.
 template <typename Work>
 void for_moments(const Groups& groups, const float* values, const Work& work) {
   torch::stable::parallel_for(0, groups.count, 1, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// Tables of up to 256 floats in AVX-512 registers, read 16 entries at a time by a permutation: a
-// gather takes several times as long.
+// Look-up tables of up to 256 floats in AVX-512 registers, read by permutations, 16 entries at a
+// time: several times as fast as gather instructions.
 #pragma once
 
 #include "wide.h"
@@ -9,7 +9,7 @@
 
 namespace hvd_compress {
 
-// Registers of a table of kSize floats, at least one. An index counts modulo the size.
+// A table of kSize floats. Indices are taken modulo the size of its registers.
 template <int kSize>
 struct Table {
   static constexpr int kRegisters = kSize < 16 ? 1 : kSize / 16;
@@ -33,9 +33,9 @@ struct Table {
   }
 };
 
-constexpr int kTogether = 8;  // vectors: a step of one must wait for its step before
+constexpr int kTogether = 8;  // vectors in flight, because the steps of one depend on one another
 
-// The nodes of the first four depths are in one register, those of a further depth in its own.
+// The nodes of depths 0 to 3 are in one register; each further depth has its own.
 template <int kDepth, int kBits>
 struct Descent {
   Table<1 << kDepth> table;
@@ -64,8 +64,8 @@ struct Descent<kBits, kBits> {
   HVD_V4_BODY void operator()(const __m512 (&)[kTogether], __m512i (&)[kTogether]) const {}
 };
 
-// Down to a pair of levels, then between the two: so the last midpoints, half of them all, are
-// computed, and the chosen level is there.
+// Descends to a pair of levels and then chooses one of the two. The midpoints of pairs, half of
+// all, are computed instead of looked up.
 template <int kBits>
 HVD_V4 void permute_encode(const float* tree, const float* lower, const float* upper, float step,
                            const float* values, float* error, uint8_t* digits, int count) {

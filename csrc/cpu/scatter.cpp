@@ -1,4 +1,4 @@
-// put on the CPU.
+// scatter on the CPU.
 #include "../scatter.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -12,11 +12,10 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int64_t kGrain = 1024;   // blocks a thread takes at least
-constexpr int64_t kCached = 4096;  // blocks: of more than 4 MiB the gradient goes past the caches
+constexpr int64_t kGrain = 1024;   // blocks per thread, at least
+constexpr int64_t kCached = 4096;  // blocks (4 MiB): larger buckets bypass the caches
 
-// Both ways to write a gradient take the slots in order: of two slots of one entry the later has
-// the last word.
+// Both functions write the slots in order: of several slots of one entry, the last one counts.
 
 template <typename T>
 void scatter_entries(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
@@ -33,27 +32,27 @@ void scatter_entries(const Scatter& args, const Segment& segment, int64_t first,
       });
 }
 
-// With the blocks' means the gradient is written whole, a block at a time in the L1 cache.
+// With block means, all of the gradient is written, one block at a time from the L1 cache.
 template <typename T>
-void scatter_means(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
-                   T* grad, int64_t entries) {
+void scatter_with_means(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
+                        T* grad, int64_t entries) {
   const float* base = args.block_means + segment.first_block;
   const float* mean = args.update.mean;
   const uint8_t* indices = args.bucket.indices;
   float scale = args.scale;
-  bool past_caches = args.bucket.blocks > kCached;
-  SlotIterator walk(segment, first, args.bucket.phase);
+  bool bypass_caches = args.bucket.blocks > kCached;
+  SlotIterator iterator(segment, first, args.bucket.phase);
   for (int64_t block = first; block < last; ++block) {
     alignas(64) T values[kBlock];
     float all = base[block] * scale;
     std::fill(values, values + kBlock, static_cast<T>(all));
-    auto [slot, end] = walk.next();
+    auto [slot, end] = iterator.next();
     for (; slot < end; ++slot) {
       values[indices[slot]] = static_cast<T>(all + mean[slot] * scale);
     }
     int64_t begin = std::min(block * kBlock, entries);
-    size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);  // the rest is padding
-    if (past_caches) {
+    size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);  // without padding
+    if (bypass_caches) {
       stream_copy(grad + begin, values, bytes);
     } else {
       memcpy(static_cast<void*>(grad + begin), values, bytes);
@@ -61,7 +60,6 @@ void scatter_means(const Scatter& args, const Segment& segment, int64_t first, i
   }
 }
 
-// What is left of the slots' entries in the bucket.
 void update_residual(const Scatter& args, const Segment& segment, int64_t first, int64_t last) {
   const ResidualUpdate& update = args.update;
   int64_t base = segment.first_block * kBlock;
@@ -91,7 +89,7 @@ void scatter_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tenso
       if (grad.numel() > 0) {  // else skipped
         with_type(grad.scalar_type(), [&](auto type) {
           using T = decltype(type);
-          auto scatter = args.block_means ? scatter_means<T> : scatter_entries<T>;
+          auto scatter = args.block_means ? scatter_with_means<T> : scatter_entries<T>;
           scatter(args, segment, first, last, data<T>(grad), grad.numel());
         });
       }

@@ -1,12 +1,12 @@
-// What only the CPU can do with segments: check them, and walk their slots.
+// Segments on the CPU: checks of their contents, and iteration over slots.
 #pragma once
 
 #include "../segments.h"
 
 namespace hvd_compress {
 
-// Ascending inside the residual, and dividing up all slots: after this no index can leave its
-// tensor, no slot is left out and none is two threads' at once.
+// Checks that segments ascend within the residual and partition the slots. Then all accesses are
+// within the tensors, and every slot is processed by exactly one thread.
 inline void check_segments(const BucketSlots& bucket) {
   int64_t next = 0, slot = 0;
   for (int64_t i = 0; i < bucket.segment_count; ++i) {
@@ -23,8 +23,8 @@ inline void check_segments(const BucketSlots& bucket) {
                   slot);
 }
 
-// Calls part(segment's number, first block, last) for what each segment has of the bucket's blocks
-// from begin to end. The part's blocks are counted within the segment.
+// Calls part(segment number, first, last) for each segment's blocks among the bucket's blocks from
+// begin to end. `first` and `last` are counted within the segment.
 template <typename Part>
 void for_parts(const BucketSlots& bucket, int64_t begin, int64_t end, const Part& part) {
   int64_t i = find_segment(bucket.segments, bucket.segment_count, begin);
@@ -37,8 +37,8 @@ void for_parts(const BucketSlots& bucket, int64_t begin, int64_t end, const Part
   }
 }
 
-// The slots of one block after the other, without a division for each: what slot_start cuts off is
-// carried along.
+// Iterates over blocks and their slots without a division per block: keeps the remainder of
+// slot_start.
 class SlotIterator {
  public:
   SlotIterator(const Segment& segment, int64_t block, int64_t phase)
@@ -52,9 +52,9 @@ class SlotIterator {
     rest_ %= blocks_;
   }
 
-  int64_t slot() const { return slot_; }  // the block's first
+  int64_t slot() const { return slot_; }  // the first slot of the block
 
-  // The block's slots, and on to the next block.
+  // Returns the slots of the block, and advances to the next block.
   SlotRange next() {
     int64_t begin = slot_;
     rest_ += part_;
@@ -68,24 +68,23 @@ class SlotIterator {
   int64_t blocks_, whole_, part_, slot_, rest_;
 };
 
-constexpr int64_t kAhead = 128;  // slots, more than a core can have misses at a time
+constexpr int64_t kAhead = 128;  // slots; more than the outstanding cache misses of a core
 
-// Calls work(slot, entry) for the slots of a part of a segment, in order. Slots lie far apart and
-// every one is a cache miss, so touch(entry) is called kAhead slots earlier, by a second walk: then
-// the misses overlap instead of following one another. Blocks and entries are counted within the
-// segment.
+// Calls work(slot, entry) in order for the slots of the blocks first to last of a segment. Every
+// slot is a cache miss, so touch(entry) is called kAhead slots earlier to prefetch it. Blocks and
+// entries are counted within the segment.
 template <typename Touch, typename Work>
 void for_slots(const BucketSlots& bucket, const Segment& segment, int64_t first, int64_t last,
                const Touch& touch, const Work& work) {
   const uint8_t* indices = bucket.indices;
-  SlotIterator walk(segment, first, bucket.phase), ahead = walk;
+  SlotIterator current(segment, first, bucket.phase), ahead = current;
   int64_t fetched = first;
   for (; first < last; ++first) {
-    for (; fetched < last && ahead.slot() < walk.slot() + kAhead; ++fetched) {
+    for (; fetched < last && ahead.slot() < current.slot() + kAhead; ++fetched) {
       auto [slot, end] = ahead.next();
       for (; slot < end; ++slot) touch(fetched * kBlock + indices[slot]);
     }
-    auto [slot, end] = walk.next();
+    auto [slot, end] = current.next();
     for (; slot < end; ++slot) work(slot, first * kBlock + indices[slot]);
   }
 }

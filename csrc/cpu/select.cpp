@@ -9,7 +9,7 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int64_t kGrain = 128;  // blocks a thread takes at least
+constexpr int64_t kGrain = 128;  // blocks per thread, at least
 
 struct Blocks {
   static HVD_BODY void run(const Select* args, const float* score, int64_t begin, int64_t end) {
@@ -18,7 +18,7 @@ struct Blocks {
     for (int64_t block = begin; block < end; ++block) {
       int64_t next = args->first_index(block + 1);
       int count = static_cast<int>(next - place);
-      if (count > 0) {  // only a leader reads the score
+      if (count > 0) {  // only needed if this rank leads slots
         for (int i = 0; i < kBlock; ++i) scores[i] = score_bits(score[block * kBlock + i]);
         select_block(*args, block, scores, count, args->indices + place);
       }

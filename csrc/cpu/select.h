@@ -1,4 +1,4 @@
-// The picks of one block on the CPU, whose scores lie in the L1 cache.
+// The selection in one block on the CPU. Its scores are in the L1 cache.
 #pragma once
 
 #include "../pack.h"
@@ -6,22 +6,22 @@
 
 namespace hvd_compress {
 
-constexpr int kFew = 2;  // up to so many entries, repeated argmax is faster than the search
-constexpr int32_t kSelected = -1;  // below every score, and every threshold
+constexpr int kFew = 2;            // up to this count, repeated argmax is faster than the search
+constexpr int32_t kSelected = -1;  // below every score and threshold
 
 HVD_BODY void explore_block(int32_t* scores, int64_t block, uint32_t key) {
   for (int i = 0; i < kBlock; ++i) scores[i] = explore_bits(scores[i], block * kBlock + i, key);
 }
 
-// How many scores reach a threshold.
+// The number of scores that reach a threshold.
 HVD_BODY int reaching(const int32_t* scores, int32_t threshold) {
   int32_t reached = 0;
   for (int i = 0; i < kBlock; ++i) reached += scores[i] >= threshold;
   return reached;
 }
 
-// The largest score of each of 16 groups: so many scores reach the least of them, and none is above
-// the greatest.
+// The least and the greatest of 16 groups' largest scores: at least 16 scores reach `low`, and none
+// is above `high`.
 struct Bounds {
   static constexpr int kGroups = 16;
   int32_t low;
@@ -42,7 +42,7 @@ struct Bounds {
   }
 };
 
-// For every set of eight bits which ones they are: a byte each, in ascending order.
+// For every byte, the positions of its set bits, ascending, one byte each.
 struct BitPositions {
   uint64_t of[256] = {};
 
@@ -56,8 +56,8 @@ struct BitPositions {
 };
 inline constexpr BitPositions kBitPositions;
 
-// Writes the indices of the scores that reach a threshold: a word at a time, so that up to a word
-// more is overwritten.
+// Writes the indices of the scores that reach a threshold, one word at a time: up to one word
+// beyond the last index is overwritten.
 HVD_BODY void list_reaching(const int32_t* scores, int32_t threshold, uint8_t* listed) {
   constexpr uint64_t kOnes = 0x0101010101010101, kCollect = 0x0102040810204080;
   alignas(64) uint8_t reached[kBlock];
@@ -65,15 +65,15 @@ HVD_BODY void list_reaching(const int32_t* scores, int32_t threshold, uint8_t* l
   int filled = 0;
   for (int i = 0; i < kBlock; i += 8) {
     uint64_t flags = load_word(reached + i);
-    uint64_t set = (flags * kCollect) >> 56;  // the product's top byte has every flag as a bit
+    uint64_t set = (flags * kCollect) >> 56;  // the product's top byte has one bit per flag
     uint64_t indices = kBitPositions.of[set] + static_cast<uint64_t>(i) * kOnes;
     memcpy(listed + filled, &indices, sizeof(indices));
     filled += static_cast<int>((flags * kOnes) >> 56);
   }
 }
 
-// Takes the largest `count` times. Entries come out by score: put each in its place by index.
-HVD_BODY void select_few(int32_t* scores, int count, uint8_t* picked) {
+// Selects the largest score `count` times, and keeps the indices sorted.
+HVD_BODY void select_few(int32_t* scores, int count, uint8_t* selected) {
   for (int k = 0; k < count; ++k) {
     int32_t best = kSelected;
     for (int i = 0; i < kBlock; ++i) best = scores[i] > best ? scores[i] : best;
@@ -84,14 +84,14 @@ HVD_BODY void select_few(int32_t* scores, int count, uint8_t* picked) {
     }
     scores[where] = kSelected;
     int slot = k;
-    for (; slot > 0 && picked[slot - 1] > where; --slot) picked[slot] = picked[slot - 1];
-    picked[slot] = static_cast<uint8_t>(where);
+    for (; slot > 0 && selected[slot - 1] > where; --slot) selected[slot] = selected[slot - 1];
+    selected[slot] = static_cast<uint8_t>(where);
   }
 }
 
-// Halves the thresholds left until one is reached `count` times or is the only one: then, of the
-// scores equal to it, those at the lowest indices count.
-HVD_BODY void select_many(int32_t* scores, int count, uint8_t* picked) {
+// Binary search for a threshold that `count` scores reach. If there is none, the lowest indices of
+// the scores equal to the threshold are selected.
+HVD_BODY void select_many(int32_t* scores, int count, uint8_t* selected) {
   Bounds bounds(scores);
   int32_t high = bounds.high;
   int32_t low = count <= Bounds::kGroups ? bounds.low : 0;
@@ -113,17 +113,17 @@ HVD_BODY void select_many(int32_t* scores, int count, uint8_t* picked) {
   }
   uint8_t listed[kBlock + sizeof(uint64_t)];
   list_reaching(scores, low, listed);
-  memcpy(picked, listed, count);
+  memcpy(selected, listed, count);
 }
 
-// Writes the picks that this rank leads in a block. The scores are used up.
+// Writes the indices that this rank selects in a block. Modifies the scores.
 HVD_BODY void select_block(const Select& select, int64_t block, int32_t* scores, int count,
-                           uint8_t* picked) {
+                           uint8_t* selected) {
   if (select.explored(block)) explore_block(scores, block, select.key);
   if (count <= kFew) {
-    select_few(scores, count, picked);
+    select_few(scores, count, selected);
   } else {
-    select_many(scores, count, picked);
+    select_many(scores, count, selected);
   }
 }
 

@@ -1,5 +1,4 @@
-// Writing past the caches: memory that is written whole need not be read first. Not for what fits
-// into them, and is there when it is read next.
+// Non-temporal stores, which bypass the caches: faster for data that does not fit into them.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +11,8 @@
 
 namespace hvd_compress {
 
-// Like memcpy, which it is for what does not lie or end on 16 bytes. Other threads see it after
-// stream_fence().
+// memcpy with non-temporal stores if `to` and `bytes` are multiples of 16. Visible to other threads
+// after stream_fence().
 inline void stream_copy(void* to, const void* from, size_t bytes) {
 #ifdef __SSE2__
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0 && bytes % sizeof(__m128i) == 0) {

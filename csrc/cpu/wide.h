@@ -1,6 +1,4 @@
-// Fields into memory and out of it by AVX-512 and BMI2: what the vectoriser does not find.
-//
-// These are called, not inlined: their callers are compiled for every level.
+// Packing and unpacking of fields with AVX-512 and BMI2 intrinsics.
 #pragma once
 
 #include "../pack.h"
@@ -13,7 +11,7 @@
 
 namespace hvd_compress {
 
-// 16 of something at a time, or what is left. A mask takes time, so whole ones have none.
+// Loads and stores of up to 16 values. 16 values need no mask, which is faster.
 constexpr __mmask16 kAll = 0xFFFF;
 
 HVD_V4_BODY __mmask16 first_lanes(int count) {
@@ -50,11 +48,11 @@ HVD_V4_BODY void store_digits(uint16_t* digits, __m512i fields, int) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(digits), halves);
 }
 
-// Where 16 fields lie: field i begins at bit place(i), below 480, of 512.
+// The positions of 16 fields in 512 bits: field i begins at bit place(i), below 480.
 struct Fields {
   alignas(64) uint16_t halves[32];
   alignas(64) uint32_t shifts[16];
-  int bits;  // of a field, at most 16
+  int bits;  // per field, at most 16
 
   template <typename Place>
   Fields(int bits, const Place& place) : bits(bits) {
@@ -66,7 +64,7 @@ struct Fields {
   }
 };
 
-// Moves each field into a lane of its own together with what surrounds it, and shifts it in place.
+// Moves the 32 bits around each field to a lane, and shifts and masks the field.
 struct FieldReader {
   __m512i halves;
   __m512i shifts;
@@ -77,7 +75,7 @@ struct FieldReader {
         shifts(_mm512_load_si512(fields.shifts)),
         mask(_mm512_set1_epi32((1 << fields.bits) - 1)) {}
 
-  // The fields that lie `skip` times 16 bits further on.
+  // Reads the fields `skip` * 16 bits after those of `fields`.
   HVD_V4_BODY __m512i operator()(__m512i memory, int skip = 0) const {
     __m512i place = _mm512_add_epi16(halves, _mm512_set1_epi16(static_cast<int16_t>(skip)));
     __m512i around = _mm512_maskz_permutexvar_epi16(0xFFFFFFFF, place, memory);
@@ -92,7 +90,7 @@ HVD_BODY uint64_t digit_mask(int bits) {
   return low_bits(bits) * kOnes;
 }
 
-// Processors with AVX-512 have a fast pext, others may not.
+// pext is fast on processors with AVX-512.
 template <typename Digit>
 HVD_V4_BODY uint64_t fold_wide(const Digit* digits, uint64_t mask) {
   return _pext_u64(load_word(digits), mask);

@@ -1,4 +1,4 @@
-// accumulate_select on CUDA: a warp to a block, 8 neighbouring entries to a lane, all in registers.
+// accumulate_select on CUDA: one warp per block, with 8 adjacent entries per lane in registers.
 #include "../accumulate_select.h"
 #include "entries.h"
 #include "segments.h"
@@ -7,8 +7,8 @@
 namespace hvd_compress {
 namespace {
 
-// Of a block's gradient, scaled: the same in all lanes. Halves are added to each other, as in the
-// reference: entries 128 to 8 apart lie in different lanes, then 4 to 1 apart in one.
+// The mean of a block's scaled gradient, in all lanes. By pairwise summation as in the reference:
+// entries 128 to 8 apart are in different lanes, entries 4 to 1 apart in one lane.
 template <typename T>
 __device__ __forceinline__ float block_mean(const T (&grad)[kPerLane], float scale, int inside) {
   float sums[kPerLane];
@@ -35,13 +35,13 @@ __global__ void __launch_bounds__(kThreads)
   int64_t block = warp_id();
   if (block >= args.select.blocks) return;
   int64_t first = block * kBlock + lane_id() * kPerLane;
-  int inside = args.inside(block) - lane_id() * kPerLane;  // of this lane's entries, may be < 0
+  int inside = args.inside(block) - lane_id() * kPerLane;  // of this lane; may be < 0
   inside = inside < 0 ? 0 : inside > kPerLane ? kPerLane : inside;
 
   T step[kPerLane];
   float residual[kPerLane];
   float velocity[kPerLane];
-  load(step, grad + first, inside, aligned);  // on its way while what is due is done
+  load(step, grad + first, inside, aligned);  // in flight during the deferred update
   const Deferred& deferred = args.deferred;
   if (deferred.segment.slots) {
     update_residual(deferred.update, deferred.indices,
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kPerLane; ++i) {
     Entry entry = accumulate<kVelocity>(static_cast<float>(step[i]) * args.scale - mean,
                                         residual[i], kVelocity ? velocity[i] : 0.0f, args.momentum);
-    bad |= !entry.finite;  // padding was loaded as zeros, which are finite
+    bad |= !entry.finite;  // padding is loaded as zeros
     residual[i] = entry.residual;
     velocity[i] = entry.velocity;
     step[i] = static_cast<T>(0.0f);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!args.select.slots) return;
 
   LeaderSlots leads = leader_slots(args.select, block);
-  if (leads.count == 0) return;  // only a leader reads the weight
+  if (leads.count == 0) return;  // only needed if this rank leads slots
   int32_t scores[kPerLane];
   if (weight) {
     T weights[kPerLane];

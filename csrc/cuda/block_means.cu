@@ -1,4 +1,4 @@
-// block_means_send and block_means_keep on CUDA: a thread to a block's mean.
+// block_means_send and block_means_keep on CUDA: one thread per block.
 #include "../block_means.h"
 #include "warp.h"
 

@@ -1,4 +1,4 @@
-// codebook_encode and codebook_decode on CUDA. A book is small: it stays in the L1 cache.
+// codebook_encode and codebook_decode on CUDA. The book stays in the L1 cache.
 #include "../codebook.h"
 #include "codes.h"
 
@@ -29,7 +29,7 @@ struct Levels {
   __device__ float decode(uint32_t code) const { return levels[code] * step; }
 
  private:
-  // The host cannot check this.
+  // Not checked on the host.
   static __device__ int64_t row(const Codebook& args, int64_t group) {
     int64_t kind = args.kind[group];
     return kind < 0 || kind >= args.kinds ? 0 : kind;

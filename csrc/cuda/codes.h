@@ -1,8 +1,8 @@
-// Codes into bytes and back on CUDA. Values are read and written by neighbouring threads, and so
-// are the bytes: digits and bytes change hands in shared memory.
+// Packing of codes on CUDA. Accesses to values and bytes are coalesced: digits and bytes are
+// exchanged between threads in shared memory.
 //
-// Args has `groups`, `size` and `bits`. Constants are a group's: encode(value, error) gives the
-// code and sets what is error, decode(code) gives the value.
+// Args has `groups`, `size` and `bits`. Constants has the constants of one group: encode(value,
+// error) returns the code and sets the quantization error, decode(code) returns the value.
 #pragma once
 
 #include "../pack.h"
@@ -14,7 +14,7 @@ template <typename Args, typename Constants>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ Args args, const float* __restrict__ values,
                   float* __restrict__ error, uint8_t* __restrict__ codes) {
-  __shared__ alignas(uint64_t) uint16_t digits[kTile];  // as words are loaded
+  __shared__ alignas(uint64_t) uint16_t digits[kTile];  // words are loaded from it
   __shared__ uint32_t packed[kThreads * 4];
   uint8_t* bytes = reinterpret_cast<uint8_t*>(packed);
   int thread = static_cast<int>(threadIdx.x);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int k = whole * 4 + thread; k < size; k += kThreads) to[k] = bytes[k];
 }
 
-// Never a byte behind the code's last.
+// Reads no byte beyond the code.
 __device__ __forceinline__ uint32_t code_at(const uint8_t* codes, int64_t i, int bits) {
   const uint8_t* at = codes + (i * bits >> 3);
   int shift = static_cast<int>(i * bits & 7);

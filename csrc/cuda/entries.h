@@ -1,4 +1,4 @@
-// A block's entries in a warp's registers: 8 neighbouring ones to a lane.
+// Loads and stores of a block's entries: 8 adjacent entries per lane of a warp.
 #pragma once
 
 #include "warp.h"
@@ -9,7 +9,7 @@ inline bool on_16_bytes(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// 16 bytes at a time where the memory allows it; zeros beyond `inside`.
+// 16 bytes at a time if `aligned`. Entries from `inside` on are 0.
 template <typename T>
 __device__ __forceinline__ void load(T (&to)[kPerLane], const T* from, int inside, bool aligned) {
   if (aligned && inside == kPerLane) {

@@ -1,4 +1,4 @@
-// take on CUDA: one launch for a bucket, a warp to a block.
+// gather on CUDA: one launch per bucket, one warp per block.
 #include "../gather.h"
 #include "segments.h"
 

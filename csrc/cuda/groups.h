@@ -1,4 +1,4 @@
-// How a thread block shares out values, and how a thread keeps to the group of its own.
+// Tiles of values, and the constants of a value's group.
 #pragma once
 
 #include "../groups.h"
@@ -6,9 +6,9 @@
 
 namespace hvd_compress {
 
-constexpr int kTile = 8 * kThreads;  // values of a thread block, at most
+constexpr int kTile = 8 * kThreads;  // values per thread block, at most
 
-// Makes a group's constants anew only where a value is of another group than the one before.
+// The constants of the current value's group, computed again only when the group changes.
 template <typename Constants>
 class OfGroup {
  public:

@@ -1,5 +1,5 @@
-// lanes_encode and lanes_decode on CUDA: values are read and written by neighbouring threads, and
-// each word is put together by one.
+// lanes_encode and lanes_decode on CUDA: accesses to values are coalesced, and one thread joins
+// each word.
 #include "../lanes.h"
 #include "groups.h"
 

@@ -1,4 +1,4 @@
-// moments on CUDA: a warp to a group.
+// moments on CUDA: one warp per group.
 #include "../moments.h"
 #include "moments.h"
 

@@ -1,4 +1,4 @@
-// A group's moments in a warp, a running sum to a lane: they are in its first lane afterwards.
+// The moments of a group, with one running sum per lane of a warp. The result is in lane 0.
 #pragma once
 
 #include "../moments.h"

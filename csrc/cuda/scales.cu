@@ -1,11 +1,11 @@
-// lanes_prepare and lanes_update on CUDA: a warp to a group.
+// lanes_prepare and lanes_update on CUDA: one warp per group.
 #include "../scales.h"
 #include "moments.h"
 
 namespace hvd_compress {
 namespace {
 
-// The group of this warp, if there is one.
+// Whether the group exists and is within the values.
 __device__ __forceinline__ bool has_group(const Scales& scales, int64_t group) {
   return group < scales.groups.count && scales.groups.within(group, scales.size);
 }
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane_id() == 0) prepare_group(args, group, sums);
 }
 
-// An invalid average becomes NaN after its moments were read: group by group, in one launch.
+// Sets the average of a group to NaN, if a rank is invalid, after reading its moments.
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const __grid_constant__ LanesUpdate args) {
   int64_t group = warp_id();

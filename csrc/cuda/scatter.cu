@@ -1,7 +1,5 @@
-// put on CUDA: one launch for a chunk of tensors, a warp to a block.
-//
-// The tensors' addresses travel in the kernel's arguments: no copy to the device, nothing to keep
-// alive until the kernel has run.
+// scatter on CUDA: one launch per chunk of tensors, one warp per block. The tensors' addresses are
+// kernel arguments, so they need no copy to the device.
 #include <algorithm>
 
 #include "../scatter.h"
@@ -10,15 +8,14 @@
 namespace hvd_compress {
 namespace {
 
-constexpr int kTensors = 192;  // so that all arguments stay below the 4 KiB of every driver
-constexpr unsigned kGrid =
-    4096;  // thread blocks; only the device knows how many blocks a chunk has
+constexpr int kTensors = 192;     // keeps the arguments below 4 KiB, the limit of older drivers
+constexpr unsigned kGrid = 4096;  // thread blocks, at most; the host cannot count a chunk's blocks
 
 struct Chunk {
-  int64_t first;  // segment
+  int64_t first;  // the first segment
   int64_t count;
   void* data[kTensors];
-  int64_t entries[kTensors];  // 0: skipped
+  int64_t entries[kTensors];  // 0: skip
   ScalarType dtype[kTensors];
 };
 static_assert(sizeof(Chunk) + sizeof(Scatter) <= 4096);
@@ -37,8 +34,8 @@ __device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& 
                                               int64_t block) {
   const BucketSlots& bucket = args.bucket;
   BlockSlots slots = slots_of(bucket, bucket.segments + chunk.first, chunk.count, block);
-  if (slots.segment < 0) return;                                // a block of no segment
-  int64_t inside = chunk.entries[slots.segment] - slots.entry;  // <= 0: skipped, or padding
+  if (slots.segment < 0) return;                                // in no segment
+  int64_t inside = chunk.entries[slots.segment] - slots.entry;  // <= 0: skipped or padding
   float base = 0.0f;
   if (args.block_means) {
     base = args.block_means[block] * args.scale;
@@ -47,7 +44,7 @@ __device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& 
     }
     __syncwarp();
   }
-  if (inside > 0) {  // here every slot takes part
+  if (inside > 0) {  // all slots, also with a mean that is not finite
     in_order(
         slots.range, bucket.indices, [](int64_t) { return true; },
         [&](int64_t slot, int index) {

@@ -1,4 +1,4 @@
-// select on CUDA: a warp to a block.
+// select on CUDA: one warp per block.
 #include "../select.h"
 #include "entries.h"
 #include "select.h"
@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t block = warp_id();
   if (block >= args.blocks) return;
   LeaderSlots leads = leader_slots(args, block);
-  if (leads.count == 0) return;  // only a leader reads the score
+  if (leads.count == 0) return;  // only needed if this rank leads slots
   float mine[kPerLane];
   int32_t scores[kPerLane];
   load(mine, score + block * kBlock + lane_id() * kPerLane, kPerLane, aligned);

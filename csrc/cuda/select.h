@@ -1,4 +1,4 @@
-// The picks of one block on CUDA, whose scores lie in a warp's registers.
+// The selection in one block on CUDA. Its scores are in the registers of a warp.
 #pragma once
 
 #include "../select.h"
@@ -6,28 +6,28 @@
 
 namespace hvd_compress {
 
-constexpr int kFew = 8;  // up to so many bucket, repeated argmax is faster than the search
+constexpr int kFew = 8;            // up to this count, repeated argmax is faster than the search
 constexpr int32_t kSelected = -1;  // below every score
 
 struct LeaderSlots {
-  int64_t place;
+  int64_t begin;
   int count;
 };
 
-// What this rank leads in a block: how many slots, and where in `indices` they begin.
+// The slots that this rank leads in a block: where they begin in `indices`, and their number.
 __device__ __forceinline__ LeaderSlots leader_slots(const Select& select, int64_t block) {
-  // 64-bit divisions are slow here: even lanes find this block's place, odd ones the next one's.
+  // 64-bit divisions are slow: even lanes compute the begin, odd lanes the end.
   int64_t edge = select.first_index(block + lane_id() % 2);
-  int64_t place = __shfl_sync(kAll, edge, 0);
-  return {place, static_cast<int>(__shfl_sync(kAll, edge, 1) - place)};
+  int64_t begin = __shfl_sync(kAll, edge, 0);
+  return {begin, static_cast<int>(__shfl_sync(kAll, edge, 1) - begin)};
 }
 
-// Both return, as bits, which of this lane's entries are picked. The lanes hold the block in order
-// of index, so "the lowest index" is the lowest lane and then the lowest bit.
+// Both functions return the selected entries of this lane as bits. Lanes hold the block in order of
+// index, so the lowest index is in the lowest lane, at the lowest bit.
 
-// Takes the largest `count` times.
+// Selects the largest score `count` times.
 __device__ __forceinline__ unsigned select_few(int32_t (&scores)[kPerLane], int count) {
-  unsigned picked = 0;
+  unsigned selected = 0;
   for (int k = 0; k < count; ++k) {
     int32_t best = kSelected;
 #pragma unroll
@@ -38,16 +38,16 @@ __device__ __forceinline__ unsigned select_few(int32_t (&scores)[kPerLane], int 
     for (int i = 0; i < kPerLane; ++i) {
       if (mine && scores[i] == top) {
         scores[i] = kSelected;
-        picked |= 1u << i;
+        selected |= 1u << i;
         mine = false;
       }
     }
   }
-  return picked;
+  return selected;
 }
 
-// Finds, bit by bit, the largest threshold that `count` scores reach; the lowest indices among
-// those equal to it fill up what the larger ones leave.
+// Determines, bit by bit, the largest threshold that `count` scores reach. Selects the scores above
+// it, and of those equal to it the lowest indices.
 __device__ __forceinline__ unsigned select_many(const int32_t (&scores)[kPerLane], int count) {
   int32_t threshold = 0;
   for (int bit = 30; bit >= 0; --bit) {
@@ -66,15 +66,15 @@ __device__ __forceinline__ unsigned select_many(const int32_t (&scores)[kPerLane
     equal += scores[i] == threshold;
   }
   int room = count - sum_of_all(larger) - sum_before(equal);
-  unsigned picked = 0;
+  unsigned selected = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if (scores[i] > threshold || (scores[i] == threshold && room-- > 0)) picked |= 1u << i;
+    if (scores[i] > threshold || (scores[i] == threshold && room-- > 0)) selected |= 1u << i;
   }
-  return picked;
+  return selected;
 }
 
-// Writes the picks that this rank leads in a block. The scores are used up.
+// Writes the indices that this rank selects in a block. Modifies the scores.
 __device__ __forceinline__ void select_block(const Select& select, int64_t block,
                                              int32_t (&scores)[kPerLane], LeaderSlots slots) {
   int64_t first = block * kBlock + lane_id() * kPerLane;
@@ -82,12 +82,12 @@ __device__ __forceinline__ void select_block(const Select& select, int64_t block
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) scores[i] = explore_bits(scores[i], first + i, select.key);
   }
-  unsigned picked =
+  unsigned selected =
       slots.count <= kFew ? select_few(scores, slots.count) : select_many(scores, slots.count);
-  uint8_t* out = select.indices + slots.place + sum_before(__popc(picked));
+  uint8_t* out = select.indices + slots.begin + sum_before(__popc(selected));
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if (picked >> i & 1) *out++ = static_cast<uint8_t>(lane_id() * kPerLane + i);
+    if (selected >> i & 1) *out++ = static_cast<uint8_t>(lane_id() * kPerLane + i);
   }
 }
 

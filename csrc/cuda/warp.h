@@ -1,4 +1,4 @@
-// A warp to a block of 256: the launch, and what its lanes tell each other.
+// Kernel launches with one warp per block of 256 entries, and operations across a warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,12 +11,12 @@
 namespace hvd_compress {
 
 constexpr int kLanes = 32;
-constexpr int kPerLane = kBlock / kLanes;  // entries, or slots, of a block for a lane
-constexpr int kWarps = 8;                  // blocks of 256 for a thread block
+constexpr int kPerLane = kBlock / kLanes;  // entries of a block per lane
+constexpr int kWarps = 8;                  // per thread block
 constexpr int kThreads = kWarps * kLanes;
 constexpr unsigned kAll = 0xffffffffu;
 
-// The device of the tensors is current while this lives; its stream is the one of the caller.
+// Makes the tensor's device current, and has its current stream.
 class Launch {
  public:
   explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -31,23 +31,22 @@ class Launch {
   cudaStream_t stream_;
 };
 
-// Thread blocks that take so many each.
-inline unsigned ceil_div(int64_t size, int64_t share) {
-  return static_cast<unsigned>((size + share - 1) / share);
+inline unsigned ceil_div(int64_t size, int64_t tile) {
+  return static_cast<unsigned>((size + tile - 1) / tile);
 }
 
 inline unsigned grid_for(int64_t blocks) { return ceil_div(blocks, kWarps); }
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kLanes; }
 
-// The number of this warp in the grid. All lanes have the same, so a warp leaves as a whole.
+// The number of this warp in the grid.
 __device__ __forceinline__ int64_t warp_id() {
   return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
 }
 
-// What the lanes' values join to, two by two: the same in all lanes.
+// The reduction of the lanes' values, in all lanes.
 template <typename Join>
-__device__ __forceinline__ int joined(int value, Join join) {
+__device__ __forceinline__ int reduced(int value, Join join) {
 #pragma unroll
   for (int width = kLanes / 2; width > 0; width /= 2) {
     value = join(value, __shfl_xor_sync(kAll, value, width));
@@ -55,12 +54,12 @@ __device__ __forceinline__ int joined(int value, Join join) {
   return value;
 }
 
-// The sum of all lanes, and the largest. One instruction does it, but for GPUs before sm_80.
+// The sum and the maximum over all lanes: one instruction from sm_80 on.
 __device__ __forceinline__ int sum_of_all(int value) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_add_sync(kAll, value);
 #else
-  return joined(value, [](int one, int other) { return one + other; });
+  return reduced(value, [](int one, int other) { return one + other; });
 #endif
 }
 
@@ -68,11 +67,11 @@ __device__ __forceinline__ int largest_of_all(int value) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_max_sync(kAll, value);
 #else
-  return joined(value, [](int one, int other) { return max(one, other); });
+  return reduced(value, [](int one, int other) { return max(one, other); });
 #endif
 }
 
-// The sum of the lanes before this one.
+// The sum over the lanes before this one.
 __device__ __forceinline__ int sum_before(int value) {
   int sum = value;
 #pragma unroll
@@ -83,9 +82,9 @@ __device__ __forceinline__ int sum_before(int value) {
   return sum - value;
 }
 
-// Among the lanes with `active` and an equal index, whether this is the last.
+// Whether this is the last of the active lanes with an equal index.
 __device__ __forceinline__ bool last_of_equals(int index, bool active) {
-  int key = active ? index : kBlock + lane_id();  // an idle lane has no equal
+  int key = active ? index : kBlock + lane_id();  // inactive: unique
   unsigned equals = __match_any_sync(kAll, key);
   return active && lane_id() == kLanes - 1 - __clz(equals);
 }

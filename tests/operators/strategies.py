@@ -1,4 +1,4 @@
-"""What the operators' tests share: random sizes, values and segments, and equality to the last bit."""
+"""Hypothesis strategies and comparisons for the operators' tests."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from hvd_compress.reference import BLOCK
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Without the extension an operator *is* its reference: comparing them would prove nothing.
+# Without the extension, the operators are the reference.
 needs_compiled = pytest.mark.skipif(not ops.COMPILED, reason="the extension is not built")
 
 
@@ -33,7 +33,7 @@ def bounded(examples: int) -> settings:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """The operators share out their blocks to so many threads; else it is one in the tests."""
+    """Runs the operators with ``count`` threads; otherwise the tests use one."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -43,7 +43,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def same(got: Tensor | None, want: Tensor | None) -> bool:
-    """Equal to the last bit, except that a NaN is a NaN."""
+    """Whether tensors are bitwise equal, except that all NaNs are equal."""
     if got is None or want is None:
         return got is want
     got, want = got.cpu(), want.cpu()
@@ -55,8 +55,8 @@ def same(got: Tensor | None, want: Tensor | None) -> bool:
 
 
 def bad_selection(indices: int, slots: int) -> dict[str, tuple[int, Callable, str]]:
-    """What accumulate_select and select refuse alike, given 3 blocks, 6 indices and two ranks: which argument, what is
-    wrong with it, the message. The arguments' places: of the picks, and of ``slots``, after which the others follow."""
+    """Errors of accumulate_select and select, for 3 blocks, 6 indices and two ranks: (argument, change, message).
+    ``indices``, ``slots``: positions of these arguments; the others follow ``slots``."""
     return {
         "indices short": (indices, lambda x: x[:5].clone(), "indices must have 6 entries for these slots, got 5"),
         "indices dtype": (indices, lambda x: x.int(), "indices must be Byte, got Int"),
@@ -72,8 +72,26 @@ def bad_selection(indices: int, slots: int) -> dict[str, tuple[int, Callable, st
 
 
 def clone(args: list) -> list:
-    """The arguments of an operator, on memory of their own, in the same memory order."""
+    """A copy of an operator's arguments, in the same memory order."""
     return [arg.clone() if isinstance(arg, Tensor) else clone(arg) if isinstance(arg, list) else arg for arg in args]
+
+
+def bad_tensors(values: int | None = None, edges: int | None = None, error: int | None = None) -> dict[str, tuple]:
+    """Errors for the arguments at these positions, of 13 values in 3 groups: (argument, change, message)."""
+    name = "quantization_error"
+    cases: dict[str, tuple] = {
+        "values dtype": (values, lambda x: x.half(), "values must be Float, got Half"),
+        "values strided": (values, lambda x: x.repeat_interleave(2)[::2], "values must be contiguous"),
+        "edges dtype": (edges, lambda x: x.int(), "edges must be Long, got Int"),
+        "edges few": (edges, lambda x: x[:1].clone(), "edges must have one entry more .*, got 1 for 13 values"),
+        "edges begin": (edges, lambda x: torch.tensor([1, 5, 5, 13]), "edges .* from 0 to 13, got 1 in entry 0"),
+        "edges descend": (edges, lambda x: torch.tensor([0, 5, 4, 13]), "edges .* 0 to 13, got 4 in entry 2 after 5"),
+        "edges beyond": (edges, lambda x: torch.tensor([0, 5, 5, 14]), "edges .* from 0 to 13, got 14 in entry 3"),
+        "edges short": (edges, lambda x: torch.tensor([0, 5, 5, 12]), "edges must end at 13, got 12"),
+        f"{name} dtype": (error, lambda x: x.half(), f"{name} must be Float, got Half"),
+        f"{name} numel": (error, lambda x: x[:12].clone(), f"{name} must have 13 entries, got 12"),
+    }
+    return {case: change for case, change in cases.items() if change[0] is not None}
 
 
 KINDS = ["normal", "normal", "equal", "zero", "tiny", "huge", "wild"]
@@ -84,7 +102,7 @@ phases = st.one_of(st.integers(0, 1000), st.integers(-1000, 2**40))
 
 
 def values(n: int, kind: str, seed: int) -> Tensor:
-    """n float32 values. equal: only three; tiny: denormals too; huge: sums overflow; wild: NaN and infinities."""
+    """n float32 values. equal: three different ones; tiny: also denormals; huge: sums overflow; wild: also NaN, inf."""
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn(n, generator=generator)
     where = torch.randint(0, 40, (n,), generator=generator)
@@ -104,7 +122,7 @@ def values(n: int, kind: str, seed: int) -> Tensor:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, ...]:
-    """1 to 100,003 entries; mostly flat, sometimes an image batch (for channels_last)."""
+    """1 to 100,003 entries; mostly flat, sometimes 4-dimensional (for channels_last)."""
     if draw(st.integers(0, 3)) == 0:
         return (draw(st.integers(1, 9)), draw(st.integers(1, 30)), draw(st.integers(1, 7)), draw(st.integers(1, 7)))
     edges = st.sampled_from([1, 255, 256, 257, 511, 512, 513, 100_003])
@@ -113,7 +131,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 def shaped(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """In channels_last memory order if it is an image batch."""
+    """In channels_last memory order if it is 4-dimensional."""
     tensor = flat.view(shape)
     return tensor.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else tensor
 
@@ -131,7 +149,7 @@ def slot_counts(draw: st.DrawFn, blocks: int) -> int:
 
 @dataclass
 class Layout:
-    """A bucket: rows of first block, blocks, first slot, slots; and every parameter's entries."""
+    """A bucket: rows of first block, blocks, first slot, slots; and the number of entries of each parameter."""
 
     rows: list[list[int]]
     entries: list[int]
@@ -155,7 +173,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(rows, entries, block, slot)
 
 
-# More blocks than one thread takes at a time: less than a slot a block, none at all, one block, and a few to each.
+# More blocks than one thread's part: segments with less than a slot per block, none, one block, and several per block.
 MANY = Layout(
     rows=[[0, 3000, 0, 701], [3000, 2, 701, 0], [3003, 1, 701, 256], [3004, 4001, 957, 17_203]],
     entries=[3000 * BLOCK, 300, 7, 4001 * BLOCK - 5],
@@ -165,22 +183,22 @@ MANY = Layout(
 
 
 def random_indices(layout: Layout, seed: int, spread: int) -> Tensor:
-    """Random indices below ``spread``: a small one makes several slots share an entry."""
+    """Random indices below ``spread``. With a small spread, several slots have the same entry."""
     return torch.randint(0, spread, (layout.slots,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
 def on(device: str, args: list) -> list:
-    """An operator's arguments, its tensors moved to ``device``."""
+    """An operator's arguments, with tensors moved to ``device``."""
     return [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
-# Groups whose ends are no multiples of anything, small ones next to one another, and more than one thread takes.
+# Unaligned, adjacent small, and empty groups, with more values than one thread's part.
 MANY_EDGES = torch.tensor([0, 0, 40_001, 40_002, 40_002, 40_009, 99_000, 100_003])
 
 
 @st.composite
 def group_edges(draw: st.DrawFn) -> Tensor:
-    """0 to 12 groups, some empty, of 0 to some 5000 values together."""
+    """0 to 12 groups, some empty, of at most 6000 values in total."""
     small, middle = st.integers(0, 9), st.integers(0, 400)
     wide = st.one_of(st.sampled_from([31, 32, 33, 511, 512, 513, 1024]), st.integers(0, 2000))
     sizes = draw(st.lists(st.one_of(small, middle, small, wide), max_size=12).filter(lambda sizes: sum(sizes) <= 6000))
@@ -188,7 +206,7 @@ def group_edges(draw: st.DrawFn) -> Tensor:
 
 
 def scales(value: Tensor, groups: int, seed: int, bits: int) -> Tensor:
-    """A scale for each group: from far above the values to far below, half of them powers of two; denormals too."""
+    """A scale per group, from far above to far below the values, half of them powers of two; also denormals."""
     generator = torch.Generator().manual_seed(seed)
     finite = value[value.isfinite()].abs()
     most = float(finite.max()) if len(finite) else 1.0
@@ -197,12 +215,17 @@ def scales(value: Tensor, groups: int, seed: int, bits: int) -> Tensor:
     return (power + torch.frexp(torch.tensor(most)).exponent).clamp(-127, 127).exp2()
 
 
+def bytes_for(n: int, bits: int) -> int:
+    """The bytes of n codes."""
+    return -(-n // 8) * bits
+
+
 def bytes_of(n: int, seed: int) -> Tensor:
     return torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
 def agrees(name: str, args: list, device: str) -> list:
-    """Runs the operator and its reference: all tensors must be the same afterwards. Returns the operator's."""
+    """Checks that the operator and its reference write the same. Returns the operator's tensors."""
     check_device(device)
     got, want = on(device, clone(args)), clone(args)
     getattr(ops, name)(*got)
@@ -213,7 +236,7 @@ def agrees(name: str, args: list, device: str) -> list:
 
 
 def agrees_within(name: str, args: list, device: str) -> None:
-    """The same with tensors in the middle of other memory, not aligned, where nothing else may be written."""
+    """The same for unaligned views into larger tensors, which must not be written outside the views."""
     check_device(device)
     for before in (1, 2, 3, 7):
         got, want = on(device, clone(args)), clone(args)
@@ -232,13 +255,13 @@ def agrees_within(name: str, args: list, device: str) -> None:
 
 
 def errors_add_up(value: Tensor, decoded: Tensor, error: Tensor) -> None:
-    """What is decoded and what is error make up the value, to the rounding of the loss."""
-    rest = (value.cpu().double() - decoded.cpu().double()).float()
-    torch.testing.assert_close(error.cpu(), rest, rtol=2.0**-23, atol=0.0, equal_nan=True)
+    """Checks that the quantization error is the value minus the decoded value, up to rounding."""
+    want = (value.cpu().double() - decoded.cpu().double()).float()
+    torch.testing.assert_close(error.cpu(), want, rtol=2.0**-23, atol=0.0, equal_nan=True)
 
 
 def refuses(name: str, args: list, change: tuple) -> None:
-    """``change``: which argument, what becomes of it, and the error's message. Nothing may have been written."""
+    """Checks the error for a changed argument. ``change``: (argument, function, message). Nothing may be written."""
     index, becomes, message = change
     args = clone(args)
     args[index] = becomes(args[index])

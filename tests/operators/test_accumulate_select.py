@@ -1,4 +1,4 @@
-"""accumulate_select against hvd_compress/reference/blocks.py, to the last bit."""
+"""accumulate_select against hvd_compress/reference/blocks.py, bitwise."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ NAMES = ["grad", "residual", "weight", "velocity", "floor", "indices", "invalid"
 
 
 def deferred(slots: int, first: int, phase: int, seed: int) -> list:
-    """What the last exchange left: ``slots`` from ``first`` on, of a few more."""
+    """The deferred update of ``slots`` slots from ``first`` on."""
     total = first + slots + 3
     indices = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     return [indices, values(total, "wild", seed + 1), values(total, "normal", seed + 2), slots, first, phase]
@@ -57,7 +57,7 @@ def arguments(draw: st.DrawFn) -> list:
         shaped(values(n, draw(kinds), seed + 3).to(dtype), shape) if draw(st.booleans()) else None,
         velocity,
         torch.tensor([draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))]),
-        torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # nothing else may be written
+        torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # the rest must not be written
         torch.tensor([draw(st.integers(0, 1))], dtype=torch.int32),
         torch.full((blocks,), 3.0) if draw(st.booleans()) else None,
         draw(st.sampled_from([1.0, 0.3, 1 / 65536, 1e30])),
@@ -79,7 +79,7 @@ def arguments(draw: st.DrawFn) -> list:
 
 
 def sample(device: str = "cpu") -> list:
-    """Arguments that are right: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
+    """Valid arguments: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
     tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
     tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(3)]
     return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *deferred(10, 2, 3, 1)])
@@ -101,7 +101,7 @@ def test_equals_reference(device: str, args: list) -> None:
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 8, 9, 31, 33, 64, 100, 255, 256])
 @pytest.mark.parametrize("kind", ["normal", "equal", "zero"])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_every_number_of_picks(device: str, count: int, kind: str, weighted: bool) -> None:
+def test_counts(device: str, count: int, kind: str, weighted: bool) -> None:
     check_device(device)
     n, blocks = 19 * BLOCK + 3, 20
     residual = torch.zeros(blocks * BLOCK)
@@ -133,7 +133,7 @@ def test_many_blocks(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_unaligned_gradient(device: str) -> None:
-    """A gradient that is a view into other memory need not begin on 16 bytes."""
+    """A view into another tensor, not aligned to 16 bytes."""
     check_device(device)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         args = sample(device)
@@ -149,8 +149,8 @@ def test_unaligned_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_means_are_left_out_of_the_residual(device: str) -> None:
-    """By the blocks' own sums, padding not counted; a block with an infinity keeps its finite entries whole."""
+def test_block_means_are_subtracted(device: str) -> None:
+    """The mean is of the entries without padding; nothing is subtracted in a block with an infinity."""
     check_device(device)
     args = sample(device)[:18]
     grad = args[0].clone() + 1.0
@@ -168,8 +168,8 @@ def test_means_are_left_out_of_the_residual(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_due_is_done_first(device: str) -> None:
-    """By scatter's rules: the later of two slots counts, a mean that is not finite does not, padding is written too."""
+def test_deferred_update_is_done_first(device: str) -> None:
+    """As in scatter: the later of two slots counts, a non-finite mean is skipped; padding is written."""
     check_device(device)
     args = sample(device)
     args[0].fill_(1.0)
@@ -183,8 +183,8 @@ def test_what_is_due_is_done_first(device: str) -> None:
     assert counts == [2, 2, 1]
     ops.accumulate_select(*args)
     residual, velocity = args[1].cpu(), args[3].cpu()
-    assert (residual[5].item(), velocity[5].item()) == (4.0, 1.0), "error 3, then the gradient"
-    assert (residual[BLOCK + 7].item(), velocity[BLOCK + 7].item()) == (20.0, 10.0), "as if nothing were due"
+    assert (residual[5].item(), velocity[5].item()) == (4.0, 1.0), "the error 3, plus the gradient"
+    assert (residual[BLOCK + 7].item(), velocity[BLOCK + 7].item()) == (20.0, 10.0), "no deferred update"
     assert (residual[BLOCK + 9].item(), velocity[BLOCK + 9].item()) == (6.0, 1.0)
     assert (residual[2 * BLOCK + 255].item(), velocity[2 * BLOCK + 255].item()) == (6.0, 0.0)
     assert int((residual[:600] == 20.0).sum()) == 598
@@ -218,8 +218,8 @@ BAD = {
     "block_means size": (7, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
     **bad_selection(indices=5, slots=10),
     "deferred_indices dtype": (18, lambda x: x.int(), "deferred_indices must be Byte, got Int"),
-    "deferred_indices missing": (18, lambda x: None, "go together"),
-    "deferred_mean missing": (19, lambda x: None, "go together"),
+    "deferred_indices missing": (18, lambda x: None, "must be given together"),
+    "deferred_mean missing": (19, lambda x: None, "must be given together"),
     "deferred_mean numel": (19, lambda x: x[:14].clone(), "deferred_mean must have 15 entries, got 14"),
     "deferred_mean dtype": (19, lambda x: x.double(), "deferred_mean must be Float, got Double"),
     "deferred_error numel": (20, lambda x: x[:14].clone(), "deferred_error must have 15 entries, got 14"),
@@ -231,15 +231,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("shift", [-15, -14, 0, 5, 6])
-def test_picks_are_not_written_over_what_is_due(shift: int) -> None:
-    """6 bytes of one and 15 of the other: they may be neighbours."""
+def test_overlap(shift: int) -> None:
+    """6 and 15 bytes: they may be adjacent."""
     args = sample()
     memory = torch.zeros(60, dtype=torch.uint8)
     args[5], args[18] = memory[30:36], memory[30 + shift : 45 + shift]
     if shift in (-15, 6):
         ops.accumulate_select(*args)
         return
-    with pytest.raises(RuntimeError, match="deferred_indices must be other memory than indices"):
+    with pytest.raises(RuntimeError, match="deferred_indices must not overlap indices"):
         ops.accumulate_select(*args)
 
 

@@ -1,4 +1,4 @@
-"""block_means_send and block_means_keep against hvd_compress/reference/block_means.py, to the last bit."""
+"""block_means_send and block_means_keep against hvd_compress/reference/block_means.py, bitwise."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_within_other_memory(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_not_finite_stays_and_is_told(device: str) -> None:
+def test_not_finite(device: str) -> None:
     check_device(device)
     for place in range(40):
         args = on(device, to_send(40, "normal", 5, True))
@@ -83,10 +83,9 @@ def test_what_is_not_finite_stays_and_is_told(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
-    torch.library.opcheck(
-        torch.ops.hvd_compress.block_means_send.default, tuple(on(device, to_send(9, "normal", 3, True)))
-    )
-    torch.library.opcheck(torch.ops.hvd_compress.block_means_keep.default, tuple(on(device, to_keep(9, "normal", 3))))
+    operators = torch.ops.hvd_compress
+    torch.library.opcheck(operators.block_means_send.default, tuple(on(device, to_send(9, "normal", 3, True))))
+    torch.library.opcheck(operators.block_means_keep.default, tuple(on(device, to_keep(9, "normal", 3))))
 
 
 BAD_SEND = {
@@ -107,16 +106,16 @@ BAD_KEEP = {
 }
 
 
-def test_all_are_other_memory() -> None:
+def test_overlap() -> None:
     for place, name in ((0, "fresh"), (2, "velocity"), (3, "out")):
         args = to_send(9, "normal", 3, True)
         args[place] = args[1]
-        with pytest.raises(RuntimeError, match=f"{name} must be other memory than unsent"):
+        with pytest.raises(RuntimeError, match=f"{name} must not overlap unsent"):
             ops.block_means_send(*args)
     for place, name in ((0, "mean"), (1, "quantization_error")):
         args = to_keep(9, "normal", 3)
         args[place] = args[2]
-        with pytest.raises(RuntimeError, match=f"{name} must be other memory than unsent"):
+        with pytest.raises(RuntimeError, match=f"{name} must not overlap unsent"):
             ops.block_means_keep(*args)
 
 

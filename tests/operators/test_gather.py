@@ -1,4 +1,4 @@
-"""gather against hvd_compress/reference/blocks.py, to the last bit."""
+"""gather against hvd_compress/reference/blocks.py, bitwise."""
 
 import pytest
 import torch

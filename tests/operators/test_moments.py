@@ -1,4 +1,4 @@
-"""moments against hvd_compress/reference/codes.py, to the last bit."""
+"""moments against hvd_compress/reference/codes.py, bitwise."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_close_to_plain_sums(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_order_of_the_sums(device: str) -> None:
-    """Where the order decides: beside 2**54, a one that is added alone is error, and three together count as four."""
+    """Rounding depends on the order: 2**54 + 1 is 2**54, but 2**54 + 3 is 2**54 + 4."""
     check_device(device)
     value = torch.zeros(128)
     value[0] = 2.0**27
@@ -80,14 +80,14 @@ def test_order_of_the_sums(device: str) -> None:
     value[[16, 48, 80]] = 1.0  # sum 16 is 3, then the first to be added to sum 0
     out = torch.empty(1, 3, dtype=torch.float64, device=device)
     ops.moments(*on(device, [value, torch.tensor([0, 128])]), out)
-    # Rounded once it would be 2**54 + 8, added from the first to the last 2**54.
+    # The exact sum rounds to 2**54 + 8; added in sequence the result is 2**54.
     assert out[0].tolist() == [2.0**54 + 4, 2.0**108, 2.0**27]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
 def test_nan_and_infinity(device: str, count: int) -> None:
-    """A NaN is in the sums, wherever it stands, but never the largest magnitude; an infinity is both."""
+    """The sums propagate NaNs, the largest magnitude ignores them; infinities are in both."""
     check_device(device)
     for place in range(count):
         value = torch.full((count,), -2.0)
@@ -111,8 +111,8 @@ BAD = {
     "values dtype": (0, lambda x: x.double(), "values must be Float, got Double"),
     "values strided": (0, lambda x: torch.rand(282)[::2], "values must be contiguous"),
     "edges dtype": (1, lambda x: x.int(), "edges must be Long, got Int"),
-    "edges none": (1, lambda x: x[:0].clone(), "edges must have an entry more .*, got 0 for 141 values"),
-    "edges one": (1, lambda x: x[:1].clone(), "edges must have an entry more .*, got 1 for 141 values"),
+    "edges none": (1, lambda x: x[:0].clone(), "edges must have one entry more .*, got 0 for 141 values"),
+    "edges one": (1, lambda x: x[:1].clone(), "edges must have one entry more .*, got 1 for 141 values"),
     "edges begin": (1, lambda x: torch.tensor([1, 40, 40, 141]), "edges .* from 0 to 141, got 1 in entry 0"),
     "edges descend": (1, lambda x: torch.tensor([0, 40, 39, 141]), "from 0 to 141, got 39 in entry 2 after 40"),
     "edges beyond": (1, lambda x: torch.tensor([0, 40, 142, 142]), "from 0 to 141, got 142 in entry 2"),

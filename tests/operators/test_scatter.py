@@ -1,4 +1,4 @@
-"""scatter against hvd_compress/reference/blocks.py, to the last bit."""
+"""scatter against hvd_compress/reference/blocks.py, bitwise."""
 
 import itertools
 
@@ -109,7 +109,7 @@ def test_many_blocks(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
-    """Views into other memory, of more than the caches gather and of less: nothing beside them is written."""
+    """Views into larger tensors, above and below the size for non-temporal stores; nothing outside them is written."""
     check_device(device)
     for blocks, means in itertools.product((3, 5000), (True, False)):
         memory = torch.zeros(blocks * BLOCK + 2, device=device).to(dtype)
@@ -127,8 +127,8 @@ def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_tensors_than_a_launch_takes(device: str) -> None:
-    """400 parameters of every dtype: the CUDA kernel gets their addresses in several launches."""
+def test_many_tensors(device: str) -> None:
+    """400 parameters of all dtypes: several launches on CUDA."""
     count, kinds_of = 400, [torch.float32, torch.float16, torch.bfloat16]
     rows = [[3 * i, 3, 7 * i, 7] for i in range(count)]
     grads = [torch.full((700,), float(i)).to(kinds_of[i % 3]) if i % 5 else torch.empty(0) for i in range(count)]
@@ -143,8 +143,8 @@ def test_more_tensors_than_a_launch_takes(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", [7, 40, 200])
-def test_the_later_slot_has_the_last_word(device: str, slots: int) -> None:
-    """All slots are of one entry. The last mean is not finite: only the gradient gets it."""
+def test_last_slot_of_an_entry_counts(device: str, slots: int) -> None:
+    """All slots have the same entry. The last mean is not finite: only the gradient is assigned."""
     check_device(device)
     mean, error = torch.arange(slots).float(), torch.arange(slots).float() + 0.5
     mean[-1] = float("inf")
@@ -157,8 +157,8 @@ def test_the_later_slot_has_the_last_word(device: str, slots: int) -> None:
     assert (int((grad != 0).sum()), int((residual != -1).sum()), int((velocity != -2).sum())) == (1, 1, 1)
 
 
-def test_places_are_found_and_assigned_without_a_look_at_them() -> None:
-    """Meta tensors have nothing to look at: whatever would wait for a GPU fails on them. The table is the host's."""
+def test_scatter_at_does_not_synchronise() -> None:
+    """On meta tensors, operations that would synchronise the GPU fail. The segments are on the host."""
     grads, residual, velocity, indices, _, mean, error, phase, *rest = on("meta", sample())
     segments = sample()[4]
     where = reference.flat_positions(indices, segments, phase)
@@ -167,7 +167,7 @@ def test_places_are_found_and_assigned_without_a_look_at_them() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_leaves_the_residual_without_lost(device: str) -> None:
+def test_deferred(device: str) -> None:
     check_device(device)
     args = sample(device)
     args[6] = None
@@ -179,7 +179,7 @@ def test_nothing_leaves_the_residual_without_lost(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_skipped_gradient(device: str) -> None:
-    """An empty gradient is skipped, but what was taken still leaves the residual."""
+    """An empty gradient is skipped, but the residual is updated."""
     check_device(device)
     args = sample(device)
     args[0] = [torch.empty(0, device=device)] * 2
@@ -200,7 +200,7 @@ def test_opcheck(device: str) -> None:
 
 
 BAD = {
-    "grads number": (0, lambda x: x[:1], "grads must have 2 tensors, one a segment, got 1"),
+    "grads number": (0, lambda x: x[:1], "grads must have 2 tensors, one per segment, got 1"),
     "grads dtype": (0, lambda x: [x[0].double(), x[1]], "must be Float, Half or BFloat16, got Double"),
     "grads strided": (0, lambda x: [torch.zeros(800)[::2], x[1]], "dense in memory"),
     "residual": (1, lambda x: x[:700].clone(), "residual must have a multiple of 256 entries, got 700"),

@@ -1,4 +1,4 @@
-"""select against hvd_compress/reference/blocks.py, to the last bit."""
+"""select against hvd_compress/reference/blocks.py, bitwise."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def arguments(draw: st.DrawFn) -> list:
     last = int(reference.slots_before(torch.tensor(first_slot + slots), run, ranks, position))
     return [
         values(blocks * BLOCK, draw(kinds), draw(seeds)).abs(),
-        torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # nothing else may be written
+        torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # the rest must not be written
         slots,
         first_slot,
         phase,
@@ -50,7 +50,7 @@ def arguments(draw: st.DrawFn) -> list:
 
 
 def sample(device: str = "cpu") -> list:
-    """Arguments that are right: 3 blocks, 12 slots, of which this rank leads 6."""
+    """Valid arguments: 3 blocks, 12 slots, of which this rank leads 6."""
     return on(device, [torch.rand(3 * BLOCK), torch.zeros(6, dtype=torch.uint8), 12, 0, 5, 1, 2, 0, 7, 2**31])
 
 
@@ -73,7 +73,7 @@ def test_equals_reference(device: str, args: list) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 8, 9, 31, 33, 64, 100, 255, 256])
 @pytest.mark.parametrize("kind", ["normal", "equal", "wild"])
-def test_every_number_of_picks(device: str, count: int, kind: str) -> None:
+def test_counts(device: str, count: int, kind: str) -> None:
     score = values(20 * BLOCK, kind, 2).abs()
     check([score, torch.zeros(20 * count, dtype=torch.uint8), 20 * count, 0, 3, 1, 1, 0, 11, 2**31], device)
 
@@ -101,7 +101,7 @@ def test_is_the_second_half_of_accumulate_select(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_unaligned_score(device: str) -> None:
-    """A score that is a view into other memory need not begin on 16 bytes."""
+    """A view into another tensor, not aligned to 16 bytes."""
     check_device(device)
     args = sample(device)
     args[0] = torch.rand(3 * BLOCK + 1, device=device)[1:]
@@ -114,8 +114,8 @@ def test_unaligned_score(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [4, 20])
 @pytest.mark.parametrize("score", [-0.0, -1.0, -float("inf"), -float("nan")])
-def test_what_is_below_zero_counts_as_zero(device: str, count: int, score: float) -> None:
-    """Only -0.0 is allowed. But no score may lead to a pick that is none, or to one entry picked twice."""
+def test_negative_scores_count_as_zero(device: str, count: int, score: float) -> None:
+    """Only -0.0 is allowed, but no score may lead to an invalid index or to an entry selected twice."""
     check_device(device)
     indices = torch.zeros(count, dtype=torch.uint8, device=device)
     ops.select(torch.full((BLOCK,), score, device=device), indices, count, 0, 0, 1, 1, 0, 7, 0)
