@@ -81,8 +81,8 @@ HVD_BODY void update_group(const LanesUpdate& args, int64_t group, const Sums& s
   if (count > 0) {
     uint32_t half;
     memcpy(&half, ratio_of(args.header, group), sizeof(half));
-    double said = shared_scale * static_cast<double>(half);
-    double observed = said / (kRatioSteps * static_cast<double>(args.scales.ranks));
+    double product = shared_scale * static_cast<double>(half);
+    double observed = product / (kRatioSteps * static_cast<double>(args.scales.ranks));
     shared_scale = bounded(shared_scale * (1.0 - kSmoothing) + observed * kSmoothing);
     double square = sums.square * sums.square;
     square = square < 1e-300 ? 1e-300 : square;
