@@ -1,29 +1,30 @@
 #!/usr/bin/env python3
-"""Times whole steps of Horovod's unmodified optimizer, method by method, on the shapes of a well-known network.
+"""Time whole optimizer steps, method by method, on the shapes of a well-known network: Horovod and torch DDP.
 
     bench_exchange.py --shapes resnet50 --hosts 4 --rate 100mbit,1gbit --backend mpi,gloo --methods none,iwp --json FILE
-    bench_exchange.py --shapes alexnet --ranks 2 --backend gloo --methods none,iwp@64 --option 'iwp@64:--density 1/64'
+    bench_exchange.py --hosts 4 --rate 1gbit --methods none,iwp,ddp-none,ddp-fp16,ddp-powersgd,ddp-iwp
     bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
 
-With --hosts every rank has a network namespace of its own, whose egress is shaped to --rate (scripts/netlab.sh; root);
-they are made for each run and removed after it, whatever happened. With --ranks all are on the loopback.
+With --hosts, every rank has a network namespace of its own, whose egress is shaped to --rate (scripts/netlab.sh; root);
+they are made for each run and removed after it. With --ranks, all are on the loopback. Methods are those of train.py,
+with its defaults except for --option. They run on the unmodified Horovod optimizer, by MPI or Gloo (--backend), or, as
+ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16 (fp16_compress_hook), ddp-powersgd
+(torch's powerSGD_hook, rank 4) and any method of hvd_compress (ddp-iwp).
 
-"backward" hands out prepared gradients, so it is short, and little can hide behind it: alone, on every rank at once,
-without hooks. "step" is backward, exchange and update, of the slowest rank; "exchange" is what it takes beyond backward
-and update alone; "compress" and "decompress" are the time inside the compression object without its waiting, mean over
-ranks; "tx" is what the interface sent per rank and step, as it counts large segments, negotiation and the benchmark's
-one barrier a step included (on the loopback what the method's books say, or a ring would send); "wire ratio" is what a
-dense float32 ring sends, 2 (N - 1) / N x its bytes, / tx; "bus" is those bytes / exchange, as in nccl-tests; "x none"
-and "x fp16" are how many times as fast the step is as the fastest of theirs at that rate, whatever the backend and what
-follows an @; "even" is the bandwidth under which the saved bytes are worth the compressor's time, if nothing overlaps;
-"wrong" counts failed checks of one more step (experiment/soundness.py; a method with --momentum-correction is checked
-without it). Medians over steps of all --runs, from the fastest to the slowest in brackets. All ranks share this
-machine's cores: times compare within one call only, "compress" is an upper bound, and "even" a lower one; and how
-threads that wait share them with those that work differs from run to run, by more than from step to step. A shaped link
-lets what it could send in 2 ms, at least 32 kB, pass at once after a pause.
-
-The methods are those of train.py, each with its defaults there unless --option says otherwise, and ddp-fp16: torch's
-DistributedDataParallel over Gloo with fp16_compress_hook. Exit status 1 if a run failed or anything was wrong.
+Figures are medians over the steps of all --runs, with the fastest and the slowest step in brackets.
+  step                  backward, exchange and update, of the slowest rank
+  backward              alone, without hooks; it hands out prepared gradients, so it is short and hides little
+  exchange              what a step takes beyond backward and update alone
+  compress, decompress  time inside the compressor, without waiting, mean over ranks; DDP: both together
+  sent                  MB per rank and step by the network interface's counter, with negotiation and the benchmark's
+                        barrier (on the loopback: by stats())
+  wire ratio            bytes of a float32 ring allreduce, 2 (N - 1) / N x 4 bytes an entry, over the bytes sent
+  bus                   those bytes over the exchange time, as in nccl-tests
+  speed-up              of whole steps over the fastest row of none and of fp16 at that rate, by any backend
+  break-even            the bandwidth below which the saved bytes are worth the compressor's time without any overlap
+  wrong                 failed checks of one more step (experiment/soundness.py), without momentum correction
+All ranks share this machine's cores: compare within one call only; compress is an upper bound, break-even a lower
+one. Exit status 1 if a run failed or anything was wrong.
 """
 
 from __future__ import annotations
@@ -33,18 +34,23 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import table
-from experiment import columns, compressors
-from experiment.cli import end_by_exception, environments, texts
-from experiment.comparison import Variant, variants
-from experiment.exchangers import DDP_FP16
-from experiment.lab import NoLab, check_rates, loopback, netlab
-from experiment.runs import SCRIPTS, Failed, last_lines, run_group
+from experiment import comparison, compressors, lab
+from experiment.comparison import Variant, texts
+from experiment.runs import SCRIPTS, Failed, exit_on_signals, run_group
 from experiment.shapes import SHAPES
+
+from hvd_compress.engine.collectives import ring_bytes
+
+Row = dict[str, Any]
+DDP = ["ddp-none", "ddp-fp16", "ddp-powersgd", "ddp-iwp"]
+BASELINES = ("none", "fp16")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -56,14 +62,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     where.add_argument("--ranks", type=int, metavar="N", help="ranks on the loopback")
     parser.add_argument("--rate", type=texts, default=["none"], help="of --hosts, as 100mbit; several as 1gbit,none")
     parser.add_argument("--shapes", choices=SHAPES, default="resnet50")
-    parser.add_argument("--methods", type=texts, default=[*compressors.METHODS, DDP_FP16], help="by default all")
-    parser.add_argument("--option", action="append", default=[], metavar="METHOD:OPTIONS", help="for one method only")
+    horovod = [name for name, method in compressors.METHODS.items() if "horovod" in method.hosts]
+    comparison.add_arguments(parser, [*horovod, *DDP])
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
-    parser.add_argument("--backend", type=texts, default=["mpi"], help="of Horovod, mpi or gloo, or both as mpi,gloo")
+    parser.add_argument("--backend", type=texts, default=["mpi"], help="of Horovod: mpi, gloo or mpi,gloo")
     parser.add_argument("--runs", type=int, default=1, help="of every method, in turn")
     parser.add_argument("--steps", type=int, default=7, help="measured in each run")
     parser.add_argument("--warmup", type=int, default=3, metavar="STEPS")
-    parser.add_argument("--max-seconds", type=float, default=120, help="no more steps then, but at least 5")
+    parser.add_argument("--max-seconds", type=float, default=120, help="limit for the steps of a run, but at least 5")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--momentum", type=float, default=0.9, help="of the optimizer")
     parser.add_argument("--seed", type=int, default=0)
@@ -75,33 +81,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
     try:
-        check_rates(args.rate)
-        known = variants([label for label in args.methods if label != DDP_FP16], args.option)
+        lab.check_rates(args.rate)
+        args.variants = comparison.variants(args.methods, args.option)
+        args.environments = comparison.environments(args.methods, args.environment)
     except ValueError as error:
         parser.error(str(error))
-    for name in ("rate", "backend", "methods"):
-        if len(set(getattr(args, name))) < len(getattr(args, name)):
-            parser.error(f"--{name} {','.join(getattr(args, name))}: each only once")
     if unknown := set(args.backend) - {"mpi", "gloo"}:
         parser.error(f"--backend must be of mpi and gloo, got {', '.join(sorted(unknown))}")
     if args.ranks and args.rate != ["none"]:
         parser.error("--rate needs --hosts: the loopback has none")
-    found = {variant.label: variant for variant in [*known, Variant(DDP_FP16)]}
-    args.variants = [found[label] for label in args.methods]
-    try:
-        args.environments = environments(args.methods, args.environment)
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, Variant]]:
-    """Rate, backend and variant: a run of each, then the next of each. DDP's backend is always Gloo, and what differs
-    in settings of Open MPI only is not run by Gloo."""
+    """Rate, backend and variant: a run of each, then the next of each. DDP's backend is always Gloo, and a variant that
+    only has settings of Open MPI is not run by Gloo."""
     for rate, _ in itertools.product(args.rate, range(args.runs)):
         for backend, variant in itertools.product(args.backend, args.variants):
             names = args.environments[variant.label]
-            if variant.method == DDP_FP16:
+            if variant.host == "ddp":
                 if backend == args.backend[-1]:
                     yield rate, "gloo", variant
             elif backend == "mpi" or not names or not all(name.startswith("OMPI_MCA_") for name in names):
@@ -110,75 +108,151 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, Variant]]:
 
 def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant) -> dict[str, Any]:
     """What the ranks measured; ``Failed`` or ``NoLab`` if they did not."""
-    gloo = backend == "gloo"
-    place = netlab(args.hosts, rate, gloo) if args.hosts else loopback(args.ranks, gloo)
-    with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as there:
-        file, log = Path(folder) / "result.json", Path(folder) / "log"
-        given = {name: str(getattr(args, name)) for name in ("shapes", "steps", "warmup", "momentum", "seed")}
-        given |= {"method": variant.method, "interface": there.interface, "master": there.master, "result": str(file)}
-        given |= {"max-seconds": str(args.max_seconds), "timeout": str(args.timeout)}
-        environment = args.environments[variant.label]
-        options = [word for name, value in given.items() for word in (f"--{name}", value)]
-        options += [f"--expect={name}={value}" for name, value in environment.items()]
-        run = f"{variant.label} by {backend} at {rate}"
-        with log.open("w") as stream:
-            command = [*there.command, str(SCRIPTS / "exchange_rank.py"), *options, *variant.options]
-            status = run_group(command, args.timeout, stream, environment)
-        if status is None:
-            raise Failed(f"{run} was killed after {args.timeout:g} s\n{last_lines(log)}")
-        if status or not file.exists():
-            raise Failed(f"{run} ended with status {status}\n{last_lines(log)}")
+    launcher = "ddp" if variant.host == "ddp" else backend
+    place = lab.netlab(args.hosts, rate, launcher) if args.hosts else nullcontext(lab.loopback(args.ranks, launcher))
+    with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as start:
+        file = Path(folder) / "result.json"
+        names = ("shapes", "steps", "warmup", "max_seconds", "timeout", "momentum", "seed")
+        options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+        options += [f"--method={variant.method}", f"--host={variant.host}", f"--result={file}"]
+        options += [f"--expect={name}={value}" for name, value in args.environments[variant.label].items()]
+        command = [*start, str(SCRIPTS / "exchange_rank.py"), *options, *variant.options]
+        name = f"{variant.label} by {backend} at {rate}"
+        run_group(command, args.timeout, Path(folder) / "log", args.environments[variant.label], name)
         result: dict[str, Any] = json.loads(file.read_text())
         return result
 
 
+def make_row(method: str, rate: str, backend: str, results: Sequence[dict[str, Any]]) -> Row:
+    """Medians over the steps of all runs, and [least, largest] as ``*_spread``; ``step_ms_runs`` has each run's median.
+    None where nothing was measured."""
+    ranks, entries = results[0]["ranks"], results[0]["entries"]
+    measured = pd.DataFrame(
+        [
+            (key, run, step, value)
+            for run, result in enumerate(results)
+            for rank in result["measured"]
+            for key, values in rank.items()
+            for step, value in enumerate(values)
+        ],
+        columns=["key", "run", "step", "value"],
+    ).groupby(["key", "run", "step"])["value"]
+    slowest, mean = measured.max(), measured.mean()
+    backward, base, step = slowest["backward"], slowest["base"], slowest["step"]
+    seconds = {
+        "step": step,
+        "backward": backward,
+        "update": base - backward,
+        "backward_with_hooks": slowest["hooked"],
+        "exchange": step - base.median(),
+        **{key: mean.get(key) for key in ("compress", "decompress", "wait")},
+    }
+    found: Row = {"method": method, "rate": rate, "backend": backend, "ranks": ranks, "steps": len(step)}
+    for name, values in seconds.items():
+        known = values is not None
+        found[f"{name}_ms"] = 1e3 * values.median() if known else None
+        found[f"{name}_ms_spread"] = [1e3 * values.min(), 1e3 * values.max()] if known else None
+    dense, sent = ring_bytes("allreduce", 4 * entries, ranks), mean["sent"].mean()
+    failures = [text for result in results for text in result["failures"]]
+    return found | {
+        "step_ms_runs": (1e3 * step.groupby("run").median()).tolist(),
+        "dense_bytes": dense,
+        "tx_bytes": sent,
+        "wire_ratio": dense / sent,
+        "bus_gbit_s": 8e-6 * dense / found["exchange_ms"] if found["exchange_ms"] > 0 else None,
+        "break_even_gbit_s": break_even(dense - sent, found["compress_ms"], found["decompress_ms"]),
+        "settings": results[0]["settings"],
+        "wrong": len(failures),
+        "failures": failures,
+    }
+
+
+def break_even(saved: float, compress_ms: float | None, decompress_ms: float | None) -> float | None:
+    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes as long as compressing. None where nothing is
+    saved or the time is not known."""
+    milliseconds = (compress_ms or 0.0) + (decompress_ms or 0.0)
+    return 8e-6 * saved / milliseconds if milliseconds > 0 and saved > 0 else None
+
+
+def compared(rows: Sequence[Row], failed: Collection[tuple[str, str]] = ()) -> list[Row]:
+    """With ``speedup_over_none`` and ``speedup_over_fp16``, over the fastest row of that method at the same rate. None
+    without such a row, or if a run (label, rate) of that method has ``failed``: it may have been the fastest."""
+
+    def baseline(label: str) -> str:
+        return label.partition("@")[0].removeprefix("ddp-")
+
+    fastest = pd.DataFrame(rows).groupby([[baseline(one["method"]) for one in rows], "rate"])["step_ms"].min().to_dict()
+    for label, rate in failed:
+        fastest.pop((baseline(label), rate), None)
+    return [
+        {**one, **{f"speedup_over_{base}": best and best / one["step_ms"]
+                   for base in BASELINES for best in [fastest.get((base, one["rate"]))]}}
+        for one in rows
+    ]  # fmt: skip
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Three tables of the same rows: the step, its parts, the network."""
+
+    def part(columns: dict[str, tuple[str, str]]) -> str:
+        keys = ("rate", "backend", "method")
+        lines = [
+            {**{key: one[key] for key in keys}, **{name: None if one[key] is None else format(one[key], form)
+                                                   for name, (key, form) in columns.items()}}
+            for one in rows
+        ]  # fmt: skip
+        return table.markdown(lines, left=3)
+
+    spread = [{**one, "spread": "({:,.1f} to {:,.1f})".format(*one["step_ms_spread"])} for one in rows]
+    step = {"step ms": ("text", ""), "sent MB": ("mb", ",.2f"),
+            "speed-up over none": ("speedup_over_none", ".2f"), "over fp16": ("speedup_over_fp16", ".2f")}  # fmt: skip
+    rows = [{**one, "text": f"{one['step_ms']:,.1f} {one['spread']}", "mb": one["tx_bytes"] / 1e6} for one in spread]
+    parts = {f"{key} ms": (f"{key}_ms", ",.1f") for key in ("backward", "exchange", "compress", "decompress")}
+    network = {"wire ratio": ("wire_ratio", ".1f"), "bus Gbit/s": ("bus_gbit_s", ".2f"),
+               "break-even Gbit/s": ("break_even_gbit_s", ".2f"), "wrong": ("wrong", "")}  # fmt: skip
+    return "\n\n".join(map(part, (step, parts, network)))
+
+
 def write(
-    file: Path,
-    args: argparse.Namespace,
-    environment: dict[str, Any],
-    rows: Sequence[columns.Row],
-    failed: Sequence[tuple[str, str]],
+    args: argparse.Namespace, environment: dict[str, Any], rows: Sequence[Row], failed: Sequence[tuple[str, str]]
 ) -> None:
-    """``failed``: (method, rate) of each run that came to nothing."""
+    """``failed``: (label, rate) of each run that failed."""
     asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    asked.pop("variants")
-    asked.pop("environments")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"config": {**asked, **environment, "failed": failed}, "rows": rows}, indent=1) + "\n")
+    config = {key: value for key, value in asked.items() if key not in ("variants", "environments")}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(
+        json.dumps({"config": {**config, **environment, "failed": failed}, "rows": rows}, indent=1) + "\n"
+    )
 
 
-def plot(args: argparse.Namespace, rows: Sequence[columns.Row]) -> Path:
+def plot(args: argparse.Namespace, rows: Sequence[Row]) -> Path:
     """Bars of the median step, a group for each rate and a colour for each method; the lines are the spread."""
-    labels = list(dict.fromkeys((row["method"], row["backend"]) for row in rows))
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    frame = pd.DataFrame(rows)
+    frame["label"] = frame["method"] + ", " + frame["backend"]
+    frame["low"], frame["high"] = zip(*frame["step_ms_spread"], strict=True)
+    step, low, high = (
+        frame.pivot(index="rate", columns="label", values=key)[frame["label"].unique()].loc[frame["rate"].unique()]
+        for key in ("step_ms", "low", "high")
+    )
     file: Path = args.plot / f"exchange-{args.shapes}-{args.hosts or args.ranks}-{'-'.join(args.backend)}.png"
-    with table.chart(file, len(labels), yscale="log", ylabel="step, ms", xlabel="rate of every link") as axes:
-        for number, label in enumerate(labels):
-            offset, width = table.beside(number, len(labels))
-            mine = [row for row in rows if (row["method"], row["backend"]) == label]
-            where = [rates.index(row["rate"]) + offset for row in mine]
-            steps = [row["step_ms"] for row in mine]
-            spread = [
-                [row["step_ms"] - row["step_ms_spread"][0] for row in mine],
-                [row["step_ms_spread"][1] - row["step_ms"] for row in mine],
-            ]
-            axes.bar(where, steps, width, label=", ".join(label), yerr=spread, error_kw={"linewidth": 0.8})
-        axes.set_xticks(range(len(rates)), labels=rates)
+    with table.chart(file, len(step.columns), yscale="log", ylabel="step, ms", xlabel="rate of every link") as axes:
+        errors = [[step[label] - low[label], high[label] - step[label]] for label in step]
+        step.plot.bar(ax=axes, yerr=errors, width=0.8, rot=0, error_kw={"linewidth": 0.8})
     return file
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     results: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    rows: list[columns.Row] = []
+    rows: list[Row] = []
     failed: list[tuple[str, str]] = []
     for rate, backend, variant in runs(args):
         try:
             result = measure(args, rate, backend, variant)
-        except NoLab as error:
+        except lab.NoLab as error:
             print(f"bench_exchange.py: {error}", file=sys.stderr)
             if rows:
-                print(columns.markdown(rows))
+                print(markdown(rows))
             return 2
         except Failed as error:
             failed.append((variant.label, rate))
@@ -187,19 +261,18 @@ def main(argv: Sequence[str]) -> int:
         run = variant.label, rate, backend
         for text in result["failures"][:5]:  # the file has them all
             print(f"bench_exchange.py: {' '.join(run)}: {text}", file=sys.stderr)
-        this = columns.row(*run, [result], sent_by_ring=2)
-        print(f"{' '.join(run)}: {this['step_ms']:.1f} ms", file=sys.stderr, flush=True)
+        print(f"{' '.join(run)}: {make_row(*run, [result])['step_ms']:.1f} ms", file=sys.stderr, flush=True)
         results.setdefault(run, []).append(result)
-        rows = columns.compared([columns.row(*key, of, sent_by_ring=2) for key, of in results.items()], failed)
+        rows = compared([make_row(*key, of) for key, of in results.items()], failed)
         if args.json:  # after every run, so that nothing is lost if a later one is interrupted
-            write(args.json, args, result["environment"], rows, failed)
+            write(args, result["environment"], rows, failed)
     if rows:
-        print(columns.markdown(rows))
+        print(markdown(rows))
         if args.plot:
             plot(args, rows)
     return 1 if failed or any(row["wrong"] for row in rows) else 0
 
 
 if __name__ == "__main__":
-    end_by_exception()
+    exit_on_signals()
     sys.exit(main(sys.argv[1:]))

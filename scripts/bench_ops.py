@@ -1,34 +1,38 @@
 #!/usr/bin/env python3
-"""Times the operators against memory bandwidth and against the obvious torch code, all in the same run.
+"""Time the operators against memory bandwidth and against plain torch code, all in the same run.
 
     python scripts/bench_ops.py --device cpu --numel 25000000 --threads 2
 
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
-``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer torch takes for the same work,
-with ``torch.topk`` over the whole tensor (- where no such code is timed); "wrong" counts results that differ from
-hvd_compress/reference: if any does, the exit status is 1. "due": with the residual's part of the last ``put``, as IWP
-and FFT do it in every step; "at once": a ``put`` that leaves nothing due, as the other methods' do. Last, the three in
-turn, as in a step, for what ``take`` and ``put`` take together in terms of ``accumulate_select``.
+``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for the
+same work, with ``torch.topk`` over the whole tensor; "wrong" counts entries that differ from hvd_compress/reference: if
+any does, the exit status is 1. "deferred": with the residual update of the last ``scatter``, as IWP and FFT do it in
+every step; "not deferred": a ``scatter`` that updates the residual itself, as the other methods do. Last, ``gather`` and
+``scatter`` in turn with ``accumulate_select``, as in a step: their time as a share of it.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import table
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as benchmark_timer  # synchronizes CUDA
 
 from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 B = TypeVar("B", bound="Bench")
+EXPLORE = 2**32  # every choice at random
 
 
 class Bench:
     def __init__(self, device: str, numel: int, repeats: int) -> None:
         self.device, self.n, self.repeats, self.wrong = device, numel, repeats, 0
+        self.rows: list[dict[str, str]] = []
         self.blocks = -(-numel // BLOCK)
         a, b = self.random(numel), self.random(numel)
         self.copy = 8 * numel / self.time(lambda: b.copy_(a)) / 1e9
@@ -36,187 +40,228 @@ class Bench:
     def random(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(n, device=self.device, generator=torch.Generator(self.device).manual_seed(n)).to(dtype)
 
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
     def time(
-        self, function: Callable[[], object], repeats: int = 0, before: Callable[[], object] | None = None
+        self, function: Callable[[], object], repeats: int = 0, before: Callable[[], object] = lambda: None
     ) -> float:
-        """The median of seconds a call takes; what ``before`` does each time is not counted."""
-        times = []
-        for _ in range(repeats or self.repeats):
-            if before is not None:
-                before()
-            self.wait()
-            start = time.perf_counter()
-            function()
-            self.wait()
-            times.append(time.perf_counter() - start)
-        return sorted(times)[len(times) // 2]
+        """The median of seconds that a call takes; ``before`` runs before each call and is not counted."""
+        timer = Timer("function()", "before()", globals={"function": function, "before": before},
+                      num_threads=torch.get_num_threads())  # fmt: skip
+        times = sorted(timer.timeit(1).median for _ in range(repeats or self.repeats))
+        return times[len(times) // 2]
 
-    def wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+    def once(self, function: Callable[[], object]) -> float:
+        """The seconds that one call takes, without a warm-up."""
+        start = benchmark_timer()
+        function()
+        return benchmark_timer() - start
 
-    def row(self, name: str, seconds: float, size: float, torch_seconds: float | None, wrong: int) -> None:
-        ratio = "-" if torch_seconds is None else f"{torch_seconds / seconds:.1f}"
-        rate = size / seconds / 1e9
-        share = rate / self.copy
-        self.wrong += wrong
-        print(f"| {name} | {seconds * 1e3:.2f} | {rate:.1f} | {share:.0%} | {ratio} | {wrong} |", flush=True)
+    def differing(self, operator: str, arguments: dict[str, Any]) -> int:
+        """Entries of all tensors that the operator and its reference leave different."""
+        mine, wanted = ({name: _cloned(value) for name, value in arguments.items()} for _ in range(2))
+        getattr(ops, operator)(**mine)
+        getattr(reference, operator)(**wanted)
+        return sum(int((a != b).sum()) for a, b in zip(_tensors(mine), _tensors(wanted), strict=True))
 
-    def accumulate_select(
+    def row(
         self,
         name: str,
-        dtype: torch.dtype,
-        each: int,
-        ranks: int,
-        explore: int,
-        velocity: bool,
-        weighted: bool = True,
-        means: bool = False,
-        due: bool = False,
+        operator: str,
+        arguments: dict[str, Any],
+        byte_count: float,
+        compare: Callable[[float], dict[str, str]],
+        wrong: int,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
-        """``each`` slots a block, dealt one by one to ``ranks``; each = 0 accumulates only."""
+        """``compare``: further columns, from the operator's seconds."""
+        seconds = self.time(lambda: getattr(ops, operator)(**arguments), before=before)
+        rate = byte_count / seconds / 1e9
+        self.rows.append(
+            {
+                "operator": name,
+                "ms": f"{seconds * 1e3:.3f}",
+                "GB/s": f"{rate:.1f}",
+                "of copy": f"{rate / self.copy:.0%}",
+                **compare(seconds),
+                "wrong": str(wrong),
+            }
+        )
+        self.wrong += wrong
+
+    def against(
+        self,
+        name: str,
+        operator: str,
+        arguments: dict[str, Any],
+        byte_count: float,
+        plain: Callable[[], object],
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        """A row beside plain torch code for the same work."""
+
+        def compare(seconds: float) -> dict[str, str]:
+            return {"torch / ours": f"{self.time(plain, 1, before) / seconds:.1f}"}
+
+        wrong = self.differing(operator, arguments)
+        self.row(f"{operator} {name}", operator, arguments, byte_count, compare, wrong, before)
+
+    def slots(self, each: int) -> tuple[int, Tensor, Tensor]:
+        """``each`` slots a block: their number, their indices, and the operators' table of segments."""
+        slots = each * self.blocks
+        indices = torch.randint(0, BLOCK, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+        return slots, indices.to(self.device), torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
+
+    def selection(self, each: int, ranks: int, explore: int) -> dict[str, Any]:
+        """``each`` slots a block, dealt one by one to ``ranks``."""
+        indices = self.zeros(max(1, self.blocks * each // ranks + 1), dtype=torch.uint8)
+        counts = {"slots": each * self.blocks, "first_slot": 0, "phase": 0}
+        return {"indices": indices, **counts, "run": 1, "ranks": ranks, "position": 0, "key": 1234, "explore": explore}
+
+    def accumulate(
+        self, each: int, ranks: int, explore: int = 0, *, dtype: torch.dtype = torch.float32, velocity: bool = False,
+        weight: bool = True, means: bool = False, deferred: bool = False
+    ) -> dict[str, Any]:  # fmt: skip
+        """The arguments of ``accumulate_select``; with ``each`` = 0 it accumulates only."""
         padded = self.blocks * BLOCK
-        grad, residual = self.random(self.n, dtype), self.random(padded)
-        weight = self.random(self.n, dtype) if weighted else None
-        residual[self.n :] = 0
-        momentum = self.random(padded) if velocity else None
-        floor = torch.tensor([1e-3], device=self.device)
-        offsets = torch.zeros(max(1, self.blocks * each // ranks + 1), dtype=torch.uint8, device=self.device)
-        invalid = torch.zeros(1, dtype=torch.int32, device=self.device)
-        apart = torch.zeros(self.blocks, device=self.device) if means else None
-        tensors = [grad, residual, weight, momentum, floor, offsets, invalid, apart]
-        numbers: tuple[object, ...] = (0.5, 0.9, each * self.blocks, 0, 0, 1, ranks, 0, 1234, explore)
-        slots, picks, segments = self.slots(each if due else 0)
-        sent, lost = self.random(slots), self.random(slots) * 1e-3
-        where = reference.positions(picks, segments, 0)
-        if due:
-            numbers = (*numbers, picks, sent, lost, slots, 0, 0)
+        arguments = {
+            "grad": self.random(self.n, dtype),
+            "residual": self.random(padded),
+            "weight": self.random(self.n, dtype) if weight else None,
+            "velocity": self.random(padded) if velocity else None,
+            "floor": torch.tensor([1e-3], device=self.device),
+            "invalid": self.zeros(1, dtype=torch.int32),
+            "block_means": self.zeros(self.blocks) if means else None,
+            "scale": 0.5,
+            "momentum": 0.9,
+            **self.selection(each, ranks, explore),
+        }
+        arguments["residual"][self.n :] = 0
+        if deferred:
+            slots, indices, _ = self.slots(each)
+            arguments |= {"deferred_indices": indices, "deferred_mean": self.random(slots), "deferred_slots": slots}
+            arguments["deferred_error"] = self.random(slots) * 1e-3
+        return arguments
 
-        mine = [None if tensor is None else tensor.clone() for tensor in tensors]
-        wanted = [None if tensor is None else tensor.clone() for tensor in tensors]
-        ops.accumulate_select(*mine, *numbers)  # type: ignore[arg-type]
-        reference.accumulate_select(*wanted, *numbers)  # type: ignore[arg-type]
-        wrong = sum(int((a != b).sum()) for a, b in zip(mine, wanted, strict=True) if a is not None and b is not None)
-        seconds = self.time(lambda: ops.accumulate_select(*tensors, *numbers))  # type: ignore[arg-type]
+    def accumulate_select(self, name: str, each: int, ranks: int, explore: int = 0, **options: Any) -> None:
+        arguments = self.accumulate(each, ranks, explore, **options)
+        grad, residual, weight, velocity, floor, means = (
+            arguments[key] for key in ("grad", "residual", "weight", "velocity", "floor", "block_means")
+        )
+        deferred = options.get("deferred", False)
+        slots, indices, segments = self.slots(each if deferred else 0)
+        where = reference.flat_positions(indices, segments, 0)
 
-        def obvious() -> None:
+        def plain() -> None:
             flat = residual[: self.n]
-            if due:
-                residual[where] = lost
-                if momentum is not None:
-                    momentum[where] = 0.0
-            step = grad.float() * 0.5 if momentum is None else momentum[: self.n].mul_(0.9).add_(grad, alpha=0.5)
-            if apart is not None:
+            if deferred:
+                residual[where] = arguments["deferred_error"]
+                if velocity is not None:
+                    velocity[where] = 0.0
+            step = grad.float() * 0.5 if velocity is None else velocity[: self.n].mul_(0.9).add_(grad, alpha=0.5)
+            if means is not None:
                 whole = step[: self.n // BLOCK * BLOCK].view(-1, BLOCK)
                 mean = whole.mean(1)
-                apart[: len(mean)] += mean
+                means[: len(mean)] += mean
                 whole -= mean[:, None]
             flat += step
-            if apart is None:
+            if means is None:
                 grad.zero_()
             if each:
                 score = flat.abs() if weight is None else flat.abs() / (weight.float().abs() + floor)
                 torch.topk(score, max(1, self.blocks * each // ranks))
 
-        read_weight = weighted and each >= ranks  # then this rank leads in every block
-        size = self.n * (8 + grad.element_size() * (1 + read_weight) + 8 * velocity) + slots * 9
-        self.row(f"accumulate_select {name}{', due' * due}", seconds, size, self.time(obvious, 3), wrong)
+        reads_weight = weight is not None and each >= ranks  # then this rank leads in every block
+        entry = 8 + grad.element_size() * (1 + reads_weight) + 8 * (velocity is not None)
+        self.against(name, "accumulate_select", arguments, self.n * entry + slots * 9, plain)
 
-    def select(self, name: str, each: int, ranks: int, explore: int) -> None:
-        """``each`` slots a block, dealt one by one to ``ranks``; this rank leads in every block."""
+    def select(self, name: str, each: int, ranks: int, explore: int = 0) -> None:
         score = self.random(self.blocks * BLOCK).abs()
-        offsets = torch.zeros(self.blocks * each // ranks + 1, dtype=torch.uint8, device=self.device)
-        wanted = offsets.clone()
-        numbers = (each * self.blocks, 0, 0, 1, ranks, 0, 1234, explore)
-        ops.select(score, offsets, *numbers)
-        reference.select(score, wanted, *numbers)
-        wrong = int((offsets != wanted).sum())
-        seconds = self.time(lambda: ops.select(score, offsets, *numbers))
-        torch_seconds = self.time(lambda: torch.topk(score, self.blocks * each // ranks), 3)
-        self.row(f"select {name}", seconds, 4 * score.numel(), torch_seconds, wrong)
+        arguments = {"score": score, **self.selection(each, ranks, explore)}
+        count = self.blocks * each // ranks
+        self.against(name, "select", arguments, 4 * score.numel(), lambda: torch.topk(score, count))
 
-    def slots(self, each: int) -> tuple[int, Tensor, Tensor]:
-        """``each`` slots a block: their number, where they are, and the operators' table."""
-        slots = each * self.blocks
-        offsets = torch.randint(0, BLOCK, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-        return slots, offsets.to(self.device), torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
+    def gather(self, each: int) -> None:
+        """The plain code reaches the same entries by flat int64 indices."""
+        slots, indices, segments = self.slots(each)
+        residual, fresh, values = self.random(self.blocks * BLOCK), self.random(self.blocks * BLOCK), self.zeros(slots)
+        arguments = {"residual": residual, "indices": indices, "segments": segments, "values": values, "phase": 0}
+        where = reference.flat_positions(indices, segments, 0)
 
-    def take(self, each: int) -> None:
-        """``each`` slots a block. The obvious code reaches the same entries by flat int64 indices."""
-        slots, offsets, segments = self.slots(each)
-        residual = self.random(self.blocks * BLOCK)
-        mine = residual.clone()
-        values, wanted = (torch.empty(slots, device=self.device) for _ in range(2))
-        indices = reference.positions(offsets, segments, 0)
+        def plain() -> None:
+            torch.index_select(residual, 0, where, out=values)
 
-        def again() -> None:
-            mine.copy_(residual)
+        self.against(f"{each} of 256", "gather", arguments, slots * (1 + 4 + 4), plain, lambda: residual.copy_(fresh))
 
-        ops.take(mine, offsets, segments, values, 0)
-        reference.take(mine, offsets, segments, wanted, 0)
-        wrong = int((values != wanted).sum())
-        seconds = self.time(lambda: ops.take(mine, offsets, segments, values, 0), before=again)
-        torch_seconds = self.time(lambda: torch.index_select(mine, 0, indices, out=values), before=again)
-        self.row(f"take {each} of 256", seconds, slots * (1 + 4 + 4), torch_seconds, wrong)
+    def scatter(self, each: int, velocity: bool = False, means: bool = False, deferred: bool = True) -> None:
+        """The inverse of :meth:`gather`."""
+        slots, indices, segments = self.slots(each)
+        residual, fresh, grad = self.random(self.blocks * BLOCK), self.random(self.blocks * BLOCK), self.zeros(self.n)
+        momentum, block_means = torch.ones_like(residual) if velocity else None, self.random(self.blocks)
+        mean, error = self.random(slots), None if deferred else self.random(slots) * 1e-3
+        arguments = {
+            "grads": [grad], "residual": residual, "velocity": momentum, "indices": indices, "segments": segments,
+            "mean": mean, "quantization_error": error, "phase": 0, "scale": 0.25,
+            "block_means": block_means if means else None,
+        }  # fmt: skip
+        where = reference.flat_positions(indices, segments, 0).clamp(max=self.n - 1)
 
-    def put(self, each: int, velocity: bool = False, means: bool = False, at_once: bool = False) -> None:
-        """The inverse of :meth:`take`."""
-        slots, offsets, segments = self.slots(each)
-        padded = self.blocks * BLOCK
-        residual, grad = self.random(padded), torch.zeros(self.n, device=self.device)
-        momentum = torch.ones(padded, device=self.device) if velocity else None
-        indices = reference.positions(offsets, segments, 0).clamp(max=self.n - 1)
-        mine = residual.clone()
+        def plain() -> None:
+            if means:
+                grad.copy_((block_means * 0.25).repeat_interleave(BLOCK)[: self.n])
+                grad[where] += mean * 0.25
+            else:
+                grad[where] = mean * 0.25
+            if error is not None:
+                residual[where] = error
+                if momentum is not None:
+                    momentum[where] = 0.0
 
-        def again() -> None:
-            mine.copy_(residual)
+        def before() -> None:
+            residual.copy_(fresh)
             grad.zero_()
 
-        mean, lost = self.random(slots), self.random(slots) * 1e-3 if at_once else None
-        whole = self.random(self.blocks) if means else None
-        rest = (offsets, segments, mean, lost, 0, 0.25, whole)
-        others = [tensor if tensor is None else tensor.clone() for tensor in (grad, residual, momentum)]
-        ops.put([grad], mine, momentum, *rest)
-        reference.put([others[0]], others[1], others[2], *rest)  # type: ignore[list-item, arg-type]
-        got = (grad, mine, momentum)
-        wrong = sum(int((a != b).sum()) for a, b in zip(got, others, strict=True) if a is not None and b is not None)
-        seconds = self.time(lambda: ops.put([grad], mine, momentum, *rest), before=again)
+        byte_count = slots * (1 + 8 + (8 + 4 * velocity) * (not deferred)) + 4 * self.n * means
+        name = f"{each} of 256{', velocity' * velocity}{', means' * means}{', not deferred' * (not deferred)}"
+        self.against(name, "scatter", arguments, byte_count, plain, before)
 
-        def obvious_put() -> None:
-            if whole is not None:
-                grad.copy_((whole * 0.25).repeat_interleave(BLOCK)[: self.n])
-                grad[indices] += mean * 0.25
-            else:
-                grad[indices] = mean * 0.25
-            if lost is not None:
-                mine[indices] = lost
-            if at_once and momentum is not None:
-                momentum[indices] = 0.0
-
-        size = slots * (1 + 8 + (8 + 4 * velocity) * at_once) + 4 * self.n * means
-        name = f"put {each} of 256{', velocity' * velocity}{', means' * means}{', at once' * at_once}"
-        self.row(name, seconds, size, self.time(obvious_put, before=again), wrong)
-
-    def in_turn(self, name: str, each: int, ranks: int, velocity: bool = False, means: bool = False) -> None:
-        """Prints how long ``take`` and ``put`` are, of the accumulate_select before them: the median of all rounds."""
-        padded = self.blocks * BLOCK
-        grad, residual, weight = self.random(self.n), self.random(padded), self.random(self.n)
-        momentum = self.random(padded) if velocity else None
-        floor, invalid = torch.tensor([1e-3], device=self.device), torch.zeros(1, dtype=torch.int32, device=self.device)
-        apart = torch.zeros(self.blocks, device=self.device) if means else None
-        own = torch.zeros(self.blocks * each // ranks + 1, dtype=torch.uint8, device=self.device)
-        slots, picks, segments = self.slots(each)
-        values, mean, lost = self.random(slots), self.random(slots), self.random(slots) * 1e-3
-        tensors = (grad, residual, weight, momentum, floor, own, invalid, apart)
-        numbers = (0.5, 0.9, slots, 0, 0, 1, ranks, 0, 1, 0, picks, mean, lost, slots, 0, 0)
+    def in_turn(self, name: str, each: int, ranks: int, **options: bool) -> None:
+        """Prints the time of ``gather`` and ``scatter`` as a share of the ``accumulate_select`` before them."""
+        arguments = self.accumulate(each, ranks, deferred=True, **options)
+        slots, indices, segments = self.slots(each)
+        residual, means, values = arguments["residual"], arguments["block_means"], self.random(slots)
+        back = (
+            [arguments["grad"]],
+            residual,
+            None,
+            indices,
+            segments,
+            arguments["deferred_mean"],
+            None,
+            0,
+            0.25,
+            means,
+        )
         ratios = []
         for _ in range(self.repeats):
-            whole = self.time(lambda: ops.accumulate_select(*tensors, *numbers), 1)
-            parts = self.time(lambda: ops.take(residual, picks, segments, values, 0), 1)
-            parts += self.time(lambda: ops.put([grad], residual, None, picks, segments, mean, None, 0, 0.25, apart), 1)
-            ratios.append(parts / whole)
+            # Without Timer's warm-up: in a step, the caches hold other data.
+            whole = self.once(lambda: ops.accumulate_select(**arguments))
+            parts = self.once(lambda: ops.gather(residual, indices, segments, values, 0))
+            ratios.append((parts + self.once(lambda: ops.scatter(*back))) / whole)
         ratios.sort()
         print(f"- {name}: {ratios[len(ratios) // 2]:.0%} ({ratios[0]:.0%} to {ratios[-1]:.0%})", flush=True)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_cloned(part) for part in value]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _tensors(arguments: dict[str, Any]) -> list[Tensor]:
+    parts = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def started(kind: type[B], description: str | None) -> B:
@@ -239,28 +284,28 @@ def started(kind: type[B], description: str | None) -> B:
 
 def main() -> int:
     bench = started(Bench, __doc__)
-    print("| operator | ms | GB/s | of copy | torch / ours | wrong |\n|---|---|---|---|---|---|")
-    every = 2**32
-    bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False, due=True)
-    bench.accumulate_select("fp32, 1 of 4 slots", torch.float32, 4, 4, 0, False)
-    bench.accumulate_select("fp32, 1 of 4 slots, velocity", torch.float32, 4, 4, 0, True)
-    bench.accumulate_select("fp32, 1 of 4 slots, explored", torch.float32, 4, 4, every, False)
-    bench.accumulate_select("fp32, 1 of 4 slots, means", torch.float32, 4, 4, 0, False, means=True)
-    bench.accumulate_select("fp32, 1 of 4 slots, velocity, means", torch.float32, 4, 4, 0, True, means=True, due=True)
-    bench.accumulate_select("fp32, 4 slots", torch.float32, 4, 1, 0, False)
-    bench.accumulate_select("fp32, 16 slots", torch.float32, 16, 1, 0, False)
-    bench.accumulate_select("fp32, no slots", torch.float32, 0, 1, 0, False)
-    bench.accumulate_select("bf16, 1 of 4 slots", torch.bfloat16, 4, 4, 0, False)
-    bench.accumulate_select("fp16, 1 of 4 slots", torch.float16, 4, 4, 0, False)
-    bench.accumulate_select("fp32, 1 of 4 slots, no weight", torch.float32, 4, 4, 0, False, False)
-    bench.select("1 of 4 slots", 4, 4, 0)
-    bench.select("1 of 4 slots, explored", 4, 4, every)
-    bench.take(4)
-    bench.put(4)
-    bench.put(4, means=True)
-    bench.put(4, at_once=True)
-    bench.put(4, velocity=True, at_once=True)
-    print("\ntake and put, of the accumulate_select before them, which does what the last put has left due:\n")
+    bench.accumulate_select("fp32, 1 of 4 slots, deferred", 4, 4, deferred=True)
+    bench.accumulate_select("fp32, 1 of 4 slots", 4, 4)
+    bench.accumulate_select("fp32, 1 of 4 slots, velocity", 4, 4, velocity=True)
+    bench.accumulate_select("fp32, 1 of 4 slots, explored", 4, 4, EXPLORE)
+    bench.accumulate_select("fp32, 1 of 4 slots, means", 4, 4, means=True)
+    name = "fp32, 1 of 4 slots, velocity, means, deferred"
+    bench.accumulate_select(name, 4, 4, velocity=True, means=True, deferred=True)
+    bench.accumulate_select("fp32, 4 slots", 4, 1)
+    bench.accumulate_select("fp32, 16 slots", 16, 1)
+    bench.accumulate_select("fp32, no slots", 0, 1)
+    bench.accumulate_select("bf16, 1 of 4 slots", 4, 4, dtype=torch.bfloat16)
+    bench.accumulate_select("fp16, 1 of 4 slots", 4, 4, dtype=torch.float16)
+    bench.accumulate_select("fp32, 1 of 4 slots, no weight", 4, 4, weight=False)
+    bench.select("1 of 4 slots", 4, 4)
+    bench.select("1 of 4 slots, explored", 4, 4, EXPLORE)
+    bench.gather(4)
+    bench.scatter(4)
+    bench.scatter(4, means=True)
+    bench.scatter(4, deferred=False)
+    bench.scatter(4, velocity=True, deferred=False)
+    print(table.markdown(bench.rows))
+    print("\ngather and scatter, as a share of the accumulate_select before them, which has a deferred update:\n")
     bench.in_turn("leading 1 of 4 slots", 4, 4)
     bench.in_turn("leading 4 slots", 4, 1)
     bench.in_turn("leading 1 of 4 slots, velocity", 4, 4, velocity=True)

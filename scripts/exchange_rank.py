@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""One rank of `bench_exchange.py`, which starts it under run.sh or netlab.sh: measures a method, and rank 0 writes what
-all ranks measured."""
+"""One rank of `bench_exchange.py`, which starts it under run.sh or netlab.sh: measures a method; rank 0 writes what all
+ranks measured."""
 
 from __future__ import annotations
 
@@ -11,69 +11,88 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import compressors, soundness
-from experiment.exchangers import DDP_FP16, Clock, DdpExchanger, Exchanger, HorovodExchanger
+from experiment import compressors, hosts, metrics, soundness, trace
 from experiment.shapes import SHAPES
 from experiment.synthetic import Synthetic
-from torch import nn
-from torch.optim import Optimizer
 
-COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
-#: However slow the network, a median is of so many steps, if they were asked for.
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of a netlab host
+#: At least so many steps are measured, if they were asked for, however slow the network.
 LEAST = 5
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--method", choices=[*compressors.METHODS, DDP_FP16], required=True)
+    parser.add_argument("--method", choices=compressors.METHODS, required=True)
+    parser.add_argument("--host", choices=hosts.HOSTS, required=True)
     parser.add_argument("--shapes", choices=SHAPES, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--max-seconds", type=float, required=True)
-    parser.add_argument("--timeout", type=float, required=True)
-    parser.add_argument("--momentum", type=float, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--interface", choices=("eth0", "lo"), required=True)
-    parser.add_argument("--master", required=True)
+    for name in ("steps", "warmup", "seed"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("max-seconds", "timeout", "momentum"):
+        parser.add_argument(f"--{name}", type=float, required=True)
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument(
-        "--expect", action="append", default=[], metavar="NAME=VALUE", help="of this rank's environment"
-    )
-    chosen = parser.parse_known_args(argv)[0].method
-    if chosen in compressors.METHODS:
-        compressors.METHODS[chosen].add_arguments(parser)
+    parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
+    compressors.METHODS[parser.parse_known_args(argv)[0].method].add_arguments(parser)
     return parser.parse_args(argv)
 
 
-def exchanger(args: argparse.Namespace) -> Exchanger:
-    if args.method == DDP_FP16:
-        return DdpExchanger(args.master, args.interface)
+class Clock:
+    """Seconds spent inside a compressor that Horovod calls. Its two methods are replaced by timed ones; the object
+    stays the same, as Horovod and the compressor's own checks require."""
 
-    def build(model: nn.Module, optimizer: Optimizer, ranks: int) -> Any:
-        setting = compressors.Setting(model, optimizer, steps_per_epoch=1000, ranks=ranks)
-        return compressors.METHODS[args.method].build(args, setting)
+    def __init__(self, compression: Any) -> None:
+        self._compression = compression
+        self._now: dict[str, float] = {}
+        self.lap()
+        compression.compress = self._clocked("compress", compression.compress)
+        compression.decompress = self._clocked("decompress", compression.decompress)
 
-    return HorovodExchanger(build)
+    def lap(self) -> dict[str, float]:
+        """The time since the last lap: ``compress`` and ``decompress`` without waiting, and ``wait``."""
+        last, self._now = self._now, dict.fromkeys(("compress", "decompress", "wait"), 0.0)
+        return last
+
+    def _clocked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def clocked(*args: Any) -> Any:
+            start, waited = time.perf_counter(), trace.seconds_waited(self._compression)
+            try:
+                return function(*args)
+            finally:
+                wait = trace.seconds_waited(self._compression) - waited
+                self._now[name] += time.perf_counter() - start - wait
+                self._now["wait"] += wait
+
+        return clocked
 
 
 class Bench:
     """Steps of a model on this rank, each begun together with all others."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.exchanger = exchanger(args)
-        self.model = Synthetic(SHAPES[args.shapes](), self.exchanger.rank, args.seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=args.momentum, fused=True)
+        self.args, self.host = args, hosts.start(args.host)
+        self.model = Synthetic(SHAPES[args.shapes](), self.host.rank, args.seed)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=args.momentum, fused=True)
+        self.compression: Any = None
         # Momentum correction takes the optimizer's momentum away: its update is then the cheaper one.
-        self.taken = bool(getattr(args, "momentum_correction", False))
+        self.takes_momentum = bool(getattr(args, "momentum_correction", False))
+
+    def backward(self) -> None:
+        self.module().backward()
+
+    def synchronize(self) -> None:
+        self.host.synchronize(self.optimizer)
+
+    def update(self) -> None:
+        self.host.update(self.optimizer)
 
     def alone(self) -> dict[str, list[float]]:
-        """Backward, and backward and update, of this rank for itself, while the others do the same."""
-        self._set(momentum=0.0 if self.taken else self.args.momentum)
+        """Backward, and backward and update, of every rank at once without exchange."""
+        self._set(momentum=0.0 if self.takes_momentum else self.args.momentum)
 
         def step() -> dict[str, float]:
             start = time.perf_counter()
@@ -85,42 +104,42 @@ class Bench:
         return self._repeat(step, self.args.warmup, max(self.args.steps, LEAST))
 
     def exchanging(self) -> dict[str, list[float]]:
-        """The same with the exchange; ``sent`` is what this rank's interface sent in a step, or the books say."""
-        # From now on the weights move, or equal replicas would mean nothing. Gradients do not depend on them, so
-        # nothing diverges; and the velocities of steps taken alone, which differ from rank to rank, are forgotten.
+        """The same with the exchange; ``sent`` is the bytes that this rank sent per step."""
+        # From now on the weights move, so that equal replicas mean something; gradients do not depend on them. The
+        # velocities of the steps without exchange differ between ranks and are dropped.
         self.optimizer.state.clear()
         self._set(momentum=self.args.momentum, lr=1e-3)
-        self.exchanger.attach(self.model, self.optimizer)
-        clock = None if self.exchanger.compression is None else Clock(self.exchanger.compression)
+        self.compression = self.host.compression(self.args, self.args.method, self.model, self.optimizer)
+        self.module, self.optimizer = self.host.wrap(self.model, self.optimizer, self.compression)
+        clock = Clock(self.compression) if self.args.host == "horovod" else None
 
         def step() -> dict[str, float]:
             start = time.perf_counter()
-            self.exchanger.backward()
+            self.backward()
             backward = time.perf_counter()
-            self.exchanger.synchronize()
-            self.exchanger.update()
+            self.synchronize()
+            self.update()
             seconds = {"hooked": backward - start, "step": time.perf_counter() - start}
-            return seconds if clock is None else {**seconds, **clock.lap()}
+            return {**seconds, **clock.lap()} if clock else seconds
 
         self._repeat(step, self.args.warmup, 0)
         before = self._sent()
         measured = self._repeat(step, 0, self.args.steps)
-        after = self._sent()
-        if before is not None and after is not None:
-            measured["sent"] = [(after - before) / len(measured["step"])]
+        measured["sent"] = [(self._sent() - before) / len(measured["step"])]
+        if not clock and compressors.METHODS[self.args.method].kind:
+            measured["compress"] = [self.compression.stats()["compress_ms"] / 1e3]
         return measured
 
     def failures(self) -> list[str]:
         """What is wrong with one more step."""
         args = self.args
-        if self.taken:
-            # What the velocity adds would have to be followed, too; without it the books are simple.
-            self.exchanger.compression.return_momentum(self.optimizer)
-        half = args.method in ("fp16", DDP_FP16)
-        half = half or "fp16" in (getattr(args, "values", None), getattr(args, "dense_values", None))
-        forgets = not getattr(args, "error_feedback", True)
-        share = soundness.HALF if half else soundness.EXACT
-        return soundness.failures(self.exchanger, self.model, share, forgets)
+        if self.takes_momentum:  # the check does not follow velocities
+            self.compression.return_momentum(self.optimizer)
+        half = "fp16" in (args.method, getattr(args, "values", None), getattr(args, "dense_values", None))
+        check = "bias" if getattr(args, "error_feedback", None) is False else "sum"
+        if args.method == "ddp-powersgd":
+            check = "none"  # its residual cannot be asked for
+        return soundness.failures(self, self.model, soundness.HALF if half else soundness.EXACT, check)
 
     def _set(self, **options: float) -> None:
         for group in self.optimizer.param_groups:
@@ -132,8 +151,7 @@ class Bench:
         begin = time.perf_counter()
         for number in range(warmup + steps):
             late = number >= warmup + LEAST and time.perf_counter() - begin > self.args.max_seconds
-            # Rank 0 looks at the clock, for all of them.
-            if self.exchanger.any(late and self.exchanger.rank == 0):
+            if self.host.any(late and self.host.rank == 0):  # rank 0's clock counts for all
                 break
             seconds = step()
             self.optimizer.zero_grad()
@@ -142,34 +160,30 @@ class Bench:
                     measured.setdefault(key, []).append(value)
         return measured
 
-    def _sent(self) -> float | None:
-        self.exchanger.any(False)
-        if self.args.interface == "eth0":
+    def _sent(self) -> float:
+        """Bytes so far, by the interface's counter, or on the loopback by ``stats()``."""
+        self.host.any(False)
+        if COUNTER.exists() and os.environ.get("HVD_NETLAB"):
             return float(COUNTER.read_text())
-        if self.exchanger.compression is None:
-            return None
-        return float(self.exchanger.compression.stats()["total"]["wire_bytes"])
+        return float(self.compression.stats()["total"]["wire_bytes"])
 
 
 def main(args: argparse.Namespace) -> int:
-    # Whatever becomes of the launcher, a rank that hangs says where, and ends.
+    # A rank that hangs prints its stack and ends, whatever becomes of the launcher.
     faulthandler.dump_traceback_later(args.timeout, exit=True)
     torch.set_num_threads(1)
-    for setting in args.expect:
-        # A launcher may keep what it was given from ranks on other hosts.
+    for setting in args.expect:  # a launcher may not pass a setting on to other hosts
         name, _, value = setting.partition("=")
         if os.environ.get(name) != value:
             raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
     bench = Bench(args)
-    measured = [bench.alone(), bench.exchanging()]
+    measured = {**bench.alone(), **bench.exchanging()}
     failures = bench.failures()
-    everyone = bench.exchanger.gather({**measured[0], **measured[1]})
-    if bench.exchanger.rank == 0:
-        from experiment import metrics
-
+    everyone = bench.host.gather(measured)
+    if bench.host.rank == 0:
         environment = {**metrics.environment(), "optimizer": "SGD, fused"}
         content = {
-            "ranks": bench.exchanger.size,
+            "ranks": bench.host.size,
             "entries": bench.model.numel,
             "measured": everyone,
             "failures": failures,
@@ -177,14 +191,7 @@ def main(args: argparse.Namespace) -> int:
             "environment": environment,
         }
         args.result.write_text(json.dumps(content))
-    bench.exchanger.close()
-    if args.method == DDP_FP16:
-        # Gloo's threads in torch may outlive the group, and one that is still there when the process takes itself
-        # apart ends it by abort(): one run of eight, measured and written down as it was.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    return 0
+    return bench.host.close(0)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ case ${1:-} in
       one "64-iwp-waiting-$seed" "${common[@]}" --compression iwp "${ours[@]}" "${waiting[@]}" --density 1/29.3 --seed "$seed"
     done
     one 16-iwp-waiting "${common[@]}" --compression iwp "${ours[@]}" "${waiting[@]}" --density 1/5.58
-    one 64-mipd-whole "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2 --whole-model
+    one 64-mipd-whole "${common[@]}" --compression mipd "${ours[@]}" --density 1/18.2 --no-layerwise
     one 64-slimdp-no-explorer "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 1
     one 64-slimdp-no-core "${common[@]}" --compression slimdp "${ours[@]}" --density 1/18.2 --core 0
     one mp2-half "${common[@]}" --compression mp2 "${ours[@]}" --density 1/2
@@ -278,7 +278,7 @@ case ${1:-} in
       --target "$target" --out "$out" -- --data cifar10 --data-dir "$data" "${training[@]}" --eval-every 0.25 --channels-last --amp bf16
     ;;
   races)
-    .venv/bin/python scripts/races.py "${2:-docs/results/race-resnet20}:$resnet20_target" "${3:-docs/results/race-vgg11}:$vgg11_target" \
+    .venv/bin/python scripts/race.py --report "${2:-docs/results/race-resnet20}:$resnet20_target" "${3:-docs/results/race-vgg11}:$vgg11_target" \
       --plot "${4:-docs/results}/races.png"
     ;;
   timeline)
@@ -290,7 +290,7 @@ case ${1:-} in
     bash scripts/netlab.sh --lab tl up 2 1gbit
     bash scripts/netlab.sh --lab tl run 2 scripts/train.py --data cifar10 --data-dir "$data" --model vgg11 --batch-size 64 --epochs 2 --lr 0.1 \
       --channels-last --amp bf16 --compression iwp "${ours[@]}" --bucket-mb 4 --max-steps 30 --eval-every 1000 --limit-train 5120 \
-      --trace "$trace" --no-progress
+      --trace "$trace"
     .venv/bin/python scripts/timeline.py "$trace" --plot "$out/timeline.png"
     ;;
   gradients)

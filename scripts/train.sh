@@ -11,6 +11,6 @@ for method in none fp16 iwp fft mipd; do
   options=(--compression "$method")
   [[ $method == none || $method == fp16 ]] || options+=(--density 1/64)
   bash scripts/run.sh "$np" scripts/train.py --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \
-    --progress --json "$out/$method.json" "${options[@]}"
+    --json "$out/$method.json" "${options[@]}"
 done
 .venv/bin/python scripts/table.py "$out"/{none,fp16,iwp,fft,mipd}.json

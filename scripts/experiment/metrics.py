@@ -1,4 +1,4 @@
-"""What a run measures: accuracy over the ranks, equality of the replicas, and where it all ran."""
+"""What a run measures: accuracy over the ranks, equality of the replicas, and where it ran."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experiment import data as datasets
+from experiment.hosts import Horovod
 from hvd_compress import ops
 
 
@@ -25,48 +25,47 @@ def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if kind == "bf16" else nullcontext()
 
 
-def average_norm_statistics(model: nn.Module) -> None:
-    """Running means and variances of the norms, averaged over ranks in one message.
-
-    Each rank has followed its own shard. The average uses all of them, where rank 0's alone would be
-    noisier, and makes every rank evaluate the same function. Training does not read these buffers.
-    """
+@torch.no_grad()
+def average_norm_statistics(model: nn.Module, host: Horovod) -> None:
+    """Running means and variances of the norms, averaged over ranks in one message: each rank has followed its own
+    shard. Training does not read these buffers."""
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if not buffers:
-        return
-    flat = hvd.allreduce(torch.cat([buffer.flatten() for buffer in buffers]), name="norm_statistics", op=hvd.Average)
-    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    if buffers:
+        flat = host.sum(torch.cat([buffer.flatten() for buffer in buffers])) / host.size
+        for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
 
 
 @torch.no_grad()
-def test_accuracy(model: nn.Module, data: datasets.Dataset, amp: str, batch_size: int = 250) -> float:
-    """Share of the test images classified correctly; each rank takes a part, the counts are summed."""
-    average_norm_statistics(model)
+def test_accuracy(model: nn.Module, data: datasets.Dataset, amp: str, host: Horovod, batch_size: int = 250) -> float:
+    """Share of the test images classified correctly; each rank tests a part, the counts are summed."""
+    average_norm_statistics(model, host)
     model.eval()
     device = data.test_labels.device
-    correct = torch.zeros((), dtype=torch.int64, device=device)
+    correct = torch.zeros(1, dtype=torch.int64, device=device)
     with autocast(amp, device):
-        for images, labels in datasets.test_batches(data, batch_size, hvd.rank(), hvd.size()):
+        for images, labels in datasets.test_batches(data, batch_size, host.rank, host.size):
             correct += (model(images).argmax(1) == labels).sum()
     model.train()
-    total = hvd.allreduce(correct, name="correct", op=hvd.Sum)
-    return float(total) / len(data.test_labels)
+    return float(host.sum(correct)) / len(data.test_labels)
 
 
-def mean_over_ranks(values: dict[str, float]) -> dict[str, float]:
+def mean_over_ranks(values: dict[str, float], host: Horovod) -> dict[str, float]:
     """Every value averaged over the ranks, in float64: byte counts exceed float32's integers."""
-    flat = torch.tensor(list(values.values()), dtype=torch.float64)
-    return dict(zip(values, hvd.allreduce(flat, name="means", op=hvd.Average).tolist(), strict=True))
+    total = host.sum(torch.tensor(list(values.values()), dtype=torch.float64))
+    return dict(zip(values, (total / host.size).tolist(), strict=True))
 
 
-def replicas_equal(model: nn.Module) -> bool:
+def digest(tensor: Tensor) -> str:
+    """A hash of the tensor's bits."""
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()
+
+
+def replicas_equal(model: nn.Module, host: Horovod) -> bool:
     """Whether all parameters have the same bits on every rank."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        content = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(content.numpy().tobytes())
-    return len(set(hvd.allgather_object(digest.hexdigest(), name="digest"))) == 1
+    mine = [digest(parameter) for parameter in model.parameters()]
+    return all(theirs == mine for theirs in host.gather(mine))
 
 
 def environment() -> dict[str, Any]:
@@ -84,9 +83,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-# Of Horovod and Open MPI; what launchers tell a rank of itself is none.
+# Of Horovod, Open MPI, Gloo and NCCL; without what launchers tell a rank about itself.
 _SETTING = re.compile(
-    r"OMPI_MCA_(?!PREFIXES|cpu_type|initial_wdir|num_procs)"
+    r"OMPI_MCA_(?!PREFIXES|cpu_type|initial_wdir|num_procs)|NCCL_|GLOO_"
     r"|HOROVOD_(?!RANK|SIZE|HOSTNAME|LOCAL_|CROSS_|GLOO_RENDEZVOUS|GLOO_IFACE|SECRET)"
 )
 
@@ -99,9 +98,9 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        folder = Path(__file__).parent
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # no git
         return None
+    return done.stdout.strip() or None

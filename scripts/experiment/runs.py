@@ -1,4 +1,4 @@
-"""One training run as a child process: what it was asked for, whether its result is there already, and its end.
+"""One training run as a child process: its configuration, its result if it is there already, and its end.
 
 A run is `train.py` under `run.sh` or in a netlab, in a process group of its own, so that a run that hangs can be ended
 as a whole without touching anything else.
@@ -11,18 +11,19 @@ import math
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiment.older import complete
+from experiment import compressors
 
 Result = dict[str, Any]
 
 SCRIPTS = Path(__file__).resolve().parents[1]
-# What a run may differ in and still be the same: where files lie, and what is shown meanwhile.
-NOT_ASKED = {"json", "trace", "data_dir", "progress"}
+# What a run may differ in and still be the same: where files lie.
+NOT_ASKED = {"json", "trace", "data_dir"}
 
 
 class OtherConfiguration(Exception):
@@ -33,14 +34,30 @@ class Failed(Exception):
     """A run that ended badly, with its last lines."""
 
 
+def complete(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of an older run in today's terms: options were renamed, and options that did not exist had the
+    values given here, or today's defaults."""
+    method = config["compression"]
+    before: dict[str, Any] = {"extrapolate": None, "host": "horovod"}
+    if compressors.METHODS[method].name:
+        before |= {**compressors.METHODS[method].defaults(), "dense_values": "fp32", "bucket_mb": 16.0}
+    if method == "iwp":
+        before["block_means"] = False
+    renamed = {"no_block_means": "block_means", "whole_model": "layerwise"}
+    given = {renamed.get(key, key): not value if key in renamed else value for key, value in config.items()}
+    return before | {
+        key: value for key, value in given.items() if key not in ("progress", "warmup_epochs", "diminishing")
+    }
+
+
 @dataclass(frozen=True)
 class Run:
     file: Path  # where train.py writes the result; the log lies beside it
     ranks: int
     arguments: tuple[str, ...]  # of train.py
-    #: What starts so many ranks of a script; by default run.sh, on this machine.
+    #: The command that starts so many ranks of a script; by default run.sh, on this machine.
     launcher: tuple[str, ...] = ()
-    #: Settings of Horovod and Open MPI for the ranks, beside this program's own environment.
+    #: Settings of Horovod and Open MPI for the ranks, in addition to this program's own environment.
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -48,12 +65,13 @@ class Run:
         return self.file.stem
 
     def command(self) -> list[str]:
-        launcher = self.launcher or ("bash", str(SCRIPTS / "run.sh"), str(self.ranks))
-        return [*launcher, str(SCRIPTS / "train.py"), "--json", str(self.file), "--no-progress", *self.arguments]
+        ddp = ("--ddp",) if self.configuration()["host"] == "ddp" else ()
+        launcher = self.launcher or ("bash", str(SCRIPTS / "run.sh"), *ddp, str(self.ranks))
+        return [*launcher, str(SCRIPTS / "train.py"), "--json", str(self.file), *self.arguments]
 
     def configuration(self) -> dict[str, Any]:
         """All options, defaults included, as train.py records them. Wrong ones end the program, with a message."""
-        import train  # needs Horovod, which a look at the methods does not
+        import train
 
         options = vars(train.parse(list(self.arguments))).items()
         texts = {key: str(value) if isinstance(value, Path) else value for key, value in options}
@@ -66,16 +84,14 @@ class Run:
         return dict(sorted({**own, **self.settings}.items()))
 
     def result(self) -> Result | None:
-        """What an earlier run has written, if it was asked for the same; ``OtherConfiguration`` if for something else.
-
-        A file that is no JSON is what a killed run has left of it: as if it were not there.
-        """
+        """What an earlier run with the same options has written; ``OtherConfiguration`` if its options were others. A
+        file that is not JSON was left by a killed run and is ignored."""
         try:
             found: Result = json.loads(self.file.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return None
         asked, given = self.configuration(), {**complete(found["config"]), "ranks": found["ranks"]}
-        said = found.get("asked")  # older results only have what ranks saw, the launchers' own settings among it
+        said = found.get("asked")  # older results only have what ranks saw, including their launchers' own settings
         asked |= self.settings if said is None else {**dict.fromkeys(said), **self.asked()}
         given |= {**(given.get("settings") or {}), **(said or {})}
         other = [f"{key} {given.get(key)!r}, not {value!r}" for key, value in asked.items() if given.get(key) != value]
@@ -84,23 +100,19 @@ class Run:
         return found
 
     def execute(self, timeout: float) -> Result:
-        """Runs it now; ``Failed`` if it takes more than so many seconds, or ends with an error and without a result.
+        """Runs it now; ``Failed`` if it takes more than so many seconds or ends without a result.
 
         A diverged run ends with an error and a result: see :func:`complaint`.
         """
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.unlink(missing_ok=True)
-        log = self.file.with_suffix(".log")
-        with log.open("w") as stream:
-            status = run_group(self.command(), timeout, stream, self.settings)
-        if status is None:
-            raise Failed(f"{self.name} was killed after {timeout:g} s\n{last_lines(log)}")
+        run_group(self.command(), timeout, self.file.with_suffix(".log"), self.settings, self.name, check=False)
         try:
             result = self.result()
         except OtherConfiguration as error:  # a method that changes its own options, a launcher that keeps a setting
-            raise Failed(f"{self.name} did not do what it was asked for: {error}") from error
+            raise Failed(f"{self.name} ran with other options: {error}") from error
         if result is None:
-            raise Failed(f"{self.name} ended with status {status}\n{last_lines(log)}")
+            raise Failed(f"{self.name} ended without a result\n{last_lines(self.file.with_suffix('.log'))}")
         result["asked"] = self.asked()
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(result, indent=1) + "\n")
@@ -109,29 +121,32 @@ class Run:
 
 
 def run_group(
-    command: list[str], timeout: float, output: Any, environment: Mapping[str, str] | None = None
-) -> int | None:
-    """The exit status of a child that leads a process group, with ``environment`` beside this program's; None if it
-    took too long and the group was killed."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **(environment or {})},
-        start_new_session=True,
-    )
-    try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:  # also when this program is interrupted: the child's session does not see Ctrl-C
-        if process.poll() is None:
-            end_group(process)
+    command: list[str], timeout: float, log: Path, environment: Mapping[str, str], name: str, check: bool = True
+) -> None:
+    """Runs a command as the leader of a process group, with ``environment`` in addition to this program's. ``Failed``
+    if it took too long and the group was killed or, with ``check``, if its exit status is not 0."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"{name} was killed after {timeout:g} s\n{last_lines(log)}") from None
+        finally:  # also when this program is interrupted: the child's session does not receive Ctrl-C
+            if process.poll() is None:
+                end_group(process)
+    if check and status:
+        raise Failed(f"{name} ended with status {status}\n{last_lines(log)}")
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float = 10.0) -> None:
-    """Asks the group to end, since mpirun then takes its ranks along, which lead groups of their own; then kills it."""
+    """Terminates the group, then kills it: on SIGTERM, mpirun also ends its ranks, which lead groups of their own."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(grace)
@@ -141,7 +156,7 @@ def end_group(process: subprocess.Popen[bytes], grace: float = 10.0) -> None:
 
 
 def complaint(result: Result) -> str | None:
-    """What is wrong with a run that came to its end, if anything is."""
+    """What is wrong with a run that came to its end, if anything."""
     if not math.isfinite(result["train_loss"]):
         return f"its loss is {result['train_loss']}"
     return None if result["replicas_equal"] else "its replicas differ"
@@ -149,3 +164,11 @@ def complaint(result: Result) -> str | None:
 
 def last_lines(file: Path, count: int = 15) -> str:
     return "\n".join(f"    {line}" for line in file.read_text(errors="replace").splitlines()[-count:])
+
+
+def exit_on_signals() -> None:
+    """A signal to end raises SystemExit, so that the current run is ended and its lab removed. An ignored signal stays
+    ignored, as SIGHUP under nohup."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: sys.exit(143))

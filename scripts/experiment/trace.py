@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 
+def exchanges(compression: Any) -> Any:
+    """What runs the exchanges of a compressor of hvd_compress; None for a stock one."""
+    engine = getattr(compression, "engine", getattr(compression, "_engine", None))
+    return getattr(engine, "exchanges", getattr(compression, "_driver", None))
+
+
+def seconds_waited(compression: Any) -> float:
+    """The time that a compressor has waited for collectives so far."""
+    found = exchanges(compression)
+    return float(getattr(found, "seconds_waited", getattr(found, "waited", 0.0)))
+
+
 class Trace:
     """Spans of ``steps``, each in a row: the model's, the compressor's, and a row for each bucket's collectives.
 
-    A collective lasts from its start until the compressor saw that it was done, which may be a while after it was.
+    A collective lasts from its start until the compressor polled it as done, which may be later than its end.
     """
 
     MODEL, COMPRESSOR, STEP = "model", "compressor", "step"
@@ -45,12 +57,11 @@ class Trace:
             self.add(row, name, begin, time.perf_counter())
 
     def watch(self, compression: Any) -> None:
-        """From now on, what this compressor does is in the trace; of one of hvd_compress', its collectives, too."""
+        """Records this compressor's calls from now on and, if it is of hvd_compress, its collectives."""
         for name in ("compress", "decompress"):
             setattr(compression, name, self._spanned(name, getattr(compression, name)))
-        driver = getattr(compression, "_driver", None)
-        if driver is not None:
-            driver._collectives = _Watched(driver._collectives, self)
+        if (found := exchanges(compression)) is not None:
+            found._collectives = _Watched(found._collectives, self)
 
     def _spanned(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -66,7 +77,7 @@ class Trace:
 
 
 class _Watched:
-    """Collectives, seen by a trace. Their names end in the bucket, the kind of message and its number."""
+    """Collectives that are recorded. Their names end in the bucket, the kind of message and its number."""
 
     def __init__(self, collectives: Any, trace: Trace) -> None:
         self._collectives, self._trace = collectives, trace
@@ -75,22 +86,23 @@ class _Watched:
         return getattr(self._collectives, name)
 
     def start(self, request: Any, name: str) -> Any:
-        bucket = name.split(".")[-3]
+        begin, handle = time.perf_counter(), self._collectives.start(request, name)
         text = f"{request.verb} {request.kind}, {request.tensor.nbytes / 1e3:,.1f} kB"
-        return _WatchedHandle(self._collectives.start(request, name), self._trace, f"bucket {bucket}", text)
+        return _WatchedHandle(
+            handle, lambda: self._trace.add(f"bucket {name.split('.')[-3]}", text, begin, time.perf_counter())
+        )
 
 
 class _WatchedHandle:
-    def __init__(self, handle: Any, trace: Trace, row: str, text: str) -> None:
-        self._handle, self._trace, self._row, self._text = handle, trace, row, text
-        self._begin = time.perf_counter()
+    def __init__(self, handle: Any, record: Callable[[], None]) -> None:
+        self._handle, self._record = handle, record
         self._seen = False
 
     def done(self) -> bool:
         done = bool(self._handle.done())
         if done and not self._seen:
             self._seen = True
-            self._trace.add(self._row, self._text, self._begin, time.perf_counter())
+            self._record()
         return done
 
     def result(self) -> Any:
