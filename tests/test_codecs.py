@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvd_compress.codecs import Channel, Lanes, RangeFloat, codec
 from hvd_compress.codecs.codebooks import DISTRIBUTIONS, codebook, grid_step
-from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.threads import ThreadWorld
 
 NAMES = ["fp32", "fp16", "lanes2", "lanes4", "lanes16", "lloyd1", "lloyd4", "lloyd8", "range4", "range10", "range16"]
 NAMES += ["fp16-gather", "fp32-gather", "lloyd4-gather", "range10-gather"]
@@ -19,7 +19,7 @@ SCALES = torch.cat([torch.full((n,), scale) for n, scale in zip(SLOTS, (1.0, 1e-
 COUNT = sum(SLOTS)
 
 
-def drive(channel: Channel, world: LocalWorld, rank: int, values: Tensor, step: int, bad: bool = False):
+def drive(channel: Channel, world: ThreadWorld, rank: int, values: Tensor, step: int, bad: bool = False):
     """One exchange on one rank: (mean, quantization error, bytes sent)."""
     exchange, result, sent = (
         channel.average(values, torch.tensor([int(bad)], dtype=torch.int32), 1000 * step + rank),
@@ -37,7 +37,7 @@ def drive(channel: Channel, world: LocalWorld, rank: int, values: Tensor, step: 
 
 def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[dict[str, list]]:
     """Runs a channel on every rank. Per rank: the values, means, quantization errors and bytes sent of each step."""
-    world = LocalWorld(ranks, timeout=20)
+    world = ThreadWorld(ranks, timeout=20)
 
     def body(rank: int) -> dict[str, list]:
         channel = codec(name).channel(len(SLOTS), ranks, rank, torch.device("cpu"))
@@ -109,7 +109,7 @@ def test_stochastic_rounding_is_unbiased():
     for stochastic in (True, False):
         channel = Lanes(3, stochastic).channel(1, 1, 0, torch.device("cpu"))
         channel.set_group_sizes([1000])
-        world, values = LocalWorld(1), torch.linspace(-1, 1, 1000)
+        world, values = ThreadWorld(1), torch.linspace(-1, 1, 1000)
         means = []
         for step in range(200):
             means.append(drive(channel, world, 0, values, step)[0])
@@ -123,7 +123,7 @@ def test_scales_follow_values_that_grow_and_shrink():
     for name in ("lanes4", "lloyd4", "range10"):
         channel = codec(name).channel(1, 1, 0, torch.device("cpu"))
         channel.set_group_sizes([5000])
-        world, generator = LocalWorld(1), torch.Generator().manual_seed(0)
+        world, generator = ThreadWorld(1), torch.Generator().manual_seed(0)
         for step in range(105):
             scale = 1e-3 if step < 35 or step >= 70 else 1.0
             values = torch.randn(5000, generator=generator) * scale
@@ -170,7 +170,7 @@ def test_fit_of_range_floats():
 @pytest.mark.parametrize("name", NAMES)
 def test_error_feedback_stays_bounded(name):
     """With error feedback over 200 steps, neither errors nor scales diverge."""
-    ranks, world = 3, LocalWorld(3, timeout=20)
+    ranks, world = 3, ThreadWorld(3, timeout=20)
 
     def body(rank: int) -> list[float]:
         channel = codec(name).channel(1, ranks, rank, torch.device("cpu"))
