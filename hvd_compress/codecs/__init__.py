@@ -23,8 +23,6 @@ from .lanes import Lanes
 from .packed import Lloyd, Plain, RangeFloat
 from .packed_channels import CodedGather, CodedRing
 
-__all__ = ["Cast", "Channel", "Codec", "CodedGather", "CodedRing", "Lanes", "Lloyd", "Plain", "RangeFloat", "codec"]
-
 _ALLOWED = "fp32, fp16, lanes2 to lanes16, range4 to range16, lloyd1 to lloyd8; all but lanes also with -gather"
 
 

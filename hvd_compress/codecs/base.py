@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..engine.collectives import Request
+from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
 
@@ -27,6 +28,9 @@ class Codec(abc.ABC):
 
 class Channel(abc.ABC):
     """The state of a codec for one bucket. Values come in groups, one per parameter."""
+
+    #: Scales that follow the values from step to step, if the codec has any.
+    scales: Scales | None = None
 
     def __init__(self, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         self.groups, self.ranks, self.rank, self.device = groups, ranks, rank, device
@@ -52,16 +56,24 @@ class Channel(abc.ABC):
 
     def begin_step(self) -> None:
         """Save what :meth:`undo_step` restores."""
+        if self.scales:
+            self.scales.begin_step()
 
     def undo_step(self) -> None:
         """Restore the state of the last :meth:`begin_step`, after a step that failed or was skipped."""
+        if self.scales:
+            self.scales.undo_step()
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint."""
-        return {}
+        return self.scales.state_dict() if self.scales else {}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raises ``ValueError`` if ``state`` is not a valid :meth:`state_dict`."""
+        if self.scales:
+            self.scales.check_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`."""
+        if self.scales:
+            self.scales.load_state_dict(state)

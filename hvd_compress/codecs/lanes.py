@@ -9,7 +9,7 @@ from .. import ops
 from ..engine.collectives import allreduce
 from .base import Averaged, Channel, Codec
 from .codebooks import grid_step
-from .scales import Moments, ScaledChannel, Scales
+from .scales import Moments, Scales
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Lanes(Codec):
         return _LanesChannel(self, groups, ranks, rank, device)
 
 
-class _LanesChannel(ScaledChannel):
+class _LanesChannel(Channel):
+    scales: Scales
+
     def __init__(self, codec: Lanes, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
         self.bits, self.stochastic = codec.bits, codec.stochastic

@@ -10,7 +10,7 @@ from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
 from .packed import Code
-from .scales import Moments, ScaledChannel, Scales
+from .scales import Moments, Scales
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class CodedGather(Codec):
         return GatherChannel(self.code, groups, ranks, rank, device)
 
 
-class _RingChannel(ScaledChannel):
+class _RingChannel(Channel):
     """The allgather's message is a header and codes. The header has two float32 per group: the scale of the sender's
     values, or NaN if it is invalid; and the sum of squares or the largest magnitude of its part of the average."""
+
+    scales: Scales
 
     def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)

@@ -9,7 +9,6 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import Request, allreduce
 from ..reference.scales import LARGEST, SMALLEST, SMOOTHING, bounded, divided, kind_of, root_mean_square, running
-from .base import Channel
 
 # The margin for the next step's largest magnitude.
 _PEAK_MARGIN = 1.5
@@ -101,24 +100,3 @@ class Scales:
         for name in ("local", "mean", "kind"):
             setattr(self, name, state[name].to(self.device, copy=True))
         self.begin_step()
-
-
-class ScaledChannel(Channel):
-    """A channel with :class:`Scales`."""
-
-    scales: Scales
-
-    def begin_step(self) -> None:
-        self.scales.begin_step()
-
-    def undo_step(self) -> None:
-        self.scales.undo_step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scales.state_dict()
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        self.scales.check_state(state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scales.load_state_dict(state)

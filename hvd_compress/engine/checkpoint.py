@@ -1,28 +1,18 @@
 """Saving and loading of a compressor's state between steps."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .bucket import Segment
-from .engine import Engine, Place
+from .engine import Engine, Method, Place
 
 
-class Saved(Protocol):
-    """What a compressor provides; :class:`hvd_compress.Compressor` documents it."""
-
-    engine: Engine
-
-    def saved(self, segment: Segment, flat: Tensor) -> Tensor: ...
-    def method_state(self) -> dict[str, Any]: ...
-    def load_method_state(self, state: dict[str, Any]) -> None: ...
-
-
-def save(compressor: Saved) -> dict[str, Any]:
+def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
-    engine = compressor.engine
+    method = engine.method
     if engine.collecting:
         raise RuntimeError(
             "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
@@ -38,41 +28,39 @@ def save(compressor: Saved) -> dict[str, Any]:
         }
 
     return {
-        "method": type(compressor).__name__,
+        "method": type(method).__name__,
         "step": engine.step,
-        "tensors": copies(compressor.saved),
+        "tensors": copies(method.saved),
         # Codecs without a zero leave errors in the padding, and these are encoded again.
         "padding": copies(lambda segment, flat: segment.padding(flat)),
-        "extra": compressor.method_state(),
+        "extra": method.method_state(),
         "traffic": engine.stats.state_dict(),
     }
 
 
 @torch.no_grad()
-def load(compressor: Saved, state: dict[str, Any]) -> None:
+def load(engine: Engine, state: dict[str, Any]) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
-    engine = compressor.engine
-    if state.get("method") != type(compressor).__name__:
-        raise ValueError(
-            f"this is the state of {state.get('method')}, and this compressor is {type(compressor).__name__}"
-        )
+    method = engine.method
+    if state.get("method") != type(method).__name__:
+        raise ValueError(f"this is the state of {state.get('method')}, and this compressor is {type(method).__name__}")
     if "padding" not in state:
         raise ValueError("this state is of an older version of hvd_compress")
     ours, theirs = {place.segment.name for place in engine.places}, set(state["tensors"])
     if ours != theirs:
         raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
     for place in engine.places:
-        _check_shapes(compressor, place, state["tensors"][place.segment.name])
+        _check_shapes(method, place, state["tensors"][place.segment.name])
     engine.reset()
     for bucket in engine.buckets:
         bucket.order.enter()
         bucket.apply_deferred()
-    compressor.load_method_state(state["extra"])
+    method.load_method_state(state["extra"])
     for bucket, position in engine.places:
         segment = bucket.segments[position]
         for key, flat in bucket.state.items():
             segment.padding(flat).copy_(state["padding"][segment.name][key])
-            compressor.saved(segment, flat).copy_(state["tensors"][segment.name][key])
+            method.saved(segment, flat).copy_(state["tensors"][segment.name][key])
     for bucket in engine.buckets:
         bucket.order.leave()
     engine.step = state["step"]
@@ -82,9 +70,9 @@ def load(compressor: Saved, state: dict[str, Any]) -> None:
         engine.watch.stepped = True
 
 
-def _check_shapes(compressor: Saved, place: Place, tensors: dict[str, Tensor]) -> None:
+def _check_shapes(method: Method, place: Place, tensors: dict[str, Tensor]) -> None:
     for key, flat in place.bucket.state.items():
-        loaded, shape = tensors.get(key), tuple(compressor.saved(place.segment, flat).shape)
+        loaded, shape = tensors.get(key), tuple(method.saved(place.segment, flat).shape)
         got = "nothing" if loaded is None else f"shape {tuple(loaded.shape)}"
         if loaded is None or loaded.shape != shape:
             raise ValueError(f"{place.segment.name}: {key} needs shape {shape}, the state has {got}")

@@ -35,9 +35,6 @@ class MomentumCorrection:
         if momentum:
             self._enable(momentum)
 
-    def __str__(self) -> str:
-        return f", momentum correction {self.value:g}" if self.value else ""
-
     # Moving it between optimizer and compressor.
 
     def take(self, optimizer: Optimizer) -> float:

@@ -1,29 +1,26 @@
 """Observes the steps of the optimizer that holds a compressor's parameters; hosts tell a compressor nothing of it."""
 
 import weakref
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-class StepListener(Protocol):
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before every step of the optimizer; raises if the optimizer does not fit."""
-
-
 class OptimizerWatch:
-    """Tells ``listener`` of every step of an optimizer that holds one of ``parameters``. Keeps no strong reference.
+    """Calls the method ``listener`` before every step of an optimizer that holds one of ``parameters``. Keeps no strong
+    reference.
 
     Raises ``ValueError`` if a second optimizer steps the parameters (their residuals would mix), or if an optimizer was
     given ``compression`` but holds none of the parameters.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], listener: StepListener, compression: object) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], listener: Callable[[Optimizer], None], compression: object
+    ) -> None:
         self._ids = {id(parameter) for parameter in parameters}
-        self._listener, self._compression = weakref.ref(listener), weakref.ref(compression)
+        self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._seen: weakref.ref[Optimizer] | None = None
         #: Whether an optimizer stepped since this was last set to False; None until one ever did.
         self.stepped: bool | None = None
@@ -49,7 +46,7 @@ class OptimizerWatch:
                     "from that optimizer's own named parameters"
                 )
             self._seen = weakref.ref(optimizer)
-        listener.before_optimizer_step(optimizer)
+        listener(optimizer)
         self.stepped = True
 
 

@@ -7,24 +7,22 @@ step, one per exchange in turn; with NCCL, where waiting blocks only a stream, a
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket
 from torch.futures import Future
 
 from ..engine.collectives import Handle, Request, allreduce
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 
-
-class HasHost(Protocol):
-    @property
-    def ddp_host(self) -> "DDPHost": ...
+# torch 2.13 renamed it.
+_all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
 
 
-def ddp_hook(state: HasHost, bucket: GradBucket) -> Future[Tensor]:
+def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook for ``DistributedDataParallel.register_comm_hook(compression, ddp_hook)``.
 
     Args:
@@ -35,7 +33,8 @@ def ddp_hook(state: HasHost, bucket: GradBucket) -> Future[Tensor]:
     Raises:
         RuntimeError: the compressor is bound to Horovod, or the model is in ``join()``.
     """
-    return state.ddp_host.hook(bucket)
+    host: DDPHost = state.ddp_host
+    return host.hook(bucket)
 
 
 class DDPHost:
@@ -165,7 +164,7 @@ class TorchCollectives:
             work = distributed.all_reduce(output, group=self._group, async_op=True)
         elif request.verb == "allgather":
             output = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
-            work = distributed.all_gather_into_tensor(output, tensor, group=self._group, async_op=True)
+            work = _all_gather(output, tensor, group=self._group, async_op=True)
         else:
             output = torch.empty_like(tensor)
             work = distributed.all_to_all_single(output, tensor, group=self._group, async_op=True)

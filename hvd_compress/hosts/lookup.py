@@ -1,7 +1,8 @@
 """Finds the parameter of a gradient: Horovod passes ``p.grad`` to a compressor and nothing else."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class GradientLookup:
         # The hooks live as long as the model and must not keep the compressor alive.
         this = weakref.ref(self)
         hooks = [
-            parameter.register_post_accumulate_grad_hook(_recorder(this, number))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_record, this, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
@@ -89,15 +90,11 @@ def _is_copy(dense: Tensor, sparse: Tensor) -> bool:
     return bool(distance <= _TOLERANCE)
 
 
+def _record(lookup: "weakref.ref[GradientLookup]", number: int, parameter: Tensor) -> None:
+    if (alive := lookup()) is not None:
+        alive.record(number)
+
+
 def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _recorder(lookup: "weakref.ref[GradientLookup]", number: int) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        alive = lookup()
-        if alive is not None:
-            alive.record(number)
-
-    return hook

@@ -1,6 +1,7 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
 import abc
+import inspect
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -48,10 +49,19 @@ class Compressor(abc.ABC):
 
     Raises:
         ValueError: an argument out of range, duplicate names, no initialised host, a second optimizer that steps the
-            parameters.
+            parameters, an optimizer with momentum beside momentum correction.
         TypeError: an argument or a gradient of the wrong type.
         RuntimeError: parameters on a GPU for which the CUDA operators were not built.
     """
+
+    _arguments: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        self = super().__new__(cls)
+        given = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        self._arguments = {**given.arguments, **given.kwargs}
+        return self
 
     def __init__(
         self,
@@ -166,14 +176,18 @@ class Compressor(abc.ABC):
         """The loss scale of this step's gradients: the ``GradScaler``'s, or 1."""
         return self.engine.scale
 
-    def parameters_text(self) -> str:
-        """How many parameters are compressed, for ``__repr__``."""
-        engine = self.engine
+    def options(self) -> dict[str, Any]:
+        """The arguments that must be the same on all ranks."""
+        plain = (str, int, float, type(None))
+        return {name: value for name, value in self._arguments.items() if isinstance(value, plain)}
+
+    def __repr__(self) -> str:
+        engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
         entries = sum(place.segment.numel for place in engine.places)
         total = sum(p.numel() for p in engine.parameters)
         return (
-            f"{len(engine.places)} of {len(engine.parameters)} tensors compressed ({entries:,} of {total:,} entries), "
-            f"{len(engine.buckets)} bucket{'s' if len(engine.buckets) != 1 else ''}"
+            f"{type(self).__name__}({options}; {len(engine.places)} of {len(engine.parameters)} tensors compressed "
+            f"({entries:,} of {total:,} entries), {len(engine.buckets)} bucket{'s' * (len(engine.buckets) != 1)})"
         )
 
     # Hosts.
@@ -251,7 +265,7 @@ class Compressor(abc.ABC):
         Raises:
             RuntimeError: a step is in progress.
         """
-        return checkpoint.save(self)
+        return checkpoint.save(self.engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes bit-exactly from the :meth:`state_dict` of a compressor with the same arguments, on every rank. A
@@ -260,7 +274,7 @@ class Compressor(abc.ABC):
         Raises:
             ValueError: the state of another method, version, or set of parameters, or a damaged one. Nothing is loaded.
         """
-        checkpoint.load(self, state)
+        checkpoint.load(self.engine, state)
 
     def reset(self) -> None:
         """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in

@@ -12,7 +12,7 @@ from ..engine.arguments import check_fraction
 from ..engine.bucket import Bucket, Segment
 from ..engine.exchange import Exchange
 from ..selection.base import Scoring, Selection
-from ..selection.leaders import BlockLeaders, check_leaders, leaders_text, run_length
+from ..selection.leaders import BlockLeaders, check_leaders, run_length
 from ..selection.per_rank import BlockPerRank, gather_codec
 from ..selection.schedule import Density
 from . import spectrum
@@ -44,7 +44,6 @@ class FFT(SparseMethod):
     Replicas stay bit-equal if all ranks compute the same inverse transform: on one type of CPU or GPU.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule:
             :class:`~hvd_compress.schedule.Diminishing` is the paper's.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
@@ -55,12 +54,7 @@ class FFT(SparseMethod):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -97,19 +91,10 @@ class FFT(SparseMethod):
         #: The gradient's coefficients before they are added to the residual, then those of the average.
         self._spectra = [torch.zeros_like(bucket.residual) for bucket in self.buckets]
 
-    def __repr__(self) -> str:
-        who = "every rank its own" if self._exchange == "gather" else leaders_text(self._leaders)
-        return (
-            f"FFT(density {self._density}, {who}, {self._codec.name} values{self.momentum}; {self.parameters_text()})"
-        )
-
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         if self._exchange == "gather":
             return BlockPerRank(bucket, slots)
         return BlockLeaders(bucket, slots, run_length(self._leaders, density, self.ranks), self.ranks, self.rank)
-
-    def settings(self) -> tuple[Any, ...]:
-        return *super().settings(), self._exchange, self._leaders, self._explore
 
     def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
         return replace(super().scoring(bucket, plan), explore=self._explore)

@@ -10,7 +10,7 @@ from ..codecs import Codec
 from ..engine.arguments import check_fraction
 from ..engine.bucket import Bucket
 from ..selection.base import Scoring, Selection
-from ..selection.leaders import LEADER_SELECTIONS, check_leaders, leaders_text, run_length
+from ..selection.leaders import LEADER_SELECTIONS, check_leaders, run_length
 from ..selection.schedule import Density
 from .plan import Plan
 from .sparse import SparseMethod
@@ -42,7 +42,6 @@ class IWP(SparseMethod):
     everything.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`). Where two
             leaders select the same entry, fewer different entries are sent.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
@@ -58,12 +57,7 @@ class IWP(SparseMethod):
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
         momentum: of momentum correction (u = momentum u + g enters the residual; sent entries of u are cleared), in [0,
             1). The optimizer's own momentum must then be 0; :meth:`take_momentum` moves it here.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -101,18 +95,9 @@ class IWP(SparseMethod):
         self._selection, self._leaders, self._explore, self._floor = selection, leaders, explore, floor
         self._floors = [torch.zeros(len(b.segments), device=b.device) for b in self.buckets]
 
-    def __repr__(self) -> str:
-        return (
-            f"IWP(density {self._density}, {self._selection} selection, {leaders_text(self._leaders)}, "
-            f"{self._explore:.0%} random, {self._codec.name} values{self.momentum}; {self.parameters_text()})"
-        )
-
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         run = run_length(self._leaders, density, self.ranks)
         return LEADER_SELECTIONS[self._selection](bucket, slots, run, self.ranks, self.rank)
-
-    def settings(self) -> tuple[Any, ...]:
-        return *super().settings(), self._selection, self._leaders, self._explore, self._floor
 
     def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
         if self.step % _FLOOR_INTERVAL == 0:

@@ -45,9 +45,6 @@ class LocalSteps:
             bucket.add_state("anchor")
         self._averages = [torch.zeros_like(bucket.residual) for bucket in self._buckets]
 
-    def __str__(self) -> str:
-        return f"local, every {self._period} steps"
-
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         """See :meth:`hvd_compress.SlimDP.wrap`."""
         if self._wrapped is not None:

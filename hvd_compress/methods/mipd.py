@@ -42,7 +42,6 @@ class MIPD(SparseMethod):
     and last blocks of a layer; the residual beside the smoothing; the codecs.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;
             slightly below 1/2 fewer are sent, limited by the smaller half of each layer.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`). Lanes and Lloyd-Max
@@ -57,10 +56,6 @@ class MIPD(SparseMethod):
             within 1/4 and 4 times the density); 0 keeps the shares equal. warmup_steps, momentum: see
             :class:`~hvd_compress.IWP`. seed, min_numel, bucket_mb, dense_values, process_set, process_group,
             grad_scaler, collectives: see :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
     """
 
     def __init__(
@@ -103,13 +98,6 @@ class MIPD(SparseMethod):
         self._predicted: list[list[tuple[BlockRange, Tensor]]] = [[] for _ in self.buckets]
         self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]
 
-    def __repr__(self) -> str:
-        return (
-            f"MIPD(density {self._density}, {self._significance} significance, compensation {self._compensation:g}, "
-            f"{self._codec.name} values{'' if self._layerwise else ' over whole buckets'}{self.momentum}; "
-            f"{self.parameters_text()})"
-        )
-
     # Selection.
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
@@ -117,10 +105,6 @@ class MIPD(SparseMethod):
 
     def max_slots(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
         return [smaller_half(s) if density <= 0.5 else s.numel for s in bucket.segments]
-
-    def settings(self) -> tuple[Any, ...]:
-        ours = self._significance, self._compensation, self._smoothing, self._floor, self._explore
-        return *super().settings(), *ours
 
     def begin_selection(self, bucket: Bucket, plan: Plan, seed: StepSeed, check: bool) -> None:
         super().begin_selection(bucket, plan, seed, check)

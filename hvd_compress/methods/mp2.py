@@ -47,7 +47,6 @@ class MP2(SparseMethod):
     compare a checksum every ``check_interval`` steps.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: entries sent in a step as a share of all, in (0, 1].
         choice: ``"significance"``: m of every 256, drawn at random in proportion to the smoothed gradient's magnitude.
             ``"rotation"``: every n-th entry in turn; the density must be 1 / n. Equal delays of all entries can make
@@ -61,12 +60,9 @@ class MP2(SparseMethod):
         check_interval: steps between checksums of predictions and weights; 0 never compares them.
         predictor: replaces the shipped predictor; the same on all ranks.
         momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
         RuntimeError: the ranks' predictions or weights differ.
     """
 
@@ -117,13 +113,6 @@ class MP2(SparseMethod):
         ]
         self._ends = [_ends(bucket) for bucket in self.buckets]
 
-    def __repr__(self) -> str:
-        how = f"prediction above {self._gate:g}" if self._predictions else "no prediction"
-        return (
-            f"MP2(density {self._density} by {self._choice}, {how}, {self._codec.name} values{self.momentum}; "
-            f"{self.parameters_text()})"
-        )
-
     def open_layers(self) -> dict[str, bool]:
         """Whether the gate of each compressed parameter is open, by name. Empty without prediction."""
         return {
@@ -138,10 +127,6 @@ class MP2(SparseMethod):
         if self._predictions:
             self._predictions[bucket.index].lay_out(selection)
         return selection
-
-    def settings(self) -> tuple[Any, ...]:
-        ours = self._choice, self._floor, bool(self._predictions), self._gate, self._smoothing, self._check_interval
-        return *super().settings(), *ours
 
     def begin(self, bucket: Bucket) -> None:
         if self._predictions:
@@ -203,9 +188,9 @@ class MP2(SparseMethod):
         same = yield from all_equal(((bits * place) % _PRIME).sum().remainder(_PRIME).view(1), "checksum")
         if not bool(same):
             raise RuntimeError(
-                "MP2: the ranks' predictions or weights differ. Predictions are bit-equal only on one type of "
-                "processor with the same number of threads (torch.set_num_threads) on all ranks; weights, only if they were "
-                "broadcast at the start. Use prediction=False where the ranks' hardware differs"
+                "MP2: the ranks' predictions or weights differ. Predictions are bit-equal on one type of processor and "
+                "with equal numbers of threads (torch.set_num_threads); weights, if they were broadcast at the start. "
+                "Use prediction=False if the ranks' hardware differs"
             )
 
     def restart(self, bucket: Bucket) -> None:

@@ -32,17 +32,11 @@ class PowerSGD(Compressor):
     compute the same orthonormalisation (:func:`torch.linalg.qr`): on one type of processor.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         rank: of the approximation, at least 1.
         values: how factors are sent, ``"fp16"`` or ``"fp32"``.
         error_feedback: keep the approximation error for the next step.
         warm_start: start each step's iteration from the last Q; otherwise from a random one.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument out of range.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -68,9 +62,6 @@ class PowerSGD(Compressor):
         self._invalid = [torch.zeros((), dtype=torch.bool, device=b.device) for b in self.buckets]
         #: Per bucket, for undo(): the averages that have left the residual, and Q before the step.
         self._sent: list[tuple[list[Tensor | None], list[Tensor | None]] | None] = [None] * len(self.buckets)
-
-    def __repr__(self) -> str:
-        return f"PowerSGD(rank {self._rank}, {self._dtype} factors; {self.parameters_text()})"
 
     def begin(self, bucket: Bucket) -> None:
         self._invalid[bucket.index].zero_()

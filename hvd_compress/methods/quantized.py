@@ -36,13 +36,6 @@ class Quantized(SparseMethod):
         super().__init__(named_parameters, 1.0, values=values, momentum=momentum, **common)
         self._feedback = error_feedback
 
-    def __repr__(self) -> str:
-        feedback = ", error feedback" if self._feedback else ""
-        return f"{type(self).__name__}({self._codec.name}{feedback}{self.momentum}; {self.parameters_text()})"
-
-    def settings(self) -> tuple[Any, ...]:
-        return *super().settings(), self._feedback
-
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         raise NotImplementedError("every entry is sent")
 
@@ -73,18 +66,12 @@ class QSGD(Quantized):
     The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         bits: per entry, 2 to 8, with the sign: s = 2**(bits - 1) - 1.
         run: entries that share a norm (the paper's bucket size).
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
         error_feedback: keep the quantization error for the next step (not in the paper; diverges with few levels).
         momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -113,16 +100,10 @@ class TernGrad(Quantized):
     The sums are sent in lanes of ``2 + ceil(log2 ranks)`` bits.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         clip: in standard deviations (the paper's 2.5), above 0; None does not clip.
         error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
         momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(

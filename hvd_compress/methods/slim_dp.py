@@ -56,7 +56,6 @@ class SlimDP(SparseMethod):
     the others wait for it.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.
         core: the core's share of them (the paper's beta / alpha), in [0, 1].
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
@@ -69,12 +68,9 @@ class SlimDP(SparseMethod):
             keeps them equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`. No momentum for ``mode="local"``, where it stays in the
             optimizer.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
         RuntimeError: ``mode="local"`` used with Horovod's optimizer or as a DDP hook.
     """
 
@@ -124,21 +120,10 @@ class SlimDP(SparseMethod):
             bucket.add_state("chance").fill_(1.0)
         self._local = LocalSteps(self, period) if mode == "local" else None
 
-    def __repr__(self) -> str:
-        where = f"{self._local}, " if self._local else ""
-        return (
-            f"SlimDP({where}density {self._density}, {self._core:.0%} core, reselected every {self._reselect}, "
-            f"{self._codec.name} values{self.momentum}; {self.parameters_text()})"
-        )
-
     # Selection.
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         return ScoredSelection(bucket, slots, halves=False)
-
-    def settings(self) -> tuple[Any, ...]:
-        ours = self._core, self._reselect, self._gradient_weight, self._smoothing
-        return *super().settings(), *ours, str(self._local)
 
     def significance(self, bucket: Bucket) -> list[Tensor]:
         """The significance of each segment's entries, in memory order: float32, (entries,), the same bits on all

@@ -89,10 +89,8 @@ class SparseMethod(Compressor):
         """The most slots that each parameter can have."""
         return plan.sizes
 
-    def settings(self) -> tuple[Any, ...]:
-        """The options that must be the same on all ranks, which compare them."""
-        name = type(self).__name__
-        return name, self._codec, self._layerwise, self._block_means, self._budget_interval, self.momentum.value
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "values": self._codec, "momentum": self.momentum.value}
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
         """What averages are written to: one tensor per segment, empty where no gradient arrived."""
@@ -113,7 +111,7 @@ class SparseMethod(Compressor):
         plan.scoring = self.scoring(bucket, plan)
         # Free on the CPU; on a GPU it synchronises, so only now and then.
         check = bucket.device.type == "cpu" or plan.unchecked or self.step % _CHECK_INTERVAL == 0
-        settings = zlib.crc32(repr(self.settings()).encode())
+        settings = zlib.crc32(repr((type(self).__name__, self.options())).encode())
         seed = StepSeed.draw(self.engine.seed, self.step, bucket.index, self.ranks, settings)
         self.begin_selection(bucket, plan, seed, check)
         plan.sent, plan.unchecked = False, False
@@ -271,6 +269,7 @@ class SparseMethod(Compressor):
         """The options that a state depends on, by the name under which an error reports a difference."""
         return {
             **({"block means": True} if self._block_means else {}),
+            **({"strides (use the same memory_format)": self._strides()} if self.depends_on_memory_order() else {}),
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
@@ -278,10 +277,10 @@ class SparseMethod(Compressor):
         }
 
     def _strides(self) -> dict[str, list[int]]:
-        parameters = {place.segment.name: place.segment.parameter for place in self.engine.places}
+        segments = [place.segment for place in self.engine.places]
+        # Strides of dimensions of size 1 are arbitrary.
         return {
-            name: [stride for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
-            for name, p in parameters.items()
+            s.name: [d for d, n in zip(s.parameter.stride(), s.parameter.shape, strict=True) if n > 1] for s in segments
         }
 
     def method_state(self) -> dict[str, Any]:
@@ -296,7 +295,6 @@ class SparseMethod(Compressor):
             "weights": weights,
             "channels": [plan.channel.state_dict() for plan in self._plans],
             "density": self._density.state_dict(),
-            "strides": self._strides(),
             "block_means": [plan.block_means.state_dict() for plan in self._plans if plan.block_means],
         }
 
@@ -307,12 +305,6 @@ class SparseMethod(Compressor):
                 raise ValueError(
                     f"the state was made with other {what}: {theirs.get(what)!r:.200}, and this compressor has "
                     f"{ours.get(what)!r:.200}"
-                )
-        for name, stride in self._strides().items() if self.depends_on_memory_order() else ():
-            if state["strides"][name] != stride:
-                raise ValueError(
-                    f"{name}: the state was saved in the memory order of strides {state['strides'][name]}, and this "
-                    f"parameter has {stride}: use the same memory_format"
                 )
         for plan, channel in zip(self._plans, state["channels"], strict=True):
             plan.channel.check_state(channel)

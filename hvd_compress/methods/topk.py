@@ -32,16 +32,10 @@ class TopK(SparseMethod):
         r_i = a_i off S_i; the quantization error on S_i
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -63,12 +57,6 @@ class TopK(SparseMethod):
             **common,
         )
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(density {self._density}, {self._codec.name} values{self.momentum}; "
-            f"{self.parameters_text()})"
-        )
-
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         return TopkPerRank(bucket, slots)
 
@@ -88,7 +76,6 @@ class DGC(TopK):
     The optimizer's own momentum must be 0: :meth:`take_momentum` moves it here.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs of the optimizer's parameters, as ``model.named_parameters()``.
         density: k as a share of a parameter's entries, in (0, 1], or a schedule; the paper's is 1/1000.
         momentum: of the correction, in [0, 1).
         sample: the share of a parameter's entries from which the threshold is estimated, in (0, 1]; the paper's is 0.1
@@ -97,12 +84,7 @@ class DGC(TopK):
             ``clip_norm / sqrt(ranks)``, before momentum correction. None does not clip.
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``; the paper's are four epochs.
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`).
-        seed, min_numel, bucket_mb, dense_values, process_set, process_group, grad_scaler, collectives: see
-            :class:`~hvd_compress.Compressor`.
-
-    Raises:
-        ValueError: an argument outside its range, or an optimizer with momentum beside ``momentum``.
-        TypeError: ``named_parameters`` are not pairs, or a gradient is not of a floating dtype.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -124,9 +106,6 @@ class DGC(TopK):
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         return SampledPerRank(bucket, slots, self._sample)
-
-    def settings(self) -> tuple[Any, ...]:
-        return *super().settings(), self._sample, self._clip_norm
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         if self._clip_norm is not None:

@@ -1,37 +1,47 @@
-"""Typed wrappers of the compiled operators, which are specified in :mod:`hvd_compress.reference`.
+"""The compiled operators. Each has the name and the arguments of its specification in :mod:`hvd_compress.reference`.
 
-If the extension is not built, the reference runs instead, slowly, and a warning is given at import. ``COMPILED`` and
-``COMPILED_CUDA`` tell whether the operators for CPU and CUDA tensors are compiled, ``CPU_CAPABILITY`` names the
+If the extension is not built, the specification runs instead, slowly, and a warning is given at import. ``COMPILED``
+and ``COMPILED_CUDA`` tell whether the operators for CPU and CUDA tensors are compiled, ``CPU_CAPABILITY`` names the
 instruction set in use, and :func:`check_device` raises if the CUDA operators were not built for a GPU.
 
 Every operator writes to its arguments and returns None. All tensors are on one device. The compiled operators raise
-``RuntimeError`` for a wrong argument; the reference checks nothing.
+``RuntimeError`` for a wrong dtype, device, size or range; the reference checks nothing. The contents of index tensors
+(``segments``, ``edges``, ``kind``, ``base``, ``book``) are checked on the CPU only: on CUDA, wrong contents give wrong
+values, but no access outside the tensors.
 """
 
-from ._load import COMPILED, COMPILED_CUDA, CPU_CAPABILITY, check_device
-from .block_means import block_means_keep, block_means_send
-from .blocks import accumulate_select, gather, scatter, select
-from .codes import codebook_decode, codebook_encode, lanes_decode, lanes_encode, moments, range_decode, range_encode
-from .scales import lanes_prepare, lanes_update
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
 
-__all__ = [
-    "COMPILED",
-    "COMPILED_CUDA",
-    "CPU_CAPABILITY",
-    "accumulate_select",
-    "block_means_keep",
-    "block_means_send",
-    "check_device",
-    "codebook_decode",
-    "codebook_encode",
-    "gather",
-    "lanes_decode",
-    "lanes_encode",
-    "lanes_prepare",
-    "lanes_update",
-    "moments",
-    "range_decode",
-    "range_encode",
-    "scatter",
-    "select",
-]
+from .. import reference
+from ._load import COMPILED, COMPILED_CUDA, CPU_CAPABILITY, check_device, implementation
+
+P = ParamSpec("P")
+
+
+def _operator(specification: Callable[P, None]) -> Callable[P, None]:
+    compiled = getattr(implementation, specification.__name__)
+
+    @wraps(specification)
+    def operator(*args: P.args, **kwargs: P.kwargs) -> None:
+        compiled(*args, **kwargs)
+
+    return operator
+
+
+accumulate_select = _operator(reference.accumulate_select)
+select = _operator(reference.select)
+gather = _operator(reference.gather)
+scatter = _operator(reference.scatter)
+block_means_send = _operator(reference.block_means_send)
+block_means_keep = _operator(reference.block_means_keep)
+moments = _operator(reference.moments)
+lanes_prepare = _operator(reference.lanes_prepare)
+lanes_update = _operator(reference.lanes_update)
+lanes_encode = _operator(reference.lanes_encode)
+lanes_decode = _operator(reference.lanes_decode)
+codebook_encode = _operator(reference.codebook_encode)
+codebook_decode = _operator(reference.codebook_decode)
+range_encode = _operator(reference.range_encode)
+range_decode = _operator(reference.range_decode)

@@ -34,31 +34,3 @@ from .codes import (
     unpack,
 )
 from .scales import lanes_prepare, lanes_update
-
-__all__ = [
-    "BLOCK",
-    "LANES",
-    "accumulate_select",
-    "block_means_keep",
-    "block_means_send",
-    "codebook_decode",
-    "codebook_encode",
-    "exponential",
-    "flat_positions",
-    "gather",
-    "lanes_decode",
-    "lanes_encode",
-    "lanes_prepare",
-    "lanes_update",
-    "mix",
-    "moments",
-    "pack",
-    "range_decode",
-    "range_encode",
-    "scatter",
-    "scatter_at",
-    "select",
-    "slot_start",
-    "slots_before",
-    "unpack",
-]

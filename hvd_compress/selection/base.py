@@ -101,11 +101,18 @@ class Selection(abc.ABC):
     exchange of the values, :meth:`scatter`.
     """
 
+    #: Whether entries are selected as the gradients arrive, while they are in the cache.
+    selects_early = False
+    #: This rank selects ``run`` of every ``run * ranks`` slots, from ``run * position`` on, into ``own_indices``.
+    run, ranks, position = 1, 1, 0
+    own_indices: Tensor
+
     def __init__(self, bucket: Bucket, slots: list[int]) -> None:
         self.bucket, self.slots = bucket, slots
         self.total = sum(slots)
         self.first = list(accumulate(slots[:-1], initial=0))
         self._no_floor = torch.zeros(1, device=bucket.device)
+        self._no_indices = torch.zeros(0, dtype=torch.uint8, device=bucket.device)
         #: Where :meth:`gather` writes: float32, (slots,). Set by the method.
         self.values: Tensor
 
@@ -116,10 +123,6 @@ class Selection(abc.ABC):
     def begin_step(self, seed: StepSeed, check: bool) -> None:
         """``check``: raise an error in this step if ranks have selected differently (synchronises a GPU)."""
         self.seed, self.check, self.phase = seed, check, seed.phase
-
-    def accumulate(self, position: int, grad: Tensor, velocity: Tensor | None, scoring: Scoring) -> None:
-        """Adds a segment's gradient to the residual. Zeroes the gradient unless :meth:`scatter` writes all of it."""
-        self._accumulate(position, grad, velocity, scoring, 0, grad.new_empty(0, dtype=torch.uint8))
 
     def agree(self, scoring: Scoring) -> Agreement:
         """An exchange after which all ranks know the same entries."""
@@ -139,18 +142,9 @@ class Selection(abc.ABC):
         pass the same parameters on all ranks, so the target is missing on all of them.)"""
         return with_nan(mean, map(self.span, missing_targets(targets)))
 
-    def _accumulate(
-        self,
-        position: int,
-        grad: Tensor,
-        velocity: Tensor | None,
-        scoring: Scoring,
-        slots: int,
-        indices: Tensor,
-        run: int = 1,
-        ranks: int = 1,
-        place: int = 0,
-    ) -> None:
+    def accumulate(self, position: int, grad: Tensor, velocity: Tensor | None, scoring: Scoring) -> None:
+        """Adds a segment's gradient to the residual, and selects this rank's entries if ``selects_early``. Zeroes the
+        gradient unless :meth:`scatter` writes all of it."""
         segment, deferred, floors = self.bucket.segments[position], self.bucket.deferred, scoring.floors
         ops.accumulate_select(
             grad,
@@ -158,17 +152,17 @@ class Selection(abc.ABC):
             None if floors is None else segment.parameter.detach(),
             None if velocity is None else segment.of(velocity),
             self._no_floor if floors is None else floors[position : position + 1],
-            indices,
+            self.own_indices if self.selects_early else self._no_indices,
             scoring.invalid,
             None if scoring.block_means is None else segment.of_blocks(scoring.block_means),
             scoring.scale,
             scoring.momentum,
-            slots,
+            self.slots[position] if self.selects_early else 0,
             self.first[position],
             self.phase,
-            run,
-            ranks,
-            place,
+            self.run,
+            self.ranks,
+            self.position,
             self.key(position),
             int(scoring.explore * 2**32),
             *(() if deferred is None else deferred.arguments(position)),

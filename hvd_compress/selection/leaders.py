@@ -65,10 +65,7 @@ class BlockLeaders(LeaderSelection):
     """m of every 256 entries. An index is one byte, written while the gradient is in the cache."""
 
     dtype = torch.uint8
-
-    def accumulate(self, position: int, grad: Tensor, velocity: Tensor | None, scoring: Scoring) -> None:
-        slots, own = self.slots[position], self.own_indices
-        self._accumulate(position, grad, velocity, scoring, slots, own, self.run, self.ranks, self.position)
+    selects_early = True
 
     def gather(self, memory: Tensor) -> Tensor:
         ops.gather(memory, self.indices, self.segments, self.values, self.phase)
@@ -134,8 +131,3 @@ def check_leaders(leaders: int | None) -> None:
     """Raises ``ValueError``."""
     if leaders is not None and leaders < 1:
         raise ValueError(f"leaders must be at least 1, or None for all ranks, got {leaders}")
-
-
-def leaders_text(leaders: int | None) -> str:
-    """For a ``__repr__``."""
-    return "all ranks lead" if leaders is None else f"{leaders} random leader(s) a block"

@@ -17,12 +17,15 @@ class Density(Protocol):
 
     def restart(self) -> None:
         """The set of ranks has changed (elastic): forget what new ranks cannot know."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's state, for checkpoints."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
+        return
 
 
 def check_density(density: float) -> None:
@@ -32,7 +35,7 @@ def check_density(density: float) -> None:
 
 
 @dataclass(frozen=True)
-class WarmUp:
+class WarmUp(Density):
     """Density 1/4, 1/16, 1/64, ... down to ``density``, in stages of equal length over ``steps`` steps (Lin et al.,
     DGC, ICLR 2018).
 
@@ -60,17 +63,8 @@ class WarmUp:
     def __str__(self) -> str:
         return f"1/{1 / self.density:g}" + (f", warm-up {self.steps} steps" if self.steps else "")
 
-    def restart(self) -> None:
-        """Stateless."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stateless."""
-
-
-class Diminishing:
+class Diminishing(Density):
     """What is dropped shrinks with the learning rate: ``1 - density(t) = (1 - density) lr(t) / max lr``, the
     diminishing compression ratio with which SGD keeps its convergence rate (Wang et al., HPDC 2020).
 
