@@ -92,7 +92,7 @@ class Plain(Code):
             values.copy_(written)
 
 
-# Bits of fraction with the least relative error on Student-t(3) values (RangeFloat.fit; tests/test_codecs.py).
+# Bits of fraction with the least relative error on Student-t(3) values (tests/codecs/test_codecs.py).
 _MANTISSA = {4: 1, 5: 1, 6: 2, 7: 3, 8: 4, 9: 4, 10: 5, 11: 6, 12: 7, 13: 8, 14: 9, 15: 10, 16: 11}
 
 
@@ -118,19 +118,6 @@ class RangeFloat(Code):
     def least_mantissa(bits: int) -> int:
         """With fewer bits of fraction, the window would be wider than float32's 254 exponents."""
         return max(1, (((1 << bits) - 1) // 2 // 254).bit_length())
-
-    @classmethod
-    def fit(cls, values: Tensor, bits: int) -> "RangeFloat":
-        """The format whose ``mantissa`` has the least squared error on ``values``, float32, (n,)."""
-
-        def squared_error(mantissa: int) -> float:
-            code = cls(bits, mantissa)
-            codes, error = values.new_empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
-            edges = torch.tensor([0, len(values)], device=values.device)
-            code.encode(values, values.abs().max().view(1), edges[:1], edges, codes, error)
-            return float(error.double().square().sum())
-
-        return cls(bits, min(range(cls.least_mantissa(bits), bits), key=squared_error))
 
     @property
     def name(self) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
 
 def integer_seed(seed: Any) -> int:
     """``seed`` as an int. Raises ``TypeError`` if it is not an integer."""
@@ -23,7 +25,7 @@ def check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
-def named_pairs(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
+def named_pairs(named_parameters: NamedParameters) -> list[tuple[str, torch.nn.Parameter]]:
     """The pairs as a list. Raises ``TypeError`` if they are not ``(name, parameter)`` pairs, ``ValueError`` if there
     are none or a name or a parameter occurs twice."""
     named = list(named_parameters)

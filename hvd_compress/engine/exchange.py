@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,13 +19,14 @@ _POLL_INTERVAL = 200e-6
 Exchange = Generator[Request, Tensor, None]
 
 
+@dataclass(eq=False)
 class _Running:
     """An exchange in progress and the collective it waits for."""
 
-    def __init__(self, bucket: Bucket, exchange: Exchange) -> None:
-        self.bucket, self.exchange = bucket, exchange
-        self.stages: Counter[str] = Counter()
-        self.handle: Handle
+    bucket: Bucket
+    exchange: Exchange
+    handle: Handle = field(init=False)
+    stages: Counter[str] = field(default_factory=Counter)
 
 
 class Exchanges:

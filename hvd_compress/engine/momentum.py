@@ -20,10 +20,7 @@ class MomentumCorrection:
 
     Args:
         engine: of the compressor.
-        momentum: in [0, 1); 0 is off.
-
-    Raises:
-        ValueError: ``momentum`` out of range.
+        momentum: in [0, 1), else ``ValueError``; 0 is off.
     """
 
     def __init__(self, engine: Engine, momentum: float) -> None:
@@ -32,6 +29,8 @@ class MomentumCorrection:
         # The momentum that take() left in the optimizer because this process does not exchange gradients.
         self._left = 0.0
         self._dense: dict[str, Tensor] = {}
+        #: Velocities outside the buckets' state, to be zeroed when the correction ends.
+        self.other_velocities: list[Tensor] = []
         if momentum:
             self._enable(momentum)
 
@@ -54,7 +53,7 @@ class MomentumCorrection:
         self._check_complete(optimizer)
         if not self._engine.collectives.active:
             self.value, self._left = 0.0, momentum
-            self.drop_velocity()
+            self._disable()
             return momentum
         self._enable(momentum)
         for group in optimizer.param_groups:
@@ -70,17 +69,11 @@ class MomentumCorrection:
         momentum, self.value = self.value, 0.0
         if not momentum:
             raise ValueError("return_momentum: this compressor has no momentum to return")
-        self.drop_velocity()
+        self._disable()
         for group in optimizer.param_groups:
             group["momentum"] = momentum
             group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)
         return momentum
-
-    def drop_velocity(self) -> None:
-        """Ends the correction."""
-        self._dense.clear()
-        for bucket in self._engine.buckets:
-            bucket.state.pop("velocity", None)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` if momentum would be lost or counted twice."""
@@ -161,6 +154,13 @@ class MomentumCorrection:
         for bucket in self._engine.buckets:
             if "velocity" not in bucket.state:
                 bucket.add_state("velocity")
+
+    def _disable(self) -> None:
+        self._dense.clear()
+        for velocity in self.other_velocities:
+            velocity.zero_()
+        for bucket in self._engine.buckets:
+            bucket.state.pop("velocity", None)
 
     def _check_complete(self, optimizer: Optimizer) -> None:
         if unknown := self._engine.unknown_parameters(optimizer):

@@ -21,16 +21,13 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
     hvd = sys.modules.get("horovod.torch")
     horovod = hvd is not None and hvd.is_initialized()
     ddp = distributed.is_available() and distributed.is_initialized()
-    if process_set is None and process_group is None:
-        if horovod and ddp:
-            raise ValueError(
-                "both Horovod and torch.distributed are initialised: say which one calls this compressor with "
-                "process_set=hvd.global_process_set or process_group=torch.distributed.group.WORLD"
-            )
-        if not horovod and not ddp:
-            raise ValueError(
-                "build the compressor after hvd.init() (Horovod) or torch.distributed.init_process_group() (DDP)"
-            )
+    if process_set is None and process_group is None and horovod == ddp:
+        raise ValueError(
+            "both Horovod and torch.distributed are initialised: say which one calls this compressor with "
+            "process_set=hvd.global_process_set or process_group=torch.distributed.group.WORLD"
+            if ddp
+            else "build the compressor after hvd.init() (Horovod) or torch.distributed.init_process_group() (DDP)"
+        )
     if process_group is not None or (ddp and process_set is None):
         from .ddp import TorchCollectives
 

@@ -7,7 +7,7 @@ step, one per exchange in turn; with NCCL, where waiting blocks only a stream, a
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
@@ -18,8 +18,7 @@ from ..engine.collectives import Handle, Request, allreduce
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 
-# torch 2.13 renamed it.
-_all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+_all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -33,8 +32,7 @@ def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     Raises:
         RuntimeError: the compressor is bound to Horovod, or the model is in ``join()``.
     """
-    host: DDPHost = state.ddp_host
-    return host.hook(bucket)
+    return cast(DDPHost, state.ddp_host).hook(bucket)
 
 
 class DDPHost:
@@ -158,12 +156,12 @@ class TorchCollectives:
         return self._group
 
     def start(self, request: Request, name: str) -> Handle:
-        tensor, ranks = request.tensor, self.size
+        tensor = request.tensor
         if request.verb == "allreduce":
             output = tensor.clone()
             work = distributed.all_reduce(output, group=self._group, async_op=True)
         elif request.verb == "allgather":
-            output = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+            output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
             work = _all_gather(output, tensor, group=self._group, async_op=True)
         else:
             output = torch.empty_like(tensor)

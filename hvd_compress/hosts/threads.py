@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -15,8 +16,8 @@ T = TypeVar("T")
 class _Meeting:
     """One collective: the ranks' tensors, and the results once all ranks have started it."""
 
-    def __init__(self, verb: str, size: int) -> None:
-        self.verb = verb
+    def __init__(self, name: str, verb: str, size: int) -> None:
+        self.name, self.verb = name, verb
         self.given: list[torch.Tensor | None] = [None] * size
         self.results: list[torch.Tensor] | None = None
 
@@ -48,19 +49,8 @@ class ThreadCollectives:
 
     def __init__(self, world: "ThreadWorld", rank: int) -> None:
         self._world, self.rank = world, rank
+        self.size, self.ordered, self.active = world.size, world.ordered, True
         self._started = 0
-
-    @property
-    def size(self) -> int:
-        return self._world.size
-
-    @property
-    def active(self) -> bool:
-        return True
-
-    @property
-    def ordered(self) -> bool:
-        return self._world.ordered
 
     def generation(self) -> object:
         return self._world
@@ -69,10 +59,8 @@ class ThreadCollectives:
         """Every optimizer fits."""
 
     def start(self, request: Request, name: str) -> Handle:
-        if self._world.ordered:
-            name = f"{self._started}: {name}"
-            self._started += 1
-        return self._world.join(request, name, self.rank)
+        self._started += 1
+        return self._world.join(request, name, self.rank, self._started if self.ordered else None)
 
 
 class ThreadWorld:
@@ -100,39 +88,33 @@ class ThreadWorld:
     def run(self, body: Callable[[int], T]) -> list[T]:
         """Calls ``body(rank)`` in one thread per rank and returns the results. The first exception stops all ranks and
         is raised."""
-        results: list[T | None] = [None] * self.size
 
-        def guarded(rank: int) -> None:
+        def guarded(rank: int) -> T:
             try:
-                results[rank] = body(rank)
+                return body(rank)
             except BaseException as error:
-                if self._failure is None:
-                    self._failure = error
+                self._failure = self._failure or error
+                raise
 
-        threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        with ThreadPoolExecutor(self.size) as pool:
+            ranks = [pool.submit(guarded, rank) for rank in range(self.size)]
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
-        return results  # type: ignore[return-value]
+        return [rank.result() for rank in ranks]
 
     def check(self) -> None:
         """Raises ``RuntimeError`` if another rank has failed."""
         if self._failure is not None:
             raise RuntimeError("another rank failed") from self._failure
 
-    def join(self, request: Request, name: str, rank: int) -> Handle:
-        """Starts a collective on one rank."""
+    def join(self, request: Request, name: str, rank: int, number: int | None = None) -> Handle:
+        """Starts a collective on one rank; ``number``: its place in the order of calls, or None."""
         with self._lock:
-            if self.ordered:
-                number = name.partition(":")[0]
-                for other in self._open:
-                    if other.partition(":")[0] == number and other != name:
-                        raise ValueError(f"ranks start collectives in different orders: {other} and {name}")
-            meeting = self._open.setdefault(name, _Meeting(request.verb, self.size))
+            key = name if number is None else str(number)
+            meeting = self._open.setdefault(key, _Meeting(name, request.verb, self.size))
+            if meeting.name != name:
+                raise ValueError(f"ranks start collectives in different orders: {meeting.name} and {name}")
             if meeting.verb != request.verb:
                 raise ValueError(f"{name}: one rank asks for an {meeting.verb}, rank {rank} for an {request.verb}")
             if meeting.given[rank] is not None:
@@ -140,7 +122,7 @@ class ThreadWorld:
             # Not copied: as in Horovod, the tensor is read once all ranks have started, and must not change before.
             meeting.given[rank] = request.tensor.detach()
             if all(tensor is not None for tensor in meeting.given):
-                del self._open[name]
+                del self._open[key]
                 meeting.results = self._perform(request, name, meeting.given)
         return _ThreadHandle(meeting, rank, self, name)
 

@@ -2,7 +2,6 @@
 
 import abc
 import inspect
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine import checkpoint
-from ..engine.arguments import integer_seed, named_pairs
+from ..engine.arguments import NamedParameters, integer_seed, named_pairs
 from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import Collectives
 from ..engine.engine import Engine
@@ -65,7 +64,7 @@ class Compressor(abc.ABC):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         *,
         seed: int = 0,
         min_numel: int = 1024,

@@ -1,6 +1,5 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec, codec
-from ..engine.arguments import check_fraction
+from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket, Segment
 from ..engine.exchange import Exchange
 from ..selection.base import Scoring, Selection
@@ -16,8 +15,7 @@ from ..selection.leaders import BlockLeaders, check_leaders, run_length
 from ..selection.per_rank import BlockPerRank, gather_codec
 from ..selection.schedule import Density
 from . import spectrum
-from .plan import Plan
-from .sparse import SparseMethod
+from .sparse import Plan, SparseMethod
 
 # The default codec of each exchange: what trained best at equal bytes (docs/results.md); the paper's.
 _EXCHANGES = {"ring": "lanes4", "gather": "range10-gather"}
@@ -59,7 +57,7 @@ class FFT(SparseMethod):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float | Density = 1 / 32,
         *,
         values: str | Codec | None = None,

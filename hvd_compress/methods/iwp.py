@@ -1,19 +1,17 @@
 """Importance-weighted pruning on ring allreduce (Cheng & Xu, arXiv 1901.01544)."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..codecs import Codec
-from ..engine.arguments import check_fraction
+from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..selection.base import Scoring, Selection
 from ..selection.leaders import LEADER_SELECTIONS, check_leaders, run_length
 from ..selection.schedule import Density
-from .plan import Plan
-from .sparse import SparseMethod
+from .sparse import Plan, SparseMethod
 
 # Keeps the scores of an all-zero parameter finite.
 _TINY = 1e-12
@@ -62,7 +60,7 @@ class IWP(SparseMethod):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float | Density = 1 / 32,
         *,
         values: str | Codec = "lanes4",

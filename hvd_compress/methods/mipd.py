@@ -1,22 +1,20 @@
 """Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import check_fraction
+from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
-from ..selection.base import Average, BlockRange, Selection, StepSeed, whole
+from ..selection.base import Average, BlockRange, Selection, whole
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.schedule import Density
 from ..selection.shared import ScoredSelection, SharedSelection, smaller_half
-from .plan import Plan
-from .sparse import SparseMethod
+from .sparse import Plan, SparseMethod
 
 _SIGNIFICANCE = ("taylor", "fisher")
 
@@ -60,7 +58,7 @@ class MIPD(SparseMethod):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float | Density = 1 / 64,
         *,
         values: str | Codec = "lanes4",
@@ -93,6 +91,7 @@ class MIPD(SparseMethod):
         )
         self._significance, self._compensation, self._smoothing = significance, compensation, smoothing
         self._floor, self._explore = floor, explore
+        #: Per bucket, ``floor`` times the root mean squares of weights and smoothed gradients: float32, (segments,).
         self._floors: dict[int, tuple[Tensor, Tensor]] = {}
         #: For undo(): per bucket, where the last step's prediction was applied, and whether the step was valid.
         self._predicted: list[list[tuple[BlockRange, Tensor]]] = [[] for _ in self.buckets]
@@ -106,16 +105,13 @@ class MIPD(SparseMethod):
     def max_slots(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
         return [smaller_half(s) if density <= 0.5 else s.numel for s in bucket.segments]
 
-    def begin_selection(self, bucket: Bucket, plan: Plan, seed: StepSeed, check: bool) -> None:
-        super().begin_selection(bucket, plan, seed, check)
+    def begin(self, bucket: Bucket) -> None:
+        super().begin(bucket)
+        self._predicted[bucket.index] = []
         # Often at first, while the smoothed gradient changes fast.
         if bucket.index not in self._floors or self.step & (self.step - 1) == 0 or self.step % 64 == 0:
-            self._floors[bucket.index] = self._measure(bucket)
-
-    def _measure(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """``floor`` times the root mean squares of weights and smoothed gradients: float32, (segments,) each."""
-        weights, smoothed = root_mean_squares(bucket, flat_weights(bucket), bucket.state["smoothed"])
-        return weights * self._floor, smoothed * self._floor
+            weights, smoothed = root_mean_squares(bucket, flat_weights(bucket), bucket.state["smoothed"])
+            self._floors[bucket.index] = weights * self._floor, smoothed * self._floor
 
     def significance(self, bucket: Bucket, position: int, part: BlockRange) -> Tensor:
         """The significance of some of a segment's entries, in memory order: float32, (entries,), the same bits on all
@@ -135,10 +131,6 @@ class MIPD(SparseMethod):
         return torch.stack([score.sum(dtype=torch.float64) for score in parts])
 
     # The exchange.
-
-    def begin(self, bucket: Bucket) -> None:
-        self._predicted[bucket.index] = []
-        super().begin(bucket)
 
     def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
         selection, state = plan.selection, bucket.state

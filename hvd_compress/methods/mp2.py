@@ -1,6 +1,5 @@
 """Entries that are not sent are predicted (MP2: Liu et al., Computer Networks 255, 2024)."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,16 +8,16 @@ from torch import Tensor
 from ..codecs import Codec
 from ..codecs.scales import Moments
 from ..engine.agreement import all_equal
+from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..reference import BLOCK
 from ..selection.base import Selection
 from ..selection.history import GradientHistory, flat_weights
 from ..selection.shared import AllEntries, RotatingSelection, ScoredSelection, SharedSelection
-from .plan import Plan
 from .prediction import Prediction
 from .predictor import Predictor, predict, shipped
-from .sparse import SparseMethod
+from .sparse import Plan, SparseMethod
 
 _CHOICES = ("significance", "rotation")
 _TINY = 1e-12
@@ -68,7 +67,7 @@ class MP2(SparseMethod):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float = 1 / 9,
         *,
         choice: str = "significance",
@@ -96,13 +95,7 @@ class MP2(SparseMethod):
             raise ValueError(f"gate must lie in [-1, 1], got {gate}")
         if check_interval < 0:
             raise ValueError(f"check_interval must not be negative, got {check_interval}")
-        super().__init__(
-            named_parameters,
-            density,
-            values=values,
-            momentum=momentum,
-            **common,
-        )
+        super().__init__(named_parameters, density, values=values, momentum=momentum, **common)
         self._period, self._choice, self._floor = max(1, round(1 / density)), choice, floor
         self._gate, self._smoothing = gate, smoothing
         self._check_interval, self._predictor = check_interval, predictor

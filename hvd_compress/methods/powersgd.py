@@ -1,11 +1,12 @@
 """Low-rank compression (PowerSGD: Vogels, Karimireddy & Jaggi, NeurIPS 2019)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
@@ -41,7 +42,7 @@ class PowerSGD(Compressor):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         rank: int = 4,
         *,
         values: str = "fp16",
@@ -117,7 +118,8 @@ class PowerSGD(Compressor):
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         loaded = [[state["q"].get(s.name) for s in b.segments] for b in self.buckets]
-        if [_shapes(q) for q in loaded] != [_shapes(q) for q in self._q]:
+        shapes = [[[None if q is None else q.shape for q in bucket] for bucket in each] for each in (loaded, self._q)]
+        if shapes[0] != shapes[1]:
             raise ValueError(f"the state was made with another rank than {self._rank}")
         for b, tensors in zip(self.buckets, loaded, strict=True):
             self._q[b.index] = [None if q is None else q.to(b.device, copy=True) for q in tensors]
@@ -142,7 +144,3 @@ class PowerSGD(Compressor):
 
 def _matrix(segment: Segment, flat: Tensor) -> Tensor:
     return segment.shaped(flat).flatten(1)
-
-
-def _shapes(tensors: list[Tensor | None]) -> list[object]:
-    return [None if tensor is None else tensor.shape for tensor in tensors]

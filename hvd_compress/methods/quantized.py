@@ -1,18 +1,15 @@
 """Every entry, in a few bits: QSGD (Alistarh et al., 2017) and TernGrad (Wen et al., 2017)."""
 
-from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 from ..codecs import Codec
 from ..codecs.qsgd import Levels
 from ..codecs.ternary import Ternary
+from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..selection.base import Selection
-from .plan import Plan
-from .sparse import SparseMethod
+from .sparse import Plan, SparseMethod
 
 
 class Quantized(SparseMethod):
@@ -26,7 +23,7 @@ class Quantized(SparseMethod):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         *,
         values: Codec,
         error_feedback: bool = False,
@@ -75,13 +72,7 @@ class QSGD(Quantized):
     """
 
     def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        bits: int = 4,
-        *,
-        run: int = 512,
-        norm: str = "l2",
-        **options: Any,
+        self, named_parameters: NamedParameters, bits: int = 4, *, run: int = 512, norm: str = "l2", **options: Any
     ) -> None:
         super().__init__(named_parameters, values=Levels(bits, run, norm), **options)
 
@@ -106,13 +97,7 @@ class TernGrad(Quantized):
         Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        *,
-        clip: float | None = 2.5,
-        **options: Any,
-    ) -> None:
+    def __init__(self, named_parameters: NamedParameters, *, clip: float | None = 2.5, **options: Any) -> None:
         if clip is not None and not clip > 0.0:
             raise ValueError(f"clip must be above 0, or None, got {clip}")
         super().__init__(named_parameters, values=Ternary(clip), **options)

@@ -1,6 +1,5 @@
 """Explore and exploit: a core of significant entries, and random ones of the others (Sun et al., arXiv 1709.09393)."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,19 +7,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..engine.arguments import check_fraction
+from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
 from ..hosts.ddp import DDPHost
 from ..reference import flat_positions
-from ..selection.base import Selection, StepSeed
+from ..selection.base import Selection
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.schedule import Density
 from ..selection.shared import ScoredSelection, SharedSelection
 from .local_steps import LocalSteps
-from .plan import Plan
-from .sparse import SparseMethod
+from .sparse import Plan, SparseMethod
 
 # Entries are drawn in proportion to their chance. With this one an entry is always drawn: a draw divides by a number
 # between 2**-33 and 23.
@@ -76,7 +74,7 @@ class SlimDP(SparseMethod):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float | Density = 1 / 32,
         *,
         core: float = 0.5,
@@ -140,9 +138,9 @@ class SlimDP(SparseMethod):
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         return torch.stack([score.sum(dtype=torch.float64) for score in self.significance(bucket)])
 
-    def begin_selection(self, bucket: Bucket, plan: Plan, seed: StepSeed, check: bool) -> None:
-        super().begin_selection(bucket, plan, seed, check)
-        selection = plan.selection
+    def begin(self, bucket: Bucket) -> None:
+        super().begin(bucket)
+        selection = self._plans[bucket.index].selection
         # Blocks keep their slots as long as their core: with fewer, the core would not fit.
         since = self.step - self.step % self._reselect
         selection.phase = derive(self.engine.seed, since, bucket.index) & 0xFFFF

@@ -3,7 +3,6 @@
 import abc
 import math
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Channel, Codec, codec
+from ..engine.arguments import NamedParameters
 from ..engine.block_means import BlockMeans
 from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import allreduce
@@ -24,10 +24,35 @@ from ..selection.per_rank import PerRankSelection, average_per_rank
 from ..selection.schedule import Density, WarmUp, check_density
 from ..selection.shared import AllEntries
 from .base import Compressor
-from .plan import Plan
 
 # On a GPU, ranks check every so many steps whether they have selected alike.
 _CHECK_INTERVAL = 100
+
+
+class Plan:
+    """What one bucket's exchanges consist of: the selection, the codec's channel, the block means if they are sent."""
+
+    def __init__(self, bucket: Bucket, channel: Channel, block_means: BlockMeans | None) -> None:
+        self.channel, self.block_means = channel, block_means
+        self.sizes = [segment.numel for segment in bucket.segments]
+        self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        self.disagree = torch.zeros(1, dtype=torch.bool, device=bucket.device)
+        self.selection: Selection
+        self.scoring: Scoring
+        #: What is sent: the selection's values, then the block means.
+        self.payload: Tensor
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was agreed with other ranks."""
+        #: Each parameter's share of the slots.
+        self.weights = [float(size) for size in self.sizes]
+        #: What the selection was built from.
+        self.layout: tuple[object, ...] = ()
+        #: Whether the values of the last exchange have left the residual: ``payload`` still holds them.
+        self.sent = False
+        self.unchecked = True
+        self.disagree.zero_()
 
 
 class SparseMethod(Compressor):
@@ -46,7 +71,7 @@ class SparseMethod(Compressor):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float | Density,
         *,
         values: str | Codec,
@@ -69,6 +94,7 @@ class SparseMethod(Compressor):
         self.momentum = MomentumCorrection(self.engine, momentum)
         self._layerwise, self._budget_interval, self._block_means = layerwise, budget_interval, block_means
         self._plans = [Plan(b, self._channel(b), BlockMeans(b) if block_means else None) for b in self.buckets]
+        self.momentum.other_velocities = [p.block_means.velocity for p in self._plans if p.block_means]
 
     # What a method says.
 
@@ -113,12 +139,8 @@ class SparseMethod(Compressor):
         check = bucket.device.type == "cpu" or plan.unchecked or self.step % _CHECK_INTERVAL == 0
         settings = zlib.crc32(repr((type(self).__name__, self.options())).encode())
         seed = StepSeed.draw(self.engine.seed, self.step, bucket.index, self.ranks, settings)
-        self.begin_selection(bucket, plan, seed, check)
-        plan.sent, plan.unchecked = False, False
-
-    def begin_selection(self, bucket: Bucket, plan: Plan, seed: StepSeed, check: bool) -> None:
-        """The selection's step begins."""
         plan.selection.begin_step(seed, check)
+        plan.sent, plan.unchecked = False, False
 
     def _channel(self, bucket: Bucket) -> Channel:
         groups = len(bucket.segments) if self._layerwise else 1
@@ -226,21 +248,11 @@ class SparseMethod(Compressor):
             ValueError: no momentum, different ones in different groups, Nesterov or dampening, or parameters that were
                 not given to this compressor and would lose their momentum.
         """
-        momentum = self.momentum.take(optimizer)
-        if not self.momentum.value:
-            self._drop_velocity()
-        return momentum
+        return self.momentum.take(optimizer)
 
     def return_momentum(self, optimizer: Optimizer) -> float:
         """Moves the momentum back to ``optimizer``. Returns it. Raises ``ValueError`` if there is none."""
-        momentum = self.momentum.give_back(optimizer)
-        self._drop_velocity()
-        return momentum
-
-    def _drop_velocity(self) -> None:
-        for plan in self._plans:
-            if plan.block_means is not None:
-                plan.block_means.velocity.zero_()
+        return self.momentum.give_back(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         self.momentum.check(optimizer)

@@ -4,19 +4,18 @@ The baselines of most papers: every rank sends its own entries to all others, so
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codecs import Codec
+from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..selection.base import Selection
 from ..selection.per_rank import SampledPerRank, TopkPerRank, gather_codec
 from ..selection.schedule import Density
-from .plan import Plan
-from .sparse import SparseMethod
+from .sparse import Plan, SparseMethod
 
 
 class TopK(SparseMethod):
@@ -40,7 +39,7 @@ class TopK(SparseMethod):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float | Density = 1 / 256,
         *,
         values: str | Codec = "fp32-gather",
@@ -89,7 +88,7 @@ class DGC(TopK):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: float | Density = 1 / 1000,
         *,
         momentum: float = 0.9,
