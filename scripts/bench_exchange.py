@@ -15,11 +15,10 @@ Figures are medians over the steps of all --runs, with the fastest and the slowe
   step                  backward, exchange and update, of the slowest rank
   backward              alone, without hooks; it hands out prepared gradients, so it is short and hides little
   exchange              what a step takes beyond backward and update alone
-  compress, decompress  time inside the compressor, without waiting, mean over ranks; DDP: both together
+  compress              time in the compressor without waiting, by stats(), mean over ranks; 0 for torch's own hooks
   sent                  MB per rank and step by the network interface's counter, with negotiation and the benchmark's
                         barrier (on the loopback: by stats())
   wire ratio            bytes of a float32 ring allreduce, 2 (N - 1) / N x 4 bytes an entry, over the bytes sent
-  bus                   those bytes over the exchange time, as in nccl-tests
   speed-up              of whole steps over the fastest row of none and of fp16 at that rate, by any backend
   break-even            the bandwidth below which the saved bytes are worth the compressor's time without any overlap
   wrong                 failed checks of one more step (experiment/soundness.py), without momentum correction
@@ -74,7 +73,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.9, help="of the optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows here")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="write the step times by method and rate here")
     args = parser.parse_args(argv)
     for name, least in (("hosts", 2), ("ranks", 2), ("runs", 1), ("steps", 1), ("warmup", 0)):
         value = getattr(args, name)
@@ -124,8 +122,8 @@ def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant)
 
 
 def make_row(method: str, rate: str, backend: str, results: Sequence[dict[str, Any]]) -> Row:
-    """Medians over the steps of all runs, and [least, largest] as ``*_spread``; ``step_ms_runs`` has each run's median.
-    None where nothing was measured."""
+    """Medians over the steps of all runs, and [least, largest] as ``*_spread``; ``step_ms_runs`` has each run's
+    median."""
     ranks, entries = results[0]["ranks"], results[0]["entries"]
     measured = pd.DataFrame(
         [
@@ -145,13 +143,12 @@ def make_row(method: str, rate: str, backend: str, results: Sequence[dict[str, A
         "update": base - backward,
         "backward_with_hooks": slowest["hooked"],
         "exchange": step - base.median(),
-        **{key: mean.get(key) for key in ("compress", "decompress", "wait")},
+        "compress": mean["compress"],
     }
     found: Row = {"method": method, "rate": rate, "backend": backend, "ranks": ranks, "steps": len(step)}
     for name, values in seconds.items():
-        known = values is not None
-        found[f"{name}_ms"] = 1e3 * values.median() if known else None
-        found[f"{name}_ms_spread"] = [1e3 * values.min(), 1e3 * values.max()] if known else None
+        found[f"{name}_ms"] = 1e3 * values.median()
+        found[f"{name}_ms_spread"] = [1e3 * values.min(), 1e3 * values.max()]
     dense, sent = ring_bytes("allreduce", 4 * entries, ranks), mean["sent"].mean()
     failures = [text for result in results for text in result["failures"]]
     return found | {
@@ -159,18 +156,16 @@ def make_row(method: str, rate: str, backend: str, results: Sequence[dict[str, A
         "dense_bytes": dense,
         "tx_bytes": sent,
         "wire_ratio": dense / sent,
-        "bus_gbit_s": 8e-6 * dense / found["exchange_ms"] if found["exchange_ms"] > 0 else None,
-        "break_even_gbit_s": break_even(dense - sent, found["compress_ms"], found["decompress_ms"]),
+        "bus_gbit_s": 8e-6 * dense / found["exchange_ms"],  # as in nccl-tests
+        "break_even_gbit_s": break_even(dense - sent, found["compress_ms"]),
         "settings": results[0]["settings"],
         "wrong": len(failures),
         "failures": failures,
     }
 
 
-def break_even(saved: float, compress_ms: float | None, decompress_ms: float | None) -> float | None:
-    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes as long as compressing. None where nothing is
-    saved or the time is not known."""
-    milliseconds = (compress_ms or 0.0) + (decompress_ms or 0.0)
+def break_even(saved: float, milliseconds: float) -> float | None:
+    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so long; None where none are saved."""
     return 8e-6 * saved / milliseconds if milliseconds > 0 and saved > 0 else None
 
 
@@ -192,25 +187,25 @@ def compared(rows: Sequence[Row], failed: Collection[tuple[str, str]] = ()) -> l
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Three tables of the same rows: the step, its parts, the network."""
+    """Two tables of the same rows: the step and its bytes; its parts."""
 
-    def part(columns: dict[str, tuple[str, str]]) -> str:
-        keys = ("rate", "backend", "method")
-        lines = [
-            {**{key: one[key] for key in keys}, **{name: None if one[key] is None else format(one[key], form)
-                                                   for name, (key, form) in columns.items()}}
-            for one in rows
-        ]  # fmt: skip
-        return table.markdown(lines, left=3)
+    def text(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
 
-    spread = [{**one, "spread": "({:,.1f} to {:,.1f})".format(*one["step_ms_spread"])} for one in rows]
-    step = {"step ms": ("text", ""), "sent MB": ("mb", ",.2f"),
-            "speed-up over none": ("speedup_over_none", ".2f"), "over fp16": ("speedup_over_fp16", ".2f")}  # fmt: skip
-    rows = [{**one, "text": f"{one['step_ms']:,.1f} {one['spread']}", "mb": one["tx_bytes"] / 1e6} for one in spread]
-    parts = {f"{key} ms": (f"{key}_ms", ",.1f") for key in ("backward", "exchange", "compress", "decompress")}
-    network = {"wire ratio": ("wire_ratio", ".1f"), "bus Gbit/s": ("bus_gbit_s", ".2f"),
-               "break-even Gbit/s": ("break_even_gbit_s", ".2f"), "wrong": ("wrong", "")}  # fmt: skip
-    return "\n\n".join(map(part, (step, parts, network)))
+    tables: tuple[list[dict[str, str]], ...] = ([], [])
+    for one in rows:
+        key = {"rate": one["rate"], "method": f"{one['method']} ({one['backend']})"}
+        step = {
+            "step ms": "{:,.1f} ({:,.1f} to {:,.1f})".format(one["step_ms"], *one["step_ms_spread"]),
+            "sent MB": f"{one['tx_bytes'] / 1e6:,.2f}",
+            "wire ratio": f"{one['wire_ratio']:.1f}",
+            **{f"speed-up over {base}": text(one[f"speedup_over_{base}"], ".2f") for base in BASELINES},
+        }
+        parts = {f"{name} ms": f"{one[f'{name}_ms']:,.1f}" for name in ("backward", "exchange", "compress")}
+        parts |= {"break-even Gbit/s": text(one["break_even_gbit_s"], ".2f"), "wrong": str(one["wrong"])}
+        for lines, columns in zip(tables, (step, parts), strict=True):
+            lines.append({**key, **columns})
+    return "\n\n".join(table.markdown(lines, left=2) for lines in tables)
 
 
 def write(
@@ -223,22 +218,6 @@ def write(
     args.json.write_text(
         json.dumps({"config": {**config, **environment, "failed": failed}, "rows": rows}, indent=1) + "\n"
     )
-
-
-def plot(args: argparse.Namespace, rows: Sequence[Row]) -> Path:
-    """Bars of the median step, a group for each rate and a colour for each method; the lines are the spread."""
-    frame = pd.DataFrame(rows)
-    frame["label"] = frame["method"] + ", " + frame["backend"]
-    frame["low"], frame["high"] = zip(*frame["step_ms_spread"], strict=True)
-    step, low, high = (
-        frame.pivot(index="rate", columns="label", values=key)[frame["label"].unique()].loc[frame["rate"].unique()]
-        for key in ("step_ms", "low", "high")
-    )
-    file: Path = args.plot / f"exchange-{args.shapes}-{args.hosts or args.ranks}-{'-'.join(args.backend)}.png"
-    with table.chart(file, len(step.columns), yscale="log", ylabel="step, ms", xlabel="rate of every link") as axes:
-        errors = [[step[label] - low[label], high[label] - step[label]] for label in step]
-        step.plot.bar(ax=axes, yerr=errors, width=0.8, rot=0, error_kw={"linewidth": 0.8})
-    return file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -268,8 +247,6 @@ def main(argv: Sequence[str]) -> int:
             write(args, result["environment"], rows, failed)
     if rows:
         print(markdown(rows))
-        if args.plot:
-            plot(args, rows)
     return 1 if failed or any(row["wrong"] for row in rows) else 0
 
 

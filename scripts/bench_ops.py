@@ -4,11 +4,11 @@
     python scripts/bench_ops.py --device cpu --numel 25000000 --threads 2
 
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
-``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for the
-same work, with ``torch.topk`` over the whole tensor; "wrong" counts entries that differ from hvd_compress/reference: if
-any does, the exit status is 1. "deferred": with the residual update of the last ``scatter``, as IWP and FFT do it in
-every step; "not deferred": a ``scatter`` that updates the residual itself, as the other methods do. Last, ``gather`` and
-``scatter`` in turn with ``accumulate_select``, as in a step: their time as a share of it.
+``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for
+accumulating and ``torch.topk`` over the whole tensor, or for indexing; "wrong" counts entries that differ from
+hvd_compress/reference: if any does, the exit status is 1. "deferred": with the residual update of the last ``scatter``,
+as IWP and FFT do it in every step; "not deferred": a ``scatter`` that updates the residual itself, as the other methods
+do.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import table
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
-from torch.utils.benchmark.utils.timer import timer as benchmark_timer  # synchronizes CUDA
 
 from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
@@ -51,12 +50,6 @@ class Bench:
                       num_threads=torch.get_num_threads())  # fmt: skip
         times = sorted(timer.timeit(1).median for _ in range(repeats or self.repeats))
         return times[len(times) // 2]
-
-    def once(self, function: Callable[[], object]) -> float:
-        """The seconds that one call takes, without a warm-up."""
-        start = benchmark_timer()
-        function()
-        return benchmark_timer() - start
 
     def differing(self, operator: str, arguments: dict[str, Any]) -> int:
         """Entries of all tensors that the operator and its reference leave different."""
@@ -146,34 +139,17 @@ class Bench:
 
     def accumulate_select(self, name: str, each: int, ranks: int, explore: int = 0, **options: Any) -> None:
         arguments = self.accumulate(each, ranks, explore, **options)
-        grad, residual, weight, velocity, floor, means = (
-            arguments[key] for key in ("grad", "residual", "weight", "velocity", "floor", "block_means")
-        )
-        deferred = options.get("deferred", False)
-        slots, indices, segments = self.slots(each if deferred else 0)
-        where = reference.flat_positions(indices, segments, 0)
+        grad, residual, weight = arguments["grad"], arguments["residual"], arguments["weight"]
+        slots = arguments.get("deferred_slots", 0)
 
         def plain() -> None:
-            flat = residual[: self.n]
-            if deferred:
-                residual[where] = arguments["deferred_error"]
-                if velocity is not None:
-                    velocity[where] = 0.0
-            step = grad.float() * 0.5 if velocity is None else velocity[: self.n].mul_(0.9).add_(grad, alpha=0.5)
-            if means is not None:
-                whole = step[: self.n // BLOCK * BLOCK].view(-1, BLOCK)
-                mean = whole.mean(1)
-                means[: len(mean)] += mean
-                whole -= mean[:, None]
-            flat += step
-            if means is None:
-                grad.zero_()
+            flat = residual[: self.n].add_(grad, alpha=0.5)
             if each:
-                score = flat.abs() if weight is None else flat.abs() / (weight.float().abs() + floor)
+                score = flat.abs() if weight is None else flat.abs() / (weight.float().abs() + 1e-3)
                 torch.topk(score, max(1, self.blocks * each // ranks))
 
         reads_weight = weight is not None and each >= ranks  # then this rank leads in every block
-        entry = 8 + grad.element_size() * (1 + reads_weight) + 8 * (velocity is not None)
+        entry = 8 + grad.element_size() * (1 + reads_weight) + 8 * options.get("velocity", False)
         self.against(name, "accumulate_select", arguments, self.n * entry + slots * 9, plain)
 
     def select(self, name: str, each: int, ranks: int, explore: int = 0) -> None:
@@ -208,15 +184,9 @@ class Bench:
         where = reference.flat_positions(indices, segments, 0).clamp(max=self.n - 1)
 
         def plain() -> None:
-            if means:
-                grad.copy_((block_means * 0.25).repeat_interleave(BLOCK)[: self.n])
-                grad[where] += mean * 0.25
-            else:
-                grad[where] = mean * 0.25
+            grad[where] = mean * 0.25
             if error is not None:
                 residual[where] = error
-                if momentum is not None:
-                    momentum[where] = 0.0
 
         def before() -> None:
             residual.copy_(fresh)
@@ -225,32 +195,6 @@ class Bench:
         byte_count = slots * (1 + 8 + (8 + 4 * velocity) * (not deferred)) + 4 * self.n * means
         name = f"{each} of 256{', velocity' * velocity}{', means' * means}{', not deferred' * (not deferred)}"
         self.against(name, "scatter", arguments, byte_count, plain, before)
-
-    def in_turn(self, name: str, each: int, ranks: int, **options: bool) -> None:
-        """Prints the time of ``gather`` and ``scatter`` as a share of the ``accumulate_select`` before them."""
-        arguments = self.accumulate(each, ranks, deferred=True, **options)
-        slots, indices, segments = self.slots(each)
-        residual, means, values = arguments["residual"], arguments["block_means"], self.random(slots)
-        back = (
-            [arguments["grad"]],
-            residual,
-            None,
-            indices,
-            segments,
-            arguments["deferred_mean"],
-            None,
-            0,
-            0.25,
-            means,
-        )
-        ratios = []
-        for _ in range(self.repeats):
-            # Without Timer's warm-up: in a step, the caches hold other data.
-            whole = self.once(lambda: ops.accumulate_select(**arguments))
-            parts = self.once(lambda: ops.gather(residual, indices, segments, values, 0))
-            ratios.append((parts + self.once(lambda: ops.scatter(*back))) / whole)
-        ratios.sort()
-        print(f"- {name}: {ratios[len(ratios) // 2]:.0%} ({ratios[0]:.0%} to {ratios[-1]:.0%})", flush=True)
 
 
 def _cloned(value: Any) -> Any:
@@ -305,12 +249,6 @@ def main() -> int:
     bench.scatter(4, deferred=False)
     bench.scatter(4, velocity=True, deferred=False)
     print(table.markdown(bench.rows))
-    print("\ngather and scatter, as a share of the accumulate_select before them, which has a deferred update:\n")
-    bench.in_turn("leading 1 of 4 slots", 4, 4)
-    bench.in_turn("leading 4 slots", 4, 1)
-    bench.in_turn("leading 1 of 4 slots, velocity", 4, 4, velocity=True)
-    bench.in_turn("leading 1 of 4 slots, means", 4, 4, means=True)
-    bench.in_turn("leading 1 of 4 slots, velocity, means", 4, 4, velocity=True, means=True)
     return 1 if bench.wrong else 0
 
 

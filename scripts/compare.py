@@ -8,8 +8,10 @@
 The arguments after -- go to train.py in every run. A method may run in several variants, METHOD@NAME, each with options
 of its own: `--methods iwp,iwp@one --option 'iwp@one:--leaders 1'`; ddp-METHOD runs on torch DDP.
 
-An interrupted call can be repeated: a run whose result lies in OUT/runs is not run again. OUT also gets table.md,
-table.csv, accuracy.png, loss.png and, with --budgets, densities.json.
+A budget is a share of the dense bytes. What a step sends besides the selected entries (tensors sent dense, scales,
+padding) differs between methods and models, so the density for a budget is found by short runs. An
+interrupted call can be repeated: a run whose result lies in OUT is not run again. OUT also gets table.md, table.csv and
+accuracy.png.
 """
 
 from __future__ import annotations
@@ -17,17 +19,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import table
 from experiment import comparison, compressors
-from experiment.comparison import Decision, Densities
+from experiment.comparison import Variant
 from experiment.data import DATASETS
 from experiment.models import MODELS
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
-Decisions = dict[str, dict[str, Decision]]
+# A probe counts bytes, without what a method sends once in a hundred steps (budgets, checks), which is little.
+PROBE = ("--max-steps", "20", "--eval-every", "1000000")
+# The densities of the first two probes: low enough for the budgets that matter, and far apart.
+PROBES = (1 / 64, 1 / 8)
+
+Point = tuple[float, float]  # density, share of the dense bytes
+Decisions = dict[str, dict[str, Point | str]]  # by label and budget; or why no density reaches it
+
+
+class Unreachable(Exception):
+    """No density gives this share; says why."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -51,13 +64,38 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.train = train
     try:
         args.variants = comparison.variants(args.methods, args.option)
-        for text in args.budgets:
-            comparison.budget(text)
-    except ValueError as error:
+        if not all(0 < Fraction(text) <= 1 for text in args.budgets):
+            raise ValueError(f"a budget is a share of the dense bytes, as 1/64; got {','.join(args.budgets)}")
+    except (ValueError, ZeroDivisionError) as error:
         parser.error(str(error))
     if fixed := [option for option in args.option if args.budgets and "--density" in option]:
         parser.error(f"--option {fixed[0]!r}: with --budgets, the density is determined by the budget")
     return args
+
+
+def find(measure: Callable[[float], float], target: float, tolerance: float = 0.01) -> Point:
+    """The density that gives the share ``target`` of the dense bytes, and the share measured there: bytes are nearly
+    affine in the density. It is corrected once if it is off by more than ``tolerance`` of the target."""
+    low, high = ((density, measure(density)) for density in PROBES)
+    density = _solve(low, high, target)
+    guess = (density, measure(density))
+    if abs(guess[1] - target) <= tolerance * target:
+        return guess
+    density = _solve(min(low, high, key=lambda point: abs(point[1] - guess[1])), guess, target)
+    return min(guess, (density, measure(density)), key=lambda point: abs(point[1] - target))
+
+
+def _solve(one: Point, other: Point, target: float) -> float:
+    """Where the line through two points reaches ``target``; to four digits, so that it can be read and typed."""
+    slope = (other[1] - one[1]) / (other[0] - one[0])
+    if not slope > 0.0:
+        raise Unreachable("its bytes do not grow with the density")
+    density = one[0] + (target - one[1]) / slope
+    if density > 1.0:
+        raise Unreachable("all entries together are fewer bytes")
+    if density <= 0.0:
+        raise Unreachable("what it sends besides the selected entries is more")
+    return float(f"{density:.4g}")
 
 
 class Comparison:
@@ -67,85 +105,104 @@ class Comparison:
         self.args = args
         self.failures: list[str] = []
 
-    def execute(self, run: Run) -> Result:
-        """The run's result, from its file if it is there; ``Failed`` as it comes."""
+    def arguments(self, variant: Variant, seed: int) -> tuple[str, ...]:
+        """Of train.py, where later ones win: a variant's own options override what is compared, those after -- do
+        not."""
+        args, own = self.args, ["--compression", variant.method, "--host", variant.host, "--seed", str(seed)]
+        if args.momentum_correction:
+            own += ["--momentum-correction"] if variant.has("momentum_correction") else []
+            own += ["--dense-values", "fp16"] if variant.has("dense_values") else []
+        common = ["--data", args.data, "--model", args.model, "--epochs", str(args.epochs)]
+        return (*args.train, *common, *own, *variant.options)
+
+    def execute(self, folder: str, name: str, arguments: tuple[str, ...]) -> Result:
+        """A run's result, from its file if it is there; ``Failed`` as it comes."""
+        run = Run(self.args.out / folder / f"{name}.json", self.args.ranks, arguments)
         result = run.result()
         if result is None:
             print(f"compare.py: {run.name}", file=sys.stderr, flush=True)
             result = run.execute(self.args.timeout)
         return result
 
+    def share(self, variant: Variant, density: float) -> float:
+        """What the variant sends at this density, as a share of the dense bytes."""
+        # At its final density: a warm-up is not part of the budget.
+        steady = ("--warmup-steps", "0") if variant.has("warmup_steps") else ()
+        arguments = (*self.arguments(variant, self.args.seeds[0]), *steady, *PROBE, "--density", f"{density:.6g}")
+        result = self.execute("probes", f"{variant.label}-{density:.6g}", arguments)
+        return float(result["wire_bytes_per_step"] / result["dense_bytes_per_step"])
+
     def decide(self) -> Decisions:
         """Every variant's density at every budget. A variant whose probes fail is left out, and the failure kept."""
         decisions: Decisions = {}
-        densities = Densities(self.args, self.execute)
-        for variant in self.args.variants if self.args.budgets else []:
+        for variant in self.args.variants:
+            decided: dict[str, Point | str] = {}
             try:
-                decisions[variant.label] = densities.decide(variant)
+                for text in self.args.budgets:
+                    try:
+                        if not variant.has("density"):
+                            raise Unreachable("it has no density")
+                        decided[text] = find(lambda density, v=variant: self.share(v, density), float(Fraction(text)))
+                    except Unreachable as reason:
+                        decided[text] = str(reason)
+                decisions[variant.label] = decided
             except Failed as error:
                 self._fail(str(error))
         return decisions
 
-    def train(self, planned: Sequence[Run]) -> list[Result]:
-        """The results of the runs that have one."""
+    def train(self, decisions: Decisions) -> list[Result]:
+        """The results of all runs that have one, seed by seed. A variant runs once at each budget that it reaches, and
+        once at its own ratio if it reaches none."""
         results = []
-        for run in planned:
-            try:
-                result = self.execute(run)
-            except Failed as error:
-                self._fail(str(error))
-                continue
-            if wrong := complaint(result):
-                self._fail(f"{run.name}: {wrong}")
-            if result["test_accuracy"] is not None:  # otherwise it diverged before its first test
-                results.append(result)
+        for seed in self.args.seeds:
+            for variant in [variant for variant in self.args.variants if variant.label in decisions]:
+                points = {t: point for t, point in decisions[variant.label].items() if not isinstance(point, str)}
+                runs = [(f"-{t.replace('/', 'of')}", ("--density", f"{d:.6g}")) for t, (d, _) in points.items()]
+                for suffix, density in runs or [("", ())]:
+                    name = f"{variant.label}{suffix}-{seed}"
+                    try:
+                        result = self.execute("runs", name, (*self.arguments(variant, seed), *density))
+                    except Failed as error:
+                        self._fail(str(error))
+                        continue
+                    if wrong := complaint(result):
+                        self._fail(f"{name}: {wrong}")
+                    if result["test_accuracy"] is not None:  # otherwise it diverged before its first test
+                        results.append(result)
         return results
 
     def _fail(self, text: str) -> None:
         self.failures.append(text)
         print(f"compare.py: {text}", file=sys.stderr, flush=True)
 
-    def report(self, results: list[Result], decisions: Decisions) -> None:
-        out = self.args.out
-        (out / "table.md").write_text(self.page(results, decisions))
-        table.write_csv(results, out / "table.csv")
-        table.plot(results, out / "accuracy.png")
-        table.plot_loss(results, out / "loss.png")
-
     def page(self, results: list[Result], decisions: Decisions) -> str:
-        args = self.args
+        args, seeds = self.args, ", ".join(map(str, self.args.seeds))
         parts = [
-            f"# {args.model} on {args.data}, {args.ranks} ranks, {args.epochs} epochs, "
-            f"seeds {', '.join(map(str, args.seeds))}",
+            f"# {args.model} on {args.data}, {args.ranks} ranks, {args.epochs} epochs, seeds {seeds}",
             f"Mean over the seeds, ± half the range. All ranks shared {os.cpu_count()} cores: step times compare "
             "only among runs of one call. Written by `scripts/compare.py`; all options are in [table.csv](table.csv).",
             table.table(results),
+            *([budget_text(decisions)] if args.budgets else []),
+            *(f"Failed:\n\n```\n{text}\n```" for text in self.failures),
+            "![accuracy against wire bytes](accuracy.png)\n",
         ]
-        if args.budgets:
-            parts += ["## Budgets", budget_text(decisions)]
-        if len(commits := sorted({str(result["config"].get("git_commit")) for result in results})) > 1:
-            parts.append(f"These runs were made by {len(commits)} versions of the code: {', '.join(commits)}.")
-        if self.failures:
-            parts += ["## Failed", *(f"```\n{text}\n```" for text in self.failures)]
-        return (
-            "\n\n".join([*parts, "![accuracy against wire bytes](accuracy.png)\n![loss against step](loss.png)"]) + "\n"
-        )
+        return "\n\n".join(parts)
 
 
 def budget_text(decisions: Decisions) -> str:
     """Each variant's density at each budget, and why it has none."""
     rows, reasons = [], []
     for label, decided in decisions.items():
-        for text, decision in decided.items():
-            if decision.share is None:
-                reasons.append(f"- {label} at {text}: {decision.why}")
+        for text, point in decided.items():
+            if isinstance(point, str):
+                reasons.append(f"- {label} at {text}: {point}")
                 continue
-            off = 100 * (decision.share / comparison.budget(text) - 1)
-            measured = f"1/{1 / decision.share:.2f} ({off:+.1f} %)"
-            rows.append({"method": label, "budget": text, "density": f"{decision.density:g}", "measured": measured})
+            off = 100 * (point[1] / float(Fraction(text)) - 1)
+            measured = f"1/{1 / point[1]:.2f} ({off:+.1f} %)"
+            rows.append({"method": label, "budget": text, "density": f"{point[0]:g}", "measured": measured})
     intro = (
-        "Shares of the bytes that a ring allreduce of float32 would send, everything included, measured in short runs. "
-        "A method that reaches no budget runs at its own ratio."
+        "Budgets are shares of the bytes that a ring allreduce of float32 would send, everything included, measured in "
+        "short runs. A method that reaches no budget runs at its own ratio."
     )
     return "\n\n".join([intro, *([table.markdown(rows)] if rows else []), *(["\n".join(reasons)] if reasons else [])])
 
@@ -158,18 +215,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     compare = Comparison(args)
     for variant in args.variants:  # options that train.py refuses end it here
-        Run(args.out, args.ranks, comparison.arguments(args, variant, 0)).configuration()
+        Run(args.out, args.ranks, compare.arguments(variant, 0)).configuration()
     try:
         decisions = compare.decide()
-        planned = comparison.runs(args, decisions)
-        for run in planned:
-            run.result()  # raises before hours of work if a result has another configuration
-        results = compare.train(planned)
+        results = compare.train(decisions)
     except OtherConfiguration as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
     if results:
-        compare.report(results, decisions)
+        (args.out / "table.md").write_text(compare.page(results, decisions))
+        table.write_csv(results, args.out / "table.csv")
+        table.plot(results, args.out / "accuracy.png")
         print((args.out / "table.md").read_text())
     return 1 if compare.failures else 0
 

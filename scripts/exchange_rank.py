@@ -11,12 +11,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import compressors, hosts, metrics, soundness, trace
+from experiment import compressors, hosts, metrics, soundness
 from experiment.shapes import SHAPES
 from experiment.synthetic import Synthetic
 
@@ -38,36 +37,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
     compressors.METHODS[parser.parse_known_args(argv)[0].method].add_arguments(parser)
     return parser.parse_args(argv)
-
-
-class Clock:
-    """Seconds spent inside a compressor that Horovod calls. Its two methods are replaced by timed ones; the object
-    stays the same, as Horovod and the compressor's own checks require."""
-
-    def __init__(self, compression: Any) -> None:
-        self._compression = compression
-        self._now: dict[str, float] = {}
-        self.lap()
-        compression.compress = self._clocked("compress", compression.compress)
-        compression.decompress = self._clocked("decompress", compression.decompress)
-
-    def lap(self) -> dict[str, float]:
-        """The time since the last lap: ``compress`` and ``decompress`` without waiting, and ``wait``."""
-        last, self._now = self._now, dict.fromkeys(("compress", "decompress", "wait"), 0.0)
-        return last
-
-    def _clocked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def clocked(*args: Any) -> Any:
-            start, waited = time.perf_counter(), trace.seconds_waited(self._compression)
-            try:
-                return function(*args)
-            finally:
-                wait = trace.seconds_waited(self._compression) - waited
-                self._now[name] += time.perf_counter() - start - wait
-                self._now["wait"] += wait
-
-        return clocked
 
 
 class Bench:
@@ -111,7 +80,6 @@ class Bench:
         self._set(momentum=self.args.momentum, lr=1e-3)
         self.compression = self.host.compression(self.args, self.args.method, self.model, self.optimizer)
         self.module, self.optimizer = self.host.wrap(self.model, self.optimizer, self.compression)
-        clock = Clock(self.compression) if self.args.host == "horovod" else None
 
         def step() -> dict[str, float]:
             start = time.perf_counter()
@@ -119,15 +87,13 @@ class Bench:
             backward = time.perf_counter()
             self.synchronize()
             self.update()
-            seconds = {"hooked": backward - start, "step": time.perf_counter() - start}
-            return {**seconds, **clock.lap()} if clock else seconds
+            return {"hooked": backward - start, "step": time.perf_counter() - start}
 
         self._repeat(step, self.args.warmup, 0)
         before = self._sent()
         measured = self._repeat(step, 0, self.args.steps)
         measured["sent"] = [(self._sent() - before) / len(measured["step"])]
-        if not clock and compressors.METHODS[self.args.method].kind:
-            measured["compress"] = [self.compression.stats()["compress_ms"] / 1e3]
+        measured["compress"] = [self.compression.stats()["compress_ms"] / 1e3]
         return measured
 
     def failures(self) -> list[str]:

@@ -3,9 +3,9 @@
 
     python scripts/gradient_errors.py /tmp/gradients/cifar10 /tmp/gradients/digits
 
-One rank's own gradient is written once and read again, without error feedback: error is |g - decoded| / |g| over all
-its tensors. Bits per entry count what one message holds: codes, and for sparse methods one byte an index. A second
-table asks where frequencies win, a third what tighter indices would save.
+One rank's own gradient is encoded and decoded once, without error feedback: the error is |g - decoded| / |g| over all
+its tensors. Bits per entry count what one message holds: codes, and for sparse methods one byte per index. The second
+table compares frequencies with entries, the third says what tighter indices would save.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import table
 import torch
 from torch import Tensor
 
 from hvd_compress import ops
+from hvd_compress.codecs.codebooks import DISTRIBUTIONS, grid_step
+from hvd_compress.codecs.packed import Code, Lloyd, RangeFloat
+from hvd_compress.codecs.scales import Moments
 from hvd_compress.methods import spectrum
-from hvd_compress.codecs.books import DISTRIBUTIONS, grid_step
-from hvd_compress.codecs.code import Code, Lloyd, RangeFloat
-from hvd_compress.codecs.scales import Moments, bounded
 from hvd_compress.reference import BLOCK
 
 Gradient = list[Tensor]  # one flat float32 tensor a parameter
@@ -38,38 +39,37 @@ def load(folder: Path, by_kernel: bool = False) -> dict[int, list[Gradient]]:
         for name, flat in sorted(saved["gradients"].items()):
             shaped = flat.as_strided(saved["shapes"][name], saved["strides"][name])
             tensors.append(shaped.contiguous().view(-1) if by_kernel else flat)
-        found.setdefault(saved["meta"]["step"], []).append(tensors)
+        found.setdefault(saved["step"], []).append(tensors)
     if not found:
         raise SystemExit(f"{folder} holds no step*.rank*.pt: run scripts/record_gradients.py first")
     return found
 
 
-def edges_of(gradient: Gradient, layerwise: bool) -> Tensor:
+def edges_of(gradient: Gradient, layerwise: bool = True) -> Tensor:
     sizes = [tensor.numel() for tensor in gradient]
     return torch.tensor([0, *(sizes if layerwise else [sum(sizes)])]).cumsum(0)
 
 
-def relative(lost: Tensor, values: Tensor) -> float:
-    return float(lost.double().norm() / values.double().norm())
+def relative(error: Tensor, values: Tensor) -> float:
+    return float(error.double().norm() / values.double().norm())
 
 
 def coded(code: Code, values: Tensor, edges: Tensor) -> Tensor:
-    """What a code loses, with each group's own scale and distribution."""
+    """The quantization error of a code, with each group's own scale and distribution."""
     moments = Moments(values, edges)
-    scale = bounded(moments.peak if code.peak else moments.rms)
-    codes, lost = torch.empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
-    code.encode(values, scale, moments.kind, edges, codes, lost)
-    return lost
+    scale = moments.scale(code.peak).clamp(1e-20, 1e20)
+    codes, error = torch.empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
+    code.encode(values, scale, moments.kind, edges, codes, error)
+    return error
 
 
 def lanes(bits: int, stochastic: bool, values: Tensor, edges: Tensor) -> Tensor:
-    moments = Moments(values, edges)
-    steps = grid_step(2 ** (bits - 1) - 1, stochastic).double()
-    scale = bounded(moments.rms * steps[moments.kind]).float()
+    moments, steps = Moments(values, edges), grid_step(2 ** (bits - 1) - 1, stochastic).double()
+    scale = (moments.rms * steps[moments.kind]).clamp(1e-20, 1e20).float()
     width = lane_width(bits)
-    words, lost = torch.empty(-(-len(values) // (64 // width)), dtype=torch.int64), torch.empty_like(values)
-    ops.lanes_encode(values, scale, edges, words, lost, bits, width, 1 if stochastic else -1)
-    return lost
+    words, error = torch.empty(-(-len(values) // (64 // width)), dtype=torch.int64), torch.empty_like(values)
+    ops.lanes_encode(values, scale, edges, words, error, bits, width, 1 if stochastic else -1)
+    return error
 
 
 def lane_width(bits: int) -> int:
@@ -92,34 +92,25 @@ def largest(flat: Tensor, each: int) -> Tensor:
 
 
 def sparse(gradient: Gradient, each: int, code: Code | None, frequencies: bool) -> float:
-    """What is lost when ``each`` of 256 entries, or Fourier coefficients, are kept; the transform keeps lengths."""
-    parts, kept = [], []
-    for tensor in gradient:
-        flat = tensor
+    """The error where ``each`` of 256 entries, or Fourier coefficients, are kept; the transform preserves norms."""
+    dropped, chosen = [], []
+    for flat in gradient:
         if frequencies:
-            flat = torch.empty(spectrum.padded(tensor.numel()))
-            spectrum.forward(tensor, flat)
-        parts.append(flat)
-        kept.append(largest(flat, each))
-    lost = [flat[~mask] for flat, mask in zip(parts, kept, strict=True)]
-    chosen = [flat[mask] for flat, mask in zip(parts, kept, strict=True)]
+            entries, flat = flat, torch.empty(spectrum.padded(flat.numel()))
+            spectrum.forward(entries, flat)
+        mask = largest(flat, each)
+        dropped.append(flat[~mask])
+        chosen.append(flat[mask])
     if code is not None:
-        lost.append(coded(code, torch.cat(chosen), edges_of(chosen, True)))
-    return relative(torch.cat(lost), torch.cat(gradient))
+        dropped.append(coded(code, torch.cat(chosen), edges_of(chosen)))
+    return relative(torch.cat(dropped), torch.cat(gradient))
 
 
-Method = tuple[str, float, Callable[[Gradient], float]]
-
-
-def methods() -> Iterable[Method]:
+def methods() -> Iterable[tuple[str, float, Callable[[Gradient], float]]]:
     """Name, bits per entry, relative error of a gradient."""
 
-    def quantizer(lose: Callable[[Tensor, Tensor], Tensor], layerwise: bool = True) -> Callable[[Gradient], float]:
-        def error(gradient: Gradient) -> float:
-            values = torch.cat(gradient)
-            return relative(lose(values, edges_of(gradient, layerwise)), values)
-
-        return error
+    def quantizer(error: Callable[[Tensor, Tensor], Tensor], layerwise: bool = True) -> Callable[[Gradient], float]:
+        return lambda g: relative(error(torch.cat(g), edges_of(g, layerwise)), torch.cat(g))
 
     for bits in (2, 4, 6, 8):
         yield f"QSGD, {bits} bits", bits, quantizer(lambda v, e, b=bits: qsgd(b, v))
@@ -130,59 +121,58 @@ def methods() -> Iterable[Method]:
     for bits in (1, 2, 3, 4, 6, 8):
         yield f"lloyd{bits}", bits, quantizer(lambda v, e, b=bits: coded(Lloyd(b), v, e))
     for bits in (2, 4):
-        yield (
-            f"lloyd{bits}, one scale for the model", bits,
-            quantizer(lambda v, e, b=bits: coded(Lloyd(b), v, e), layerwise=False),
-        )  # fmt: skip
+        yield f"lloyd{bits}, one scale", bits, quantizer(lambda v, e, b=bits: coded(Lloyd(b), v, e), layerwise=False)
     for bits in (4, 6, 8, 10, 12):
         yield f"range{bits}", bits, quantizer(lambda v, e, b=bits: coded(RangeFloat(b), v, e))
     for each in (64, 38, 16, 4):
         for code in (RangeFloat(10), Lloyd(4)):
-            cost = each / BLOCK * (8 + code.bits)
-            name = f"{each} of 256, {code.name}"
+            cost, name = each / BLOCK * (8 + code.bits), f"{each} of 256, {code.name}"
             yield f"top-k, {name}", cost, lambda g, e=each, c=code: sparse(g, e, c, False)
             yield f"FFT, {name}", cost, lambda g, e=each, c=code: sparse(g, e, c, True)
 
 
-def row(*cells: str) -> None:
-    print("| " + " | ".join(cells) + " |")
+def error_table(folders: list[Path]) -> str:
+    first = {f"{folder.name}, step {step}": ranks[0] for folder in folders for step, ranks in load(folder).items()}
+    return table.markdown(
+        [
+            {"method": name, "bits": f"{bits:.2f}", **{column: f"{error(g):.4f}" for column, g in first.items()}}
+            for name, bits, error in methods()
+        ]
+    )
 
 
-def error_table(folders: dict[str, dict[int, list[Gradient]]]) -> None:
-    columns = [(name, step) for name, steps in folders.items() for step in steps]
-    row("method", "bits an entry", *(f"{name}, step {step}" for name, step in columns))
-    row("---", *["---:"] * (len(columns) + 1))
-    for name, bits, error in methods():
-        row(name, f"{bits:.2f}", *(f"{error(folders[f][s][0]):.4f}" for f, s in columns))
-
-
-def frequency_table(paths: list[Path]) -> None:
-    """The error of the best few, in both domains and both orders of memory."""
-    row("gradients", "step", "flattened by", "kept", "top-k", "FFT", "lag-1 correlation")
-    row("---", "---:", "---", "---", "---:", "---:", "---:")
-    for path in paths:
+def frequency_table(folders: list[Path]) -> str:
+    """The error of the 38 best of 256, in both domains and both orders of memory."""
+    rows = []
+    for folder in folders:
         for by_kernel in (False, True):
-            for step, ranks in load(path, by_kernel).items():
+            for step, ranks in load(folder, by_kernel).items():
                 mean = [torch.stack(tensors).mean(0) for tensors in zip(*ranks, strict=True)]
                 for who, gradient in (("rank 0's", ranks[0]), ("the mean", mean)):
                     products = sum(float((t[1:] * t[:-1]).sum()) for t in gradient)
                     correlation = products / sum(float(t.square().sum()) for t in gradient)
-                    row(
-                        f"{path.name}, {who}", str(step), "kernel taps" if by_kernel else "memory order", "38 of 256",
-                        *(f"{sparse(gradient, 38, None, f):.4f}" for f in (False, True)), f"{correlation:.3f}",
-                    )  # fmt: skip
+                    rows.append(
+                        {
+                            "gradients": f"{folder.name}, {who}",
+                            "flattened by": "kernel taps" if by_kernel else "memory order",
+                            "step": str(step),
+                            "top-k": f"{sparse(gradient, 38, None, False):.4f}",
+                            "FFT": f"{sparse(gradient, 38, None, True):.4f}",
+                            "lag-1 correlation": f"{correlation:.3f}",
+                        }
+                    )
+    return table.markdown(rows, left=2)
 
 
-def index_table() -> None:
-    """c of 256 offsets as one number below C(256, c), against one byte each."""
-    row("picks a block and leader", "bits an index", "saved of a slot with fp16", "with lanes4", "with lloyd4")
-    row("---:", "---:", "---:", "---:", "---:")
-    share = (RANKS - 1) / RANKS
-    values = (2 * share * 16, 2 * share * 64 / (64 // lane_width(4)), 2 * share * 4)
-    for picks in (1, 2, 4, 8, 16, 32):
-        bits = math.ceil(math.log2(math.comb(BLOCK, picks))) / picks
-        saved = [share * (8 - bits) / (share * 8 + value) for value in values]
-        row(str(picks), f"{bits:.2f}", *(f"{part:.1%}" for part in saved))
+def index_table() -> str:
+    """c of 256 indices as one number below C(256, c), against one byte each."""
+    share, rows = (RANKS - 1) / RANKS, []
+    values = {"fp16": 2 * share * 16, "lanes4": 2 * share * 64 / (64 // lane_width(4)), "lloyd4": 2 * share * 4}
+    for count in (1, 2, 4, 8, 16, 32):
+        bits = math.ceil(math.log2(math.comb(BLOCK, count))) / count
+        saved = {f"saved with {name}": f"{share * (8 - bits) / (share * 8 + v):.1%}" for name, v in values.items()}
+        rows.append({"indices per block and leader": str(count), "bits per index": f"{bits:.2f}", **saved})
+    return table.markdown(rows)
 
 
 def main() -> None:
@@ -190,11 +180,9 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path)
     args = parser.parse_args()
     print(f"Relative error of rank 0's gradient; distributions {' or '.join(DISTRIBUTIONS)} by kurtosis.\n")
-    error_table({path.name: load(path) for path in args.folders})
-    print("\nWhere frequencies win: values exact, relative error.\n")
-    frequency_table(args.folders)
-    print(f"\nIndices, {RANKS} ranks:\n")
-    index_table()
+    print(error_table(args.folders))
+    print(f"\n38 of 256 kept, values exact: relative error.\n\n{frequency_table(args.folders)}")
+    print(f"\nIndices, {RANKS} ranks:\n\n{index_table()}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@
     race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6 --plot docs/results/races.png
 
 Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). The arguments after -- go to
-train.py in every run. OUT gets every run's JSON, race.md and race.png. A run whose result lies in OUT is not repeated,
-so an interrupted race can be continued; for new times use another folder. Runs use MPI except those of --gloo; ddp-METHOD
-runs on torch DDP. --report prints the races of several folders, FOLDER:TARGET, without running anything.
+train.py in every run. OUT gets every run's JSON and race.md. A run whose result lies in OUT is not repeated,
+so an interrupted race can be continued; for new times use another folder. Horovod uses MPI; ddp-METHOD runs on torch
+DDP. --report prints the races of several folders, FOLDER:TARGET, without running anything.
 
 "seconds" is wall clock from the first step, without the tests, until the accuracy was the target, interpolated between
 the first test that reached it and the one before: test often (e.g. `--eval-every 0.25` after --). "speed-up" is over
@@ -44,7 +44,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rates", type=texts, default=["100mbit", "1gbit"], help="of every link, or none")
     comparison.add_arguments(parser, ["none", "fp16", "iwp"])
-    parser.add_argument("--gloo", type=texts, default=[], metavar="RUNS", help="as none:1gbit,fp16:1gbit")
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
     parser.add_argument("--target", type=float, metavar="ACCURACY")
     parser.add_argument("--out", type=Path)
@@ -62,8 +61,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.variants = comparison.variants(args.methods, args.option)
         lab.check_rates(args.rates)
         args.environments = comparison.environments(args.methods, args.environment)
-        if unknown := set(args.gloo) - {f"{label}:{rate}" for label in args.methods for rate in args.rates}:
-            raise ValueError(f"--gloo {','.join(sorted(unknown))}: expected METHOD:RATE of this race")
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -72,8 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     """The result, from its file if it is there. ``Failed``, ``NoLab`` or ``OtherConfiguration`` say why not."""
     arguments = (*args.train, "--compression", variant.method, "--host", variant.host, *variant.options)
-    backend = "gloo" if f"{variant.label}:{rate}" in args.gloo else "mpi"
-    backend = "ddp" if variant.host == "ddp" else backend
+    backend = "ddp" if variant.host == "ddp" else "mpi"
     file = args.out / f"{rate}-{variant.label}-{backend}.json"
     run = Run(file, args.hosts, arguments, settings=args.environments[variant.label])
     result = run.result()
@@ -161,20 +157,7 @@ def markdown(found: Results, target: float, base: str) -> str:
     return table.markdown(texts, left=2)
 
 
-def plot_race(found: Results, target: float, file: Path) -> None:
-    """Test accuracy against the clock: a colour for each method, a line style for each rate."""
-    labels = list(dict.fromkeys(label for results in found.values() for label in results))
-    with table.chart(file, len(labels), xscale="log", xlabel="seconds", ylabel="test accuracy") as axes:
-        for number, (rate, results) in enumerate(found.items()):
-            for label, result in results.items():
-                tested = [entry for entry in result["history"] if entry["test_accuracy"] is not None]
-                points = [e["seconds"] for e in tested], [e["test_accuracy"] for e in tested]
-                style = f"C{labels.index(label)}" + ("-", "--", ":", "-.")[number % 4]
-                axes.plot(*points, style, marker=".", label=f"{label}, {rate}")
-        axes.axhline(target, color="gray", linewidth=0.8)
-
-
-def plot_races(races: Sequence[tuple[str, float, Results]], file: Path) -> None:
+def plot(races: Sequence[tuple[str, float, Results]], file: Path) -> None:
     """Bars of seconds to the target, a group for each race and rate, a colour for each method."""
     seconds = {
         f"{network} to {target:g}\n{rate}": {
@@ -215,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
         for network, target, found in args.races:
             print(f"\n{network}\n\n{markdown(found, target, 'none')}")
         if args.plot:
-            plot_races(args.races, args.plot)
+            plot(args.races, args.plot)
         return 0
     results: Results = {}
     status = run(args, results)
@@ -226,7 +209,6 @@ def main(argv: Sequence[str]) -> int:
                 text += f"\n\n{label} with " + ", ".join(f"{name}={value}" for name, value in settings.items())
         print(text)
         (args.out / "race.md").write_text(text + "\n")
-        plot_race(results, args.target, args.out / "race.png")
     return status
 
 

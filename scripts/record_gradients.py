@@ -1,18 +1,12 @@
 #!/usr/bin/env python3
-"""Train dense, as train.py does, and keep what each rank would have had to compress at a few moments.
+"""Train without compression, as train.py does, and keep each rank's own gradients of a few steps.
 
     bash scripts/run.sh 4 scripts/record_gradients.py --data digits --model cnn --out results/gradients
 
-It takes train.py's options, and writes one file a rank and moment, `OUT/step000042.rank0.pt`, a dict:
-
-    meta        data, model, step (updates made before), total_steps, epoch, lr, rank, ranks, seed, batch_size
-    gradients   name -> the rank's own gradient before it is averaged, flat, in the parameter's memory order
-    weights     name -> the weights it was taken at, flat likewise
-    shapes, strides   name -> those of the parameter: gradients[name].as_strided(shapes[name], strides[name])
-
-for the parameters that a method compresses: two dimensions or more, 1024 entries or more.
-`torch.load(file, weights_only=True)` reads it.
-"""
+It takes train.py's options and writes `OUT/step000042.rank0.pt` for each rank and recorded step, a dict: `step`, the
+number of updates before; `gradients`, name -> the rank's gradient before averaging, flat, in the parameter's memory
+order; `shapes` and `strides`, of the parameters: gradients[name].as_strided(shapes[name], strides[name]). Recorded are
+the parameters that a method compresses: two dimensions or more, 1024 entries or more."""
 
 from __future__ import annotations
 
@@ -21,89 +15,52 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 import train
-from experiment import compressors
-from torch import Tensor, nn
+from experiment.hosts import Horovod
+from torch import Tensor
 
 
-class Recorder(compressors.Counted):
-    """Horovod without compression; between `start` and `take` it keeps a copy of what Horovod hands it."""
+class Recorder:
+    """Copies the gradients of large parameters as backward makes them, before anything else sees them."""
 
-    def __init__(self, model: nn.Module, ranks: int):
-        super().__init__(hvd.Compression.none, ranks)
+    def __init__(self, model: torch.nn.Module) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.dim() >= 2 and p.numel() >= 1024}
-        self.recorded: dict[str, dict[str, Any]] | None = None
+        self.gradients: dict[str, Tensor] = {}
+        self.on = False
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._record(name, p))
 
-    def start(self) -> None:
-        self.recorded = {"gradients": {}, "weights": {}, "shapes": {}, "strides": {}}
+    def _record(self, name: str, parameter: Tensor) -> None:
+        if self.on:
+            like = torch.empty_like(parameter, device="cpu")
+            self.gradients[name] = like.copy_(parameter.grad).as_strided((parameter.numel(),), (1,))
 
-    def take(self) -> dict[str, dict[str, Any]]:
-        recorded, self.recorded = self.recorded, None
-        if recorded is None or recorded["gradients"].keys() != self.parameters.keys():
-            raise RuntimeError("Horovod did not hand over the gradient of every large parameter")
-        return recorded
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        if self.recorded is not None:
-            # Horovod hands over p.grad itself, without the name.
-            for name, parameter in self.parameters.items():
-                if parameter.grad is tensor:
-                    self._record(self.recorded, name, parameter, tensor)
-        return super().compress(tensor)
-
-    def _record(self, recorded: dict[str, dict[str, Any]], name: str, parameter: Tensor, gradient: Tensor) -> None:
-        recorded["gradients"][name] = _flat(gradient, parameter)
-        recorded["weights"][name] = _flat(parameter.detach(), parameter)  # the update comes after all gradients
-        recorded["shapes"][name] = tuple(parameter.shape)
-        recorded["strides"][name] = parameter.stride()
-
-
-def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """A copy of `tensor` on the CPU, flat, in the memory order of `like`."""
-    return torch.empty_like(like, device="cpu").copy_(tensor).as_strided((tensor.numel(),), (1,))
+    def content(self, step: int) -> dict[str, Any]:
+        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        strides = {name: p.stride() for name, p in self.parameters.items()}
+        return {"step": step, "gradients": self.gradients, "shapes": shapes, "strides": strides}
 
 
 class RecordedRun(train.Run):
-    """A run that writes the gradients of the steps that lie at `--moments`."""
+    """A run that writes the gradients of the steps at `--moments`."""
 
-    compression: Recorder
-
-    def __init__(self, args: argparse.Namespace):
-        if hvd.size() == 1:  # Horovod then calls no compressor
-            raise ValueError("recording needs two ranks or more")
-        super().__init__(args)
-        self.recorded_steps = {min(int(moment * self.total_steps), self.total_steps - 1) for moment in args.moments}
+    def __init__(self, args: argparse.Namespace, host: Horovod) -> None:
+        super().__init__(args, host)
+        self.recorded = {min(int(moment * self.total_steps), self.total_steps - 1) for moment in args.moments}
         args.out.mkdir(parents=True, exist_ok=True)
 
-    def build_compression(self, setting: compressors.Setting) -> Recorder:
-        return Recorder(setting.model, setting.ranks)
+    def build_compression(self, optimizer: torch.optim.Optimizer) -> Any:
+        self.recorder = Recorder(self.model)  # its hooks come before Horovod's
+        return super().build_compression(optimizer)
 
-    def train_step(self, inputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def train_step(self, images: Tensor, labels: Tensor) -> Tensor:
         step = self.step
-        if step not in self.recorded_steps:
-            return super().train_step(inputs)
-        self.compression.start()
-        loss = super().train_step(inputs)
-        name = f"step{step:06d}.rank{hvd.rank()}.pt"
-        torch.save({"meta": self.meta(step), **self.compression.take()}, self.args.out / name)
+        self.recorder.on = step in self.recorded
+        loss = super().train_step(images, labels)
+        if self.recorder.on:
+            torch.save(self.recorder.content(step), self.args.out / f"step{step:06d}.rank{self.host.rank}.pt")
         return loss
-
-    def meta(self, step: int) -> dict[str, Any]:
-        args = self.args
-        return {
-            "data": args.data,
-            "model": args.model,
-            "step": step,
-            "total_steps": self.total_steps,
-            "epoch": step // self.steps_per_epoch + 1,
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "rank": hvd.rank(),
-            "ranks": hvd.size(),
-            "seed": args.seed,
-            "batch_size": args.batch_size * args.backward_passes_per_step,
-        }
 
 
 def moments(text: str) -> list[float]:
@@ -116,12 +73,10 @@ def moments(text: str) -> list[float]:
 def parse(argv: list[str]) -> argparse.Namespace:
     own = argparse.ArgumentParser(description=__doc__, add_help=False)
     own.add_argument("--out", type=Path, required=True, metavar="DIR", help="write the gradients here")
-    own.add_argument(
-        "--moments", type=moments, default="0.05,0.5,0.95", metavar="LIST", help="shares of all steps, with commas"
-    )
+    own.add_argument("--moments", type=moments, default="0.05,0.5,0.95", metavar="LIST", help="shares of all steps")
     args = train.parse(argv, own)
     if args.compression != "none":
-        own.error("gradients are recorded in a dense run: leave --compression out")
+        own.error("gradients are recorded without compression")
     return args
 
 

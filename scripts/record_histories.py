@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Train small networks with MP2 and no prediction, and keep what the predictor would have seen and should have
-said: the examples that train_predictor.py learns from.
+"""Train small networks with MP2 without prediction, and record the predictor's inputs and targets: the examples for
+train_predictor.py.
 
     python scripts/record_histories.py --out results/histories [--data-dir DATA_DIR]
 
 Networks are scikit-learn's digits and synthetic images with mlp, cnn and resnet20, and with --data-dir CIFAR-10 too;
 with and without momentum correction. From every compressed layer a few windows of 256 entries are taken at random
-moments, in each third of the training alike. OUT/RUN.safetensors holds `seen`, float16 (n, 6, 256), see
-hvd_compress/predictor.py; `next`, float16 (n, 256): the mean gradient of the period that followed, in the same unit;
-and its metadata, as JSON: the run, and of every example its layer, the layer's kind and depth, and the phase.
-One process, no Horovod: what a rank would get is the gradient of the whole batch.
-"""
+steps, equally many in each third of the training. OUT/RUN.safetensors holds `seen`, float16 (n, 6, 256), see
+hvd_compress/methods/predictor.py; `next`, float16 (n, 256): the mean gradient of the following period, in the same
+unit; and as metadata, in JSON, the run, and the layer, its kind and depth, and the phase of every example. One
+process, without Horovod: the average is the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -25,11 +24,10 @@ from experiment import data as datasets
 from experiment import models
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hvd_compress import MP2
 from hvd_compress.engine.bucket import Bucket
-from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.threads import ThreadWorld
 
 RUNS = [
     # data, model, momentum, batch, epochs, learning rate
@@ -48,10 +46,10 @@ MOMENTS = 30  # a third of the training
 
 
 class Recorder(MP2):
-    """Predicts nothing, and keeps what it was asked."""
+    """Predicts zero, and records its inputs."""
 
     def __init__(self, *args: Any, **options: Any):
-        # With this gate it is asked for a whole period of windows.
+        # This gate is always open.
         super().__init__(*args, prediction=True, gate=-1.0, values="fp32", check_interval=0, **options)
         self.open: list[dict[str, Any]] = []
         self.done: list[dict[str, Any]] = []
@@ -84,7 +82,7 @@ class Recorder(MP2):
         part = grad.as_strided((grad.numel(),), (1,))[here].float()
         part = F.pad(part, (0, 256 - part.numel()))
         velocity = bucket.state.get("velocity")
-        return part if velocity is None else part + self._momentum * segment.of(velocity)[here]
+        return part if velocity is None else part + self.momentum.value * segment.of(velocity)[here]
 
 
 def record(run: tuple[str, str, float, int, int, float], folder: Path | None, seed: int) -> list[dict[str, Any]]:
@@ -92,12 +90,11 @@ def record(run: tuple[str, str, float, int, int, float], folder: Path | None, se
     data = datasets.load(name, folder)
     torch.manual_seed(seed)
     model = models.build(network, data.channels, data.size, data.classes)
-    # The mode of most users with convolutions, and the memory order that windows follow.
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    recorder = Recorder(model.named_parameters(), momentum=momentum, collectives=LocalWorld(1).collectives(0))
+    # As most users with convolutions; windows follow the memory order.
+    model = model.to(memory_format=torch.channels_last)
+    recorder = Recorder(model.named_parameters(), momentum=momentum, collectives=ThreadWorld(1).collectives(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     total = epochs * datasets.steps_per_epoch(len(data.train_labels), batch, 1)
-    # As many moments in each third; a random choice of steps.
     third = total // 3
     moments = {
         part * third + int(step)
@@ -106,7 +103,7 @@ def record(run: tuple[str, str, float, int, int, float], folder: Path | None, se
     }
     depth = {n: i for i, (n, p) in enumerate((n, p) for n, p in model.named_parameters() if p.dim() >= 2)}
     examples, step = [], 0
-    for epoch in tqdm(range(epochs), desc=f"{name} {network} {momentum:g}", leave=False):
+    for epoch in range(epochs):
         for images, labels in datasets.train_batches(data, batch, 0, 1, seed, epoch, True):
             optimizer.zero_grad()
             F.cross_entropy(model(images.contiguous(memory_format=torch.channels_last)), labels).backward()

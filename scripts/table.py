@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,33 +129,19 @@ def chart(file: Path, rows: int, **settings: Any) -> Iterator[Any]:
     pyplot.close(figure)
 
 
-def _plot(results: Sequence[Result], file: Path, x: Callable[[Result, Any], float], y: str, **settings: Any) -> None:
-    """A line per row of the table: ``y`` over its history, the mean of its seeds and a band over them."""
-    rows = grouped(results)
-    with chart(file, len(rows), **settings) as axes:
-        for label, runs in rows:
-            entries = [
-                {"number": number, "x": x(run, entry), "y": entry[y]}
-                for run in runs
-                for number, entry in enumerate(entry for entry in run["history"] if entry[y] is not None)
-            ]
-            epochs = pd.DataFrame(entries).groupby("number").agg(["mean", "min", "max"])
-            share = density(runs)
-            name = label if share == "1" else f"{label}, {share}"
-            (line,) = axes.plot(epochs["x", "mean"], epochs["y", "mean"], marker=".", label=name)
-            band = epochs["y", "min"], epochs["y", "max"]
-            axes.fill_between(epochs["x", "mean"], *band, color=line.get_color(), alpha=0.2)
-
-
 def plot(results: Sequence[Result], file: Path) -> None:
-    """Test accuracy against the bytes that a rank has sent so far."""
-    about = {"xscale": "log", "xlabel": "bytes sent per rank", "ylabel": "test accuracy"}
-    _plot(results, file, lambda _, entry: entry["wire_bytes"], "test_accuracy", **about)
-
-
-def plot_loss(results: Sequence[Result], file: Path) -> None:
-    """Mean training loss of an epoch against the steps at its end."""
-    _plot(results, file, steps_at, "train_loss", yscale="log", xlabel="step", ylabel="training loss, mean of an epoch")
+    """Test accuracy against the bytes that a rank has sent: a line per row of the table, the mean of its seeds, and a
+    band over them."""
+    rows = grouped(results)
+    with chart(file, len(rows), xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy") as axes:
+        for label, runs in rows:
+            tested = [[entry for entry in run["history"] if entry["test_accuracy"] is not None] for run in runs]
+            entries = pd.concat([pd.DataFrame(history) for history in tested])
+            tests = entries.groupby(level=0)[["wire_bytes", "test_accuracy"]].agg(["mean", "min", "max"])
+            sent, accuracy, share = tests["wire_bytes", "mean"], tests["test_accuracy"], density(runs)
+            name = label if share == "1" else f"{label}, {share}"
+            (line,) = axes.plot(sent, accuracy["mean"], marker=".", label=name)
+            axes.fill_between(sent, accuracy["min"], accuracy["max"], color=line.get_color(), alpha=0.2)
 
 
 def steps_at(run: Result, entry: dict[str, Any]) -> float:

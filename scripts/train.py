@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from experiment.trace import Trace
 
 from hvd_compress.methods import extrapolation
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
 
 
@@ -51,8 +49,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds {datasets.CIFAR_FOLDER}/")
     parser.add_argument("--model", choices=models.MODELS, default="cnn")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and backward pass")
-    parser.add_argument("--backward-passes-per-step", type=int, default=1, metavar="N")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate, for the global batch")
     parser.add_argument("--lr-warmup-epochs", type=float, default=1, help="epochs of linear rise; then a cosine to 0")
     parser.add_argument("--momentum", type=float, default=0.9)
@@ -74,7 +71,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of rank 0's steps 21 to 23 here")
     chosen.add_arguments(parser)
     args = parser.parse_args(argv)
-    for name in ("epochs", "batch_size", "backward_passes_per_step"):
+    for name in ("epochs", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not args.eval_every > 0:
@@ -99,15 +96,10 @@ class Run:
     def __init__(self, args: argparse.Namespace, host: hosts.Horovod) -> None:
         self.args, self.host = args, host
         self.device = torch.device(f"cuda:{host.local_rank}" if args.device == "cuda" else "cpu")
-        # ResNet-50 has ImageNet's shapes.
-        large = args.model == "resnet50"
-        data = datasets.load(args.data, args.data_dir, size=224 if large else 32, classes=1000 if large else 10)
+        data = datasets.load(args.data, args.data_dir)
         self.data = (data.limited(args.limit_train) if args.limit_train else data).to(self.device)
 
-        batches = datasets.steps_per_epoch(len(self.data.train_labels), args.batch_size, host.size)
-        self.steps_per_epoch: int = batches // args.backward_passes_per_step
-        if self.steps_per_epoch == 0:
-            raise ValueError(f"an epoch has {batches} batches, fewer than --backward-passes-per-step")
+        self.steps_per_epoch = datasets.steps_per_epoch(len(self.data.train_labels), args.batch_size, host.size)
         self.total_steps: int = min(self.steps_per_epoch * args.epochs, args.max_steps or sys.maxsize)
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
 
@@ -123,7 +115,7 @@ class Run:
         self.trace = Trace(range(20, 23) if args.trace else range(0))
         if args.trace:
             self.trace.watch(self.compression)
-        self.module, self.optimizer = host.wrap(self.model, optimizer, self.compression, args.backward_passes_per_step)
+        self.module, self.optimizer = host.wrap(self.model, optimizer, self.compression)
         self.extrapolation = EXTRAPOLATIONS[args.extrapolate](self.model.parameters()) if args.extrapolate else None
 
         self.step = 0
@@ -139,42 +131,38 @@ class Run:
         between = max(self.args.eval_every * self.steps_per_epoch, 1)
         return {round(i * between) for i in range(1, int(self.total_steps / between) + 1)} | {self.total_steps}
 
-    def train_until(self, end: int, batches: Iterator[Batch]) -> float:
+    def train_until(self, end: int, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """The steps to ``end``, all of one epoch; the sum of this rank's losses."""
         loss_sum = torch.zeros((), device=self.device)
         while self.step < end:
             start = time.perf_counter()
-            inputs = [next(batches) for _ in range(self.args.backward_passes_per_step)]
+            images, labels = next(batches)
             loaded = time.perf_counter()
-            loss_sum += self.train_step(inputs)
+            loss_sum += self.train_step(images, labels)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # otherwise only the launches are timed
             self.data_seconds.append(loaded - start)
             self.step_seconds.append(time.perf_counter() - loaded)
         return float(loss_sum.item())
 
-    def train_step(self, inputs: list[Batch]) -> torch.Tensor:
-        """Forward, backward, exchange, update; the mean loss, still on the device."""
+    def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Forward, backward, exchange, update; the loss, still on the device."""
         args = self.args
         rate = learning_rate(self.step, args.lr, args.lr_warmup_epochs * self.steps_per_epoch, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.trace.step(self.step)
         self.optimizer.zero_grad()
-        total = torch.zeros((), device=self.device)
-        for number, (images, labels) in enumerate(inputs, 1):
-            if args.channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            with self.host.accumulate(self.module) if number < len(inputs) else nullcontext():
-                with self.trace.span(Trace.MODEL, "forward"), metrics.autocast(args.amp, self.device):
-                    loss = F.cross_entropy(self.module(images), labels) / len(inputs)
-                with self.trace.span(Trace.MODEL, "backward"):
-                    loss.backward()
-            total += loss.detach()
+        if args.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with self.trace.span(Trace.MODEL, "forward"), metrics.autocast(args.amp, self.device):
+            loss = F.cross_entropy(self.module(images), labels)
+        with self.trace.span(Trace.MODEL, "backward"):
+            loss.backward()
         with self.trace.span(Trace.MODEL, "synchronize and update"):
             self.optimizer.step()
         self.step += 1
-        return total
+        return loss.detach()
 
     def train(self) -> dict[str, Any]:
         """All epochs; the content of the JSON file. The history has an entry for every test and every end of an epoch;

@@ -3,11 +3,10 @@
 
     python scripts/train_predictor.py HISTORIES_DIR [--weights FILE.safetensors] [--card FILE.md]
 
-Some runs are held out (`--held-out`, by data and network): nothing is chosen by them, and the figures on the card are
-of them alone. The loss is the squared error in units of a layer's root mean square, with the largest targets clipped.
-What MP2 gains from a prediction depends on its cosine with what then came: the card has it by kind of
-layer and by phase, beside that of the simplest predictors: the smoothed value, and the value that arrived last.
-"""
+Some runs are held out (`--held-out`, by data and network): nothing is tuned on them, and the card's figures are of
+them alone. The loss is the squared error in units of a layer's root mean square, with the largest targets clipped.
+MP2's gain depends on the cosine of prediction and truth: the card has it by kind of layer and by phase, beside the
+cosines of the simplest predictors: the smoothed value, and the value received last."""
 
 from __future__ import annotations
 
@@ -17,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import table
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 import hvd_compress
 from hvd_compress.methods.predictor import Predictor
 
-# Channels of `seen`; see hvd_compress.predictor.fields.
+# Channels of `seen`; see hvd_compress.methods.predictor.fields.
 ARRIVED, SMOOTHED = 3, 4
 LARGEST = 8.0  # a target, in units of its layer
 BATCH = 128
@@ -68,10 +68,10 @@ def train(examples: Examples, held_out: Examples, epochs: int, rate: float) -> t
     steps = epochs * -(-len(examples.seen) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     nothing = float(held_out.next.square().mean())
-    for _ in (bar := tqdm(range(epochs))):
+    for epoch in range(epochs):
         for chosen in torch.randperm(len(examples.seen)).split(BATCH):
             seen, following = examples.seen[chosen], examples.next[chosen]
-            # A network with the other sign of everything would do as well.
+            # Gradients with the opposite sign are as likely.
             sign = torch.randint(0, 2, (len(chosen), 1)) * 2.0 - 1.0
             one = torch.ones_like(sign)
             signs = torch.cat([sign, one, one, sign, sign, sign], 1)[:, :, None]
@@ -82,48 +82,45 @@ def train(examples: Examples, held_out: Examples, epochs: int, rate: float) -> t
             schedule.step()
         predicted = predictions(predictor, held_out)
         error = float((predicted - held_out.next).square().mean()) / nothing
-        bar.set_postfix(held_out=f"{error:.4f}", cosine=f"{cosine(predicted, held_out.next):.4f}")
+        print(f"epoch {epoch}: held out {error:.4f}, cosine {cosine(predicted, held_out.next):.4f}", flush=True)
     return predictor, error
 
 
 def card(predictor: Predictor, error: float, examples: Examples, held_out: Examples, args: argparse.Namespace) -> str:
     predicted = predictions(predictor, held_out)
-    rows = ["| held-out windows | count | predictor | smoothed | arrived last |", "|---|---:|---:|---:|---:|"]
-
-    def row(label: str, chosen: list[int]) -> None:
-        if chosen:
-            seen, following = held_out.seen[chosen].sinh(), held_out.next[chosen]
-            cosines = [cosine(x, following) for x in (predicted[chosen], seen[:, SMOOTHED], seen[:, ARRIVED])]
-            rows.append(f"| {label} | {len(chosen)} | " + " | ".join(f"{c:.3f}" for c in cosines) + " |")
-
-    row("all", list(range(len(predicted))))
-    for kind in sorted({about[1] for about in held_out.about}):
-        row(kind, [i for i, about in enumerate(held_out.about) if about[1] == kind])
-    for phase, name in enumerate(PHASES):
-        row(f"{name} third of training", [i for i, about in enumerate(held_out.about) if about[3] == phase])
+    about = pd.DataFrame(held_out.about, columns=["layer", "kind", "depth", "phase"])
+    groups = {"all": about.index, **about.groupby("kind").groups}
+    groups |= {f"{PHASES[phase]} third of training": index for phase, index in about.groupby("phase").groups.items()}
+    rows = []
+    for label, index in groups.items():
+        chosen = torch.tensor(index)
+        seen, following = held_out.seen[chosen].sinh(), held_out.next[chosen]
+        guesses = {"predictor": predicted[chosen], "smoothed": seen[:, SMOOTHED], "received last": seen[:, ARRIVED]}
+        cosines = {name: f"{cosine(guess, following):.3f}" for name, guess in guesses.items()}
+        rows.append({"held-out windows": label, "count": str(len(chosen)), **cosines})
     parameters = sum(p.numel() for p in predictor.parameters())
     return (
         f"""# The predictor's model card
 
-Printed by `scripts/train_predictor.py` (hvd_compress {hvd_compress.__version__}, torch {torch.__version__}) on what
-`scripts/record_histories.py` recorded: {len(examples.seen):,} windows of 256 entries to learn from, and
+Written by `scripts/train_predictor.py` (hvd_compress {hvd_compress.__version__}, torch {torch.__version__}) from the
+data of `scripts/record_histories.py`: {len(examples.seen):,} windows of 256 entries for training, and
 {len(held_out.seen):,} held out (all runs of {args.held_out}).
 
 - **What it is**: {parameters:,} parameters: two convolutions, channel attention, max pooling, one convolution
-  (`hvd_compress/predictor.py`; the architecture is MP2's, Liu et al., Computer Networks 255, 2024; inputs and training
-  are ours).
-- **What it predicts**: an entry's mean gradient of the next nine steps, from what arrived of it and of its neighbours
-  in memory.
-- **Held-out error**: {error:.4f} of the squared error of predicting nothing.
-- **Training**: {args.epochs} epochs, Adam, peak rate {args.rate:g}, seed {args.seed}; nothing was chosen by what
-  is held out.
-- **Not for**: other densities than a ninth, and gradients of another kind than image classifiers', of which it was
-  shown none: there the gate decides.
+  (`hvd_compress/methods/predictor.py`; the architecture is MP2's, Liu et al., Computer Networks 255, 2024; inputs and
+  training are ours).
+- **Output**: an entry's mean gradient of the next nine steps, from the received values of it and of its neighbours in
+  memory.
+- **Held-out error**: {error:.4f} of the squared error of predicting zero.
+- **Training**: {args.epochs} epochs, Adam, peak rate {args.rate:g}, seed {args.seed}; nothing was tuned on the held-out
+  data.
+- **Limits**: trained for density 1/9 and on gradients of image classifiers only; elsewhere MP2's gate decides whether
+  predictions are used.
 
-Cosine between what is predicted and what then came:
+Cosine of prediction and truth:
 
 """
-        + "\n".join(rows)
+        + table.markdown(rows)
         + "\n"
     )
 
@@ -147,10 +144,8 @@ def main() -> None:
     predictor, error = train(examples, held_out, args.epochs, args.rate)
     args.weights.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in predictor.state_dict().items()}, args.weights)
-    text = card(predictor, error, examples, held_out, args)
-    args.card.write_text(text)
-    print(text)
-    print(f"{args.weights}: {args.weights.stat().st_size:,} bytes")
+    args.card.write_text(card(predictor, error, examples, held_out, args))
+    print(args.card.read_text())
 
 
 if __name__ == "__main__":

@@ -220,66 +220,34 @@ class CountedHook(Account):
         optimizer.register_step_post_hook(stepped)
 
 
+# fmt: off
 METHODS: dict[str, Method] = {
     "none": Method("float32, allreduced", "Sergeev & Del Balso, Horovod, 2018; arXiv 1802.05799"),
-    "fp16": Method(
-        "float16, allreduced",
-        "Horovod's Compression.fp16: Sergeev & Del Balso, 2018; arXiv 1802.05799. DDP's fp16_compress_hook",
-    ),
-    "ddp-powersgd": Method(
-        "a low-rank factorisation of each gradient matrix, by torch's own hook (rank 4)",
-        "Vogels et al., PowerSGD, NeurIPS 2019; arXiv 1905.13727",
-        hosts=("ddp",),
-    ),
-    "iwp": Method(
-        "the entries of largest gradient relative to weight, selected by random leaders",
-        "Cheng & Xu, Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce, 2019; arXiv 1901.01544",
-        "IWP",
-    ),
-    "fft": Method(
-        "the largest Fourier coefficients",
-        "Wang et al., FFT-based Gradient Sparsification for Distributed Training of DNNs, HPDC 2020; arXiv 1811.08596",
-        "FFT",
-    ),
-    "mipd": Method(
-        "entries that are significant by weights and past gradients: no indices",
-        "Zhang & Wang, MIPD, IEEE TPDS 33(11), 2022",
-        "MIPD",
-    ),
-    "slimdp": Method(
-        "a core of significant entries, and random other entries: no indices",
-        "Sun et al., Slim-DP, AAMAS 2018; arXiv 1709.09393",
-        "SlimDP",
-    ),
-    "mp2": Method(
-        "entries that are significant by what all ranks know, the rest optionally predicted: no indices",
-        "Liu et al., MP2, Computer Networks 255, 2024",
-        "MP2",
-    ),
-    "topk": Method(
-        "each rank's entries of largest magnitude, gathered; error feedback",
-        "Aji & Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; arXiv 1704.05021",
-        "TopK",
-    ),
-    "dgc": Method(
-        "top-k with momentum correction, masking and a sampled threshold",
-        "Lin et al., Deep Gradient Compression, ICLR 2018; arXiv 1712.01887",
-        "DGC",
-    ),
-    "qsgd": Method(
-        "every entry as a random multiple of its run's norm, in a few bits, gathered",
-        "Alistarh et al., QSGD, NeurIPS 2017; arXiv 1610.02132",
-        "QSGD",
-    ),
-    "terngrad": Method(
-        "every entry as -s, 0 or s, allreduced", "Wen et al., TernGrad, NeurIPS 2017; arXiv 1705.07878", "TernGrad"
-    ),
-    "powersgd": Method(
-        "a low-rank factorisation of each gradient matrix; error feedback",
-        "Vogels et al., PowerSGD, NeurIPS 2019; arXiv 1905.13727",
-        "PowerSGD",
-    ),
+    "fp16": Method("float16, allreduced", "Horovod's Compression.fp16 (2018), DDP's fp16_compress_hook"),
+    "ddp-powersgd": Method("low-rank factors of each gradient matrix, by torch's own hook, rank 4",
+                           "Vogels et al., PowerSGD, NeurIPS 2019; arXiv 1905.13727", hosts=("ddp",)),
+    "powersgd": Method("low-rank factors of each gradient matrix; error feedback",
+                       "Vogels et al., PowerSGD, NeurIPS 2019; arXiv 1905.13727", "PowerSGD"),
+    "iwp": Method("the entries of largest gradient relative to weight, selected by random leaders",
+                  "Cheng & Xu, Importance Weighted Pruning on Ring AllReduce, 2019; arXiv 1901.01544", "IWP"),
+    "fft": Method("the largest Fourier coefficients",
+                  "Wang et al., FFT-based Gradient Sparsification, HPDC 2020; arXiv 1811.08596", "FFT"),
+    "mipd": Method("entries that are significant by weights and past gradients: no indices",
+                   "Zhang & Wang, MIPD, IEEE TPDS 33(11), 2022", "MIPD"),
+    "slimdp": Method("a core of significant entries, and random other entries: no indices",
+                     "Sun et al., Slim-DP, AAMAS 2018; arXiv 1709.09393", "SlimDP"),
+    "mp2": Method("entries that are significant by what all ranks know; predicts others on request: no indices",
+                  "Liu et al., MP2, Computer Networks 255, 2024", "MP2"),
+    "topk": Method("each rank's entries of largest magnitude, gathered; error feedback",
+                   "Aji & Heafield, Sparse Communication for Distributed SGD, EMNLP 2017; arXiv 1704.05021", "TopK"),
+    "dgc": Method("top-k with momentum correction, masking and a sampled threshold",
+                  "Lin et al., Deep Gradient Compression, ICLR 2018; arXiv 1712.01887", "DGC"),
+    "qsgd": Method("every entry as a random multiple of its run's norm, in a few bits, gathered",
+                   "Alistarh et al., QSGD, NeurIPS 2017; arXiv 1610.02132", "QSGD"),
+    "terngrad": Method("every entry as -s, 0 or s, allreduced",
+                       "Wen et al., TernGrad, NeurIPS 2017; arXiv 1705.07878", "TernGrad"),
 }
+# fmt: on
 METHODS = {key: method for key, method in METHODS.items() if not method.name or hasattr(hvd_compress, method.name)}
 
 

@@ -1,8 +1,4 @@
-"""Data sets held whole in memory as uint8, cut into per-rank batches and augmented a batch at a time.
-
-The three sets fit in memory (CIFAR-10 is 180 MB), so there is no DataLoader and no worker process: a
-batch is one index, one gather and one scaling, under 2 % of a ResNet-20 step on a CPU core.
-"""
+"""Data sets held in memory as uint8 (CIFAR-10 is 180 MB), cut into per-rank batches and augmented a batch at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,13 +38,10 @@ class Dataset:
         return self.train_images.shape[2]
 
     def to(self, device: torch.device) -> Dataset:
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)})
 
     def limited(self, count: int) -> Dataset:
-        """The same set with `count` training images, a choice that does not depend on the run's seed."""
+        """The same set with ``count`` training images, independent of the run's seed."""
         if not 0 < count <= len(self.train_labels):
             raise ValueError(f"--limit-train must be 1..{len(self.train_labels)}, got {count}")
         chosen = torch.randperm(len(self.train_labels), generator=torch.Generator().manual_seed(0))[:count]
@@ -62,37 +54,34 @@ class Dataset:
         return images.float().mul_(scale).sub_(offset)
 
 
-def load(name: str, folder: Path | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Data set by name. `folder` is read for cifar10 only; `size` and `classes` shape synthetic only."""
+def load(name: str, folder: Path | None = None) -> Dataset:
+    """A data set by name; ``folder`` is for cifar10 only."""
     if name == "digits":
         return digits()
     if name == "cifar10":
         if folder is None:
             raise ValueError(f"--data cifar10 needs --data-dir, the folder that holds {CIFAR_FOLDER}/")
         return cifar10(folder)
-    if name == "synthetic":
-        return synthetic(size, classes)
-    raise ValueError(f"unknown data set {name!r}; known: {', '.join(DATASETS)}")
+    return synthetic()
 
 
 def digits() -> Dataset:
     """scikit-learn's 1797 handwritten digits of 8x8 pixels, a fixed stratified split of 80 to 20."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
     bunch = load_digits()
     # Pixels are 0..16; as bytes they share the normalisation of the other sets.
     images = (bunch.images * (255 / 16)).round().astype(np.uint8)[:, None]
     split = train_test_split(images, bunch.target, test_size=0.2, random_state=0, stratify=bunch.target)
     train_images, test_images, train_labels, test_labels = map(torch.from_numpy, split)
-    mean, std = _moments(train_images)
     return Dataset(
-        train_images, train_labels.long(), test_images, test_labels.long(), 10, mean, std, shift=1, flip=False
+        train_images, train_labels.long(), test_images, test_labels.long(), 10, *_moments(train_images), 1, False
     )
 
 
 def cifar10(folder: Path) -> Dataset:
-    """CIFAR-10 from the standard Python folder, which is `folder` itself or lies below it."""
+    """CIFAR-10 from the standard Python folder, which is ``folder`` itself or lies below it."""
     root = folder if folder.name == CIFAR_FOLDER else folder / CIFAR_FOLDER
     if not (root / "test_batch").is_file():
         raise FileNotFoundError(
@@ -100,21 +89,13 @@ def cifar10(folder: Path) -> Dataset:
             f"unpack it, and pass --data-dir the folder that holds {CIFAR_FOLDER}/"
         )
     train = [_cifar_batch(path) for path in sorted(root.glob("data_batch_*"))]
-    if not train:
-        raise FileNotFoundError(f"{root} has a test_batch but no data_batch_*: unpack the archive again")
-    train_images = torch.cat([images for images, _ in train])
-    train_labels = torch.cat([labels for _, labels in train])
+    train_images, train_labels = map(torch.cat, zip(*train, strict=True))
     test_images, test_labels = _cifar_batch(root / "test_batch")
-    mean, std = _moments(train_images)
-    return Dataset(train_images, train_labels, test_images, test_labels, 10, mean, std, shift=4, flip=True)
+    return Dataset(train_images, train_labels, test_images, test_labels, 10, *_moments(train_images), 4, True)
 
 
-def synthetic(size: int = 32, classes: int = 10) -> Dataset:
-    """Deterministic images (3, size, size): a coarse pattern per class under noise, so that they can be learnt.
-
-    224-pixel images are few (there they serve for timing, and each takes 150 kB).
-    """
-    count = 8192 if size <= 64 else 512
+def synthetic(size: int = 32, classes: int = 10, count: int = 8192) -> Dataset:
+    """Deterministic images (3, size, size): a coarse pattern per class with noise, so that they can be learnt."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.rand(classes, 3, 4, 4, generator=generator)
 
@@ -126,22 +107,22 @@ def synthetic(size: int = 32, classes: int = 10) -> Dataset:
     train_labels = torch.randint(classes, (count,), generator=generator)
     test_labels = torch.randint(classes, (count // 4,), generator=generator)
     train_images = images(train_labels)
-    mean, std = _moments(train_images)
-    return Dataset(
-        train_images, train_labels, images(test_labels), test_labels, classes, mean, std, shift=size // 8, flip=False
-    )
+    moments = _moments(train_images)
+    return Dataset(train_images, train_labels, images(test_labels), test_labels, classes, *moments, size // 8, False)
 
 
 def shard(count: int, rank: int, ranks: int, seed: int, epoch: int) -> Tensor:
-    """Indices int64 of the images that `rank` sees in `epoch`: disjoint over ranks, together all of them."""
-    # One stream of seeds per (seed, epoch): SeedSequence mixes them, so neighbouring pairs are unrelated.
-    state = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0] >> 1)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(state))
-    return order[rank::ranks]
+    """Indices int64 of the images that ``rank`` sees in ``epoch``: disjoint over ranks, together all of them."""
+    return torch.randperm(count, generator=_generator(seed, epoch))[rank::ranks]
+
+
+def _generator(*key: int) -> torch.Generator:
+    """SeedSequence mixes the numbers, so that neighbouring keys are unrelated."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
 def steps_per_epoch(count: int, batch_size: int, ranks: int) -> int:
-    """Whole batches that every rank has; the rest is left out, another rest each epoch."""
+    """Whole batches that every rank has; the remainder, different in each epoch, is left out."""
     steps = count // (batch_size * ranks)
     if steps == 0:
         raise ValueError(f"{count} training images are fewer than one batch of {batch_size} on each of {ranks} ranks")
@@ -153,8 +134,7 @@ def train_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's batches of an epoch: float32 (batch, c, h, w) and int64 (batch,), on the data's device."""
     count = len(data.train_labels)
-    state = int(np.random.SeedSequence((seed, epoch, rank)).generate_state(1, np.uint64)[0] >> 1)
-    generator = torch.Generator().manual_seed(state)
+    generator = _generator(seed, epoch, rank)
     indices = shard(count, rank, ranks, seed, epoch).to(data.train_labels.device)
     for step in range(steps_per_epoch(count, batch_size, ranks)):
         chosen = indices[step * batch_size : (step + 1) * batch_size]
@@ -172,11 +152,8 @@ def test_batches(data: Dataset, batch_size: int, rank: int, ranks: int) -> Itera
 
 
 def shift_and_flip(images: Tensor, shift: int, flip: bool, generator: torch.Generator) -> Tensor:
-    """Random crop after reflecting `shift` pixels at the border, and mirroring, another one for each image.
-
-    Padding, crop and mirror are all one map from target to source pixel, hence one gather: no padded copy.
-    `images` is uint8 (n, c, h, w); the result likewise.
-    """
+    """Random crop after reflecting ``shift`` pixels at the border, and mirroring, for each image: one map from target
+    to source pixel, hence one gather. Images and result are uint8 (n, c, h, w)."""
     n, c, h, w = images.shape
     moves = torch.randint(-shift, shift + 1, (2, n, 1), generator=generator)
     rows = _reflect(torch.arange(h) + moves[0], h)  # (n, h)
@@ -194,10 +171,7 @@ def _reflect(position: Tensor, length: int) -> Tensor:
 
 
 def _moments(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation float32 (channels,) of uint8 images, in units of 255.
-
-    Counted from a histogram, which is exact and needs no float copy of the whole set.
-    """
+    """Mean and standard deviation float32 (channels,) of uint8 images, in units of 255, from an exact histogram."""
     levels = torch.arange(256, dtype=torch.float64) / 255
     counts = torch.stack([torch.bincount(images[:, c].flatten(), minlength=256) for c in range(images.shape[1])])
     share = counts.double() / counts.sum(1, keepdim=True)
@@ -219,20 +193,14 @@ def _cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
 class _ArrayUnpickler(pickle.Unpickler):
     """Unpickler that builds NumPy arrays and built-in containers only: a downloaded file must not run code."""
 
-    ALLOWED = frozenset(
-        {
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy._core.numeric", "_frombuffer"),
-            ("numpy.core.numeric", "_frombuffer"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("_codecs", "encode"),
-        }
-    )
+    ALLOWED = (
+        "numpy._core.multiarray._reconstruct", "numpy._core.numeric._frombuffer", "numpy.ndarray", "numpy.dtype",
+        "_codecs.encode",
+    )  # fmt: skip
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"a CIFAR-10 batch must not contain {module}.{name}")
         # The module's old name was removed from later NumPy releases.
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        module = module.replace("numpy.core", "numpy._core")
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"a CIFAR-10 batch must not contain {module}.{name}")
+        return super().find_class(module, name)

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,18 +39,10 @@ class Horovod:
             return compressors.METHODS[method].build(args, model, optimizer)
         return compressors.Counted(getattr(self._hvd.Compression, method), self.size)
 
-    def wrap(
-        self, model: nn.Module, optimizer: Optimizer, compression: Any, passes: int = 1
-    ) -> tuple[nn.Module, Optimizer]:
-        """The module to call and the optimizer to step; ``passes``: backward passes per step."""
+    def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
+        """The module to call and the optimizer to step."""
         named = model.named_parameters()
-        return model, self._hvd.DistributedOptimizer(
-            optimizer, named_parameters=named, compression=compression, backward_passes_per_step=passes
-        )
-
-    def accumulate(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """A context for a backward pass that is not the last of its step."""
-        return nullcontext()
+        return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
 
     def synchronize(self, optimizer: Any) -> None:
         """The averaged gradients are in ``p.grad`` afterwards."""
@@ -105,9 +96,7 @@ class Ddp(Horovod):
             return compressors.METHODS[method].build(args, model, optimizer)
         return compressors.CountedHook(method, model, optimizer, self.size)
 
-    def wrap(
-        self, model: nn.Module, optimizer: Optimizer, compression: Any, passes: int = 1
-    ) -> tuple[nn.Module, Optimizer]:
+    def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option's new name does not exist in torch 2.11
             # Ranks keep their own norm statistics until a test, as with Horovod.
@@ -119,10 +108,6 @@ class Ddp(Horovod):
         elif compression.hook:
             module.register_comm_hook(compression.state, compression.hook)
         return module, optimizer
-
-    def accumulate(self, module: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = module.no_sync()
-        return context
 
     def synchronize(self, optimizer: Any) -> None:
         """The backward pass has done it."""

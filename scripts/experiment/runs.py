@@ -78,11 +78,6 @@ class Run:
         asked: dict[str, Any] = json.loads(json.dumps(texts))
         return {**{key: value for key, value in asked.items() if key not in NOT_ASKED}, "ranks": self.ranks}
 
-    def asked(self) -> dict[str, str]:
-        """All settings of Horovod and Open MPI that it is started with; ranks also see those of their launchers."""
-        own = {name: value for name, value in os.environ.items() if name.startswith(("HOROVOD_", "OMPI_MCA_"))}
-        return dict(sorted({**own, **self.settings}.items()))
-
     def result(self) -> Result | None:
         """What an earlier run with the same options has written; ``OtherConfiguration`` if its options were others. A
         file that is not JSON was left by a killed run and is ignored."""
@@ -90,10 +85,9 @@ class Run:
             found: Result = json.loads(self.file.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        asked, given = self.configuration(), {**complete(found["config"]), "ranks": found["ranks"]}
-        said = found.get("asked")  # older results only have what ranks saw, including their launchers' own settings
-        asked |= self.settings if said is None else {**dict.fromkeys(said), **self.asked()}
-        given |= {**(given.get("settings") or {}), **(said or {})}
+        asked = {**self.configuration(), **dict.fromkeys(found.get("asked", {})), **self.settings}
+        given = {**complete(found["config"]), "ranks": found["ranks"]}
+        given |= given.get("settings") or {}  # what the ranks saw, their launchers' settings included
         other = [f"{key} {given.get(key)!r}, not {value!r}" for key, value in asked.items() if given.get(key) != value]
         if other:
             raise OtherConfiguration(f"{self.file} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
@@ -113,7 +107,7 @@ class Run:
             raise Failed(f"{self.name} ran with other options: {error}") from error
         if result is None:
             raise Failed(f"{self.name} ended without a result\n{last_lines(self.file.with_suffix('.log'))}")
-        result["asked"] = self.asked()
+        result["asked"] = dict(self.settings)
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(result, indent=1) + "\n")
         new.replace(self.file)

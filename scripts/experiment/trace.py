@@ -13,14 +13,7 @@ from typing import Any
 
 def exchanges(compression: Any) -> Any:
     """What runs the exchanges of a compressor of hvd_compress; None for a stock one."""
-    engine = getattr(compression, "engine", getattr(compression, "_engine", None))
-    return getattr(engine, "exchanges", getattr(compression, "_driver", None))
-
-
-def seconds_waited(compression: Any) -> float:
-    """The time that a compressor has waited for collectives so far."""
-    found = exchanges(compression)
-    return float(getattr(found, "seconds_waited", getattr(found, "waited", 0.0)))
+    return getattr(getattr(compression, "engine", None), "exchanges", None)
 
 
 class Trace:
