@@ -1,23 +1,25 @@
-"""Horovod's protocol without Horovod: N ranks in threads drive a compressor as ``DistributedOptimizer`` would."""
+"""N ranks in the threads of one process drive a compressor as its host would: Horovod's protocol, or DDP's hook."""
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvd_compress import Compressor
+from hvd_compress import IWP, Compressor, ddp_hook
 from hvd_compress.engine.collectives import allreduce
 from hvd_compress.hosts.threads import ThreadWorld
 
 Build = Callable[..., Compressor]
 
+HOSTS = ("horovod", "ddp")
+
 
 def mixed_model(seed: int = 0) -> torch.nn.Module:
-    """Shapes that matter: a small conv (dense), padding, a channels_last conv, biases, a norm, several buckets'
-    worth."""
+    """A small convolution (not compressed), padding, a channels_last convolution, biases, a norm."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential()
     model.first = torch.nn.Conv2d(3, 8, 3)
@@ -28,14 +30,27 @@ def mixed_model(seed: int = 0) -> torch.nn.Module:
     return model
 
 
+def toy_model() -> torch.nn.Module:
+    """A model that can be trained: 32 inputs, 8 outputs."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)
+    )
+
+
+def compressed(parameter: Tensor) -> bool:
+    """Whether a parameter is compressed under the default ``min_numel``."""
+    return parameter.dim() >= 2 and parameter.numel() >= 1024
+
+
 def gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> list[Tensor]:
-    """One random gradient a parameter, of the parameter's memory order."""
+    """One random gradient per parameter, in the parameter's memory order and dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * scale) for p in model.parameters()]
 
 
 class Scheduled:
-    """A density schedule without a memory: whatever a function says of the step."""
+    """A density schedule without state: a function of the step."""
 
     def __init__(self, density: Callable[[int], float]) -> None:
         self.density = density
@@ -46,15 +61,17 @@ class Scheduled:
     def restart(self) -> None:
         pass
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 
 class Rank:
     """One rank: its replica, its compressor, and a step as Horovod takes it."""
+
+    ordered = False
 
     def __init__(self, world: ThreadWorld, rank: int, model: torch.nn.Module, build: Build, **options: Any) -> None:
         self.world, self.rank, self.model = world, rank, copy.deepcopy(model)
@@ -63,20 +80,20 @@ class Rank:
         self.steps = 0
 
     def move_to(self, world: ThreadWorld, rank: int) -> None:
-        """The ranks were formed anew, as hvd.init() does after a failure."""
+        """The set of ranks changes, as with hvd.init() after a failure."""
         self.world, self.rank, self.collectives, self.steps = world, rank, world.collectives(rank), 0
-        self.compression.engine.collectives = self.compression.engine.exchanges.engine.collectives = self.collectives
+        set_collectives(self.compression, self.collectives)
 
-    def exchange(self, grads: Iterable[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
-        """Gives the gradients to the compressor in an order of its own and returns what Horovod would leave in
-        ``p.grad``.
+    def exchange(self, grads: Sequence[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
+        """Passes the gradients to the compressor, in an order that differs between ranks if ``shuffle`` is given.
+        Returns what the host would leave in ``p.grad``.
 
-        A gradient of None is a parameter unused on this rank: zeros, handed in last, as ``synchronize()`` does.
+        None is the gradient of a parameter that is unused on this rank: zeros, passed last, as ``synchronize()`` does.
         """
         order, late = [], []
         for number, (parameter, grad) in enumerate(zip(self.model.parameters(), grads, strict=True)):
             (late if grad is None else order).append(number)
-            parameter.grad = torch.zeros(parameter.shape) if grad is None else grad
+            parameter.grad = torch.zeros_like(parameter) if grad is None else grad
         rng = random.Random(None if shuffle is None else shuffle * 1009 + self.rank)
         if shuffle is not None:
             rng.shuffle(order)
@@ -99,30 +116,154 @@ class Rank:
         return [p.grad for p in parameters]
 
 
+def set_collectives(compression: Compressor, collectives: Any) -> None:
+    """Replaces the collectives of a compressor."""
+    engine = compression.engine
+    engine.collectives = engine.exchanges._collectives = collectives
+
+
+@dataclass
+class FakeBucket:
+    """What DDP passes to a hook: the gradients of some parameters of one dtype, views of one flat buffer."""
+
+    number: int
+    given: list[torch.nn.Parameter]
+    flat: Tensor
+    last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.given
+
+    def gradients(self) -> list[Tensor]:
+        parts, begin = [], 0
+        for p in self.given:
+            parts.append(self.flat.as_strided(p.shape, p.stride(), begin))
+            begin += p.numel()
+        return parts
+
+
+class _Backward(torch.autograd.Function):
+    """Calls a function from backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, body: Callable[[], None]) -> Tensor:
+        ctx.body = body
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.body()
+        return grad, None
+
+
+def in_backward(body: Callable[[], None]) -> None:
+    """Runs ``body`` during a backward pass, as DDP calls a hook."""
+    x = torch.zeros(1, requires_grad=True)
+    with torch.enable_grad():
+        _Backward.apply(x, body).sum().backward()
+
+
+class DDPRank(Rank):
+    """One rank, and a step as DistributedDataParallel takes it: buckets that are the same on all ranks."""
+
+    ordered = True
+
+    def buckets(self, grads: Sequence[Tensor | None], shuffle: int | None = None) -> list[FakeBucket]:
+        """The gradients in DDP's buckets: last parameter first, or, with ``shuffle``, in another order and division,
+        equal on all ranks. A parameter that is unused on this rank (None) has zeros."""
+        given = dict(zip(self.model.parameters(), grads, strict=True))
+        order = list(reversed(given))
+        rng = random.Random(0 if shuffle is None else shuffle)
+        if shuffle is not None:
+            rng.shuffle(order)
+        groups: list[list[torch.nn.Parameter]] = []
+        for p in order:
+            if not groups or groups[-1][0].dtype != p.dtype or rng.random() < 0.4:
+                groups.append([])
+            groups[-1].append(p)
+        result = []
+        for number, group in enumerate(groups):
+            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype)
+            bucket = FakeBucket(number, group, flat, number == len(groups) - 1)
+            for p, view in zip(group, bucket.gradients(), strict=True):
+                if given[p] is not None:
+                    view.copy_(given[p])
+            result.append(bucket)
+        return result
+
+    def exchange(self, grads: Sequence[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
+        buckets, futures = self.buckets(grads, shuffle), []
+        in_backward(lambda: futures.extend(ddp_hook(self.compression, bucket) for bucket in buckets))
+        for bucket, future in zip(buckets, futures, strict=True):
+            assert future.done() and future.value() is bucket.flat
+            for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                p.grad = grad.detach().clone(memory_format=torch.preserve_format)
+        self.steps += 1
+        return [p.grad for p in self.model.parameters()]
+
+
 def replicas(
-    size: int, build: Build, model: torch.nn.Module | None = None, **options: Any
+    size: int, build: Build, model: torch.nn.Module | None = None, host: str = "horovod", **options: Any
 ) -> tuple[ThreadWorld, list[Rank]]:
-    """``size`` ranks of one model, each with a compressor of its own."""
-    world = ThreadWorld(size, timeout=20)
+    """``size`` ranks of one model under ``host``, each with its own compressor."""
+    kind = DDPRank if host == "ddp" else Rank
+    world = ThreadWorld(size, timeout=20, ordered=kind.ordered)
     model = model or mixed_model()
-    return world, [Rank(world, rank, model, build, **options) for rank in range(size)]
+    return world, [kind(world, rank, model, build, **options) for rank in range(size)]
+
+
+def single(model: torch.nn.Module | None = None, **options: Any) -> IWP:
+    """IWP alone, with one rank."""
+    model = model or mixed_model()
+    return IWP(model.named_parameters(), collectives=ThreadWorld(1).collectives(0), **options)
 
 
 def together(
-    world: ThreadWorld, ranks: list[Rank], grads: list[list[Tensor | None]], shuffle: int | None = None
+    world: ThreadWorld, ranks: list[Rank], grads: Sequence[Sequence[Tensor | None]], shuffle: int | None = None
 ) -> list[list[Tensor]]:
-    """One step of all ranks at once, in threads: what each is left with."""
+    """One step of all ranks at once, in threads. Returns each rank's results."""
     return world.run(lambda i: ranks[i].exchange(grads[i], shuffle))
 
 
 def random_steps(world: ThreadWorld, ranks: list[Rank], steps: Iterable[int], order: int = 0) -> list[list[Tensor]]:
-    """Steps with gradients seeded by step and rank; the last step's results."""
+    """Steps with gradients seeded by step and rank. Returns the last step's results."""
     for step in steps:
         grads = [gradients(r.model, seed=1000 * step + r.rank) for r in ranks]
         applied = together(world, ranks, grads, shuffle=order + step)
     return applied
 
 
+def train(world: ThreadWorld, ranks: list[Rank], steps: int) -> list[float]:
+    """Trains :func:`toy_model` on different data on each rank. Returns the last losses."""
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]
+
+    def body(i: int) -> float:
+        rank, generator = ranks[i], torch.Generator().manual_seed(i)
+        for step in range(steps):
+            x = torch.randn(8, 32, generator=generator)
+            loss = (rank.model(x) - x[:, :8].sin()).square().mean()
+            grads = torch.autograd.grad(loss, list(rank.model.parameters()))
+            rank.exchange([g.clone() for g in grads], shuffle=step)
+            optimizers[i].step()
+        return float(loss.detach())
+
+    return world.run(body)
+
+
 def residuals(rank: Rank) -> dict[str, Tensor]:
-    """By parameter name, in the parameter's shape and double precision; zeros where it travels dense."""
+    """By parameter name, in the parameter's shape and double precision; zeros for an uncompressed parameter."""
     return {name: rank.compression.residual(name).double() for name, _ in rank.model.named_parameters()}
+
+
+def equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether two lists of tensors are bit-equal."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,10 +1,10 @@
-"""Every method, with the options that change how it works: what the invariants are tested on."""
+"""Every method with the options that change how it works, for the invariants."""
 
 from functools import partial
 
-from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, SlimDP, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, PowerSGD, SlimDP, TernGrad, TopK
 
-# Two buckets of the harness's model: one of two parameters, one of one.
+# Two buckets for the harness's model: one of two parameters, one of one.
 SMALL = dict(bucket_mb=0.08)
 
 METHODS = {
@@ -49,30 +49,33 @@ METHODS = {
     "qsgd-feedback": partial(QSGD, bits=8, norm="max", error_feedback=True),
     "terngrad": partial(TernGrad),
     "terngrad-feedback": partial(TernGrad, clip=None, error_feedback=True),
+    "powersgd": partial(PowerSGD, rank=2),
+    "powersgd-cold": partial(PowerSGD, rank=3, values="fp32", warm_start=False),
 }
 
-#: Those that, as in their papers, forget what they could not send.
+#: Those that, as in their papers, keep no residual.
 FORGETFUL = ("qsgd", "terngrad")
 
-_NO_SHARE = {"density", "budget_interval", "warmup_steps"}
+_NO_DENSITY = {"density", "budget_interval", "warmup_steps"}
 #: Options of the others that a class does not have.
 _UNKNOWN = {
     TopK: {"budget_interval"},
     DGC: {"budget_interval"},
-    MP2: _NO_SHARE,
-    QSGD: {*_NO_SHARE, "values"},
-    TernGrad: {*_NO_SHARE, "values"},
+    MP2: _NO_DENSITY,
+    QSGD: {*_NO_DENSITY, "values"},
+    TernGrad: {*_NO_DENSITY, "values"},
+    PowerSGD: {*_NO_DENSITY, "momentum"},
 }
 
 
 def fitting(method: partial, options: dict) -> dict:
-    """Those of the options that a method's class has."""
+    """The options that the method's class accepts."""
     return {key: value for key, value in options.items() if key not in _UNKNOWN.get(method.func, ())}
 
 
 _LONG = dict(momentum=0.9, density=1 / 64, warmup_steps=100)
 
-#: One of each class as in a long training, ...
+#: One of each class, with the options of a long training.
 TRAINED = {
     "iwp": partial(IWP, budget_interval=50, **_LONG),
     "fft": partial(FFT, budget_interval=50, **_LONG),
@@ -83,9 +86,10 @@ TRAINED = {
     "dgc": partial(DGC, **_LONG),
     "qsgd": partial(QSGD, momentum=0.9),
     "terngrad": partial(TernGrad, momentum=0.9),
+    "powersgd": partial(PowerSGD, rank=2),
 }
 
-#: ... and so that nothing is left out, where it can.
+#: One of each class that can send everything exactly: dense training.
 EXACT = {
     "iwp": partial(IWP, density=1.0, values="fp32"),
     "fft": partial(FFT, density=1.0, values="fp32"),

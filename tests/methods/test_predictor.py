@@ -1,4 +1,4 @@
-"""The predictor computes all_equal whatever the training around it has set: hvd_compress/predictor.py."""
+"""The predictor's results do not depend on torch's global precision settings."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from hvd_compress.methods.predictor import _PINNED, Predictor, predict
 
 
-class Looking(Predictor):
-    """Notes what is set while it computes."""
+class Recording(Predictor):
+    """Records the settings while it computes."""
 
     def forward(self, windows):
         self.seen = settings()
@@ -50,7 +50,7 @@ def set_algorithms():
         lambda: torch.set_float32_matmul_precision("medium"),
         lambda: set_precision(torch.backends.cuda.matmul),
         lambda: set_precision(torch.backends.cudnn),
-        lambda: set_precision(torch.backends.cudnn.conv, "ieee"),  # and not of rnn: the older interface cannot say it
+        lambda: set_precision(torch.backends.cudnn.conv, "ieee"),  # not of rnn
         lambda: set_precision(torch.backends),
         set_algorithms,
     ],
@@ -58,13 +58,13 @@ def set_algorithms():
 )
 def test_precision_and_algorithms_are_pinned_and_restored(training):
     training()
-    before, predictor = settings(), Looking()
+    before, predictor = settings(), Recording()
     predict(predictor, torch.randn(2, 6, 256))
     assert predictor.seen == [value for *_, value in _PINNED]
     assert settings() == before
 
 
-def test_what_was_set_is_restored_after_an_error():
+def test_settings_are_restored_after_an_error():
     before = settings()
     with pytest.raises(RuntimeError, match="channels"):
         predict(Predictor(), torch.randn(2, 5, 256))

@@ -1,17 +1,17 @@
-"""MP2: lot and rotation, the prediction and its gate, and replicas that went apart."""
+"""MP2: which entries are sent, the prediction and its gate."""
 
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from harness import gradients, mixed_model, random_steps, replicas, residuals, together
+from harness import gradients, mixed_model, random_steps, replicas, residuals, together, toy_model, train
 from safetensors.torch import load_file
 
 from hvd_compress import MP2
 from hvd_compress.methods.predictor import Predictor, shipped
 
-in_turn = partial(MP2, choice="rotation")
+rotation = partial(MP2, choice="rotation")
 
 
 class Constant(Predictor):
@@ -26,7 +26,7 @@ class Constant(Predictor):
 
 
 class Last(Predictor):
-    """Predicts what arrived last."""
+    """Predicts the last received value."""
 
     def forward(self, windows):
         return windows[:, 3].sinh()
@@ -37,8 +37,8 @@ def constant_gradients(model, seed):
     return [g + 3.0 for g in gradients(model, seed)]
 
 
-def test_everything_has_its_turn_in_a_period():
-    world, ranks = replicas(2, partial(in_turn, density=1 / 9, values="fp32"))
+def test_rotation_sends_every_entry_once_in_a_period():
+    world, ranks = replicas(2, partial(rotation, density=1 / 9, values="fp32"))
     seen = [torch.zeros_like(p) for p in ranks[0].model.parameters()]
     for step in range(9):
         grads = [[torch.ones_like(p) for p in r.model.parameters()] for r in ranks]
@@ -46,22 +46,22 @@ def test_everything_has_its_turn_in_a_period():
         for total, (name, p), got in zip(seen, mixed_model().named_parameters(), applied[0], strict=True):
             if p.dim() >= 2 and p.numel() >= 1024:
                 assert abs(int((got != 0).sum()) - p.numel() / 9) < 1, name
-                assert set(got[got != 0].tolist()) <= {float(step + 1)}, "all that was waiting arrives"
+                assert set(got[got != 0].tolist()) <= {float(step + 1)}, "the whole residual is sent"
                 total += got != 0
     for total, p in zip(seen, mixed_model().parameters(), strict=True):
         if p.dim() >= 2 and p.numel() >= 1024:
             assert bool((total == 1).all())
 
 
-def test_what_was_large_is_sent_often_and_everything_now_and_then():
+def test_large_entries_are_sent_often_and_every_entry_sometimes():
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64, bias=False)
     world, ranks = replicas(2, partial(MP2, density=32 / 256, values="fp32"), model=model)
-    loud = torch.ones(64, 64)
-    loud.view(16, 256)[:, 5:10] = 20.0
+    size = torch.ones(64, 64)
+    size.view(16, 256)[:, 5:10] = 20.0
     times = torch.zeros(64, 64)
     for step in range(100):
-        grads = [[loud * gradients(r.model, 1000 * step + r.rank)[0]] for r in ranks]
+        grads = [[size * gradients(r.model, 1000 * step + r.rank)[0]] for r in ranks]
         applied = together(world, ranks, grads, shuffle=step)
         assert torch.equal(applied[0][0], applied[1][0])
         times += applied[0][0] != 0
@@ -70,7 +70,7 @@ def test_what_was_large_is_sent_often_and_everything_now_and_then():
     assert float(often.mean()) > 3 * float(times.mean()) and float(times.min()) >= 1
 
 
-def test_the_traffic_is_a_ninth():
+def test_the_wire_ratio_is_nine():
     torch.manual_seed(0)
     model = torch.nn.Linear(1024, 512, bias=False)
     world, ranks = replicas(4, partial(MP2, values="fp32"), model=model)
@@ -78,9 +78,9 @@ def test_the_traffic_is_a_ninth():
     assert ranks[0].compression.stats()["last"]["wire_ratio"] == pytest.approx(9.0, rel=0.01)
 
 
-def test_a_good_prediction_opens_the_gate_and_arrives_early():
-    """The same gradient in every step: after one period the last value is the next one."""
-    world, ranks = replicas(2, partial(in_turn, prediction=True, density=1 / 4, values="fp32", predictor=Last()))
+def test_a_good_prediction_opens_the_gate():
+    """With the same gradient in every step, the last value predicts the next one."""
+    world, ranks = replicas(2, partial(rotation, prediction=True, density=1 / 4, values="fp32", predictor=Last()))
     grads = [constant_gradients(r.model, r.rank) for r in ranks]
     number = [n for n, _ in ranks[0].model.named_parameters()].index("wide.weight")
     mean = torch.stack([g[number] for g in grads]).mean(0)
@@ -88,40 +88,29 @@ def test_a_good_prediction_opens_the_gate_and_arrives_early():
         applied = together(world, ranks, [[g.clone() for g in grad] for grad in grads], shuffle=step)
     assert all(ranks[0].compression.open_layers().values())
     torch.testing.assert_close(applied[0][number], mean, rtol=1e-3, atol=1e-3)
-    # A rank holds back only how it differs from the mean, for a period at most.
+    # The residual holds only a rank's difference to the mean, over at most one period.
     for rank, grad in zip(ranks, grads, strict=True):
         assert residuals(rank)["wide.weight"].abs().max() <= 4 * (grad[number] - mean).abs().max() + 1e-2
 
 
-def test_a_bad_prediction_closes_the_gate_and_is_paid_back():
+def test_a_bad_prediction_closes_the_gate():
     world, ranks = replicas(
-        2, partial(in_turn, prediction=True, density=1 / 4, values="fp32", predictor=Constant(-1.0))
+        2, partial(rotation, prediction=True, density=1 / 4, values="fp32", predictor=Constant(-1.0))
     )
     for step in range(40):
         grads = [constant_gradients(r.model, 100 * step + r.rank) for r in ranks]
         applied = together(world, ranks, grads, shuffle=step)
     assert not any(ranks[0].compression.open_layers().values())
     compressed = [g for (_, p), g in zip(mixed_model().named_parameters(), applied[0], strict=True) if p.dim() > 1]
-    assert all(float((g == 0).float().mean()) > 0.7 for g in compressed[1:]), "nothing is guessed any more"
+    assert all(float((g == 0).float().mean()) > 0.7 for g in compressed[1:]), "no entry is predicted"
 
 
+@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", ["significance", "rotation"])
-def test_predictions_are_bit_equal_over_1000_steps(choice):
+def test_predictions_stay_bit_equal(choice, steps):
     build = partial(MP2, choice=choice, prediction=True, density=1 / 5, gate=-1.0, momentum=0.9)
-    world, ranks = replicas(3, build, model=_toy())
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]
-
-    def train(i):
-        generator = torch.Generator().manual_seed(i)
-        for step in range(1000):
-            x = torch.randn(8, 32, generator=generator)
-            loss = (ranks[i].model(x) - x[:, :8].sin()).square().mean()
-            grads = torch.autograd.grad(loss, list(ranks[i].model.parameters()))
-            ranks[i].exchange([g.clone() for g in grads], shuffle=step)
-            optimizers[i].step()
-        return float(loss.detach())
-
-    assert max(world.run(train)) < 0.1, "training must have worked"
+    world, ranks = replicas(3, build, model=toy_model())
+    assert max(train(world, ranks, steps)) < (0.1 if steps == 1000 else 0.5), "training must have worked"
     first, *others = (rank.compression.buckets[0].state for rank in ranks)
     assert float(first["guess"].abs().sum()) > 0.0
     for other in others:
@@ -129,77 +118,33 @@ def test_predictions_are_bit_equal_over_1000_steps(choice):
             assert torch.equal(first[name], other[name]), name
 
 
-def _toy():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)
-    )
-
-
-@pytest.mark.parametrize("noise", [1e-6, 1e-2, 0.5])
+@pytest.mark.parametrize("cause", ["prediction", "weight"])
 @pytest.mark.parametrize("choice", ["significance", "rotation"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_rank_that_went_astray_is_found_and_repaired(momentum, choice, noise):
-    """All that was put in is in rank 0's weights, which are everybody's then, or still waits: but for what was sent
-    while they differed, with a wrong prediction in it."""
+def test_replicas_that_differ_raise_an_error_on_every_rank(choice, cause):
+    """At the next checksum, for a difference in the last bit."""
     build = partial(MP2, choice=choice, prediction=True, density=1 / 3, gate=-1.0, check_interval=10, values="fp32")
-    world, ranks = replicas(3, build, model=_toy())
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01, momentum=momentum) for r in ranks]
-    names = [name for name, p in _toy().named_parameters() if p.dim() > 1 and p.numel() >= 1024]
-    given, taken = ({name: 0.0 for name in names} for _ in range(2))
+    world, ranks = replicas(3, build, model=toy_model())
+    random_steps(world, ranks, range(19))
+    with torch.no_grad():
+        if cause == "prediction":
+            ranks[1].compression.buckets[0].state["guess"].view(torch.int32).add_(1)
+        else:
+            ranks[1].model[0].weight.view(-1)[5].nextafter_(torch.tensor(9.0))
+    grads = [gradients(r.model, r.rank) for r in ranks]
+    errors = world.run(lambda i: _error_of(lambda: ranks[i].exchange(grads[i])))
+    assert all(isinstance(e, RuntimeError) and "predictions or weights differ" in str(e) for e in errors), errors
 
-    def add(total, grads):
-        for (name, _), g in zip(ranks[0].model.named_parameters(), grads, strict=True):
-            if name in total:
-                total[name] = total[name] + g.double()
 
-    def train(first, last):
-        for step in range(first, last):
-            grads = [gradients(r.model, 100 * step + r.rank) for r in ranks]
-            for grad in grads:
-                add(given, grad)
-            add(taken, together(world, ranks, grads, shuffle=step)[0])
-            for optimizer in optimizers:
-                optimizer.step()
-
-    def equal():
-        ours = [[*r.model.parameters()] for r in ranks]
-        return all(torch.equal(a, b) for other in ours[1:] for a, b in zip(ours[0], other, strict=True))
-
-    def check_books(but):
-        for name in names:
-            waits = sum(residuals(r)[name] for r in ranks)
-            off = (waits - (given[name] - 3 * taken[name])).abs()
-            assert float(off.masked_fill(but[name], 0.0).max()) < 2e-3
-
-    def sent_last():
-        bucket, plan = ranks[0].compression.buckets[0], ranks[0].compression._plans[0]
-        mask = torch.zeros_like(bucket.residual)
-        plan.selection.write(mask, torch.ones_like(plan.selection.values))
-        shapes = dict(ranks[0].model.named_parameters())
-        return {s.name: s.of(mask)[: s.numel].view(shapes[s.name].shape) > 0 for s in bucket.segments}
-
-    train(0, 18)
-    assert equal()
-    check_books(but={name: torch.tensor(False) for name in names})
-    for rank, sign in ((1, 1.0), (2, -1.0)):
-        guess = ranks[rank].compression.buckets[0].state["guess"]
-        guess += sign * noise * torch.randn(guess.shape, generator=torch.Generator().manual_seed(rank))
-    train(18, 19)
-    assert not equal()
-    wrong = sent_last()
-    with pytest.warns(UserWarning, match="the ranks' predictions differ"):
-        train(19, 20)
-    assert equal()
-    check_books(but=wrong)
-    train(20, 45)
-    assert equal()
-    check_books(but=wrong)
+def _error_of(body):
+    try:
+        body()
+    except Exception as error:
+        return error
+    return None
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "infinity"])
-def test_a_skipped_step_takes_its_predictions_back(bad):
-    """With Horovod's GradScaler protocol: averaged, but no optimizer steps."""
+def test_a_skipped_step_undoes_its_predictions(bad):
     world, ranks = replicas(
         2,
         partial(MP2, prediction=True, density=1 / 3, gate=-1.0, values="fp32", predictor=Constant(0.5)),
@@ -224,7 +169,7 @@ def test_a_skipped_step_takes_its_predictions_back(bad):
     applied = [r.compression.buckets[0].state["applied"].clone() for r in ranks]
     given = step(5, taken=False)
     for rank, was, old, grads in zip(ranks, before, applied, given, strict=True):
-        rank.compression.state_dict()  # a step that was not taken is undone here
+        rank.compression.state_dict()  # undoes the skipped step
         assert torch.allclose(rank.compression.buckets[0].state["applied"], old, atol=1e-5)
         for (name, p), grad in zip(rank.model.named_parameters(), grads, strict=True):
             if p.dim() >= 2 and p.numel() >= 1024:
@@ -232,9 +177,9 @@ def test_a_skipped_step_takes_its_predictions_back(bad):
                 torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-4)
 
 
-def test_the_shipped_predictor_knows_something():
-    """Of windows of a training that it has not learnt from; an untrained one is worth nothing."""
-    windows = load_file(Path(__file__).parent / "data" / "windows.safetensors")
+def test_the_shipped_predictor_is_better_than_an_untrained_one():
+    """On windows of a training run that it was not trained on."""
+    windows = load_file(Path(__file__).parents[1] / "data" / "windows.safetensors")
     seen, following = windows["seen"].float(), windows["next"].float().clamp(-8.0, 8.0)
 
     def error(predictor):
@@ -244,7 +189,7 @@ def test_the_shipped_predictor_knows_something():
     assert error(shipped(torch.device("cpu"))) < 0.99 < error(Predictor())
 
 
-def test_the_shipped_predictor_is_small_and_says_nothing_of_nothing():
+def test_the_shipped_predictor_is_small_and_predicts_almost_zero_from_zeros():
     from importlib import resources
 
     file = resources.files("hvd_compress").joinpath("weights", "predictor.safetensors")
@@ -266,6 +211,6 @@ def test_the_shipped_predictor_is_small_and_says_nothing_of_nothing():
         ({"check_interval": -1}, "check_interval must not be negative"),
     ],
 )
-def test_wrong_arguments_are_refused(options, says):
+def test_wrong_arguments_raise_an_error(options, says):
     with pytest.raises(ValueError, match=says):
         replicas(1, partial(MP2, **options))

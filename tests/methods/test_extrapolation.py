@@ -1,4 +1,4 @@
-"""Weights some epochs ahead: the line, the network, and when they jump."""
+"""Extrapolation of the weights by a line or a network."""
 
 import pytest
 import torch
@@ -6,50 +6,50 @@ import torch
 from hvd_compress.methods.extrapolation import WNN, Line, Nowcaster, shipped
 
 
-def test_a_line_goes_on():
+def test_a_line_is_continued():
     past = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 5.0, 5.0, 5.0, 5.0], [1.0, -1.0, 1.0, -1.0, 1.0]])
     torch.testing.assert_close(Line([]).extrapolate(past), torch.tensor([9.0, 5.0, 0.2]))
 
 
 @pytest.mark.parametrize("kind", [Line, WNN])
-def test_it_jumps_every_fifth_epoch(kind):
+def test_every_fifth_epoch_changes_the_weights(kind):
     model = torch.nn.Linear(7, 5)
     model.bias.requires_grad_(False)
     bias, ahead = model.bias.clone(), kind(model.parameters())
     start = model.weight.detach().clone()
-    jumps = []
+    changed = []
     for _ in range(10):
         with torch.no_grad():
             model.weight += 0.01
         before = model.weight.detach().clone()
-        jumps.append(ahead.epoch_end())
-        assert torch.equal(model.weight, before) != jumps[-1]
-        if kind is Line and jumps[-1]:
+        changed.append(ahead.epoch_end())
+        assert torch.equal(model.weight, before) != changed[-1]
+        if kind is Line and changed[-1]:
             torch.testing.assert_close(model.weight, before + 0.05)
-    assert jumps == [False] * 4 + [True] + [False] * 4 + [True]
+    assert changed == [False] * 4 + [True] + [False] * 4 + [True]
     assert torch.equal(model.bias, bias) and not torch.equal(model.weight, start)
 
 
-def test_the_network_keeps_to_the_scale_of_what_it_sees():
+def test_the_network_is_equivariant_to_shift_and_scale():
     """Shifted and scaled weights give shifted and scaled results."""
     past = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))
     network = shipped(torch.device("cpu"))
     with torch.no_grad():
         torch.testing.assert_close(network(past * 8 + 3), network(past) * 8 + 3, rtol=1e-3, atol=1e-3)
-    assert network(torch.zeros(1, 5)).abs().item() < 1e-4, "a weight that stands still goes on standing"
+    assert network(torch.zeros(1, 5)).abs().item() < 1e-4, "a constant weight stays constant"
 
 
-def test_the_shipped_network_beats_saying_that_nothing_changes():
-    """On a weight that settles: 1 - exp(-t), some epochs of it."""
+def test_the_shipped_network_is_better_than_predicting_no_change():
+    """On weights that converge as 1 - exp(-t)."""
     time = torch.arange(30, dtype=torch.float32)
     curves = torch.stack([a * (1 - torch.exp(-time / tau)) for a in (0.1, 1.0) for tau in (5.0, 10.0, 20.0)])
-    past, came = curves.unfold(1, 10, 3)[..., :5].reshape(-1, 5), curves.unfold(1, 10, 3)[..., -1].reshape(-1)
+    past, following = curves.unfold(1, 10, 3)[..., :5].reshape(-1, 5), curves.unfold(1, 10, 3)[..., -1].reshape(-1)
     with torch.no_grad():
-        said = shipped(torch.device("cpu"))(past)
-    assert (said - came).abs().sum() < 0.7 * (past[:, -1] - came).abs().sum()
+        predicted = shipped(torch.device("cpu"))(past)
+    assert (predicted - following).abs().sum() < 0.7 * (past[:, -1] - following).abs().sum()
 
 
-def test_a_checkpoint_carries_the_epochs_seen():
+def test_a_checkpoint_contains_the_past_epochs():
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     ahead, resumed = Line(model.parameters()), Line(other.parameters())
     for _ in range(3):
@@ -62,7 +62,7 @@ def test_a_checkpoint_carries_the_epochs_seen():
         Line(torch.nn.Linear(4, 2).parameters()).load_state_dict({"seen": [[torch.zeros(2, 3), torch.zeros(2)]]})
 
 
-def test_another_network_may_be_given():
+def test_another_network_can_be_given():
     torch.manual_seed(0)
     model, network = torch.nn.Linear(3, 2), Nowcaster()
     ahead = WNN(model.parameters(), network)

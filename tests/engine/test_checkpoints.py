@@ -1,0 +1,154 @@
+"""state_dict() and load_state_dict()."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from harness import HOSTS, mixed_model, random_steps, replicas, residuals, single
+from methods import METHODS, SMALL, fitting
+
+from hvd_compress import FFT, IWP, MIPD, MP2, QSGD, SlimDP
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_checkpoint_resumes_bit_exactly(name, host, momentum, tmp_path):
+    method = partial(METHODS[name], **SMALL)
+    method = partial(method, **fitting(method, {"momentum": momentum, "warmup_steps": 4}))
+    world, ranks = replicas(2, method, host=host)
+    random_steps(world, ranks, range(6))
+    for r in ranks:
+        torch.save(r.compression.state_dict(), tmp_path / f"{r.rank}.pt")
+    straight = random_steps(world, ranks, range(6, 12))[0]
+
+    world, fresh = replicas(2, method, host=host)
+    for r in fresh:
+        r.compression.load_state_dict(torch.load(tmp_path / f"{r.rank}.pt", weights_only=True))
+    resumed = random_steps(world, fresh, range(6, 12))[0]
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+    for one, other in zip(ranks, fresh, strict=True):
+        for name, residual in residuals(one).items():
+            assert torch.equal(residual, residuals(other)[name])
+        # After loading, ranks compare the state once: a few bytes more under "budget".
+        for kind in ("dense_bytes", "values_bytes", "indices_bytes", "dense_tensor_bytes"):
+            assert one.compression.stats()["total"][kind] == other.compression.stats()["total"][kind]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(MP2, prediction=True, gate=-1.0, density=1 / 9),
+        partial(MP2, values="lloyd4", density=1 / 9),
+        partial(MIPD, values="lloyd4", density=1 / 9),
+        partial(SlimDP, values="lloyd4", density=1 / 9),
+    ],
+)
+def test_a_checkpoint_resumes_bit_exactly_if_padding_is_selected(build):
+    """The last of five blocks has 16 entries and 23 slots, and a codec without a zero leaves errors in its padding. In
+    the first step after the checkpoint, step 22 with periods of 9, MP2 predicts that block."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 26, bias=False)
+    world, ranks = replicas(2, build, model=model)
+    random_steps(world, ranks, range(22))
+    states = [copy.deepcopy(r.compression.state_dict()) for r in ranks]
+    straight = random_steps(world, ranks, range(22, 26))[0]
+    world, fresh = replicas(2, build, model=model)
+    for r, state in zip(fresh, states, strict=True):
+        r.compression.load_state_dict(state)
+    resumed = random_steps(world, fresh, range(22, 26))[0]
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+    for one, other in zip(ranks, fresh, strict=True):
+        (before,), (after,) = one.compression.buckets, other.compression.buckets
+        for name, flat in before.state.items():
+            assert torch.equal(flat, after.state[name]), name
+        assert before.state["last_sent"][model.weight.numel() :].any(), "padding must have been selected"
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "says"),
+    [
+        ("iwp-fp16", "iwp", "made with other values: 'fp16'"),
+        ("iwp", "iwp-fp16", "made with other values: 'lanes4'"),
+        ("mipd", "mipd-whole", "made with other layerwise: True"),
+    ],
+)
+def test_a_state_of_other_options_raises_an_error_and_loads_nothing(saved, loaded, says):
+    world, ranks = replicas(1, METHODS[saved], density=1 / 16)
+    random_steps(world, ranks, range(3))
+    _, (other,) = replicas(1, METHODS[loaded], density=1 / 16)
+    with pytest.raises(ValueError, match=says):
+        other.compression.load_state_dict(ranks[0].compression.state_dict())
+    assert other.compression.state_dict()["step"] == 0
+    assert all(not held.any() for held in residuals(other).values())
+
+
+def test_the_state_of_a_contiguous_model_loads_into_a_channels_last_one():
+    model = mixed_model().to(memory_format=torch.contiguous_format)
+    world, ranks = replicas(1, IWP, model=model, density=1 / 16, block_means=False)
+    random_steps(world, ranks, range(2))
+    last = mixed_model().to(memory_format=torch.channels_last)
+    world, others = replicas(1, IWP, model=last, density=1 / 16, block_means=False)
+    others[0].compression.load_state_dict(ranks[0].compression.state_dict())
+    for name, residual in residuals(ranks[0]).items():
+        assert torch.equal(residual, residuals(others[0])[name])
+
+
+def test_block_means_of_another_memory_order_raise_an_error():
+    _, (one,) = replicas(1, IWP, model=mixed_model().to(memory_format=torch.contiguous_format))
+    _, (other,) = replicas(1, IWP, model=mixed_model().to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match=r"use the same memory_format"):
+        other.compression.load_state_dict(one.compression.state_dict())
+
+
+def test_a_compressor_cannot_be_pickled():
+    _, (rank,) = replicas(1, IWP)
+    with pytest.raises(TypeError, match="save its state_dict"):
+        pickle.dumps(rank.compression)
+
+
+def test_the_state_of_other_parameters_or_another_method_raises_an_error():
+    state = single(torch.nn.Linear(64, 64)).state_dict()
+    with pytest.raises(ValueError, match="different parameters"):
+        single().load_state_dict(state)
+    with pytest.raises(ValueError, match=r"needs shape \(128, 64\), the state has shape \(64, 64\)"):
+        single(torch.nn.Linear(64, 128)).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state of Other"):
+        single(torch.nn.Linear(64, 64)).load_state_dict({**state, "method": "Other"})
+
+
+def test_a_state_with_another_momentum_raises_an_error_and_loads_nothing():
+    model = torch.nn.Linear(64, 64)
+    state = single(model, momentum=0.9).state_dict()
+    state["tensors"]["weight"]["residual"].fill_(7.0)
+    other = single(model, momentum=0.8)
+    with pytest.raises(ValueError, match=r"made with momentum 0.9, this compressor has 0.8"):
+        other.load_state_dict(state)
+    assert other.stats()["residual_norm"] == 0.0
+
+
+def test_state_dict_in_the_middle_of_a_step_raises_an_error():
+    model = mixed_model()
+    compression = single(model)
+    model.wide.weight.grad = torch.ones(47, 301)
+    compression.compress(model.wide.weight.grad)
+    with pytest.raises(RuntimeError, match="middle of a step"):
+        compression.state_dict()
+
+
+def test_a_state_with_error_feedback_does_not_load_without():
+    _, (feedback,) = replicas(1, partial(QSGD, error_feedback=True))
+    _, (other,) = replicas(1, QSGD)
+    with pytest.raises(ValueError, match="error feedback"):
+        other.compression.load_state_dict(feedback.compression.state_dict())
+
+
+def test_a_spectrum_of_another_memory_order_raises_an_error():
+    model = torch.nn.Conv2d(8, 33, 3)
+    _, (one,) = replicas(1, FFT, model=model.to(memory_format=torch.channels_last))
+    state = one.compression.state_dict()
+    _, (other,) = replicas(1, FFT, model=model.to(memory_format=torch.contiguous_format))
+    with pytest.raises(ValueError, match=r"use the same memory_format"):
+        other.compression.load_state_dict(state)

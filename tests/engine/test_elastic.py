@@ -1,0 +1,92 @@
+"""The set of ranks changes, as in Horovod's elastic mode."""
+
+from functools import partial
+
+import pytest
+import torch
+from harness import Rank, gradients, random_steps, replicas, residuals, together
+from methods import METHODS
+
+from hvd_compress import IWP
+from hvd_compress.hosts.threads import ThreadWorld
+
+
+@pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "mipd", "mipd-compensated"])
+def test_a_new_rank_agrees_with_one_that_has_trained_before(name):
+    """The old rank has updated its shares of the slots and counted many steps, the new one has not."""
+    method = partial(METHODS[name], density=1 / 16, budget_interval=3, bucket_mb=0.08)
+    world, ranks = replicas(2, method)
+    random_steps(world, ranks, range(10))
+    survivor = ranks[0]
+    assert any(plan.weights != plan.sizes for plan in survivor.compression._plans)
+    # It was in the middle of a step when the other rank failed.
+    p = survivor.model.wide.weight
+    p.grad = torch.ones_like(p)
+    survivor.compression.compress(p.grad)
+    formed = ThreadWorld(2, timeout=20)
+    survivor.move_to(formed, 0)
+    fresh = Rank(formed, 1, survivor.model, method)
+    applied = random_steps(formed, [survivor, fresh], range(20, 25))
+    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
+    assert [r.compression.stats()["steps"] for r in (survivor, fresh)] == [5, 5]
+
+
+@pytest.mark.parametrize("name", ["iwp", "iwp-fp32", "iwp-lloyd4", "iwp-range10-gather", "fft", "mipd", "mp2-silent"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_no_residual_is_lost_if_the_number_of_ranks_changes(name, before, after, momentum):
+    """The last of the old ranks becomes the first of the new ones."""
+    method = partial(METHODS[name], density=1 / 16, bucket_mb=0.08, momentum=momentum)
+    world, ranks = replicas(before, method)
+    random_steps(world, ranks, range(5))
+    survivor = ranks[-1]
+    formed = ThreadWorld(after, timeout=20)
+    survivor.move_to(formed, 0)
+    everyone = [survivor, *(Rank(formed, i, survivor.model, method) for i in range(1, after))]
+    for step in range(20, 24):
+        held = [residuals(r) for r in everyone]
+        grads = [gradients(r.model, seed=1000 * step + r.rank) for r in everyone]
+        given = [[g.double().clone() for g in grad] for grad in grads]
+        applied = together(formed, everyone, grads)
+        for other in applied[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(applied[0], other, strict=True))
+        if momentum:
+            continue
+        for number, (key, p) in enumerate(survivor.model.named_parameters()):
+            if p.dim() > 1:
+                given_in = sum(h[key] for h in held) + sum(g[number] for g in given)
+                kept = after * applied[0][number].double() + sum(residuals(r)[key] for r in everyone)
+                torch.testing.assert_close(kept, given_in, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("means", [True, False])
+def test_gradients_of_an_interrupted_step_are_not_counted_twice(means):
+    """The other ranks fail in the middle of a step, and the loop continues without zero_grad()."""
+    _, (rank,) = replicas(1, IWP, density=1 / 16, block_means=means)
+    unchanged, added, new = rank.model.wide.weight, rank.model.deep.weight, rank.model.conv.weight
+    for p in (unchanged, added):
+        p.grad = torch.ones_like(p)
+        rank.compression.compress(p.grad)
+    rank.move_to(ThreadWorld(1, timeout=20), 0)
+    added.grad += 1.0
+    new.grad = torch.ones_like(new)
+    rank.compression.compress(new.grad)
+    assert not unchanged.grad.any(), "the residual contains it"
+    assert added.grad.all(), "a new gradient was added"
+    torch.testing.assert_close(rank.compression.residual("wide.weight"), torch.ones_like(unchanged))
+
+
+def test_an_average_that_was_not_applied_before_a_restart_returns_to_the_residual():
+    """After a reset hvd.broadcast_optimizer_state() steps an optimizer without state: this step applies nothing."""
+    world, (rank,) = replicas(1, METHODS["iwp-fp32"])
+    optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.0)
+    random_steps(world, [rank], range(2))
+    optimizer.step()
+    before, grads = residuals(rank), gradients(rank.model, seed=50)
+    given = [g.double().clone() for g in grads]
+    together(world, [rank], [grads])
+    rank.move_to(ThreadWorld(1, timeout=20), 0)
+    optimizer.step()
+    for number, (name, p) in enumerate(rank.model.named_parameters()):
+        if p.dim() > 1 and p.numel() >= 1024:
+            torch.testing.assert_close(residuals(rank)[name], before[name] + given[number], rtol=0, atol=1e-4)

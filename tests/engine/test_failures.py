@@ -1,0 +1,211 @@
+"""Steps that fail: nothing of the gradients is lost or counted twice, and the next step works."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from harness import Scheduled, gradients, random_steps, replicas, residuals, together
+from methods import FORGETFUL, METHODS
+
+from hvd_compress import IWP, MIPD, MP2, QSGD, SlimDP, TernGrad
+
+WRITING = ["iwp-fp32", "iwp-topk", "fft", "fft-gather", "mipd-compensated", "mp2-rotation", "dgc", "qsgd", "terngrad"]
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_finished_bucket_is_undone_if_another_bucket_fails(name):
+    world, ranks = replicas(1, METHODS[name], bucket_mb=0.08)
+    (rank,) = ranks
+    assert len(rank.compression.buckets) == 2
+    random_steps(world, ranks, range(2))
+    before = residuals(rank)
+    start, calls = rank.collectives.start, []
+
+    def broken(request, name):
+        calls.append(name)
+        if ".0.step" in name:
+            raise ConnectionError("the network is gone")
+        return start(request, name)
+
+    rank.collectives.start = broken
+    grads = gradients(rank.model, seed=9)
+    given = [g.double().clone() for g in grads]
+    with pytest.raises(ConnectionError):
+        together(world, ranks, [grads])
+    assert any(".1.step" in call for call in calls) and not rank.compression.engine.exchanges._running
+    if name == "iwp-fp32":
+        assert sum(".1.step" in call for call in calls) == 2, "indices and values"
+    for number, (key, parameter) in enumerate(rank.model.named_parameters()):
+        if key in [segment.name for segment in rank.compression.buckets[1].segments]:
+            assert not parameter.grad.any(), "averages that were undone"
+            if name not in FORGETFUL:
+                want = before[key] + given[number]
+                torch.testing.assert_close(residuals(rank)[key], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["iwp-fp32", "fft", "mipd", "topk"])
+def test_a_step_that_cannot_begin_undoes_nothing(name):
+    """A schedule raises an error for the second bucket. The step before was applied and must not be undone."""
+    state = {"calls": 0, "fails": False}
+
+    def density(step):
+        state["calls"] += 1
+        if state["fails"] and state["calls"] % 2 == 0:
+            raise KeyError("no such rate")
+        return 1 / 16
+
+    world, (rank,) = replicas(1, METHODS[name], density=Scheduled(density), bucket_mb=0.08)
+    random_steps(world, [rank], range(3))
+    before, state["fails"] = residuals(rank), True
+    p = rank.model.wide.weight
+    p.grad = torch.ones_like(p)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            rank.compression.compress(p.grad)
+    rank.compression.reset()
+    for key, held in residuals(rank).items():
+        assert torch.equal(held, before[key])
+    state["fails"] = False
+    random_steps(world, [rank], [3])
+    assert rank.compression.stats()["steps"] == 4
+
+
+@pytest.mark.parametrize("name", ["iwp-fp32", "iwp-topk", "fft", "fft-gather", "mipd", "mp2-silent", "topk"])
+def test_averages_without_a_gradient_to_write_them_to_stay_in_the_residual(name):
+    """Each gradient is averaged in a step of its own: the other parameters of its bucket have none in that step."""
+    world, (rank,) = replicas(1, METHODS[name], momentum=0.0)
+    random_steps(world, [rank], range(2))
+    named = [(n, p) for n, p in rank.model.named_parameters() if n in ("conv.weight", "wide.weight", "deep.weight")]
+    before = residuals(rank)
+    for step in range(3):
+        for key, p in named:
+            p.grad = torch.full_like(p, 0.5 + step)
+            payload, ctx = rank.compression.compress(p.grad)
+            first = (step, key) == (0, "conv.weight")
+            with pytest.warns(UserWarning, match="no gradients arrived") if first else nullcontext():
+                applied = rank.compression.decompress(payload, ctx)
+            before[key] += 0.5 + step - applied.double()
+            for other, held in residuals(rank).items():
+                torch.testing.assert_close(
+                    held, before[other], rtol=0, atol=1e-4, msg=f"{other} in {key}'s step {step}"
+                )
+
+
+def test_a_gradient_that_was_not_accumulated_is_not_zeroed(monkeypatch):
+    _, (rank,) = replicas(1, IWP, density=1 / 16)
+    p = rank.model.wide.weight
+    p.grad = torch.ones_like(p)
+
+    def broken(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(rank.compression, "receive", broken)
+    with pytest.raises(MemoryError):
+        rank.compression.compress(p.grad)
+    assert p.grad.all() and not rank.compression.residual("wide.weight").any()
+
+
+def test_the_next_step_works_after_a_failed_exchange():
+    world, ranks = replicas(1, IWP, density=1 / 16)
+    (rank,) = ranks
+    start = rank.collectives.start
+
+    def broken(request, name):
+        raise ConnectionError("the network is gone")
+
+    rank.collectives.start = broken
+    rank.model.wide.weight.grad = torch.ones(47, 301)
+    rank.model.conv.weight.grad = torch.ones(rank.model.conv.weight.shape)  # contiguous, and the weight is not
+    rank.model.deep.weight.grad = torch.ones(64, 64)
+    rank.compression.compress(rank.model.wide.weight.grad)
+    rank.compression.compress(rank.model.conv.weight.grad)
+    with pytest.raises(ConnectionError):
+        rank.compression.compress(rank.model.deep.weight.grad)
+    assert rank.compression.state_dict()["step"] == 0
+    # The residual contains these gradients: if they were not zeroed, the next backward would count them twice.
+    assert not any(p.grad.any() for p in rank.model.parameters() if p.grad is not None)
+    assert rank.compression.residual("conv.weight").any()
+    rank.collectives.start = start
+    applied = random_steps(world, ranks, range(2))
+    assert all(g.isfinite().all() for g in applied[0])
+    assert rank.compression.stats()["steps"] == 2
+
+
+SHARING = ["iwp-lanes4", "iwp-lloyd4", "mipd-compensated", "slimdp", "mp2", "mp2-guessing", "mp2-silent"]
+
+
+@pytest.mark.parametrize("density", [None, 1.0])
+@pytest.mark.parametrize("name", SHARING)
+def test_a_failed_step_does_not_change_shared_state(name, density):
+    """It may have failed on some ranks only, and shared state must stay equal on all."""
+    build = METHODS[name] if density is None else partial(METHODS[name], density=density)
+    world, (rank,) = replicas(1, build, bucket_mb=0.08)
+    random_steps(world, [rank], range(7))
+    compression = rank.compression
+
+    def shared():
+        state = {}
+        for bucket, plan in zip(compression.buckets, compression._plans, strict=True):
+            per_rank = ("residual", "velocity", "chance")
+            state |= {(bucket.index, k): v.clone() for k, v in bucket.state.items() if k not in per_rank}
+            scales = plan.channel.state_dict()
+            state |= {(bucket.index, k): v.clone() for k, v in scales.items() if isinstance(v, torch.Tensor)}
+        fits = compression.method_state().get("fit", [])
+        return state | {(number, "fit"): fit for number, fit in enumerate(fits)}
+
+    before, held = shared(), residuals(rank)
+    grads = gradients(rank.model, seed=77)
+    given = [g.double().clone() for g in grads]
+    finish = compression.engine.exchanges.finish
+    compression.engine.exchanges.finish = lambda: (finish(), (_ for _ in ()).throw(ConnectionError))
+    with pytest.raises(ConnectionError):
+        rank.exchange(grads)
+    after = shared()
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+    for (parameter, p), grad in zip(rank.model.named_parameters(), given, strict=True):
+        if p.dim() >= 2 and p.numel() >= 1024:
+            torch.testing.assert_close(residuals(rank)[parameter], held[parameter] + grad, rtol=0, atol=1e-4)
+
+
+def test_a_state_can_be_loaded_in_the_middle_of_a_failed_step():
+    """In elastic mode restore() comes before hvd.init()."""
+    world, (rank,) = replicas(1, IWP, density=1 / 16)
+    random_steps(world, [rank], range(2))
+    state, held = rank.compression.state_dict(), residuals(rank)
+    p = rank.model.wide.weight
+    p.grad = torch.ones_like(p)
+    _, ctx = rank.compression.compress(p.grad)
+    rank.compression.load_state_dict(state)
+    assert all(torch.equal(now, held[key]) for key, now in residuals(rank).items())
+    assert not p.grad.any()
+    with pytest.raises(RuntimeError, match=r"wide.weight: the step in which this gradient was compressed is gone"):
+        rank.compression.decompress(torch.empty(0), ctx)
+    random_steps(world, [rank], range(2, 4))
+
+
+@pytest.mark.parametrize("build", [QSGD, TernGrad])
+def test_gradients_of_a_failed_step_do_not_count_twice(build):
+    world, ranks = replicas(1, build)
+    ones = [torch.ones_like(p) for p in ranks[0].model.parameters()]
+    parameter = ranks[0].model.wide.weight
+    number = [name for name, _ in ranks[0].model.named_parameters()].index("wide.weight")
+    parameter.grad = ones[number].clone()
+    ranks[0].compression.compress(parameter.grad)
+    ranks[0].compression.reset()
+    applied = together(world, ranks, [ones])[0][number]
+    assert float(applied.mean()) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "build", [partial(MIPD, density=1.0), partial(SlimDP, density=1.0), partial(MP2, density=1 / 4, prediction=True)]
+)
+def test_a_repeated_step_number_causes_no_infinity(build):
+    world, ranks = replicas(2, partial(build, values="fp32"))
+    random_steps(world, ranks, [0])
+    for rank in ranks:
+        rank.compression.engine.step -= 1  # as after a failure
+    random_steps(world, ranks, range(1, 4))
+    for bucket in ranks[0].compression.buckets:
+        assert all(bool(flat.isfinite().all()) for flat in bucket.state.values())

@@ -1,0 +1,133 @@
+"""Steps that are averaged but not applied, as a GradScaler skips them: what was sent returns to the residual."""
+
+from functools import partial
+
+import pytest
+import torch
+from harness import HOSTS, gradients, random_steps, replicas, residuals, together
+from methods import METHODS
+
+from hvd_compress import IWP
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("applied_early", [False, True])
+@pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "fft-gather", "mipd", "mipd-compensated"])
+def test_a_skipped_step_takes_nothing_from_any_residual(name, applied_early, host):
+    """An infinity in one bucket: GradScaler skips the step, and what all other buckets sent returns to the residual,
+    whether the deferred update of the residual was applied or not."""
+    world, ranks = replicas(2, partial(METHODS[name], density=1 / 16, bucket_mb=0.08), host=host)
+    assert len(ranks[0].compression.buckets) > 1
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+
+    random_steps(world, ranks, range(2))
+    for optimizer in optimizers:
+        optimizer.step()
+    before = [residuals(r) for r in ranks]
+    grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
+    grads[1][6].view(-1)[5] = float("inf")
+    given = [[g.double().clone().nan_to_num(posinf=0.0) for g in grad] for grad in grads]
+    together(world, ranks, grads)
+    if applied_early:
+        assert all(held.isfinite().all() for r in ranks for held in residuals(r).values())
+        for bucket in (bucket for r in ranks for bucket in r.compression.buckets):
+            bucket.apply_deferred()
+    # No optimizer.step(): the next step begins, with gradients of zero.
+    zeros = [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks]
+    sent = together(world, ranks, zeros)
+    for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
+        if p.dim() < 2 or p.numel() < 1024:
+            continue
+        kept = sum(residuals(r)[name] for r in ranks) + 2 * sent[0][number].double()
+        want = sum(b[name] for b in before) + sum(g[number] for g in given)
+        torch.testing.assert_close(kept, want, rtol=0, atol=2e-2)
+
+
+def test_a_skipped_step_undoes_mipds_compensation():
+    """The compensation is applied to half of every layer, except in the bucket with the infinity."""
+    method = partial(METHODS["mipd-compensated"], bucket_mb=0.08)
+    world, ranks = replicas(2, method)
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    steady = gradients(ranks[0].model, seed=7)
+    for _ in range(30):
+        together(world, ranks, [[g.clone() for g in steady] for _ in ranks])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(bucket.state["smoothed"].norm() > 1 for bucket in ranks[0].compression.buckets)
+    before = [residuals(r) for r in ranks]
+    grads = [[g.clone() for g in steady] for _ in ranks]
+    grads[1][6].view(-1)[5] = float("inf")
+    given = [[g.double().clone().nan_to_num(posinf=0.0) for g in grad] for grad in grads]
+    applied = together(world, ranks, grads)
+    assert not applied[0][6].isfinite().all() and applied[0][4].isfinite().all()
+    for rank in ranks:
+        rank.compression.state_dict()  # undoes the skipped step
+    for i, rank in enumerate(ranks):
+        for number, (name, p) in enumerate(rank.model.named_parameters()):
+            if p.dim() > 1 and p.numel() >= 1024:
+                want = before[i][name] + given[i][number]
+                torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["iwp", "fft", "mipd-compensated", "powersgd"])
+def test_a_checkpoint_after_skipping_the_very_first_step_contains_all_gradients(name, host):
+    """A GradScaler may skip steps before the optimizer has ever stepped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    world, ranks = replicas(2, partial(METHODS[name], grad_scaler=scaler), host=host)
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    given = [[g.double().clone() for g in grad] for grad in grads]
+    together(world, ranks, grads)
+    for rank, mine in zip(ranks, given, strict=True):
+        rank.compression.state_dict()
+        for number, (key, p) in enumerate(rank.model.named_parameters()):
+            if p.dim() > 1 and p.numel() >= 1024:
+                torch.testing.assert_close(residuals(rank)[key], mine[number], rtol=0, atol=1e-4)
+
+
+def test_an_applied_step_is_not_undone():
+    world, ranks = replicas(2, IWP, density=1 / 16)
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    for step in range(3):
+        random_steps(world, ranks, [step])
+        before = [residuals(r) for r in ranks]
+        for optimizer in optimizers:
+            optimizer.step()
+    together(world, ranks, [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks])
+    for rank, held in zip(ranks, before, strict=True):
+        for name, now in residuals(rank).items():
+            assert now.norm() <= held[name].norm() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_loading_after_a_skipped_step_restores_the_saved_state(name):
+    """The skipped step is not undone on top of the loaded state."""
+    world, ranks = replicas(2, METHODS[name])
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+
+    def steps(numbers, taken=True):
+        for number in numbers:
+            applied = random_steps(world, ranks, [number])
+            for optimizer in optimizers if taken else ():
+                optimizer.step()
+        return applied
+
+    steps(range(5))
+    states = [r.compression.state_dict() for r in ranks]
+    steps([5, 6])
+    steps([7], taken=False)
+    for rank, state in zip(ranks, states, strict=True):
+        rank.compression.load_state_dict(state)
+    held = [residuals(r) for r in ranks]
+    first = steps([8])
+    again_world, again = replicas(2, METHODS[name])
+    for rank, state in zip(again, states, strict=True):
+        rank.compression.load_state_dict(state)
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(held, map(residuals, again), strict=True)
+        for a, b in zip(x.values(), y.values(), strict=True)
+    )
+    second = random_steps(again_world, again, [8])
+    for a, b in zip(first[0], second[0], strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,58 @@
+"""Horovod's compressor protocol, without Horovod."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from harness import gradients, random_steps, replicas, single, together
+
+from hvd_compress import IWP
+
+
+def test_parameters_passed_by_adasum_are_not_compressed():
+    model = torch.nn.Linear(64, 64)
+    compression = single(model)
+    with pytest.warns(UserWarning, match="Adasum"):
+        payload, ctx = compression.compress(model.weight)
+    assert torch.equal(payload, model.weight) and ctx is None
+
+
+def test_sparse_gradients_are_returned_unchanged():
+    compression = single()
+    grad = torch.ones(64, 64).to_sparse()
+    assert compression.decompress(grad, None) is grad
+
+
+def test_a_parameter_that_the_optimizer_does_not_hold_causes_a_warning():
+    """The other parameters are exchanged."""
+    world, ranks = replicas(2, IWP, density=1 / 16, bucket_mb=1)
+    for r in ranks:
+        r.model.deep = torch.nn.Identity()
+    with pytest.warns(UserWarning, match=r"no gradients arrived for deep.weight"):
+        for step in range(3):
+            applied = together(world, ranks, [gradients(r.model, step * 2 + r.rank) for r in ranks], shuffle=step)
+    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
+    assert all(a.isfinite().all() for a in applied[0])
+
+
+def test_zero_grad_frees_the_gradients_memory():
+    """A compressor keeps no reference to gradients between steps."""
+    world, ranks = replicas(1, IWP, density=1 / 16)
+    random_steps(world, ranks, range(2))
+    seen = [weakref.ref(p.grad) for p in ranks[0].model.parameters()]
+    for p in ranks[0].model.parameters():
+        p.grad = None
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+
+
+def test_a_gradient_that_requires_grad_receives_the_average():
+    """It has another memory order than its parameter, so it is copied; Horovod calls with autograd enabled."""
+    _, (rank,) = replicas(1, IWP, model=torch.nn.Conv2d(16, 16, 3, bias=False), density=1.0, values="fp32")
+    (parameter,) = rank.model.parameters()
+    parameter.grad = torch.ones_like(parameter).to(memory_format=torch.channels_last).requires_grad_()
+    compression = rank.compression
+    result = compression.decompress(*compression.compress(parameter.grad))
+    assert result is parameter.grad and result.is_leaf
+    torch.testing.assert_close(result.detach(), torch.ones_like(result))

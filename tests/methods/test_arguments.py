@@ -1,0 +1,100 @@
+"""Wrong arguments raise errors that say what was given and what is allowed."""
+
+import pytest
+import torch
+from harness import mixed_model, single
+
+from hvd_compress import IWP
+from hvd_compress.hosts.threads import ThreadWorld
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"density": 0.0}, r"density must lie in \(0, 1\], got 0.0"),
+        ({"density": 1.5}, "got 1.5"),
+        ({"values": "fp8"}, "values must be one of fp32, fp16, lanes2 to lanes16.*got 'fp8'"),
+        ({"values": "lanes17"}, "lanes take 2 to 16 bits, got 17"),
+        ({"values": "lloyd9"}, "lloyd takes 1 to 8 bits, got 9"),
+        ({"values": "range3"}, "range takes 4 to 16 bits, got 3"),
+        ({"values": "lanes4-gather"}, "got 'lanes4-gather'"),
+        ({"dense_values": "int8"}, "dense_values must be fp16 or fp32, got 'int8'"),
+        ({"selection": "magic"}, "selection must be one of block, topk, got 'magic'"),
+        ({"leaders": 0}, "leaders must be at least 1"),
+        ({"explore": 1.1}, r"explore must lie in \[0, 1\], got 1.1"),
+        ({"floor": 0.0}, "floor must be above 0"),
+        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
+        ({"warmup_steps": -1}, "warmup_steps must not be negative"),
+        ({"budget_interval": -1}, "budget_interval must not be negative"),
+        ({"bucket_mb": 0}, "bucket_mb must be above 0"),
+        ({"min_numel": 0}, "min_numel must be at least 1"),
+    ],
+)
+def test_a_wrong_argument_raises_an_error_that_says_what_is_allowed(options, says):
+    with pytest.raises(ValueError, match=says):
+        single(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [({"seed": 1.0}, "seed"), ({"seed": None}, "seed"), ({"grad_scaler": True}, "grad_scaler")]
+)
+def test_an_argument_of_the_wrong_type_raises_an_error(options, says):
+    with pytest.raises(TypeError, match=f"{says} must be"):
+        single(**options)
+
+
+def test_named_parameters_must_be_pairs():
+    with pytest.raises(TypeError, match="pairs"):
+        IWP(mixed_model().parameters(), collectives=ThreadWorld(1).collectives(0))
+
+
+def test_a_used_up_iterator_raises_an_error():
+    iterator = mixed_model().named_parameters()
+    list(iterator)
+    with pytest.raises(ValueError, match="used up"):
+        IWP(iterator, collectives=ThreadWorld(1).collectives(0))
+
+
+def test_duplicate_names_raise_an_error():
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    q = torch.nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="more than once: w"):
+        IWP([("w", p), ("w", q)], collectives=ThreadWorld(1).collectives(0))
+
+
+def test_one_parameter_under_two_names_raises_an_error():
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="a and b are one parameter"):
+        IWP([("a", p), ("b", p)], collectives=ThreadWorld(1).collectives(0))
+
+
+def test_an_integer_gradient_raises_an_error_that_names_it():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int32), requires_grad=False)
+            self.linear = torch.nn.Linear(64, 64)
+
+    model = Odd()
+    compression = single(model)
+    model.codes.grad = torch.ones(64, 64, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"codes: gradient of dtype torch.int32; allowed are float32"):
+        compression.compress(model.codes.grad)
+
+
+def test_a_parameter_that_moved_to_another_device_raises_an_error_that_names_it():
+    model = torch.nn.Linear(64, 64)
+    compression = single(model)
+    compression.buckets[0].device = torch.device("cuda", 0)
+    model.weight.grad = torch.ones(64, 64)
+    with pytest.raises(
+        ValueError, match="weight: was on cuda:0 when the compressor was built and its gradient is on cpu"
+    ):
+        compression.compress(model.weight.grad)
+
+
+def test_repr_names_the_options():
+    text = repr(single(density=1 / 64, warmup_steps=10, leaders=2, momentum=0.9))
+    parts = "IWP(density", "warmup_steps=10", "leaders=2", "momentum=0.9", "3 of 9 tensors"
+    for part in parts:
+        assert part in text, text

@@ -1,0 +1,185 @@
+"""What holds for every method under either host, with 1 to 8 ranks in one process."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from harness import (
+    HOSTS,
+    compressed,
+    equal,
+    gradients,
+    mixed_model,
+    random_steps,
+    replicas,
+    residuals,
+    together,
+    toy_model,
+    train,
+)
+from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
+
+on_both_hosts = pytest.mark.parametrize("host", HOSTS)
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
+def method(request):
+    return partial(request.param, **SMALL)
+
+
+@pytest.fixture(params=[n for n in METHODS if n not in FORGETFUL])
+def with_residual(request):
+    return partial(METHODS[request.param], **SMALL)
+
+
+@on_both_hosts
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow), 8])
+def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(with_residual, size, host):
+    """Sum of (residual before + gradient) = ranks * applied + sum of residuals after."""
+    method = with_residual
+    if host == "ddp" and size == 8:
+        size = 4
+    world, ranks = replicas(size, method, host=host)
+    assert len(ranks[0].compression.buckets) > 1
+    for step in range(5):
+        grads = [gradients(r.model, seed=100 * step + r.rank) for r in ranks]
+        if step == 1:  # a parameter is unused on one rank
+            grads[-1][4] = None
+        before = [residuals(r) for r in ranks]
+        given = [[None if g is None else g.double().clone() for g in grad] for grad in grads]
+        applied = together(world, ranks, grads, shuffle=step)
+        assert all(equal(applied[0], other) for other in applied[1:])
+        after = [residuals(r) for r in ranks]
+        for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
+            total = sum(b[name] for b in before)
+            total = total + sum(g[number] for g in given if g[number] is not None)
+            got = size * applied[0][number].double() + sum(a[name] for a in after)
+            # Only an allreduce of 16-bit floats rounds. (PowerSGD keeps its rounding errors.)
+            rounds = method.keywords.get("dense_values" if not compressed(p) else "values") == "fp16"
+            torch.testing.assert_close(got, total, rtol=0, atol=5e-2 if rounds else 1e-4)
+
+
+@on_both_hosts
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("exact", EXACT.values(), ids=EXACT.keys())
+def test_density_one_is_dense_training(exact, size, host):
+    world, ranks = replicas(size, exact, host=host, **SMALL)
+    for step in range(3):
+        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
+        mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
+        for rank in together(world, ranks, grads, shuffle=step):
+            for got, want in zip(rank, mean, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@on_both_hosts
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_order_of_gradients_does_not_change_a_bit(method, size, host):
+    """Horovod: another order on every rank. DDP: another order and other buckets in every step."""
+    results = []
+    for order in (1, 2):
+        world, ranks = replicas(size, method, host=host)
+        results.append(random_steps(world, ranks, range(4), order=order * 100)[0])
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_both_hosts_give_the_same_bits(method, size):
+    """In threads all sums are in the order of the ranks, so this holds for floats, too."""
+    results = []
+    for host in HOSTS:
+        world, ranks = replicas(size, method, host=host)
+        results.append([*random_steps(world, ranks, range(4))[0], *residuals(ranks[-1]).values()])
+    assert equal(*results)
+
+
+@on_both_hosts
+@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED.keys())
+def test_replicas_stay_bit_equal(trained, steps, host):
+    world, ranks = replicas(3 if steps < 1000 else 4, trained, model=toy_model(), host=host)
+    losses = train(world, ranks, steps)
+    assert max(losses) < (0.1 if steps == 1000 else 0.5), "training must have worked"
+    for one, other in itertools.pairwise(ranks):
+        assert equal(one.model.parameters(), other.model.parameters())
+
+
+@on_both_hosts
+def test_payload_shapes_are_constant(method, host):
+    """A changing shape would miss Horovod's response cache on every rank."""
+    world, ranks = replicas(3, method, host=host)
+    seen: dict[str, set[tuple[torch.Size, torch.dtype]]] = {}
+    start = ranks[0].collectives.start
+
+    def spy(request, name):
+        if name.startswith("hvd_compress"):
+            seen.setdefault(name, set()).add((request.verb, request.tensor.shape, request.tensor.dtype))
+        return start(request, name)
+
+    ranks[0].collectives.start = spy
+    random_steps(world, ranks, range(9))
+    assert seen and all(len(shapes) == 1 for shapes in seen.values()), seen
+
+
+@on_both_hosts
+def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(with_residual, host):
+    world, ranks = replicas(3, with_residual, host=host)
+    together(world, ranks, [gradients(r.model, seed=r.rank) for r in ranks], shuffle=1)
+    before = [residuals(r) for r in ranks]
+    grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
+    grads[1][6].view(-1)[5] = float("inf")
+    given = [[g.double().clone() for g in grad] for grad in grads]
+    applied = together(world, ranks, grads, shuffle=2)
+    for rank in applied:
+        assert not all(g.isfinite().all() for g in rank), "the infinity did not reach a rank"
+    for number, (name, _) in enumerate(ranks[0].model.named_parameters()):
+        if applied[0][number].isfinite().all():
+            continue
+        for i, rank in enumerate(ranks):
+            want = before[i][name] + given[i][number].nan_to_num(posinf=0.0)
+            torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-5)
+    # The next step with finite gradients has finite results.
+    grads = [gradients(r.model, seed=80 + r.rank) for r in ranks]
+    applied = together(world, ranks, grads, shuffle=3)
+    assert all(g.isfinite().all() for rank in applied for g in rank)
+
+
+@on_both_hosts
+@pytest.mark.parametrize("name", TRAINED)
+def test_uncompressed_parameters_are_averaged_exactly(name, host):
+    # Without block means, which change every entry.
+    world, ranks = replicas(2, METHODS["iwp-no-means" if name == "iwp" else name], host=host)
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
+    applied = together(world, ranks, grads)
+    sparse = name not in ("fft", "powersgd", *FORGETFUL)
+    for (parameter, p), got, want in zip(mixed_model().named_parameters(), applied[0], mean, strict=True):
+        if not compressed(p):
+            torch.testing.assert_close(got, want)
+        elif sparse:
+            assert 0 < (got != 0).sum() < got.numel() / 7, parameter
+
+
+@on_both_hosts
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", TRAINED)
+def test_16_bit_parameters(name, dtype, host):
+    """Residuals are float32: what is applied and what is held add up to what was given, up to the rounding of what is
+    applied."""
+    world, ranks = replicas(2, METHODS[name], model=mixed_model().to(dtype), host=host, **SMALL)
+    total, applied = [[torch.zeros(p.shape, dtype=torch.float64) for p in ranks[0].model.parameters()] for _ in "ab"]
+    for step in range(4):
+        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
+        for grad in grads:
+            for t, g in zip(total, grad, strict=True):
+                t += g.double()
+        results = together(world, ranks, grads, shuffle=step)
+        assert equal(*results)
+        for a, g in zip(applied, results[0], strict=True):
+            assert g.dtype == dtype and g.isfinite().all()
+            a += g.double()
+    for number, (key, _) in enumerate(ranks[0].model.named_parameters()):
+        held = sum(residuals(r)[key] for r in ranks)
+        if name not in FORGETFUL:
+            torch.testing.assert_close(2 * applied[number] + held, total[number], rtol=0.02, atol=0.3)

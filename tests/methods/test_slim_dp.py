@@ -1,0 +1,101 @@
+"""Slim-DP: core and explorer."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from harness import Scheduled, random_steps, replicas
+
+from hvd_compress import SlimDP
+from hvd_compress.reference import BLOCK, flat_positions
+
+
+def sent(rank, number=0):
+    """The positions of the entries that the last step sent of a bucket."""
+    selection = rank.compression._plans[number].selection
+    return set(flat_positions(selection.indices, selection.rows, selection.phase).tolist())
+
+
+def steps(core, count, density=8 / 256, **options):
+    """The entries of each step, and a rank."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    world, ranks = replicas(2, partial(SlimDP, density=density, core=core, **options), model=model)
+    seen = []
+    for step in range(count):
+        random_steps(world, ranks, [step])
+        assert sent(ranks[0]) == sent(ranks[1]), "all ranks select the same entries"
+        seen.append(sent(ranks[0]))
+    return seen, ranks[0]
+
+
+def test_the_core_is_constant_and_the_explorer_changes():
+    seen, rank = steps(core=0.5, count=10, reselect=10)
+    assert all(len(one) == 8 * 16 for one in seen)
+    core = set.intersection(*seen)
+    # In step 0 only the weights count: the four largest of every block.
+    largest = rank.model.weight.detach().view(16, BLOCK).abs().topk(4).indices + torch.arange(16)[:, None] * BLOCK
+    assert core == set(largest.flatten().tolist())
+    explored = [one - core for one in seen]
+    assert all(len(a & b) < 12 for a, b in pairwise(explored)), "64 of 4032 meet by chance"
+
+
+def test_only_a_core_and_only_an_explorer():
+    seen, _ = steps(core=1.0, count=6, reselect=3)
+    assert seen[0] == seen[1] == seen[2] and seen[3] == seen[4] == seen[5]
+    seen, _ = steps(core=0.0, count=200)
+    assert len(set.union(*seen)) > 4080, "almost every entry has been drawn"
+
+
+@pytest.mark.parametrize("density", [1 / 500, 5.5 / 256])
+def test_a_core_alone_is_constant_at_any_density(density):
+    seen, _ = steps(core=1.0, count=5, density=density, reselect=5)
+    assert all(one == seen[0] for one in seen)
+
+
+def test_the_core_follows_the_gradients():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    build = partial(SlimDP, density=64 / 256, core=0.5, reselect=4, gradient_weight=1000.0, momentum=0.0)
+    world, ranks = replicas(2, build, model=model)
+    hot = torch.zeros(64, 64)
+    hot.view(16, BLOCK)[:, ::8] = 1.0
+    for _ in range(60):
+        world.run(lambda i: ranks[i].exchange([hot * (1.0 + i)]))
+    core = (ranks[0].compression.buckets[0].state["chance"] > 1.0).view(16, BLOCK).nonzero()
+    assert set((core[:, 1] % 8).tolist()) == {0}
+    assert len(core) == 16 * 32
+
+
+def test_no_indices_are_sent():
+    world, ranks = replicas(3, partial(SlimDP, density=1 / 32))
+    random_steps(world, ranks, range(3))
+    last = ranks[0].compression.stats()["last"]
+    assert last["indices_bytes"] == 0.0 and last["values_bytes"] > 0.0
+
+
+def test_the_explorer_is_drawn_after_the_density_falls_from_one():
+    density = Scheduled(lambda step: 1.0 if step < 3 else 1 / 32)
+    world, ranks = replicas(2, partial(SlimDP, density=density, reselect=50))
+    random_steps(world, ranks, range(4))
+    indices = ranks[0].compression._plans[0].selection.indices
+    assert int(indices.max()) > 100, "drawn at random, not the first of every block"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"core": 1.5}, "core must lie in"),
+        ({"reselect": 0}, "reselect must be at least 1"),
+        ({"gradient_weight": -1.0}, "gradient_weight must not be negative"),
+        ({"smoothing": 1.0}, "smoothing must lie in"),
+        ({"mode": "remote"}, "mode must be gradient or local"),
+        ({"period": 2}, "period must be at least 1"),
+        ({"mode": "local", "dense_values": "fp16"}, "leave dense_values out"),
+        ({"mode": "local", "momentum": 0.9}, "momentum and grad_scaler stay with the optimizer"),
+    ],
+)
+def test_wrong_arguments_raise_an_error(options, says):
+    with pytest.raises(ValueError, match=says):
+        replicas(1, partial(SlimDP, **options))
