@@ -1,24 +1,21 @@
 #!/usr/bin/env bash
-# Compiles every CUDA operator as setup.py does, and for sm_75, and shows registers and spills. Needs no GPU, but nvcc 13.
-#   scripts/build_cuda.sh [PYTHON]     whose torch gives the headers, a CPU build will do (default: .venv/bin/python)
+# Compiles every CUDA operator as setup.py does, and for sm_75, and shows registers and spills. Needs nvcc 13, but no GPU.
+#   scripts/build_cuda.sh [PYTHON]     whose torch has the headers, also a CPU build's (default: .venv/bin/python)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-.venv/bin/python}
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
 nvcc=${nvcc:-$(command -v nvcc || true)}
-if [[ ! -x $nvcc ]]; then
-  echo "no nvcc: set CUDA_HOME, or install the CUDA 13.0 toolkit" >&2
-  exit 1
-fi
-# The nvcc on PATH may be a wrapper that lies outside its toolkit, so nvcc itself is asked where it is.
+[[ -x $nvcc ]] || { echo "no nvcc: set CUDA_HOME, or install the CUDA 13.0 toolkit" >&2; exit 1; }
+# The nvcc on PATH may be a wrapper outside its toolkit.
 here=$("$nvcc" --dryrun -x cu -c /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p')
 if [[ ! -x $here/nvcc || ! -f ${here%/bin}/include/cuda_runtime.h ]]; then
   echo "$nvcc does not say where its toolkit is (got '$here')" >&2
   exit 1
 fi
 include=$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')
-# What torch's builder of extensions adds to setup.py's own.
+# What torch's extension builder adds to setup.py's flags.
 read -ra flags < <("$python" -c 'from torch.utils.cpp_extension import COMMON_NVCC_FLAGS; print(*COMMON_NVCC_FLAGS)')
 "$here/nvcc" --version | tail -n 2
 "$python" -c 'import torch; print("headers of torch", torch.__version__)'

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
-# compute-sanitizer and the benchmarks, then trains two Horovod ranks on the one card. Prints a Markdown page (to be
-# committed as docs/gpu.md) on standard output, each row once it is known, and what the steps print on standard error.
+# All checks that need a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
+# compute-sanitizer and the benchmarks, then trains two Horovod ranks on one card. Prints a Markdown page (docs/gpu.md) on
+# standard output and the steps' output on standard error.
 #   scripts/gpu_check.sh [STAGE...] >docs/gpu.md     of: build operators sanitizer bench horovod; all by default
-# Every call builds first, in seconds where an earlier one has: what was built is kept in build/gpu_check. So a machine
-# whose commands have a limit can do it in pieces, each with a page of its own, to be put together afterwards:
+# Every call builds first; the result is kept in build/gpu_check. Where commands have a time limit, call it per stage:
 #   GPU_CHECK_LIMIT=570 bash scripts/gpu_check.sh operators >"$OUT/1.md"     next sanitizer bench, then horovod
-# Needs python3 with a CUDA torch >= 2.11, setuptools and pip, and nvcc of the same CUDA. From .carry/ (git ignores it:
-# who sends a copy of the tree to the machine has to name it), if it is there: Horovod's sdist, and wheels (*.whl) of
-# what python3 lacks of pytest, hypothesis, ninja, cmake, cffi, cloudpickle, psutil and pyyaml.
-#   PYTHON=python3   another interpreter        GPU_CHECK_LIMIT=3600   seconds for all of a call; 540 at most for a step
+# Needs python3 with a CUDA torch >= 2.11, setuptools and pip, and nvcc of the same CUDA. From .carry/, which git ignores,
+# if it exists: Horovod's sdist, and wheels of what python3 lacks of pytest, hypothesis, pandas, tabulate, ninja, cmake,
+# cffi, cloudpickle, psutil and pyyaml.
+#   PYTHON=python3   another interpreter        GPU_CHECK_LIMIT=3600   seconds for a call; at most 540 for a step
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
@@ -30,30 +29,19 @@ failed=0
 
 say() { echo "== $*" >&2; }
 
-# A step is a process group of its own (timeout makes it), which sees no signal but that which is handed on to it.
-end() {
-  if [[ $running ]]; then
-    kill "$running"
-    wait "$running"
-  fi
-  exit "$1"
-}
-trap 'end 130' INT
-trap 'end 143' TERM
+# A step is a process group of its own (by timeout), to which signals must be passed on.
+trap '[[ ! $running ]] || { kill "$running"; wait "$running"; }; exit 143' INT TERM
 
-# stage NAME: whether it was asked for; if so, its part of the page begins.
+# stage NAME: whether it was asked for; if so, prints the head of its table.
 stage() {
   [[ " ${stages[*]} " == *" $1 "* ]] || return 1
   printf '\n## %s\n\n| step | result | remark |\n|---|---|---|\n' "$1"
 }
 
 # row STEP RESULT REMARK
-row() {
-  echo "| $1 | $2 | ${3//|/\/} |"
-  say "$1: $2 ($3)"
-}
+row() { echo "| $1 | $2 | ${3//|/\/} |"; say "$1: $2 ($3)"; }
 
-# step NAME LOG COMMAND...: runs it within the limit, and notes how it went and its last line.
+# step NAME LOG COMMAND...: runs it within the limit; its row has the status and the last line.
 step() {
   local name=$1 log=$work/$2 start=$SECONDS code=0 seconds=$((limit - SECONDS)) last
   shift 2
@@ -63,7 +51,7 @@ step() {
     return 1
   fi
   say "$name"
-  # Not in the foreground, where a signal to this script would have to wait for its end.
+  # In the background, so that signals are handled at once.
   timeout -k 10 "$((seconds < 540 ? seconds : 540))" "$@" >"$log" 2>&1 &
   running=$!
   wait "$running" || code=$?
@@ -79,62 +67,47 @@ step() {
   return "$code"
 }
 
-# --- the machine -----------------------------------------------------------------------------------------------------
 card=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 if [[ -z $card ]]; then
   echo "no GPU: nvidia-smi shows none" >&2
   exit 1
 fi
 base=$(command -v "${PYTHON:-python3}")
-# An environment of its own over the interpreter's packages: nothing is installed into those. The interpreter may itself
-# be one of a virtual environment, which --system-site-packages passes over; so its folders are named. It lies where the
-# last call's lay, since compilers are told its name: what is kept would be built again.
+# A virtual environment on top of the interpreter's packages, whose folders are listed in a .pth file: the interpreter may
+# be a virtual environment itself, which --system-site-packages ignores. Its path is constant: it is part of what is built.
 venv=$root/build/gpu_check/venv python=$root/build/gpu_check/venv/bin/python
 "$base" -m venv --clear --without-pip "$venv" >&2 &&
   "$base" -c 'import sys
 for folder in sys.path:
   if folder.endswith("-packages"): print(f"import site; site.addsitedir({folder!r})")' \
     >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth" || exit 1
-if ! "$python" -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU"'; then
-  exit 1
-fi
+"$python" -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU"' || exit 1
 shopt -s nullglob
 wheels=("$root"/.carry/*.whl)
 sdists=("$root"/.carry/horovod-*.tar.gz)
 shopt -u nullglob
-# One by one: a wheel for another Python must not keep the others out.
+# One by one: a wheel for another Python must not prevent the others.
 for wheel in "${wheels[@]}"; do
   "$python" -m pip install -q --no-index --no-deps "$wheel" >&2 || say "not installed: $wheel"
 done
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
 nvcc=${nvcc:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
-# The nvcc on PATH may be a wrapper that lies outside its toolkit, so nvcc itself is asked where it is.
+# The nvcc on PATH may be a wrapper outside its toolkit.
 here=$("$nvcc" --dryrun -x cu -c /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p')
-if [[ ! -x $here/nvcc ]]; then
-  echo "no nvcc: set CUDA_HOME" >&2
-  exit 1
-fi
-# CMake, ninja and horovodrun are commands of the environment, or of the interpreter that it is over.
+[[ -x $here/nvcc ]] || { echo "no nvcc: set CUDA_HOME" >&2; exit 1; }
 scripts=$("$base" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 export CUDA_HOME=${here%/bin} PATH=$venv/bin:$here:$scripts:$PATH
-versions=$("$python" - <<'PY'
-import platform
-
-import torch
-
+versions=$("$python" -c 'import platform, torch
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
-print(f"Python {platform.python_version()}, torch {torch.__version__}, NCCL {nccl}")
-PY
-)
+print(f"Python {platform.python_version()}, torch {torch.__version__}, NCCL {nccl}")')
 toolkit=$(nvcc --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
 echo "# On a GPU: ${stages[*]}"
 echo
 echo "Written by \`scripts/gpu_check.sh\`, $(date -u +%Y-%m-%d). Card and driver: $card. $versions, nvcc $toolkit."
 
-# --- build -----------------------------------------------------------------------------------------------------------
-# What is built is kept in a folder that is named by all that it is built from: an older build cannot slip in, and one
-# that was broken off goes on, since the sources there keep their times.
+# --- build
+# The build folder is named by a checksum of all inputs; an interrupted build continues.
 sources=$({ echo "$card $versions $toolkit"; find csrc setup.py scripts/horovod-* -type f | sort | xargs cat; } | cksum)
 kept=$root/build/gpu_check/${sources%% *}
 if [[ ! -d $kept ]]; then
@@ -143,7 +116,7 @@ if [[ ! -d $kept ]]; then
   cp -r csrc setup.py "$kept.new"
   mv "$kept.new" "$kept"
 fi
-# And run from a copy, where an installed package cannot slip in, either, and which leaves the tree clean.
+# Everything runs in a copy of the tree, so that no installed package is imported.
 copy=$work/tree
 mkdir "$copy"
 cp -r hvd_compress scripts tests "$copy"
@@ -151,7 +124,7 @@ rm -f "$copy"/hvd_compress/*.so "$copy"/tests/conftest.py
 cd "$copy" || exit 1
 export PYTHONPATH=$copy
 
-# shellcheck disable=SC2329  # called by the shell that timeout starts
+# shellcheck disable=SC2329  # called by timeout's shell
 build() {
   env HVD_COMPRESS_CUDA=1 MAX_JOBS="$(nproc)" "$python" "$kept/setup.py" build_ext --build-temp temp --build-lib lib &&
     cp "$kept"/lib/hvd_compress/*.so hvd_compress &&
@@ -163,45 +136,40 @@ stages+=(build)
 stage build
 step "build" build.txt bash -c build || exit 1
 
-# --- operators -------------------------------------------------------------------------------------------------------
+# --- operators
 pytest=("$python" -m pytest -q -p no:cacheprovider --rootdir "$copy")
 if stage operators; then
   step "operators on cuda = reference" ops.txt "${pytest[@]}" tests/operators -k "cuda"
   step "operators on cpu = reference" cpu.txt "${pytest[@]}" tests/operators -k "not cuda"
 fi
 
-# sanitize TOOL WORDS FILES OPTION...: the tests on cuda of FILES whose names hold one of WORDS.
+# sanitize TOOL WORDS FILES OPTION...: the CUDA tests of FILES whose names contain one of WORDS.
 sanitize() {
   local tool=$1 some="cuda and (${2// / or })" words=$2 files found word
   read -ra files <<<"$3"
   shift 3
   found=$("${pytest[@]}" "${files[@]}" --collect-only -k "$some")
-  for word in $words "${files[@]}"; do
-    # A test that has got another name must not drop out unseen.
-    if [[ $found != *"$word"* ]]; then
-      row "compute-sanitizer $tool" "**not run**" "no test on cuda is of $word"
-      failed=1
-      return 1
-    fi
+  for word in $words "${files[@]}"; do  # a renamed test must not be skipped silently
+    [[ $found == *"$word"* ]] || { row "compute-sanitizer $tool" "**not run**" "no CUDA test of $word"; failed=1; return 1; }
   done
-  # torch's caching allocator would hide an access beyond a tensor inside its own pool.
+  # torch's caching allocator would hide an access outside a tensor but inside its pool.
   step "compute-sanitizer $tool" "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" "${pytest[@]}" "${files[@]}" -k "$some"
 }
 
 if stage sanitizer; then
   if command -v compute-sanitizer >/dev/null; then
-    # Every operator: on few entries, on memory that begins anywhere, and on more than a thread block has.
-    # Not what CUDA's interface returns: torch asks for things that may fail.
+    # Every operator: on few entries, on unaligned memory, and on more entries than a thread block. torch itself makes CUDA
+    # calls that fail, so these are not reported.
     sanitize memcheck "opcheck other_memory unaligned many" "$(echo tests/operators/test_*.py)" --report-api-errors no
-    # Only the operators on codes use shared memory: lanes.cu, and codes.h for codebooks and ranges.
+    # Only the operators on codes use shared memory.
     sanitize racecheck "opcheck other_memory many" "$(echo tests/operators/test_{lanes,codebook,range}.py)"
   else
     row "compute-sanitizer" "not run" "it is not in $CUDA_HOME/bin"
   fi
 fi
 
-# --- bench -----------------------------------------------------------------------------------------------------------
+# --- bench
 if stage bench; then
   for bench in bench_ops bench_codes; do
     step "$bench" "$bench.txt" "$python" "scripts/$bench.py" --device cuda
@@ -212,14 +180,11 @@ if stage bench; then
   done
 fi
 
-# --- horovod ---------------------------------------------------------------------------------------------------------
+# --- horovod
 stage horovod || exit "$failed"
-if ((${#sdists[@]} == 0)); then
-  row "Horovod" "not run" "no .carry/horovod-*.tar.gz"
-  exit "$failed"
-fi
+((${#sdists[@]})) || { row "Horovod" "not run" "no .carry/horovod-*.tar.gz"; exit "$failed"; }
 
-# torch's own NCCL, laid out as Horovod's CMake looks for it (a wheel has libnccl.so.2 only).
+# torch's NCCL, in the layout that Horovod's CMake expects (the wheel has libnccl.so.2 only).
 nccl=$("$python" -c 'from importlib.util import find_spec
 print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
 mkdir -p "$work/nccl/lib"
@@ -231,7 +196,7 @@ fi
 export LD_LIBRARY_PATH=$work/nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
 
-# build_horovod NAME VARIABLE=VALUE...: into the environment, from a wheel that is kept.
+# build_horovod NAME VARIABLE=VALUE...: builds a wheel, which is kept, and installs it.
 # shellcheck disable=SC2329
 build_horovod() {
   local wheels=$kept/horovod-$1
@@ -249,7 +214,7 @@ sdist=${sdists[0]}
 export -f build_horovod
 export sdist
 
-# Two ranks on one card: NCCL takes them for two hosts if each has a host id of its own, and then has to use sockets.
+# Two ranks on one card: with different host ids NCCL uses sockets between them.
 cat >"$work/rank.sh" <<'RANK'
 #!/usr/bin/env bash
 if [[ $1 == hosts ]]; then

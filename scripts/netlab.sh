@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A cluster on one machine: hosts hvdhost0, hvdhost1, ... are network namespaces at 10.77.0.1, .2, ..., joined by a bridge, each with its
-# egress shaped to a rate. Real links, real MPI or Gloo over TCP; only the processors are shared.      (root, and Debian's iproute2)
+# A cluster on one machine: hosts hvdhost0, hvdhost1, ... are network namespaces at 10.77.0.1, .2, ..., joined by a bridge, each
+# with its egress shaped to a rate. MPI and Gloo use TCP over these links; the processors are shared. (root; Debian's iproute2)
 #   netlab.sh [--lab NAME] up HOSTS RATE                      RATE in kbit, mbit or gbit (100mbit, 2.5gbit), or none
 #   netlab.sh [--lab NAME] run [--gloo | --ddp] HOSTS SCRIPT ARGS...   a rank on each of the first HOSTS hosts, in .venv: of Horovod,
 #                                                             under mpirun or with Gloo, or with torchrun's variables for torch DDP
-#   netlab.sh [--lab NAME] down                               removes what `up` made, and ends what still runs there
-# Labs of different names (by default hvd; at most 9 letters and digits) stand side by side: NAMEhost0, ... on a bridge of their own.
-# What a rank really sent: /sys/class/net/eth0/statistics/tx_bytes, read inside the rank.
+#   netlab.sh [--lab NAME] down                               removes the hosts and kills what still runs there
+# Labs of different names (by default hvd; at most 9 letters and digits) can exist at once: NAMEhost0, ... on their own bridge.
+# The bytes that a rank sent: /sys/class/net/eth0/statistics/tx_bytes, read inside the rank.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd) bin=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin
 lab=hvd ranks=()
@@ -15,12 +15,12 @@ number() { [[ $1 =~ ^[1-9][0-9]?$ ]] || { echo "netlab.sh: HOSTS must be 1 to 99
 
 down() {
   local host link
-  # With their namespaces they would go, too, but later: the next `up` would find their names taken.
+  # Links are removed with their namespaces, but later: the next `up` would find their names taken.
   for link in $(ip -o link show master "${lab}lab" 2>/dev/null | awk -F '[:@ ]+' '{print $2}'); do
     ip link del "$link" 2>/dev/null || true
   done
   for host in $(ip netns list | awk -v "name=^${lab}host[0-9]+\$" '$1 ~ name {print $1}'); do
-    # What is left of a job that was killed: a rank keeps its namespace alive.
+    # A process that is left of a killed job keeps its namespace alive.
     ip netns pids "$host" | xargs -r kill -9 2>/dev/null || true
     ip netns del "$host"
     rm -rf "/etc/netns/$host"
@@ -28,7 +28,7 @@ down() {
   ip link del "${lab}lab" 2>/dev/null || true
 }
 
-# What a link may send at once after a pause, in bytes: 2 ms of its rate, or it would not be one of that rate to a few small messages.
+# The bytes that a link may send at once after a pause: 2 ms of its rate, so that small messages are shaped, too.
 burst() {
   local -A unit=([kbit]=1e3 [mbit]=1e6 [gbit]=1e9)
   [[ ${1,,} =~ ^([0-9]*\.?[0-9]+)([kmg]bit)$ ]] ||
@@ -53,7 +53,7 @@ up() {
     ip -n "$host" link set lo up
     [[ $rate == none ]] ||
       ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst "$burst" latency 100ms
-    # `ip netns exec` shows a namespace its own /etc/hosts, by which the hosts know each other.
+    # `ip netns exec` mounts a namespace's own /etc/hosts.
     mkdir -p "/etc/netns/$host"
     { echo "127.0.0.1 localhost"; for ((j = 0; j < hosts; j++)); do echo "10.77.0.$((j + 1)) ${lab}host$j"; done; } >"/etc/netns/$host/hosts"
   done

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Starts a command on every host of a netlab as ranks of one Horovod job with Gloo; netlab.sh runs this on its host 0.
+"""Start a command on every host of a netlab as ranks of one Horovod job with Gloo; netlab.sh runs this on host 0.
 
     netlab_gloo.py hvdhost0:1,hvdhost1:1 python SCRIPT ARGS...
 
-It is horovodrun's own launcher, rendezvous server and all, with netlab_agent.sh where that has ssh.
+This is horovodrun's launcher with its rendezvous server, and netlab_agent.sh instead of ssh.
 """
 
 import os
@@ -26,8 +26,8 @@ def main(hosts: str, command: list[str]) -> int:
     failed = threading.Event()
 
     def execute(line: str, slot: Any, events: list[threading.Event]) -> tuple[int, float]:
-        """One rank, from its start to its end; its failure ends the others."""
-        # The agent joins its words and gives them to a shell, as ssh does.
+        """Runs one rank; its failure ends the others."""
+        # The agent passes its arguments to a shell, as ssh does.
         status = safe_shell_exec.execute(
             shlex.join([str(AGENT), slot.hostname, line]), index=slot.rank, events=[*events, failed]
         )
@@ -39,7 +39,7 @@ def main(hosts: str, command: list[str]) -> int:
     address = socket.gethostbyname(hosts.partition(":")[0])
     try:
         launch_gloo(command, execute, settings, ["eth0"], dict(os.environ), address)
-    except RuntimeError as error:  # a rank that failed has said why
+    except RuntimeError as error:  # the failed rank has printed the reason
         print(f"netlab_gloo.py: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in this checkout with everything that training and testing need, and builds the package into it.
-#   usage: setup.sh        nothing is needed but Python >= 3.10 and a C++ compiler; no root. A second run takes a second.
-# The Horovod wheel, three minutes of compiling, is kept in ${XDG_CACHE_HOME:-~/.cache}/hvd_compress.
+#   usage: setup.sh        needs Python >= 3.10 and a C++20 compiler; no root. A second run takes a second.
+# The Horovod wheel, which takes three minutes to compile, is kept in ${XDG_CACHE_HOME:-~/.cache}/hvd_compress.
 #   PYTHON=python3.12 setup.sh                  another interpreter
 #   CXX=clang++ setup.sh                        another compiler (HVD_COMPRESS_CUDA, CUDA_HOME: see setup.py)
 #   HVD_COMPRESS_TORCH=torch==2.14.1 setup.sh   another torch than constraints.txt has (a CUDA build, say)
@@ -9,7 +9,7 @@ set -euo pipefail
 cd -P "$(dirname "$0")/.."
 root=$PWD
 cache=${XDG_CACHE_HOME:-${HOME:?is not set, nor is XDG_CACHE_HOME: there is no place for the Horovod wheel}/.cache}
-# The choices of an interpreter and of a torch are kept: a later train.sh or test.sh must not undo them.
+# The interpreter and the torch version are kept for later calls by train.sh or test.sh.
 interpreter=${PYTHON:-$(cat .venv/.python 2>/dev/null || true)}
 torch=${HVD_COMPRESS_TORCH:-$(cat .venv/.torch 2>/dev/null || true)}
 python=${interpreter:-python3}
@@ -18,7 +18,7 @@ python=${interpreter:-python3}
 export CXX
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
-# What this set-up depends on: if nothing of it changed since the last one, there is nothing to do.
+# A checksum of everything that this set-up depends on.
 fingerprint() {
   { "$python" -VV; echo "$root $torch $CXX ${HVD_COMPRESS_CUDA:-} ${CUDA_HOME:-}"
     cat scripts/setup.sh scripts/constraints.txt scripts/horovod-build.cmake scripts/horovod-cmake.sh setup.py pyproject.toml
@@ -39,7 +39,7 @@ compiles -I "$include" <<<'#include <Python.h>' ||
 say "setup: .venv with $("$python" -V)"
 rm -f "$stamp"
 version='import sys; print(sys.version, hasattr(sys, "gettotalrefcount"))'
-# The commands of a .venv name its place: in a checkout that was moved or copied, the old one.
+# The commands in .venv contain its path: after the checkout was moved or copied, they are wrong.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
   [[ $(head -n 1 .venv/bin/pip) != "#!$root/.venv/bin/python"* ||
   $(.venv/bin/python -c "$version") != $("$python" -c "$version") ]]; then
@@ -74,25 +74,18 @@ if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
     CMAKE_GENERATOR=Ninja HOROVOD_CMAKE=$root/scripts/horovod-cmake.sh \
     HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
     .venv/bin/python -m pip wheel -q --no-deps --no-build-isolation --no-cache-dir -c "$constraints" -w "$new" horovod
-  # Another checkout's set-up may have been faster, with the same wheel.
+  # Another checkout may have built the same wheel meanwhile.
   mv -T "$new" "$wheels" 2>/dev/null || ls "$wheels"/horovod-*.whl >/dev/null
 fi
 pip install -q --no-deps --force-reinstall "$wheels"/horovod-*.whl
 
 say "setup: hvd_compress"
 pip install -q --no-deps --no-build-isolation -e .
-.venv/bin/python - <<'PY'
-import os
-import sys
-
-import horovod.torch
-import torch
-
+.venv/bin/python -c '
+import os, horovod.torch, torch
 from hvd_compress import ops
-
 assert ops.COMPILED, "the extension did not load"
 if torch.version.cuda and not ops.COMPILED_CUDA and os.environ.get("HVD_COMPRESS_CUDA") != "0":
-    print(f"setup: without the CUDA operators, which need nvcc of CUDA {torch.version.cuda}", file=sys.stderr)
-PY
+    print(f"setup: without the CUDA operators, which need nvcc of CUDA {torch.version.cuda}")' >&2
 printf '%s\n' "$now" >"$stamp"
 say "setup: done"

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# All tests, with the set-up they need: linters, types, unit tests, then real Horovod under mpirun and horovodrun.
-#   usage: test.sh [pytest arguments]
+# All tests, with the set-up they need: linters, types, unit tests, then Horovod under mpirun and horovodrun, and torch DDP.
+#   usage: test.sh [--all] [pytest arguments]     --all: also those marked slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
+selection=(-m "not slow")
+[[ ${1:-} == --all ]] && { selection=(-m ""); shift; }
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 find csrc -type f -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest "${selection[@]}" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job, from nothing: sets up, then trains a small convolutional network on scikit-learn's handwritten digits with
-# 4 ranks under mpirun, dense, with Horovod's fp16, and with the compressors at density 1/64, and prints what each reached and cost.
+# Sets up, then trains a small convolutional network on scikit-learn's handwritten digits with 4 ranks under mpirun: dense,
+# with Horovod's fp16, and with three methods at density 1/64. Prints accuracy and cost of each.
 #   usage: train.sh [NP]      results, one JSON file a run, in results/train/
 set -euo pipefail
 cd "$(dirname "$0")/.."
