@@ -70,8 +70,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, metavar="STEPS")
     parser.add_argument("--max-seconds", type=float, default=120, help="limit for the steps of a run, but at least 5")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="after which a run is killed")
-    parser.add_argument("--momentum", type=float, default=0.9, help="of the optimizer")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows here")
     args = parser.parse_args(argv)
     for name, least in (("hosts", 2), ("ranks", 2), ("runs", 1), ("steps", 1), ("warmup", 0)):
@@ -110,7 +108,7 @@ def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant)
     place = lab.netlab(args.hosts, rate, launcher) if args.hosts else nullcontext(lab.loopback(args.ranks, launcher))
     with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as start:
         file = Path(folder) / "result.json"
-        names = ("shapes", "steps", "warmup", "max_seconds", "timeout", "momentum", "seed")
+        names = ("shapes", "steps", "warmup", "max_seconds", "timeout")
         options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
         options += [f"--method={variant.method}", f"--host={variant.host}", f"--result={file}"]
         options += [f"--expect={name}={value}" for name, value in args.environments[variant.label].items()]

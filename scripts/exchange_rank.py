@@ -22,6 +22,7 @@ from experiment.synthetic import Synthetic
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of a netlab host
 #: At least so many steps are measured, if they were asked for, however slow the network.
 LEAST = 5
+MOMENTUM = 0.9
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -29,13 +30,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--method", choices=compressors.METHODS, required=True)
     parser.add_argument("--host", choices=hosts.HOSTS, required=True)
     parser.add_argument("--shapes", choices=SHAPES, required=True)
-    for name in ("steps", "warmup", "seed"):
+    for name in ("steps", "warmup"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("max-seconds", "timeout", "momentum"):
+    for name in ("max-seconds", "timeout"):
         parser.add_argument(f"--{name}", type=float, required=True)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
     compressors.METHODS[parser.parse_known_args(argv)[0].method].add_arguments(parser)
+    parser.set_defaults(seed=0)
     return parser.parse_args(argv)
 
 
@@ -44,8 +46,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.host = args, hosts.start(args.host)
-        self.model = Synthetic(SHAPES[args.shapes](), self.host.rank, args.seed)
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=args.momentum, fused=True)
+        self.model = Synthetic(SHAPES[args.shapes](), self.host.rank)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=MOMENTUM, fused=True)
         self.compression: Any = None
         # Momentum correction takes the optimizer's momentum away: its update is then the cheaper one.
         self.takes_momentum = bool(getattr(args, "momentum_correction", False))
@@ -61,7 +63,7 @@ class Bench:
 
     def alone(self) -> dict[str, list[float]]:
         """Backward, and backward and update, of every rank at once without exchange."""
-        self._set(momentum=0.0 if self.takes_momentum else self.args.momentum)
+        self._set(momentum=0.0 if self.takes_momentum else MOMENTUM)
 
         def step() -> dict[str, float]:
             start = time.perf_counter()
@@ -77,7 +79,7 @@ class Bench:
         # From now on the weights move, so that equal replicas mean something; gradients do not depend on them. The
         # velocities of the steps without exchange differ between ranks and are dropped.
         self.optimizer.state.clear()
-        self._set(momentum=self.args.momentum, lr=1e-3)
+        self._set(momentum=MOMENTUM, lr=1e-3)
         self.compression = self.host.compression(self.args, self.args.method, self.model, self.optimizer)
         self.module, self.optimizer = self.host.wrap(self.model, self.optimizer, self.compression)
 

@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,6 @@ class Run:
 
         self.steps_per_epoch = datasets.steps_per_epoch(len(self.data.train_labels), args.batch_size, host.size)
         self.total_steps: int = min(self.steps_per_epoch * args.epochs, args.max_steps or sys.maxsize)
-        self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
 
         torch.manual_seed(args.seed)
         self.model = models.build(args.model, self.data.channels, self.data.size, self.data.classes).to(self.device)
@@ -121,29 +119,9 @@ class Run:
         self.step = 0
         self.step_seconds: list[float] = []
         self.data_seconds: list[float] = []
-        self.test_seconds = 0.0
 
     def build_compression(self, optimizer: torch.optim.Optimizer) -> Any:
         return self.host.compression(self.args, self.args.compression, self.model, optimizer)
-
-    def tests(self) -> set[int]:
-        """The steps after which the model is tested."""
-        between = max(self.args.eval_every * self.steps_per_epoch, 1)
-        return {round(i * between) for i in range(1, int(self.total_steps / between) + 1)} | {self.total_steps}
-
-    def train_until(self, end: int, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """The steps to ``end``, all of one epoch; the sum of this rank's losses."""
-        loss_sum = torch.zeros((), device=self.device)
-        while self.step < end:
-            start = time.perf_counter()
-            images, labels = next(batches)
-            loaded = time.perf_counter()
-            loss_sum += self.train_step(images, labels)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()  # otherwise only the launches are timed
-            self.data_seconds.append(loaded - start)
-            self.step_seconds.append(time.perf_counter() - loaded)
-        return float(loss_sum.item())
 
     def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Forward, backward, exchange, update; the loss, still on the device."""
@@ -167,49 +145,45 @@ class Run:
     def train(self) -> dict[str, Any]:
         """All epochs; the content of the JSON file. The history has an entry for every test and every end of an epoch;
         its loss is the mean of the epoch so far, and ``seconds`` excludes the tests."""
-        args, host, history, tests = self.args, self.host, [], self.tests()
+        args, host, history, testing = self.args, self.host, [], 0.0
+        total, per_epoch = self.total_steps, self.steps_per_epoch
+        between = max(args.eval_every * per_epoch, 1)
+        tests = {round(i * between) for i in range(1, int(total / between) + 1)} | {total}
         begin = time.perf_counter()
-        for end in sorted(tests | {min(i * self.steps_per_epoch, self.total_steps) for i in range(1, self.epochs + 1)}):
-            if self.step % self.steps_per_epoch == 0:
-                epoch, begun, losses = self.step // self.steps_per_epoch + 1, self.step, 0.0
+        for end in sorted(tests | set(range(per_epoch, total, per_epoch))):
+            if self.step % per_epoch == 0:
+                epoch, begun, losses = self.step // per_epoch + 1, self.step, torch.zeros((), device=self.device)
                 batches = datasets.train_batches(
                     self.data, args.batch_size, host.rank, host.size, args.seed, epoch, not args.no_augment
                 )
-            losses += self.train_until(end, batches)
+            while self.step < end:
+                start = time.perf_counter()
+                images, labels = next(batches)
+                self.data_seconds.append(time.perf_counter() - start)
+                losses += self.train_step(images, labels)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()  # otherwise only the launches are timed
+                self.step_seconds.append(time.perf_counter() - start - self.data_seconds[-1])
             # Not after the last step: nothing, e.g. the norm statistics, could follow the jump.
-            if self.extrapolation is not None and end % self.steps_per_epoch == 0 and end < self.total_steps:
+            if self.extrapolation is not None and end % per_epoch == 0 and end < total:
                 self.extrapolation.epoch_end()
-            seconds = time.perf_counter() - begin - self.test_seconds
-            accuracy = self.test() if end in tests else None
-            total = self.compression.stats()["total"]
-            means = metrics.mean_over_ranks({"loss": losses / (end - begun), "wire_bytes": total["wire_bytes"]}, host)
-            history.append(
-                {
-                    "epoch": epoch,
-                    "step": end,
-                    "train_loss": means["loss"],
-                    "test_accuracy": accuracy,
-                    "wire_bytes": means["wire_bytes"],
-                    "seconds": seconds,
-                }
-            )
+            seconds = time.perf_counter() - begin - testing
+            accuracy = metrics.test_accuracy(self.model, self.data, args.amp, host) if end in tests else None
+            testing = time.perf_counter() - begin - seconds
+            sent = self.compression.stats()["total"]["wire_bytes"]
+            means = metrics.mean_over_ranks({"train_loss": float(losses) / (end - begun), "wire_bytes": sent}, host)
+            history.append({"epoch": epoch, "step": end, "test_accuracy": accuracy, "seconds": seconds, **means})
             if host.rank == 0:
                 tested = "-" if accuracy is None else f"{accuracy:.4f}"
                 print(
-                    f"epoch {epoch:3d}/{self.epochs}, step {end:,}  loss {means['loss']:.4f}  test accuracy {tested}  "
-                    f"sent {means['wire_bytes'] / 1e6:.3f} MB (1/{total['wire_ratio']:.1f} of dense)  {seconds:.1f} s",
+                    f"epoch {epoch:3d}/{math.ceil(total / per_epoch)}, step {end:,}  loss {means['train_loss']:.4f}  "
+                    f"test accuracy {tested}  sent {sent / 1e6:.3f} MB  {seconds:.1f} s",
                     flush=True,
                 )
-            if not math.isfinite(means["loss"]):  # the same mean on every rank, so all of them leave
-                print(f"rank {host.rank}: the loss is {means['loss']} after step {end}; stopping", file=sys.stderr)
+            if not math.isfinite(means["train_loss"]):  # the same mean on every rank, so all of them leave
+                print(f"rank {host.rank}: the loss is not finite after step {end}; stopping", file=sys.stderr)
                 break
         return self.result(history)
-
-    def test(self) -> float:
-        begin = time.perf_counter()
-        accuracy = metrics.test_accuracy(self.model, self.data, self.args.amp, self.host)
-        self.test_seconds += time.perf_counter() - begin
-        return accuracy
 
     def result(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         stats = self.compression.stats()
@@ -255,9 +229,7 @@ def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
         print(f"{Path(sys.argv[0]).name}: rank {host.rank}: {error}", file=sys.stderr)
         return 2
     if host.rank == 0:
-        print(
-            f"{args.model} on {args.data}: {host.size} ranks, {run.total_steps} steps, {args.compression}", flush=True
-        )
+        print(f"{args.model} on {args.data}: {host.size} ranks, {run.total_steps} steps", flush=True)
     result = run.train()
     if host.rank == 0:
         print(", ".join(f"{key} {value:.6g}" for key, value in result.items() if isinstance(value, int | float)))

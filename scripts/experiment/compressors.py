@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import statistics
 import time
 import types
 import typing
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 import hvd_compress
-from hvd_compress.engine.collectives import ring_bytes
+from hvd_compress.engine.wire_stats import WireStats
 
 # Arguments that the run decides: its --seed, and the momentum, which --momentum-correction moves into the compressor.
 _NOT_OPTIONS = {"named_parameters", "seed", "momentum"}
@@ -64,13 +63,8 @@ class Method:
             if kind is bool:
                 parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
             else:
-                parser.add_argument(
-                    flag,
-                    type=_PARSERS[kind],
-                    default=default,
-                    help=f"{text} (default: {default})",
-                    metavar=name.upper(),
-                )
+                text, convert = f"{text} (default: {default})", _PARSERS[kind]
+                parser.add_argument(flag, type=convert, default=default, help=text, metavar=name.upper())
         if hasattr(self.kind, "take_momentum"):
             # DGC without momentum correction is not DGC.
             parser.add_argument(
@@ -131,50 +125,22 @@ def number(text: str) -> float:
 _PARSERS = {float: _optional(number), int: _optional(int), str: _optional(str)}
 
 
-class Account:
-    """Byte and time accounting of a stock compressor, in the form of ``hvd_compress.Compressor.stats()``."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks, self.steps = ranks, 0
-        self.current, self.last, self.total = ({"dense": 0, "wire": 0} for _ in range(3))
-        self.seconds = 0.0
-        self.step_seconds: list[float] = []
-
-    def count(self, dense: int, wire: int) -> None:
-        """A gradient of so many bytes in float32, and the bytes of what is allreduced for it."""
-        self.current = {"dense": self.current["dense"] + dense, "wire": self.current["wire"] + wire}
-
-    def end_step(self) -> None:
-        self.steps += 1
-        self.total = {kind: self.total[kind] + count for kind, count in self.current.items()}
-        self.last, self.current = self.current, {"dense": 0, "wire": 0}
-        self.step_seconds.append(self.seconds)
-        self.seconds = 0.0
-
-    def stats(self) -> dict[str, Any]:
-        milliseconds = 1000 * statistics.median(self.step_seconds or [0.0])
-        counts = {"last": self._ring(self.last), "total": self._ring(self.total)}
-        return {"steps": self.steps, **counts, "residual_norm": 0.0, "compress_ms": milliseconds}
-
-    def _ring(self, count: dict[str, int]) -> dict[str, float]:
-        dense, wire = (ring_bytes("allreduce", count[kind], self.ranks) for kind in ("dense", "wire"))
-        return {"dense_bytes": dense, "wire_bytes": wire, "wire_ratio": dense / wire if wire else 1.0}
-
-
-class Counted(Account):
-    """A stock Horovod compressor with accounting. It also makes channels_last gradients contiguous, as Horovod
-    requires, and restores their strides."""
+class Counted:
+    """A stock Horovod compressor with the package's accounting. It also makes channels_last gradients contiguous, as
+    Horovod requires, and restores their strides."""
 
     def __init__(self, stock: Any, ranks: int) -> None:
-        super().__init__(ranks)
-        self.stock, self.pending = stock, 0
+        self.stock, self.ranks, self.steps, self.pending = stock, ranks, 0, 0
+        self.wire = WireStats()
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        if self.pending == 0:
+            self.wire.begin_step()
         start = time.perf_counter()
         payload, context = self.stock.compress(tensor.contiguous())
-        self.count(4 * tensor.numel(), payload.nbytes)
+        self.wire.count_dense(tensor.numel(), payload.nbytes, self.ranks)
         self.pending += 1
-        self.seconds += time.perf_counter() - start
+        self.wire.add_seconds(time.perf_counter() - start)
         return payload, (context, None if tensor.is_contiguous() else tensor)
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
@@ -184,20 +150,24 @@ class Counted(Account):
         if restore is not None:
             result = restore.copy_(result)
         self.pending -= 1
-        self.seconds += time.perf_counter() - start
+        self.wire.add_seconds(time.perf_counter() - start)
         if self.pending == 0:  # Horovod submits every gradient before it synchronizes the first
-            self.end_step()
+            self.wire.end_step()
+            self.steps += 1
         return result
 
+    def stats(self) -> dict[str, Any]:
+        return {"steps": self.steps, **self.wire.report(), "residual_norm": 0.0}
 
-class CountedHook(Account):
+
+class CountedHook(Counted):
     """Byte accounting of one of torch's own communication hooks; ``state`` and ``hook`` are for ``register_comm_hook``.
     Without a hook, DDP allreduces float32."""
 
     def __init__(self, method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        super().__init__(ranks)
+        super().__init__(None, ranks)
         self.state: Any = None
         self.hook: Any = None
         if method == "fp16":
@@ -205,19 +175,18 @@ class CountedHook(Account):
         elif method == "ddp-powersgd":
             self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self.hook = powerSGD_hook.powerSGD_hook
-        entries, before = sum(p.numel() for p in model.parameters()), (0, 0)
+        self.entries, self.saved = sum(p.numel() for p in model.parameters()), 0
+        optimizer.register_step_post_hook(self._stepped)
 
-        def stepped(*_: Any) -> None:
-            nonlocal before
-            wire = (2 if method == "fp16" else 4) * entries
-            if self.state is not None:
-                now = self.state.compression_stats()[1:]  # entries before and after compression, in total
-                wire -= 4 * ((now[0] - before[0]) - (now[1] - before[1]))
-                before = now
-            self.count(4 * entries, wire)
-            self.end_step()
-
-        optimizer.register_step_post_hook(stepped)
+    def _stepped(self, *_: Any) -> None:
+        sent, saved = (2 if self.hook and not self.state else 4) * self.entries, 0
+        if self.state is not None:
+            _, before, after = self.state.compression_stats()  # entries so far
+            saved = 4 * (before - after)
+        self.wire.begin_step()
+        self.wire.count_dense(self.entries, sent - (saved - self.saved), self.ranks)
+        self.wire.end_step()
+        self.saved, self.steps = saved, self.steps + 1
 
 
 # fmt: off
