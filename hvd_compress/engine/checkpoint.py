@@ -9,6 +9,9 @@ from torch import Tensor
 from .bucket import Segment
 from .engine import Engine, Method, Place
 
+# Increased when a state of an older version can no longer be loaded.
+_FORMAT = 2
+
 
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
@@ -28,13 +31,14 @@ def save(engine: Engine) -> dict[str, Any]:
         }
 
     return {
+        "format": _FORMAT,
         "method": type(method).__name__,
         "step": engine.step,
         "tensors": copies(method.saved),
         # Codecs without a zero leave errors in the padding, and these are encoded again.
         "padding": copies(lambda segment, flat: segment.padding(flat)),
         "extra": method.method_state(),
-        "traffic": engine.stats.state_dict(),
+        "wire_stats": engine.stats.state_dict(),
     }
 
 
@@ -44,8 +48,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     method = engine.method
     if state.get("method") != type(method).__name__:
         raise ValueError(f"this is the state of {state.get('method')}, and this compressor is {type(method).__name__}")
-    if "padding" not in state:
-        raise ValueError("this state is of an older version of hvd_compress")
+    if state.get("format") != _FORMAT:
+        raise ValueError("this state is of another version of hvd_compress")
     ours, theirs = {place.segment.name for place in engine.places}, set(state["tensors"])
     if ours != theirs:
         raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
@@ -64,7 +68,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     for bucket in engine.buckets:
         bucket.order.leave()
     engine.step = state["step"]
-    engine.stats.load_state_dict(state["traffic"])
+    engine.stats.load_state_dict(state["wire_stats"])
     if engine.watch.stepped is False:
         # The loaded state contains nothing of the last step, so there is nothing to undo.
         engine.watch.stepped = True

@@ -34,8 +34,6 @@ class MomentumCorrection:
         if momentum:
             self._enable(momentum)
 
-    # Moving it between optimizer and compressor.
-
     def take(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.take_momentum`."""
         if not isinstance(optimizer, torch.optim.SGD):
@@ -133,8 +131,6 @@ class MomentumCorrection:
     def restart(self) -> None:
         """The set of ranks has changed: new ranks have no velocity, so replicas would diverge."""
         self._dense.clear()
-
-    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": self.value, "dense_velocity": {name: v.clone() for name, v in self._dense.items()}}

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 # The largest difference between two dense copies of one sparse gradient, relative to the largest entry.
 _TOLERANCE = 0.01
@@ -33,7 +32,7 @@ class GradientLookup:
             for number, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
-        weakref.finalize(self, _remove, hooks)
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def record(self, number: int) -> None:
         """The gradient of parameter ``number`` is complete."""
@@ -93,8 +92,3 @@ def _is_copy(dense: Tensor, sparse: Tensor) -> bool:
 def _record(lookup: "weakref.ref[GradientLookup]", number: int, parameter: Tensor) -> None:
     if (alive := lookup()) is not None:
         alive.record(number)
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
