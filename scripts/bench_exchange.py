@@ -26,8 +26,6 @@ All ranks share this machine's cores: compare within one call only; compress is 
 one. Exit status 1 if a run failed or anything was wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -42,6 +40,7 @@ import pandas as pd
 import table
 from experiment import comparison, compressors, lab
 from experiment.comparison import Variant, texts
+from experiment.files import plain, script_parser, write_json
 from experiment.runs import SCRIPTS, Failed, exit_on_signals, run_group
 from experiment.shapes import SHAPES
 
@@ -53,9 +52,7 @@ BASELINES = ("none", "fp16")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--hosts", type=int, metavar="N", help="ranks in network namespaces, one each")
     where.add_argument("--ranks", type=int, metavar="N", help="ranks on the loopback")
@@ -206,20 +203,9 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n\n".join(table.markdown(lines, left=2) for lines in tables)
 
 
-def write(
-    args: argparse.Namespace, environment: dict[str, Any], rows: Sequence[Row], failed: Sequence[tuple[str, str]]
-) -> None:
-    """``failed``: (label, rate) of each run that failed."""
-    asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    config = {key: value for key, value in asked.items() if key not in ("variants", "environments")}
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(
-        json.dumps({"config": {**config, **environment, "failed": failed}, "rows": rows}, indent=1) + "\n"
-    )
-
-
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    asked = plain({key: value for key, value in vars(args).items() if key not in ("variants", "environments")})
     results: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     rows: list[Row] = []
     failed: list[tuple[str, str]] = []
@@ -241,8 +227,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{' '.join(run)}: {make_row(*run, [result])['step_ms']:.1f} ms", file=sys.stderr, flush=True)
         results.setdefault(run, []).append(result)
         rows = compared([make_row(*key, of) for key, of in results.items()], failed)
-        if args.json:  # after every run, so that nothing is lost if a later one is interrupted
-            write(args, result["environment"], rows, failed)
+        # After every run, so that nothing is lost if a later one is interrupted. ``failed``: (label, rate).
+        config = {**asked, **result["environment"], "failed": failed}
+        write_json(args.json, {"config": config, "rows": rows})
     if rows:
         print(markdown(rows))
     return 1 if failed or any(row["wrong"] for row in rows) else 0

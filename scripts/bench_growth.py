@@ -14,12 +14,8 @@ maximum during a step: resident memory by /proc/self/status, after a small compr
 free memory was returned to the system.
 """
 
-from __future__ import annotations
-
-import argparse
 import ctypes
 import gc
-import json
 import multiprocessing
 import statistics
 import sys
@@ -33,6 +29,7 @@ import table
 import torch
 from experiment.comparison import texts
 from experiment.compressors import METHODS
+from experiment.files import script_parser, write_json
 
 from hvd_compress.engine.collectives import Request
 
@@ -158,7 +155,7 @@ def main() -> int:
         return [int(part) for part in text.split(",")]
 
     known = [name for name, method in METHODS.items() if method.name]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--methods", type=texts, default=known, help=f"by default all: {','.join(known)}")
     parser.add_argument("--millions", type=counts, default=[1, 10, 100], help="of entries, as 1,10,200")
     parser.add_argument("--ranks", type=counts, default=[4], help="as 2,4,8")
@@ -175,9 +172,7 @@ def main() -> int:
                     rows.append(process.submit(measure, method, millions, ranks, args.steps).result())
                 print(f"{method}, {millions} M, {ranks} ranks: {rows[-1]['ms']:.2f} ms", file=sys.stderr, flush=True)
     print(markdown(rows))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    write_json(args.json, {"torch": torch.__version__, "rows": rows})
     return 0
 
 

@@ -14,8 +14,6 @@ interrupted call can be repeated: a run whose result lies in OUT is not run agai
 accuracy.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -27,6 +25,7 @@ import table
 from experiment import comparison, compressors
 from experiment.comparison import Variant
 from experiment.data import DATASETS
+from experiment.files import script_parser
 from experiment.models import MODELS
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
@@ -45,9 +44,7 @@ class Unreachable(Exception):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, train = comparison.split(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--list", action="store_true", help="print every method and its paper, and nothing else")
     horovod = [name for name, method in compressors.METHODS.items() if "horovod" in method.hosts]
     comparison.add_arguments(parser, horovod)

@@ -2,8 +2,6 @@
 """One rank of `bench_exchange.py`, which starts it under run.sh or netlab.sh: measures a method; rank 0 writes what all
 ranks measured."""
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -8,15 +8,13 @@ its tensors. Bits per entry count what one message holds: codes, and for sparse 
 table compares frequencies with entries, the third says what tighter indices would save.
 """
 
-from __future__ import annotations
-
-import argparse
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import table
 import torch
+from experiment.files import script_parser
 from torch import Tensor
 
 from hvd_compress import ops
@@ -176,7 +174,7 @@ def index_table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     args = parser.parse_args()
     print(f"Relative error of rank 0's gradient; distributions {' or '.join(DISTRIBUTIONS)} by kurtosis.\n")

@@ -16,8 +16,6 @@ the first method. All hosts share this machine's cores: computing is slower here
 gain from sending less is understated.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -30,6 +28,7 @@ import pandas as pd
 import table
 from experiment import comparison, lab
 from experiment.comparison import Variant, texts
+from experiment.files import script_parser
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
 #: Results by the rate of the links and the variant's label; each with its ``backend`` in addition to train.py's output.
@@ -38,9 +37,7 @@ Results = dict[str, dict[str, Result]]
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, train = comparison.split(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rates", type=texts, default=["100mbit", "1gbit"], help="of every link, or none")
     comparison.add_arguments(parser, ["none", "fp16", "iwp"])

@@ -8,8 +8,6 @@ number of updates before; `gradients`, name -> the rank's gradient before averag
 order; `shapes` and `strides`, of the parameters: gradients[name].as_strided(shapes[name], strides[name]). Recorded are
 the parameters that a method compresses: two dimensions or more, 1024 entries or more."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -11,9 +11,6 @@ hvd_compress/methods/predictor.py; `next`, float16 (n, 256): the mean gradient o
 unit; and as metadata, in JSON, the run, and the layer, its kind and depth, and the phase of every example. One
 process, without Horovod: the average is the gradient of the whole batch."""
 
-from __future__ import annotations
-
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from experiment import data as datasets
 from experiment import models
+from experiment.files import script_parser
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -129,7 +127,7 @@ def record(run: tuple[str, str, float, int, int, float], folder: Path | None, se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds {datasets.CIFAR_FOLDER}/")
     parser.add_argument("--seed", type=int, default=0)

@@ -7,9 +7,7 @@ Ranks are threads of this process. Counted is ``stats()["last"]["wire_bytes"]`` 
 that it hands to a collective, times what the collective's algorithm sends of it. More ranks are computed by METHODS,
 below. Exit status 1 where a formula and a count differ by 1 % or more."""
 
-import argparse
 import copy
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from pathlib import Path
 import pandas as pd
 import table
 import torch
+from experiment.files import script_parser, write_json
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, SlimDP, TernGrad, TopK
 from hvd_compress.hosts.threads import ThreadWorld
@@ -143,7 +142,7 @@ def plot(sent: pd.DataFrame, file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--density", type=lambda text: float(Fraction(text)), help="for all; else each one's default")
     parser.add_argument("--json", type=Path, metavar="FILE.json")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
@@ -167,8 +166,7 @@ def main() -> None:
     )
     print(f"N = {' and '.join(map(str, MODELLED))} by formula\n\n{table.markdown(rows)}")
     print("\nLargest relative difference of formula and count: " + ", ".join(f"N = {n} {worst[n]:.4%}" for n in worst))
-    if args.json:
-        args.json.write_text(json.dumps({"counted": COUNTED, "difference": worst, "methods": found}, indent=1) + "\n")
+    write_json(args.json, {"counted": COUNTED, "difference": worst, "methods": found})
     if args.plot:
         plot(pd.DataFrame({method: result["bytes"] for method, result in found.items()}), args.plot)
     sys.exit(max(worst.values()) >= ALLOWED)

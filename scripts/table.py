@@ -6,9 +6,6 @@
 Runs that differ only in the seed share a row: mean ± half the range.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 from experiment import compressors
+from experiment.files import script_parser
 from experiment.runs import complete
 from tabulate import tabulate
 
@@ -150,7 +148,7 @@ def steps_at(run: Result, entry: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="accuracy against wire bytes")
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line per run")

@@ -8,9 +8,6 @@ The trace itself opens in chrome://tracing or ui.perfetto.dev. "in flight" is th
 buckets, from their start until the compressor polled them as done; "hidden" is the part of it during backward;
 "exposed" is the time from the end of backward to the end of the last message."""
 
-from __future__ import annotations
-
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 import table
+from experiment.files import script_parser
 from experiment.trace import Trace
 
 
@@ -66,7 +64,7 @@ def plot(step: pd.DataFrame, file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     args = parser.parse_args()

@@ -7,10 +7,7 @@
 `train.py --compression METHOD --help` also shows the options of that method.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import math
 import os
 import statistics
@@ -23,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from experiment import compressors, hosts, metrics, models
 from experiment import data as datasets
+from experiment.files import plain, script_parser, write_json
 from experiment.trace import Trace
 
 from hvd_compress.methods import extrapolation
@@ -37,12 +35,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     method.add_argument("--compression", choices=compressors.METHODS, default="none")
     chosen = compressors.METHODS[method.parse_known_args(argv)[0].compression]
 
-    parser = argparse.ArgumentParser(
-        description=more.description if more else __doc__,
-        parents=[method, more] if more else [method],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(more.description if more else __doc__, parents=[method, more] if more else [method])
     parser.add_argument("--host", choices=hosts.HOSTS, default="horovod")
     parser.add_argument("--data", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds {datasets.CIFAR_FOLDER}/")
@@ -201,7 +194,6 @@ class Run:
             },
             self.host,
         )
-        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self.args).items()}
         return {
             "test_accuracy": history[-1]["test_accuracy"],
             "train_loss": history[-1]["train_loss"],
@@ -213,7 +205,7 @@ class Run:
             **means,
             "replicas_equal": metrics.replicas_equal(self.model, self.host),
             "history": history,
-            "config": {**arguments, **metrics.environment()},
+            "config": {**plain(vars(self.args)), **metrics.environment()},
         }
 
 
@@ -233,9 +225,7 @@ def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
     result = run.train()
     if host.rank == 0:
         print(", ".join(f"{key} {value:.6g}" for key, value in result.items() if isinstance(value, int | float)))
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.json, result)
         if args.trace:
             run.trace.write(args.trace)
     # A diverged run or unequal replicas is a result to keep, and a failure to report.

@@ -8,8 +8,6 @@ them alone. The loss is the squared error in units of a layer's root mean square
 MP2's gain depends on the cosine of prediction and truth: the card has it by kind of layer and by phase, beside the
 cosines of the simplest predictors: the smoothed value, and the value received last."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any
 import pandas as pd
 import table
 import torch
+from experiment.files import script_parser
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -126,7 +125,7 @@ Cosine of prediction and truth:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("histories", type=Path, metavar="HISTORIES_DIR")
     parser.add_argument("--held-out", default="cifar10-resnet20", metavar="DATA-NETWORK")
     parser.add_argument("--weights", type=Path, default=Path("hvd_compress/weights/predictor.safetensors"))

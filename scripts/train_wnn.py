@@ -8,15 +8,13 @@ weights of every layer over all epochs. Every window of ten epochs is an example
 The last network is held out. Printed is the held-out error, the sum of |predicted - true| relative to that of
 predicting no change, for the nowcaster and for the least-squares line."""
 
-from __future__ import annotations
-
-import argparse
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from experiment import data as datasets
 from experiment import models
+from experiment.files import script_parser
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -64,7 +62,7 @@ def error(predicted: Tensor, past: Tensor, true: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--weights", type=Path, default=Path("hvd_compress/weights/wnn.safetensors"))
     parser.add_argument("--steps", type=int, default=6000)
     args = parser.parse_args()

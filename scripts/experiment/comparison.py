@@ -1,7 +1,5 @@
 """The rows of a comparison: methods with options and settings of their own, from the command line."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

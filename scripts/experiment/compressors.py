@@ -6,8 +6,6 @@ method, add one entry to METHODS. ``train.py --compression iwp --help`` shows th
 another method is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Data sets held in memory as uint8 (CIFAR-10 is 180 MB), cut into per-rank batches and augmented a batch at a time."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,10 +35,10 @@ class Dataset:
     def size(self) -> int:
         return self.train_images.shape[2]
 
-    def to(self, device: torch.device) -> Dataset:
+    def to(self, device: torch.device) -> "Dataset":
         return replace(self, **{name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)})
 
-    def limited(self, count: int) -> Dataset:
+    def limited(self, count: int) -> "Dataset":
         """The same set with ``count`` training images, independent of the run's seed."""
         if not 0 < count <= len(self.train_labels):
             raise ValueError(f"--limit-train must be 1..{len(self.train_labels)}, got {count}")

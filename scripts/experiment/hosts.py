@@ -3,8 +3,6 @@
 Neither host imports the other's library.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Where ranks run: on this machine's loopback, or on the hosts of a netlab that exists as long as the run."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What a run measures: accuracy over the ranks, equality of the replicas, and where it ran."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """The networks of the experiments, each without pretrained weights and without torchvision."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

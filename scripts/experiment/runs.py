@@ -4,8 +4,6 @@ A run is `train.py` under `run.sh` or in a netlab, in a process group of its own
 as a whole without touching anything else.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiment import compressors
+from experiment.files import plain, write_json
 
 Result = dict[str, Any]
 
@@ -73,9 +72,7 @@ class Run:
         """All options, defaults included, as train.py records them. Wrong ones end the program, with a message."""
         import train
 
-        options = vars(train.parse(list(self.arguments))).items()
-        texts = {key: str(value) if isinstance(value, Path) else value for key, value in options}
-        asked: dict[str, Any] = json.loads(json.dumps(texts))
+        asked: dict[str, Any] = json.loads(json.dumps(plain(vars(train.parse(list(self.arguments))))))
         return {**{key: value for key, value in asked.items() if key not in NOT_ASKED}, "ranks": self.ranks}
 
     def result(self) -> Result | None:
@@ -108,9 +105,8 @@ class Run:
         if result is None:
             raise Failed(f"{self.name} ended without a result\n{last_lines(self.file.with_suffix('.log'))}")
         result["asked"] = dict(self.settings)
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(result, indent=1) + "\n")
-        new.replace(self.file)
+        write_json(self.file.with_suffix(".new"), result)
+        self.file.with_suffix(".new").replace(self.file)
         return result
 
 

@@ -1,7 +1,5 @@
 """The parameters of well-known networks as (name, shape), in the order of the model: backward goes from the end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 

@@ -1,9 +1,5 @@
 """Checks of one exchanged step: the "wrong" column of `scripts/bench_exchange.py`."""
 
-from __future__ import annotations
-
-from bisect import bisect_right
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,10 +8,8 @@ from torch import Tensor
 from experiment.metrics import digest
 from experiment.synthetic import Synthetic
 
-#: So many tensors of either kind (compressed, and smaller ones) are followed entry by entry, evenly spread over all
-#: entries so that no bucket is left out, and about so many entries of each.
-FOLLOWED = 16
-ENTRIES = 1 << 16
+#: Of each tensor, about so many entries are followed, evenly spread.
+ENTRIES = 1 << 12
 
 #: Rounding allowed, as a share of the largest entry: sums of float32, and of float16.
 EXACT, HALF = 2e-5, 5e-3
@@ -38,7 +32,7 @@ def failures(bench: Any, model: Synthetic, share: float, check: str) -> list[str
     """
     names, parameters = zip(*model.named_parameters(), strict=True)
     residual = getattr(bench.compression, "residual", None) or (lambda _: torch.zeros(1))
-    followed = [i for i in _followed(parameters) if check != "none" or not _is_large(parameters[i])]
+    followed = [i for i, p in enumerate(parameters) if check != "none" or not _is_large(p)]
     before = [_some(residual(names[i])) for i in followed]
     bench.backward()
     bench.synchronize()
@@ -79,22 +73,6 @@ def _is_biased(error: Tensor, total: Tensor) -> bool:
 
 def _is_large(parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and parameter.numel() >= 1024
-
-
-def _followed(parameters: tuple[Tensor, ...]) -> list[int]:
-    sizes = [p.numel() for p in parameters]
-    large = [i for i, p in enumerate(parameters) if _is_large(p)]
-    small = [i for i, p in enumerate(parameters) if not _is_large(p)]
-    return _spread(large, sizes) + _spread(small, sizes)
-
-
-def _spread(chosen: list[int], sizes: list[int]) -> list[int]:
-    """All if they are few, or those that hold the middles of FOLLOWED equal stretches of all their entries."""
-    if len(chosen) <= FOLLOWED:
-        return chosen
-    ends = list(accumulate(sizes[i] for i in chosen))
-    middles = ((k + 0.5) / FOLLOWED * ends[-1] for k in range(FOLLOWED))
-    return sorted({chosen[bisect_right(ends, middle)] for middle in middles})
 
 
 def _some(tensor: Tensor) -> Tensor:

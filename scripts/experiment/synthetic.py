@@ -1,7 +1,5 @@
 """A network that computes nothing: its backward hands out prepared gradients, from the last parameter to the first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one rank does when, in the format that chrome://tracing and Perfetto read."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +70,7 @@ class Trace:
 class _Watched:
     """Collectives that are recorded. Their names end in the bucket, the kind of message and its number."""
 
-    def __init__(self, collectives: Any, trace: Trace) -> None:
+    def __init__(self, collectives: Any, trace: "Trace") -> None:
         self._collectives, self._trace = collectives, trace
 
     def __getattr__(self, name: str) -> Any:
