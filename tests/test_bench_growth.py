@@ -1,4 +1,4 @@
-"""scripts/bench_growth.py: its mirror is a world of ranks that all send the same, and its memory is memory."""
+"""scripts/bench_growth.py: its simulated ranks, and its figures."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ import torch
 from launch import ROOT, finish, start
 
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall
-from hvd_compress.hosts.threads import LocalWorld
+from hvd_compress.hosts.threads import ThreadWorld
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -29,12 +29,13 @@ growth = importlib.import_module("bench_growth")
     ids=lambda request: request.verb,
 )
 def test_the_mirror_answers_as_ranks_that_send_the_same(request_):
-    world = LocalWorld(3)
+    world = ThreadWorld(3)
     want = world.run(lambda rank: world.collectives(rank).start(request_, "x").result())[0]
     got = growth.Mirror(3).start(request_, "x").result()
     assert got.dtype == want.dtype and torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_measures_in_processes_of_their_own(tmp_path):
     file = tmp_path / "growth.json"
     options = ["--methods", "iwp,topk", "--millions", "1,8", "--ranks", "2", "--steps", "1", "--json", str(file)]
@@ -45,7 +46,7 @@ def test_measures_in_processes_of_their_own(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     asked = [(method, millions * 10**6, 2) for method in ("iwp", "topk") for millions in (1, 8)]
     assert [(row["method"], row["entries"], row["ranks"]) for row in rows] == asked
-    # The residual has four bytes an entry and a slot some twenty, and what does not grow with the network is not in it.
+    # The residual has four bytes per entry, a slot about twenty.
     assert all(row["ms"] > 0 and row["peak_bytes_per_entry"] >= row["held_bytes_per_entry"] for row in rows)
     small, large = (row["held_bytes_per_entry"] for row in rows[:2])
     assert 4 < large < 5 and small == pytest.approx(large, abs=1)

@@ -1,4 +1,4 @@
-"""scripts/timeline.py and the traces it reads: what is in them, and what hides behind what."""
+"""scripts/timeline.py and the traces it reads."""
 
 import importlib
 import json
@@ -65,7 +65,7 @@ def test_a_trace_has_every_call_and_every_message_of_its_steps(tmp_path):
     assert sum(s["name"] == "forward" for s in spans) == sum(s["name"] == "step" for s in spans) == 2
     step = timeline.last_step(spans)
     parameters, buckets = len(list(ranks[0].model.parameters())), len(ranks[0].compression.buckets)
-    names = [(s["tid"], s["name"].partition(",")[0]) for s in step]
+    names = list(zip(step["row"], step["name"].str.partition(",")[0], strict=True))
     assert buckets > 1
     for name in ("compress", "decompress"):
         assert names.count(("compressor", name)) == parameters

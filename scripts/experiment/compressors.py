@@ -76,7 +76,9 @@ class Method:
         self.add_arguments(parser)
         return vars(parser.parse_args([]))
 
-    def build(self, args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def build(
+        self, args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Any
+    ) -> Any:
         """The compressor of hvd_compress. Only what differs from a default is passed: a base class may have arguments
         that a class sets itself."""
         given = {name: getattr(args, name) for name, (_, default) in self.options().items()
@@ -84,7 +86,7 @@ class Method:
         takes_momentum = getattr(args, "momentum_correction", False)
         if takes_momentum:
             given["momentum"] = 0.0
-        compression = self.kind(model.named_parameters(), seed=args.seed, **given)
+        compression = self.kind(model.named_parameters(), seed=args.seed, **given, **more)
         if takes_momentum:
             compression.take_momentum(optimizer)
         return compression
