@@ -1,9 +1,11 @@
-"""Starts ranks for a test, and ends just what it started when they take too long."""
+"""Starts processes for a test, and ends them, and only them, if they take too long."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ needs_hosts = pytest.mark.skipif(
 
 
 def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    """In a process group of its own, errors among the output; :func:`finish` it, or :func:`end` it."""
+    """Starts a command in its own process group, stderr joined to stdout. Call :func:`finish` or :func:`end`."""
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -31,8 +33,8 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float) -> str:
-    """What it printed. Past ``timeout`` seconds fails with its last lines; it is ended even if the test is broken
-    off."""
+    """Returns what it printed. After ``timeout`` seconds, or if the test is interrupted, ends it; then fails with its
+    last lines."""
     try:
         return process.communicate(timeout=timeout)[0]
     except subprocess.TimeoutExpired:
@@ -42,8 +44,8 @@ def finish(process: subprocess.Popen[str], timeout: float) -> str:
 
 
 def end(process: subprocess.Popen[str], grace: float = 30.0) -> str:
-    """Asks it to end, if it did not, since only so mpirun and the scripts take along their ranks, which lead groups of
-    their own; then kills it. Returns what it printed meanwhile."""
+    """Ends it if it still runs: by SIGTERM, on which mpirun and the scripts end their ranks, which are in other process
+    groups, then by SIGKILL. Returns what it printed meanwhile."""
     output = b""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
@@ -51,16 +53,58 @@ def end(process: subprocess.Popen[str], grace: float = 30.0) -> str:
         os.killpg(process.pid, number)
         try:
             return process.communicate(timeout=grace)[0]
-        except subprocess.TimeoutExpired as late:  # a rank that is left may hold the other end of the pipe
+        except subprocess.TimeoutExpired as late:  # a rank may still hold the other end of the pipe
             output = late.output or b""
     return output.decode(errors="replace")
 
 
 def launch(script: str, arguments: list[str], timeout: float, **environment: str) -> str:
-    """Runs ``scripts/<script>``, and fails with the ranks' last lines if they fail or run past ``timeout`` seconds."""
+    """Runs ``scripts/<script>``. Fails with each rank's last lines if a rank fails or it takes more than ``timeout``
+    seconds."""
     stalled = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "10", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40"}
-    process = start(["bash", str(ROOT / "scripts" / script), *arguments], **{**stalled, **environment})
-    output = finish(process, timeout)
-    if process.returncode != 0:
-        pytest.fail(f"{script} {arguments} ended with {process.returncode}:\n{output[-6000:]}")
+    with tempfile.TemporaryDirectory() as logs:
+        environment = {**stalled, "HVD_COMPRESS_TEST_LOGS": logs, **environment}
+        process = start(["bash", str(ROOT / "scripts" / script), *arguments], **environment)
+        try:
+            output = process.communicate(timeout=timeout)[0]
+            problem = f"ended with {process.returncode}" if process.returncode else None
+        except subprocess.TimeoutExpired:
+            output, problem = end(process), f"took more than {timeout} s"
+        finally:
+            end(process)
+        if problem:
+            pytest.fail(f"{script} {' '.join(arguments)[:200]} {problem}\n{last_lines(Path(logs))}\n{output[-2500:]}")
     return output
+
+
+def last_lines(logs: Path) -> str:
+    """The unfinished case and the last lines of each rank."""
+    parts = []
+    for file in sorted(logs.glob("rank-*.log")):
+        text = file.read_text()
+        begun, done = (re.findall(rf"^{word} (\S+ \S+)", text, re.MULTILINE) for word in ("begin", "ok"))
+        unfinished = next((case for case in reversed(begun) if case not in done), "none")
+        parts.append(f"--- {file.stem}: unfinished case: {unfinished}\n" + "\n".join(text.splitlines()[-30:]))
+    return "\n".join(parts)
+
+
+def run_cases(
+    ranks: list[str], plan: dict[str, list[str]], timeout: float, steps: int = 40, **environment: str
+) -> None:
+    """Runs cases by method on real ranks, in one launch, and checks that every rank finished every one of them.
+
+    Args:
+        ranks: the arguments of scripts/run.sh up to the number of ranks.
+        plan: case names by method.
+        timeout: of the whole launch, seconds.
+        steps: of a case.
+    """
+    assert plan and all(plan.values())
+    host = ["--host", "ddp"] if "--ddp" in ranks else []
+    items = [f"{method}:{','.join(cases)}" for method, cases in plan.items()]
+    script = [str(PARALLEL / "check_training.py"), *host, "--steps", str(steps)]
+    output = launch("run.sh", [*ranks, *script, *items], timeout, **environment)
+    done = set(re.findall(r"\[rank (\d+)\] ok (\S+) (\S+) ", output))
+    for rank in range(int(ranks[-1])):
+        missing = [(m, c) for m, cases in plan.items() for c in cases if (str(rank), m, c) not in done]
+        assert not missing, f"rank {rank} did not finish {missing}:\n{output[-3000:]}"

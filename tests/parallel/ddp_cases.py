@@ -1,0 +1,144 @@
+"""DistributedDataParallel's own cases."""
+
+import warnings
+from datetime import timedelta
+
+import job
+import torch
+from cases import Cases, register
+from job import DEVICE, Branches, Job
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import hvd_compress
+
+CASES: Cases = {}
+
+
+@register(CASES)
+def sub_group():
+    """All ranks but the first train together (with two ranks, both, in a group of their own)."""
+    size = distributed.get_world_size()
+    members = list(range(1 if size > 2 else 0, size))
+    group = distributed.new_group(members)
+    if distributed.get_rank() in members:
+        trained = Job(density=1 / 32, group=group).train().assert_equal_replicas()
+        assert trained.compression.ranks == len(members)
+    distributed.barrier()
+
+
+@register(CASES)
+def static_graph():
+    Job(density=1 / 32, unused=False, wrap={"static_graph": True}).train().assert_equal_replicas()
+
+
+@register(CASES)
+def gradient_as_bucket_view():
+    Job(density=1 / 32, wrap={"gradient_as_bucket_view": True}).train().assert_equal_replicas()
+
+
+@register(CASES)
+def rebucketing():
+    """After the first step DDP divides the parameters anew, in the order in which their gradients arrived on rank 0."""
+    trained = Job(density=1 / 32, unused=False)
+    seen = []
+    trained.observe = lambda parameter, grad: seen.append(id(parameter))
+    trained.train(3)
+    assert trained.ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
+    count = len(seen) // 3
+    assert sorted(seen[:count]) == sorted(seen[count : 2 * count]) and seen[:count] != seen[count : 2 * count]
+    trained.train().assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def one_bucket():
+    """All gradients in one bucket of DDP: the only hook of a step is the last."""
+    Job(density=1 / 32, wrap={"bucket_cap_mb": 25}).train().assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def parameters_outside_the_compressor():
+    """They are averaged uncompressed, with a warning."""
+    torch.manual_seed(0)
+    model = Branches().to(DEVICE)
+    ddp = DistributedDataParallel(model)
+    compression = hvd_compress.IWP(model.branches.named_parameters(), density=1 / 16)
+    ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+    data = torch.Generator().manual_seed(distributed.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
+            model.zero_grad()
+            alone = torch.autograd.grad(model(x, range(6)).square().mean(), model.head.weight)[0]
+            ddp(x, range(6)).square().mean().backward()
+            mean = job.host.total(alone) / distributed.get_world_size()
+            torch.testing.assert_close(model.head.weight.grad, mean)
+    assert any("belongs to none of this compressor's parameters" in str(w.message) for w in caught)
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert all(torch.equal(flat, other) for other in job.host.gather(flat))
+
+
+@register(CASES, once=True)
+def powersgd_is_as_accurate_as_torchs():
+    """The same rank, gradients of low rank plus noise: the errors of both are of one order of magnitude."""
+
+    def error(own: bool) -> float:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 192, bias=False).to(DEVICE)
+        ddp = DistributedDataParallel(model)
+        if own:
+            ddp.register_comm_hook(hvd_compress.PowerSGD(model.named_parameters(), rank=4), hvd_compress.ddp_hook)
+        else:
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        data = torch.Generator().manual_seed(distributed.get_rank())
+        low = torch.randn(192, 6, generator=torch.Generator().manual_seed(7))
+        total, applied = torch.zeros(192, 256, device=DEVICE), torch.zeros(192, 256, device=DEVICE)
+        for step in range(30):
+            right = torch.randn(6, 256, generator=torch.Generator().manual_seed(step // 10))
+            given = (low @ right + torch.randn(192, 256, generator=data)).to(DEVICE)
+            model.zero_grad()
+            (ddp(torch.eye(256, device=DEVICE)) * given.T).sum().backward()
+            total += job.host.total(given) / distributed.get_world_size()
+            applied += model.weight.grad
+        return float((applied - total).norm() / total.norm())
+
+    ours, theirs = error(True), error(False)
+    assert 0.0 < ours < 0.5 and theirs / 3 < ours < theirs * 3, (ours, theirs)
+
+
+@register(CASES, once=True)
+def refusals():
+    """Horovod's protocol and arguments raise clear errors under DDP."""
+    model = torch.nn.Linear(64, 64).to(DEVICE)
+    compression = hvd_compress.IWP(model.named_parameters())
+    for call, says in (
+        (lambda: compression.compress(torch.zeros(64, 64)), "bound to torch.distributed"),
+        (lambda: hvd_compress.IWP(model.named_parameters(), process_set=1, process_group=1), "not both"),
+    ):
+        try:
+            call()
+            raise AssertionError(f"no error that says {says!r}")
+        except (RuntimeError, ValueError) as error:
+            assert says in str(error), error
+
+
+@register(CASES, once=True)
+def join_raises_an_error():
+    """Rank 0 has no batch. Its error names join(); the others' collectives fail when their time is over."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64).to(DEVICE)
+    ddp = DistributedDataParallel(model, process_group=distributed.new_group(timeout=timedelta(seconds=5)))
+    group = distributed.new_group(timeout=timedelta(seconds=5))
+    compression = hvd_compress.IWP(model.named_parameters(), process_group=group)
+    ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+    try:
+        with ddp.join():
+            for _ in range(min(distributed.get_rank(), 1)):
+                ddp(torch.ones(1, 64, device=DEVICE)).sum().backward()
+        raise AssertionError("join() raised no error")
+    except RuntimeError as error:
+        assert distributed.get_rank() > 0 or "does not support DistributedDataParallel.join()" in str(error), error
+    distributed.barrier()

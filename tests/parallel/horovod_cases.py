@@ -1,0 +1,126 @@
+"""Horovod's own cases."""
+
+import horovod.torch as hvd
+import job
+import torch
+from cases import Cases, register
+from job import DEVICE, Job
+
+import hvd_compress
+
+CASES: Cases = {}
+
+
+@register(CASES)
+def groups():
+    # Stock Horovod waits for ever if a member of a group is unused on one rank.
+    Job(density=1 / 32, unused=False, wrap={"groups": 2}).train().assert_equal_replicas()
+
+
+@register(CASES)
+def process_set():
+    """All ranks but the first train together; the first, with the same script, trains alone. (Two ranks: the global
+    set, since Horovod refuses a second one of the same ranks.)"""
+    if hvd.size() == 2:
+        Job(density=1 / 32, group=hvd.global_process_set).train().assert_equal_replicas()
+        return
+    members = list(range(1, hvd.size()))
+    chosen = hvd.add_process_set(hvd.ProcessSet(members))
+    trained = Job(density=1 / 32, group=chosen).train()
+    if hvd.rank() in members:
+        trained.assert_equal_replicas()
+    else:
+        assert trained.compression.stats()["steps"] == 0
+    hvd.barrier()
+    hvd.remove_process_set(chosen)
+
+
+@register(CASES, once=True)
+def refusals():
+    """Settings of Horovod's optimizer that do not fit raise an error before any update."""
+    for options, says in (({"op": hvd.Sum}, "must be hvd.Average"), ({"process_set": "other"}, "same process_set")):
+        other = None
+        if options.get("process_set") == "other":
+            # With two ranks, another process set has one rank.
+            other = hvd.add_process_set(hvd.ProcessSet([0]))
+            options = {"process_set": other}
+        model = torch.nn.Linear(64, 64).to(DEVICE)
+        compression = hvd_compress.IWP(model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            compression=compression,
+            **options,
+        )
+        before = model.weight.detach().clone()
+        try:
+            optimizer.step()
+            raise AssertionError(f"{options} raised no error")
+        except ValueError as error:
+            assert says in str(error), error
+        assert torch.equal(model.weight, before)
+        if other is not None:
+            hvd.barrier()
+            hvd.remove_process_set(other)
+
+
+@register(CASES, once=True)
+def sparse_as_dense():
+    """Two equal tables whose sparse gradients Horovod makes dense."""
+    torch.manual_seed(0)
+    tables = torch.nn.ModuleList(torch.nn.Embedding(200, 16, sparse=True) for _ in range(2)).to(DEVICE)
+    head = torch.nn.Linear(32, 8).to(DEVICE)
+    named = [*tables.named_parameters(), *head.named_parameters()]
+    compression = hvd_compress.IWP(named, density=1 / 16)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in named], lr=0.1),
+        named_parameters=named,
+        compression=compression,
+        sparse_as_dense=True,
+    )
+    data = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(job.steps):
+        words = torch.randint(0, 200, (2, 9), generator=data).to(DEVICE)
+        x = torch.cat([table(word) for table, word in zip(tables, words, strict=True)], 1)
+        head(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert compression.stats()["last"]["wire_ratio"] > 5
+    everyone = hvd.allgather_object([p.detach().cpu() for _, p in named])
+    assert all(torch.equal(a, b) for other in everyone for a, b in zip(everyone[0], other, strict=True))
+
+
+@register(CASES, once=True)
+def usual_script():
+    """Tied and frozen parameters, a schedule, and the broadcasts of Horovod's own examples, in their order."""
+    torch.manual_seed(hvd.rank())
+    encoder, decoder = torch.nn.Embedding(100, 48), torch.nn.Linear(48, 100, bias=False)
+    decoder.weight = encoder.weight
+    frozen = torch.nn.Linear(48, 48)
+    frozen.requires_grad_(False)
+    model = torch.nn.Sequential(encoder, frozen, torch.nn.Tanh(), torch.nn.Linear(48, 48), decoder).to(DEVICE)
+    compression = hvd_compress.IWP(model.named_parameters(), density=1 / 16)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 40)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(plain, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), compression=compression)
+    data = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(job.steps):
+        words = torch.randint(0, 100, (16,), generator=data).to(DEVICE)
+        torch.nn.functional.cross_entropy(model(words), (words + 1) % 100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    everyone = hvd.allgather_object([p.detach().cpu() for p in model.parameters()])
+    assert all(torch.equal(a, b) for other in everyone for a, b in zip(everyone[0], other, strict=True))
+
+
+@register(CASES, once=True)
+def plain_allreduce_with_compression():
+    """A tensor that is no parameter's gradient is averaged uncompressed."""
+    trained = Job(density=1 / 32)
+    x = torch.full((7, 300), float(hvd.rank()), device=DEVICE)
+    mean = hvd.allreduce(x, compression=trained.compression, name="check.plain")
+    assert torch.equal(mean, torch.full_like(x, (hvd.size() - 1) / 2))
+    assert x[0, 0] == hvd.rank()

@@ -1,0 +1,66 @@
+"""Horovod as host of :class:`job.Job`."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+name = "horovod"
+
+
+def start() -> None:
+    hvd.init(process_sets="dynamic")
+
+
+stop, rank, size, barrier = hvd.shutdown, hvd.rank, hvd.size, hvd.barrier
+
+
+def gather(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The tensors of all ranks, (ranks, ...)."""
+    return hvd.allgather(tensor[None], name="check.gather", **group_argument(group))
+
+
+def total(tensor: torch.Tensor) -> torch.Tensor:
+    return hvd.allreduce(tensor, op=hvd.Sum, name="check.total")
+
+
+def group_argument(group: Any) -> dict[str, Any]:
+    return {} if group is None else {"process_set": group}
+
+
+def wrap(job: Any, **arguments: Any) -> None:
+    compression = hvd.Compression.none if job.compression is None else job.compression
+    job.forward = job.model
+    job.optimizer = hvd.DistributedOptimizer(
+        job.plain_optimizer,
+        named_parameters=job.model.named_parameters(),
+        compression=compression,
+        backward_passes_per_step=job.passes,
+        **group_argument(job.group),
+        **arguments,
+    )
+    if job.compression is None:
+        return
+    compress, parameters = compression.compress, list(job.model.parameters())
+
+    def observed(grad: torch.Tensor) -> Any:
+        if job.observe is not None:
+            for p in parameters:
+                if p.grad is grad:
+                    job.observe(p, grad)
+        return compress(grad)
+
+    compression.compress = observed
+
+
+def no_sync(job: Any) -> Any:
+    return nullcontext()  # backward_passes_per_step counts the passes
+
+
+def synchronize(job: Any) -> None:
+    job.optimizer.synchronize()
+
+
+def synchronized(job: Any) -> Any:
+    return job.optimizer.skip_synchronize()

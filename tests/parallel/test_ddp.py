@@ -1,0 +1,37 @@
+"""Training with torch DistributedDataParallel on real ranks, under torchrun and without Horovod."""
+
+import common_cases
+import ddp_cases
+import pytest
+from cases import names_of
+from launch import run_cases
+from methods import METHODS, TRAINED
+
+LAUNCHES = {"ddp-2": ["--ddp", "2"], "ddp-4": ["--ddp", "4"]}
+#: Launches of the whole matrix: a few methods each.
+GROUPS = {name: [m for m in METHODS if m.partition("-")[0] == name] for name in TRAINED}
+
+
+def all_cases(method):
+    return names_of({**common_cases.CASES, **ddp_cases.CASES}, method)
+
+
+def test_all_cases():
+    plan = {name: ["accumulation", "bfloat16_parameters", "checkpoint"] for name in TRAINED}
+    plan["slimdp"] += ["local_steps"]
+    run_cases(["--ddp", "2"], {**plan, "iwp": [*all_cases("iwp"), "checkpoint"]}, timeout=300, steps=15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
+@pytest.mark.parametrize("family", GROUPS)
+def test_all_cases_of_every_method(ranks, family):
+    plan = {method: [*all_cases(method), "checkpoint"] for method in GROUPS[family]}
+    run_cases(ranks, plan, timeout=1200, steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
+def test_replicas_stay_bit_equal(ranks):
+    case = "thousand_steps" if ranks == ["--ddp", "2"] else "hundreds_of_steps"
+    run_cases(ranks, {name: [case] for name in TRAINED}, timeout=900)

@@ -1,0 +1,75 @@
+"""Training on real Horovod ranks, under mpirun and horovodrun."""
+
+import pytest
+from launch import PARALLEL, launch, run_cases
+from methods import EXACT, METHODS, TRAINED
+
+pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+import common_cases
+import horovod_cases
+from cases import names_of
+
+LAUNCHES = {"mpi-2": ["2"], "mpi-4": ["4"], "gloo-3": ["--gloo", "3"]}
+#: One method of each kind of exchange and selection: all cases. The options of these methods change the exchange only.
+WHOLE = ("iwp", "fft", "mipd")
+OTHERS = tuple(name for name in TRAINED if name not in WHOLE)
+FEW = ("plain", "grad_scaler", "channels_last")
+
+on_every_launch = pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
+
+
+def all_cases(method):
+    return names_of({**common_cases.CASES, **horovod_cases.CASES}, method)
+
+
+def test_one_process_trains_as_without_compression():
+    assert "ok alone" in launch("run.sh", ["1", str(PARALLEL / "check_alone.py")], timeout=120)
+
+
+def test_all_cases_with_mpi():
+    plan = {name: ["accumulation", "bfloat16_parameters"] for name in OTHERS}
+    plan["slimdp"] += ["local_steps"]
+    run_cases(["2"], {"iwp": all_cases("iwp"), **plan}, timeout=300, steps=15)
+
+
+def test_three_ranks_with_gloo():
+    names = ("iwp", "iwp-lloyd4", "fft-gather", "mipd", "mp2", "terngrad", "powersgd")
+    run_cases(["--gloo", "3"], {name: ["plain", "process_set"] for name in names}, timeout=300, steps=15)
+
+
+def test_a_checkpoint_resumes_bit_exactly():
+    plan = {name: ["checkpoint"] for name in TRAINED}
+    run_cases(["2"], plan, timeout=300, steps=15, HOROVOD_FUSION_THRESHOLD="0")  # see the case
+
+
+@pytest.mark.slow
+@on_every_launch
+@pytest.mark.parametrize("method", WHOLE)
+def test_all_cases(ranks, method):
+    run_cases(ranks, {method: [*all_cases(method), "thousand_steps"]}, timeout=600)
+
+
+@pytest.mark.slow
+@on_every_launch
+@pytest.mark.parametrize("case", FEW)
+def test_every_option(ranks, case):
+    options = [method for method in METHODS if method not in (*WHOLE, *OTHERS)]
+    run_cases(ranks, {method: [case] for method in options}, timeout=600)
+
+
+@pytest.mark.slow
+@on_every_launch
+@pytest.mark.parametrize("method", OTHERS)
+def test_every_other_method(ranks, method):
+    # More ranks than cores: fewer steps.
+    cases = [*FEW, "thousand_steps" if ranks == ["2"] else "hundreds_of_steps"]
+    cases += ["dense_at_density_one"] if method in EXACT else []
+    cases += ["local_steps"] if method == "slimdp" else []
+    run_cases(ranks, {method: cases}, timeout=600)
+
+
+@pytest.mark.slow
+@on_every_launch
+def test_every_kind_of_checkpoint_resumes_bit_exactly(ranks):
+    methods = (*TRAINED, "iwp-lanes4", "iwp-lloyd4", "fft-gather", "mipd-compensated")
+    run_cases(ranks, {name: ["checkpoint"] for name in methods}, timeout=600, HOROVOD_FUSION_THRESHOLD="0")

@@ -1,0 +1,37 @@
+"""Every method on two real ranks of each host: conservation, a skipped step, and the same bits under both hosts."""
+
+import pytest
+import torch
+from harness import equal
+from launch import run_cases
+from methods import METHODS
+
+CASES = ("plain", "grad_scaler", "bits")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return tmp_path_factory.mktemp("bits")
+
+
+def run(ranks, saved):
+    plan = {method: list(CASES) for method in METHODS}
+    run_cases(ranks, plan, timeout=420, steps=12, HVD_COMPRESS_TEST_BITS=str(saved))
+
+
+def test_every_method_under_ddp(saved):
+    run(["--ddp", "2"], saved)
+
+
+def test_every_method_under_horovod(saved):
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    run(["2"], saved)
+
+
+def test_both_hosts_give_the_same_bits(saved):
+    """A sum of two floats does not depend on their order, so this holds for all codecs."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    for method in METHODS:
+        for rank in range(2):
+            ours, theirs = (torch.load(saved / f"{host}-{method}-{rank}.pt") for host in ("ddp", "horovod"))
+            assert len(ours) > 10 and equal(ours, theirs), method
