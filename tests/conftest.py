@@ -1,4 +1,4 @@
-"""The option --all: without it, tests marked slow are deselected and hypothesis runs fewer examples."""
+"""The option --all: without it, tests marked slow are deselected."""
 
 import pytest
 import torch
@@ -7,16 +7,12 @@ from hypothesis import settings
 # Ranks are threads or processes on few cores: one thread each.
 torch.set_num_threads(1)
 
-settings.register_profile("all", max_examples=100, deadline=None)
-settings.register_profile("short", max_examples=25, deadline=None)
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the tests marked slow too, and all examples")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("all" if config.getoption("--all") else "short")
+    parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="the extension is not b
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_operators_equal_the_reference_at_every_level(capability):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/operators", "-k", "not opcheck"]
+    command += ["--ignore", "tests/operators/test_instruction_sets.py", "--ignore", "tests/operators/test_load.py"]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
