@@ -63,6 +63,7 @@ class DDPHost:
                 if bucket.is_last():
                     self._finish()
             except BaseException:
+                engine.reset()
                 self._drop()
                 raise
         return future

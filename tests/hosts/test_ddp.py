@@ -1,0 +1,237 @@
+"""DistributedDataParallel's hook, without processes."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from harness import (
+    DDPRank,
+    FakeBucket,
+    compressed,
+    equal,
+    gradients,
+    in_backward,
+    mixed_model,
+    random_steps,
+    replicas,
+    residuals,
+    together,
+)
+from methods import FORGETFUL, METHODS, SMALL, TRAINED
+
+from hvd_compress import IWP, ddp_hook
+from hvd_compress.hosts.threads import ThreadWorld
+
+ddp = partial(replicas, host="ddp")
+
+
+def test_a_call_outside_of_backward_raises_an_error():
+    """So DDP's join() calls a hook."""
+    _, (rank,) = ddp(1, IWP)
+    bucket = rank.buckets(gradients(rank.model, 0))[0]
+    with pytest.raises(RuntimeError, match=r"does not support DistributedDataParallel.join\(\)"):
+        ddp_hook(rank.compression, bucket)
+    assert not rank.compression.engine.collecting
+
+
+def test_a_compressor_of_one_host_cannot_be_used_with_the_other():
+    _, (rank,) = ddp(1, IWP)
+    with pytest.raises(RuntimeError, match=r"bound to torch\.distributed"):
+        rank.compression.compress(torch.zeros(64, 64))
+    _, (other,) = replicas(1, IWP)
+    with pytest.raises(RuntimeError, match="bound to Horovod"):
+        ddp_hook(other.compression, None)
+
+
+def test_no_future_is_completed_before_the_last_hook():
+    """And every bucket's future has the bucket's own buffer, all of which is averaged."""
+    _, (rank,) = ddp(1, IWP, density=1.0, values="fp32")
+    buckets, futures = rank.buckets(gradients(rank.model, 1), shuffle=3), []
+    before = [bucket.flat.clone() for bucket in buckets]
+    assert len(buckets) > 2
+
+    def hooks():
+        for bucket in buckets:
+            assert not any(future.done() for future in futures)
+            futures.append(ddp_hook(rank.compression, bucket))
+
+    in_backward(hooks)
+    for bucket, future, given in zip(buckets, futures, before, strict=True):
+        assert future.value() is bucket.flat
+        torch.testing.assert_close(bucket.flat, given, rtol=1e-6, atol=1e-6)
+
+
+def test_one_bucket_for_all_gradients():
+    world, ranks = ddp(2, IWP, density=1 / 16)
+    for r in ranks:
+        r.buckets = partial(_one_bucket, r)
+    applied = random_steps(world, ranks, range(3))
+    assert equal(*applied)
+
+
+def _one_bucket(rank, grads, shuffle=None):
+    given = list(rank.model.parameters())
+    flat = torch.cat([g.as_strided((g.numel(),), (1,)) for g in grads])
+    return [FakeBucket(0, given, flat, True)]
+
+
+def test_parameters_outside_the_compressor_are_averaged_uncompressed():
+    def build(named, **options):
+        return IWP([(n, p) for n, p in named if not n.startswith("deep")], **options)
+
+    world, ranks = ddp(2, build, density=1 / 16)
+    grads = [gradients(r.model, r.rank) for r in ranks]
+    number = [n for n, _ in ranks[0].model.named_parameters()].index("deep.weight")
+    mean = (grads[0][number] + grads[1][number]) / 2
+    with pytest.warns(UserWarning, match=r"shape \(64, 64\) belongs to none of this compressor's parameters"):
+        applied = together(world, ranks, grads)
+    assert equal(*applied)
+    torch.testing.assert_close(applied[0][number], mean)
+
+
+def test_a_16_bit_gradient_outside_the_compressor_beside_dense_ones():
+    """In one bucket of DDP all have one dtype; dense bfloat16 payloads are float32."""
+
+    def build(named, **options):
+        return IWP([(n, p) for n, p in named if not n.startswith("deep")], **options)
+
+    world, ranks = ddp(2, build, model=mixed_model().bfloat16(), density=1 / 16)
+    for r in ranks:
+        r.buckets = partial(_one_bucket, r)
+    grads = [gradients(r.model, r.rank) for r in ranks]
+    means = [((a.float() + b.float()) / 2).bfloat16() for a, b in zip(*grads, strict=True)]
+    with pytest.warns(UserWarning, match="belongs to none"):
+        applied = together(world, ranks, grads)
+    for p, got, want in zip(ranks[0].model.parameters(), applied[0], means, strict=True):
+        if not compressed(p) or p.shape == (64, 64):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+def _interrupted(rank, grads, hooks):
+    """A backward that fails after so many hooks."""
+    buckets = rank.buckets(grads)
+    assert len(buckets) > hooks
+
+    def body():
+        for bucket in buckets[:hooks]:
+            ddp_hook(rank.compression, bucket)
+        raise ConnectionError("backward failed")
+
+    with pytest.raises(ConnectionError):
+        in_backward(body)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_backward_that_fails_between_hooks_does_not_disturb_the_next_step(name):
+    """Its gradients that were accumulated stay in the residual; no collective is left over."""
+    world, ranks = ddp(2, METHODS[name], **SMALL)
+    random_steps(world, ranks, range(2))
+    before = [residuals(r) for r in ranks]
+    failed = [gradients(r.model, 70 + r.rank) for r in ranks]
+    for rank, grads in zip(ranks, failed, strict=True):
+        _interrupted(rank, grads, hooks=1)  # of one parameter, whose bucket of the engine is not full
+    grads = [gradients(r.model, 80 + r.rank) for r in ranks]
+    given = [[g.double().clone() for g in grad] for grad in grads]
+    applied = together(world, ranks, grads)
+    assert equal(*applied)
+    if name in FORGETFUL:
+        return
+    taken = {id(p) for p in ranks[0].buckets(failed[0])[0].parameters()}
+    for number, (key, p) in enumerate(ranks[0].model.named_parameters()):
+        if compressed(p):
+            total = sum(b[key] for b in before) + sum(g[number] for g in given)
+            if id(p) in taken:
+                total = total + sum(g[number].double() for g in failed)
+            got = 2 * applied[0][number].double() + sum(residuals(r)[key] for r in ranks)
+            torch.testing.assert_close(got, total, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("broken", ["dense", ".0.step", ".1.step"])
+def test_the_next_step_works_after_a_collective_that_could_not_be_started(broken):
+    world, (rank,) = ddp(1, METHODS["iwp-fp32"], **SMALL)
+    random_steps(world, [rank], range(2))
+    start = rank.collectives.start
+
+    def failing(request, name):
+        if broken in name:
+            raise ConnectionError("the network is gone")
+        return start(request, name)
+
+    rank.collectives.start = failing
+    with pytest.raises(ConnectionError):
+        together(world, [rank], [gradients(rank.model, 50)])
+    rank.collectives.start = start
+    applied = random_steps(world, [rank], range(2, 4))
+    assert all(g.isfinite().all() for g in applied[0])
+    assert rank.compression.stats()["steps"] == 4
+
+
+def test_exchanges_are_resumed_in_one_order_on_all_ranks():
+    """Although the ranks are not equally fast: ThreadWorld(ordered=True) raises an error for different orders."""
+    world, ranks = ddp(3, METHODS["iwp"], bucket_mb=0.02)
+    assert len(ranks[0].compression.buckets) > 2
+    names = [[] for _ in ranks]
+    for rank, seen in zip(ranks, names, strict=True):
+        rank.collectives.start = partial(_recorded, seen, rank.collectives.start)
+    random_steps(world, ranks, range(3))
+    assert names[0] == names[1] == names[2] and len(names[0]) > 12
+
+
+def _recorded(seen, start, request, name):
+    seen.append(name)
+    return start(request, name)
+
+
+def test_a_gradient_in_another_memory_order_than_its_parameter():
+    """DDP's views may be contiguous although the parameter is channels_last."""
+    model = torch.nn.Conv2d(8, 33, 3, bias=False).to(memory_format=torch.channels_last)
+    world, ranks = ddp(2, IWP, model=model, density=1.0, values="fp32")
+
+    class Contiguous(FakeBucket):
+        def gradients(self):
+            return [self.flat.view(p.shape) for p in self.given]
+
+    given = [torch.randn(33, 8, 3, 3) for _ in ranks]
+
+    def body(i):
+        rank = ranks[i]
+        bucket = Contiguous(0, list(rank.model.parameters()), given[i].flatten().clone(), True)
+        in_backward(lambda: ddp_hook(rank.compression, bucket))
+        return bucket.flat.view(33, 8, 3, 3)
+
+    for result in world.run(body):
+        torch.testing.assert_close(result, (given[0] + given[1]) / 2)
+
+
+def test_a_compressor_keeps_no_reference_to_ddps_buffers():
+    _, (rank,) = ddp(1, IWP, density=1 / 16)
+    buckets = rank.buckets(gradients(rank.model, 0))
+    seen = [weakref.ref(bucket.flat) for bucket in buckets]
+    in_backward(partial(_call_hooks, rank.compression, buckets))
+    del buckets
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+
+
+def _call_hooks(compression, buckets):
+    for bucket in buckets:
+        ddp_hook(compression, bucket)
+
+
+def test_a_second_step_of_a_parameter_without_the_last_hook_raises_an_error():
+    """Two backward passes that both call hooks for a part of the buckets."""
+    _, (rank,) = ddp(1, IWP, density=1 / 16)
+    buckets = rank.buckets(gradients(rank.model, 0))
+    numbered = [FakeBucket(1, b.given, b.flat, False) for b in buckets[:1]] * 2
+    with pytest.raises(RuntimeError, match="compressed twice in one step"):
+        in_backward(lambda: [ddp_hook(rank.compression, bucket) for bucket in numbered])
+
+
+def test_ddp_rank_divides_the_parameters_differently_in_every_step():
+    """Without it, the invariants would not test re-bucketing."""
+    rank = DDPRank(ThreadWorld(1, ordered=True), 0, mixed_model(), IWP)
+    grads = gradients(rank.model, 0)
+    divisions = {tuple(tuple(map(id, b.parameters())) for b in rank.buckets(grads, shuffle=i)) for i in range(5)}
+    assert len(divisions) == 5
