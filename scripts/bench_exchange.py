@@ -74,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
     try:
-        lab.check_rates(args.rate)
+        args.rate.sort(key=lab.bandwidth, reverse=True)
         args.variants = comparison.variants(args.methods, args.option)
         args.environments = comparison.environments(args.methods, args.environment)
     except ValueError as error:

@@ -8,7 +8,7 @@ One process and one thread stand for a rank. The other ranks are simulated as se
 have the sizes of a real step and nothing competes for the processor; the simulation's time is not counted, and there
 is no network. Networks are layers of 1000 by 1000; gradients are normal, and new in every step.
 
-"ms" is the time of all `compress` and `decompress` calls of a step, median, with the fastest and slowest in brackets.
+"ms" is the time of all `compress` and `decompress` calls of a step, median.
 "held" is the memory in bytes per entry that the compressor has between steps beyond weights and gradients, "peak" the
 maximum during a step: resident memory by /proc/self/status, after a small compressor has loaded all code, and after
 free memory was returned to the system.
@@ -20,7 +20,6 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -133,23 +132,6 @@ def measure(method: str, millions: int, ranks: int, steps: int) -> dict[str, Any
     }
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    return table.markdown(
-        [
-            {
-                "method": row["method"],
-                "entries": f"{row['entries']:,}",
-                "ranks": str(row["ranks"]),
-                "ms": "{:,.2f} ({:,.2f} to {:,.2f})".format(row["ms"], *row["ms_spread"]),
-                "ns/entry": f"{row['ns_per_entry']:.2f}",
-                "held, bytes/entry": f"{row['held_bytes_per_entry']:.2f}",
-                "peak": f"{row['peak_bytes_per_entry']:.2f}",
-            }
-            for row in rows
-        ]
-    )
-
-
 def main() -> int:
     def counts(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -171,7 +153,10 @@ def main() -> int:
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                     rows.append(process.submit(measure, method, millions, ranks, args.steps).result())
                 print(f"{method}, {millions} M, {ranks} ranks: {rows[-1]['ms']:.2f} ms", file=sys.stderr, flush=True)
-    print(markdown(rows))
+    forms = {"entries": "{:,}", "ms": "{:,.2f}", "ns_per_entry": "{:.2f}"}
+    forms |= {f"{what}_bytes_per_entry": "{:.2f}" for what in ("held", "peak")}
+    texts_of = [{key: forms.get(key, "{}").format(value) for key, value in row.items()} for row in rows]
+    print(table.markdown([{key: value for key, value in row.items() if key != "ms_spread"} for row in texts_of]))
     write_json(args.json, {"torch": torch.__version__, "rows": rows})
     return 0
 

@@ -59,46 +59,24 @@ class Bench:
         return sum(int((a != b).sum()) for a, b in zip(_tensors(mine), _tensors(wanted), strict=True))
 
     def row(
-        self,
-        name: str,
-        operator: str,
-        arguments: dict[str, Any],
-        byte_count: float,
-        compare: Callable[[float], dict[str, str]],
-        wrong: int,
-        before: Callable[[], object] = lambda: None,
-    ) -> None:
-        """``compare``: further columns, from the operator's seconds."""
+        self, name: str, operator: str, arguments: dict[str, Any], byte_count: float, other: Callable[[], object],
+        before: Callable[[], object] = lambda: None, column: str = "torch / ours", wrong: int | None = None
+    ) -> None:  # fmt: skip
+        """A row beside plain torch code, or another function, for the same work."""
+        wrong = self.differing(operator, arguments) if wrong is None else wrong
         seconds = self.time(lambda: getattr(ops, operator)(**arguments), before=before)
         rate = byte_count / seconds / 1e9
         self.rows.append(
             {
-                "operator": name,
+                "operator": f"{operator} {name}",
                 "ms": f"{seconds * 1e3:.3f}",
                 "GB/s": f"{rate:.1f}",
                 "of copy": f"{rate / self.copy:.0%}",
-                **compare(seconds),
+                column: f"{self.time(other, 1 if column == 'torch / ours' else 0, before) / seconds:.2f}",
                 "wrong": str(wrong),
             }
         )
         self.wrong += wrong
-
-    def against(
-        self,
-        name: str,
-        operator: str,
-        arguments: dict[str, Any],
-        byte_count: float,
-        plain: Callable[[], object],
-        before: Callable[[], object] = lambda: None,
-    ) -> None:
-        """A row beside plain torch code for the same work."""
-
-        def compare(seconds: float) -> dict[str, str]:
-            return {"torch / ours": f"{self.time(plain, 1, before) / seconds:.1f}"}
-
-        wrong = self.differing(operator, arguments)
-        self.row(f"{operator} {name}", operator, arguments, byte_count, compare, wrong, before)
 
     def slots(self, each: int) -> tuple[int, Tensor, Tensor]:
         """``each`` slots a block: their number, their indices, and the operators' table of segments."""
@@ -150,13 +128,13 @@ class Bench:
 
         reads_weight = weight is not None and each >= ranks  # then this rank leads in every block
         entry = 8 + grad.element_size() * (1 + reads_weight) + 8 * options.get("velocity", False)
-        self.against(name, "accumulate_select", arguments, self.n * entry + slots * 9, plain)
+        self.row(name, "accumulate_select", arguments, self.n * entry + slots * 9, plain)
 
     def select(self, name: str, each: int, ranks: int, explore: int = 0) -> None:
         score = self.random(self.blocks * BLOCK).abs()
         arguments = {"score": score, **self.selection(each, ranks, explore)}
         count = self.blocks * each // ranks
-        self.against(name, "select", arguments, 4 * score.numel(), lambda: torch.topk(score, count))
+        self.row(name, "select", arguments, 4 * score.numel(), lambda: torch.topk(score, count))
 
     def gather(self, each: int) -> None:
         """The plain code reaches the same entries by flat int64 indices."""
@@ -168,7 +146,7 @@ class Bench:
         def plain() -> None:
             torch.index_select(residual, 0, where, out=values)
 
-        self.against(f"{each} of 256", "gather", arguments, slots * (1 + 4 + 4), plain, lambda: residual.copy_(fresh))
+        self.row(f"{each} of 256", "gather", arguments, slots * (1 + 4 + 4), plain, lambda: residual.copy_(fresh))
 
     def scatter(self, each: int, velocity: bool = False, means: bool = False, deferred: bool = True) -> None:
         """The inverse of :meth:`gather`."""
@@ -194,7 +172,7 @@ class Bench:
 
         byte_count = slots * (1 + 8 + (8 + 4 * velocity) * (not deferred)) + 4 * self.n * means
         name = f"{each} of 256{', velocity' * velocity}{', means' * means}{', not deferred' * (not deferred)}"
-        self.against(name, "scatter", arguments, byte_count, plain, before)
+        self.row(name, "scatter", arguments, byte_count, plain, before)
 
 
 def _cloned(value: Any) -> Any:

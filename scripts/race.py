@@ -22,7 +22,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import table
@@ -56,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if not args.races and (args.target is None or args.out is None):
             raise ValueError("--target and --out are required")
         args.variants = comparison.variants(args.methods, args.option)
-        lab.check_rates(args.rates)
+        args.rates.sort(key=lab.bandwidth)
         args.environments = comparison.environments(args.methods, args.environment)
     except ValueError as error:
         parser.error(str(error))
@@ -123,35 +122,26 @@ def reached(run: Result, target: float) -> tuple[float, float] | None:
     return None
 
 
-def rows(found: Results, target: float, base: str) -> list[dict[str, Any]]:
-    """The table's rows, numbers as numbers; None where the target was not reached, or not by ``base``."""
-    table_rows = []
+def markdown(found: Results, target: float, base: str) -> str:
+    """A row for each run; "-" where the target was not reached, or not by ``base``."""
+    rows = []
     for rate, results in found.items():
-        there = {label: reached(result, target) or (None, None) for label, result in results.items()}
-        theirs = there.get(base, (None, None))[1]
+        there = {label: reached(result, target) for label, result in results.items()}
+        theirs = there.get(base)
         for label, result in results.items():
-            steps, seconds = there[label]
-            table_rows.append(
+            mine = there[label]
+            rows.append(
                 {
                     "links": rate,
                     "method": f"{label} ({result['backend']})",
-                    "step ms": result["step_ms_median"],
-                    f"steps to {target:g}": steps,
-                    "seconds": seconds,
-                    "speed-up": theirs / seconds if seconds and theirs else None,
-                    "final accuracy": result["test_accuracy"],
+                    "step ms": f"{result['step_ms_median']:,.0f}",
+                    f"steps to {target:g}": f"{mine[0]:,.0f}" if mine else "-",
+                    "seconds": f"{mine[1]:.0f}" if mine else "-",
+                    "speed-up": f"{theirs[1] / mine[1]:.2f}" if mine and theirs else "-",
+                    "final accuracy": f"{result['test_accuracy']:.4f}",
                 }
             )
-    return table_rows
-
-
-def markdown(found: Results, target: float, base: str) -> str:
-    forms = (str, str, "{:,.0f}".format, "{:,.0f}".format, "{:.0f}".format, "{:.2f}".format, "{:.4f}".format)
-    texts = [
-        {key: None if value is None else form(value) for form, (key, value) in zip(forms, row.items(), strict=True)}
-        for row in rows(found, target, base)
-    ]
-    return table.markdown(texts, left=2)
+    return table.markdown(rows, left=2)
 
 
 def plot(races: Sequence[tuple[str, float, Results]], file: Path) -> None:

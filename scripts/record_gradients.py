@@ -61,20 +61,14 @@ class RecordedRun(train.Run):
         return loss
 
 
-def moments(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if not all(0 <= value <= 1 for value in values):
-        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {text}")
-    return values
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     own = argparse.ArgumentParser(description=__doc__, add_help=False)
     own.add_argument("--out", type=Path, required=True, metavar="DIR", help="write the gradients here")
-    own.add_argument("--moments", type=moments, default="0.05,0.5,0.95", metavar="LIST", help="shares of all steps")
+    moments = dict(type=lambda text: [float(part) for part in text.split(",")], default=[0.05, 0.5, 0.95])
+    own.add_argument("--moments", **moments, metavar="LIST", help="shares of all steps")
     args = train.parse(argv, own)
-    if args.compression != "none":
-        own.error("gradients are recorded without compression")
+    if args.compression != "none" or not all(0 <= moment <= 1 for moment in args.moments):
+        own.error("gradients are recorded without compression, at moments from 0 to 1")
     return args
 
 

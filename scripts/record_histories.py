@@ -102,7 +102,7 @@ def record(run: tuple[str, str, float, int, int, float], folder: Path | None, se
     depth = {n: i for i, (n, p) in enumerate((n, p) for n, p in model.named_parameters() if p.dim() >= 2)}
     examples, step = [], 0
     for epoch in range(epochs):
-        for images, labels in datasets.train_batches(data, batch, 0, 1, seed, epoch, True):
+        for images, labels in datasets.train_batches(data, batch, 0, 1, seed, epoch):
             optimizer.zero_grad()
             F.cross_entropy(model(images.contiguous(memory_format=torch.channels_last)), labels).backward()
             recorder.wanted = step in moments

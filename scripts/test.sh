@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Sets up, then runs linters, the type checker and the tests: unit tests, and ranks under mpirun, horovodrun and torchrun.
-#   usage: test.sh [--all] [pytest arguments]
-#   --all: every method and option on 2 to 4 ranks, and the long runs. Hours on 2 cores; without it, a quarter of an hour.
+# All tests, with the set-up they need: linters, types, unit tests, then Horovod under mpirun and horovodrun, and torch DDP.
+#   usage: test.sh [--all] [pytest arguments]     --all: also those marked slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

@@ -52,7 +52,6 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
         choices=sorted(EXTRAPOLATIONS),
         help="extrapolate the weights by five epochs, every five epochs",
     )
-    parser.add_argument("--no-augment", action="store_true")
     parser.add_argument("--amp", choices=("off", "bf16"), default="off")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -146,9 +145,7 @@ class Run:
         for end in sorted(tests | set(range(per_epoch, total, per_epoch))):
             if self.step % per_epoch == 0:
                 epoch, begun, losses = self.step // per_epoch + 1, self.step, torch.zeros((), device=self.device)
-                batches = datasets.train_batches(
-                    self.data, args.batch_size, host.rank, host.size, args.seed, epoch, not args.no_augment
-                )
+                batches = datasets.train_batches(self.data, args.batch_size, host.rank, host.size, args.seed, epoch)
             while self.step < end:
                 start = time.perf_counter()
                 images, labels = next(batches)

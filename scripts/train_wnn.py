@@ -42,7 +42,7 @@ def history(run: tuple[str, float, float, int]) -> Tensor:
     chosen = [torch.randperm(p.numel())[:PER_LAYER] for p in model.parameters()]
     epochs = []
     for epoch in range(EPOCHS):
-        for images, labels in datasets.train_batches(data, 64, 0, 1, seed, epoch, True):
+        for images, labels in datasets.train_batches(data, 64, 0, 1, seed, epoch):
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()

@@ -29,7 +29,6 @@ ROW = {"method", "step_ms", "backward_ms", "exchange_ms", "compress_ms", "tx_byt
     "name, entries, tensors",
     [
         ("resnet50", 25_557_032, 161),
-        ("vgg16", 138_357_544, 32),
         ("gpt2", 124_439_808, 148),
     ],
 )

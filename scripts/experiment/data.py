@@ -54,13 +54,9 @@ class Dataset:
 
 def load(name: str, folder: Path | None = None) -> Dataset:
     """A data set by name; ``folder`` is for cifar10 only."""
-    if name == "digits":
-        return digits()
-    if name == "cifar10":
-        if folder is None:
-            raise ValueError(f"--data cifar10 needs --data-dir, the folder that holds {CIFAR_FOLDER}/")
-        return cifar10(folder)
-    return synthetic()
+    if name == "cifar10" and folder is None:
+        raise ValueError(f"--data cifar10 needs --data-dir, the folder that holds {CIFAR_FOLDER}/")
+    return cifar10(folder) if folder and name == "cifar10" else digits() if name == "digits" else synthetic()
 
 
 def digits() -> Dataset:
@@ -128,7 +124,7 @@ def steps_per_epoch(count: int, batch_size: int, ranks: int) -> int:
 
 
 def train_batches(
-    data: Dataset, batch_size: int, rank: int, ranks: int, seed: int, epoch: int, augment: bool = True
+    data: Dataset, batch_size: int, rank: int, ranks: int, seed: int, epoch: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's batches of an epoch: float32 (batch, c, h, w) and int64 (batch,), on the data's device."""
     count = len(data.train_labels)
@@ -136,9 +132,7 @@ def train_batches(
     indices = shard(count, rank, ranks, seed, epoch).to(data.train_labels.device)
     for step in range(steps_per_epoch(count, batch_size, ranks)):
         chosen = indices[step * batch_size : (step + 1) * batch_size]
-        images = data.train_images[chosen]
-        if augment:
-            images = shift_and_flip(images, data.shift, data.flip, generator)
+        images = shift_and_flip(data.train_images[chosen], data.shift, data.flip, generator)
         yield data.normalise(images), data.train_labels[chosen]
 
 

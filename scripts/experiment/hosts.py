@@ -35,6 +35,10 @@ class Horovod:
         """The object that compresses and has ``stats()``."""
         if compressors.METHODS[method].kind:
             return compressors.METHODS[method].build(args, model, optimizer)
+        return self.stock(method, model, optimizer)
+
+    def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
+        """What the host's library brings along for none, fp16 and ddp-powersgd."""
         return compressors.Counted(getattr(self._hvd.Compression, method), self.size)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
@@ -89,9 +93,7 @@ class Ddp(Horovod):
     def broadcast(self, model: nn.Module) -> None:
         """DistributedDataParallel does it."""
 
-    def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
-        if compressors.METHODS[method].kind:
-            return compressors.METHODS[method].build(args, model, optimizer)
+    def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         return compressors.CountedHook(method, model, optimizer, self.size)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from experiment.runs import SCRIPTS
@@ -18,17 +18,11 @@ class NoLab(Exception):
 
 
 def bandwidth(text: str) -> float:
-    """Bits per second from a text such as ``100mbit``; infinity for none."""
+    """Bits per second from a text such as ``100mbit``; infinity for none. ``ValueError`` for another text."""
     match = re.fullmatch(r"([0-9.]+)([kmg]bit)", text.strip().lower())
     if text != "none" and (not match or not float(match[1]) > 0):
         raise ValueError(f"a bandwidth is none, or a number and kbit, mbit or gbit, as 100mbit; got {text!r}")
     return float(match[1]) * _UNITS[match[2]] if match else float("inf")
-
-
-def check_rates(rates: Iterable[str]) -> None:
-    """Raises ``ValueError`` for one that is neither a bandwidth nor none."""
-    for rate in rates:
-        bandwidth(rate)
 
 
 def loopback(ranks: int, launcher: str) -> tuple[str, ...]:

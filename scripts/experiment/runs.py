@@ -23,6 +23,8 @@ Result = dict[str, Any]
 SCRIPTS = Path(__file__).resolve().parents[1]
 # What a run may differ in and still be the same: where files lie.
 NOT_ASKED = {"json", "trace", "data_dir"}
+# Former options of train.py.
+GONE = {"progress", "warmup_epochs", "diminishing", "no_augment", "backward_passes_per_step"}
 
 
 class OtherConfiguration(Exception):
@@ -44,9 +46,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         before["block_means"] = False
     renamed = {"no_block_means": "block_means", "whole_model": "layerwise"}
     given = {renamed.get(key, key): not value if key in renamed else value for key, value in config.items()}
-    return before | {
-        key: value for key, value in given.items() if key not in ("progress", "warmup_epochs", "diminishing")
-    }
+    return before | {key: value for key, value in given.items() if key not in GONE}
 
 
 @dataclass(frozen=True)

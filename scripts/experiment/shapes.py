@@ -22,16 +22,6 @@ def resnet50() -> Iterator[Named]:
     yield from _affine("linear", 1000, inputs)
 
 
-def vgg16() -> Iterator[Named]:
-    """VGG-16 for ImageNet, without norms: 138 M, of which one layer has 103 M."""
-    channels = 3
-    for number, width in enumerate((64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)):
-        yield from _affine(f"conv{number}", width, channels, 3, 3)
-        channels = width
-    for number, (inputs, outputs) in enumerate(((512 * 7 * 7, 4096), (4096, 4096), (4096, 1000))):
-        yield from _affine(f"linear{number}", outputs, inputs)
-
-
 def gpt2() -> Iterator[Named]:
     """GPT-2 small (Radford et al. 2019); the head is the word embedding: 124 M."""
     width = 768
@@ -58,7 +48,7 @@ def tiny() -> Iterator[Named]:
         yield from _affine(name, *shape)
 
 
-SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "vgg16": vgg16, "gpt2": gpt2, "tiny": tiny}
+SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "gpt2": gpt2, "tiny": tiny}
 
 
 def total(named: Iterable[Named]) -> int:
