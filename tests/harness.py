@@ -73,7 +73,7 @@ class Rank:
 
     ordered = False
 
-    def __init__(self, world: ThreadWorld, rank: int, model: torch.nn.Module, build: Build, **options: Any) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, model: torch.nn.Module, build: Build, /, **options: Any) -> None:
         self.world, self.rank, self.model = world, rank, copy.deepcopy(model)
         self.collectives = world.collectives(rank)
         self.compression = build(self.model.named_parameters(), collectives=self.collectives, **options)
