@@ -1,8 +1,8 @@
 """Gradient compression for data-parallel training with Horovod or torch DistributedDataParallel."""
 
+from . import extrapolation, schedule
 from ._version import __version__
 from .hosts.ddp import ddp_hook
-from .methods import extrapolation
 from .methods.base import Compressor
 from .methods.fft import FFT
 from .methods.iwp import IWP
@@ -12,7 +12,6 @@ from .methods.powersgd import PowerSGD
 from .methods.quantized import QSGD, TernGrad
 from .methods.slim_dp import SlimDP
 from .methods.topk import DGC, TopK
-from .selection import schedule
 
 __all__ = [
     "DGC",

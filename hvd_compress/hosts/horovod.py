@@ -97,10 +97,7 @@ class _HorovodHandle:
 
 
 class HorovodCollectives:
-    """``horovod.torch`` on a process set.
-
-    Raises what Horovod raises: ``ValueError`` before ``hvd.init()``, ``HorovodInternalError`` if a rank fails.
-    """
+    """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
     ordered = False
 
