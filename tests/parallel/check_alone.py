@@ -1,4 +1,4 @@
-"""One process on real Horovod, which then calls no compressor: training with one must be plain training."""
+"""With one process, Horovod calls no compressor: training with one must be plain training."""
 
 import horovod.torch as hvd
 import torch

@@ -1,9 +1,8 @@
 """stats() against the network interface: run by tests/test_netlab.py in a four-host netlab.
 
-Prints a line a method: bytes that stats() says a rank sent per step, bytes that its interface counted, their ratio,
-and how many times more the gradients themselves would be on a ring, by its formula, than what the interface counted.
-What is taken off the interface's count: nothing. What remains between them is transport headers and Horovod's
-negotiation.
+Prints one line per method and rank: the bytes per step according to stats() and to the interface's counter, their
+ratio, and the ratio of a dense float32 ring allreduce to the counter. Nothing is subtracted from the counter: the
+difference to stats() is transport headers and Horovod's negotiation.
 """
 
 import json
@@ -23,7 +22,7 @@ def sent() -> int:
 
 def measure(label: str, **options) -> dict[str, object]:
     torch.manual_seed(0)
-    # Large enough that what Horovod says to agree on a step, which goes by time, is small beside it.
+    # So large that Horovod's negotiation, which depends on time, is small in comparison.
     layers = [torch.nn.Linear(1024, 1024) for _ in range(16)] + [torch.nn.Conv2d(64, 1024, 3), torch.nn.Linear(31, 77)]
     model = torch.nn.ModuleList(layers)
     compression = hvd_compress.IWP(model.named_parameters(), **options)
@@ -34,9 +33,9 @@ def measure(label: str, **options) -> dict[str, object]:
     noise = [torch.randn(p.shape, generator=data) for p in model.parameters()]
     for step in range(2 + STEPS):
         if step == 2:
-            # Every rank is through the last step before any rank reads its counter.
+            # All ranks have finished the last step before any rank reads its counter.
             hvd.barrier()
-            before, said = sent(), compression.stats()["total"]["wire_bytes"]
+            before, claimed = sent(), compression.stats()["total"]["wire_bytes"]
         loss = sum((p * n).sum() for p, n in zip(model.parameters(), noise, strict=True))
         loss.backward()
         optimizer.step()
@@ -44,13 +43,13 @@ def measure(label: str, **options) -> dict[str, object]:
     hvd.barrier()
     counted = (sent() - before) / STEPS
     stats = compression.stats()
-    said = (stats["total"]["wire_bytes"] - said) / STEPS
+    claimed = (stats["total"]["wire_bytes"] - claimed) / STEPS
     return {
         "method": label,
         "rank": hvd.rank(),
-        "stats_bytes": said,
+        "stats_bytes": claimed,
         "tx_bytes": counted,
-        "tx_to_stats": counted / said,
+        "tx_to_stats": counted / claimed,
         "wire_ratio": stats["last"]["wire_ratio"],
         "dense_to_tx": stats["last"]["dense_bytes"] / counted,
     }

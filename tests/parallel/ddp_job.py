@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from job import DEVICE
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,15 +27,16 @@ rank, size, barrier = distributed.get_rank, distributed.get_world_size, distribu
 
 def gather(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The tensors of all ranks, (ranks, ...)."""
-    out = [torch.empty_like(tensor) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(out, tensor, group=group)
-    return torch.stack(out)
+    mine = tensor.to(DEVICE)
+    out = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(out, mine, group=group)
+    return torch.stack(out).to(tensor.device)
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.clone()
-    distributed.all_reduce(tensor)
-    return tensor
+    total = tensor.to(DEVICE, copy=True)
+    distributed.all_reduce(total)
+    return total.to(tensor.device)
 
 
 def group_argument(group: Any) -> dict[str, Any]:
