@@ -153,10 +153,8 @@ def main() -> int:
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                     rows.append(process.submit(measure, method, millions, ranks, args.steps).result())
                 print(f"{method}, {millions} M, {ranks} ranks: {rows[-1]['ms']:.2f} ms", file=sys.stderr, flush=True)
-    forms = {"entries": "{:,}", "ms": "{:,.2f}", "ns_per_entry": "{:.2f}"}
-    forms |= {f"{what}_bytes_per_entry": "{:.2f}" for what in ("held", "peak")}
-    texts_of = [{key: forms.get(key, "{}").format(value) for key, value in row.items()} for row in rows]
-    print(table.markdown([{key: value for key, value in row.items() if key != "ms_spread"} for row in texts_of]))
+    shown = [{key: value for key, value in row.items() if key != "ms_spread"} for row in rows]
+    print(table.markdown([{k: f"{v:,.2f}" if isinstance(v, float) else str(v) for k, v in r.items()} for r in shown]))
     write_json(args.json, {"torch": torch.__version__, "rows": rows})
     return 0
 

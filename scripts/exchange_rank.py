@@ -4,7 +4,6 @@ ranks measured."""
 
 import argparse
 import faulthandler
-import json
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from experiment import compressors, hosts, metrics, soundness
+from experiment.files import write_json
 from experiment.shapes import SHAPES
 from experiment.synthetic import Synthetic
 
@@ -148,15 +148,9 @@ def main(args: argparse.Namespace) -> int:
     everyone = bench.host.gather(measured)
     if bench.host.rank == 0:
         environment = {**metrics.environment(), "optimizer": "SGD, fused"}
-        content = {
-            "ranks": bench.host.size,
-            "entries": bench.model.numel,
-            "measured": everyone,
-            "failures": failures,
-            "settings": environment.pop("settings"),
-            "environment": environment,
-        }
-        args.result.write_text(json.dumps(content))
+        content = {"ranks": bench.host.size, "entries": bench.model.numel, "measured": everyone, "failures": failures}
+        content |= {"settings": environment.pop("settings"), "environment": environment}
+        write_json(args.result, content)
     return bench.host.close(0)
 
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The CMake that Horovod's build calls (HOROVOD_CMAKE): CMake without the VERBOSE=1 that only make understands,
-# so that ninja, which comes as a wheel, can build it on a machine without make.
+# The CMake command of Horovod's build (HOROVOD_CMAKE): drops VERBOSE=1, which make understands but ninja does not.
 arguments=()
 for argument in "$@"; do
   [[ $argument == VERBOSE=1 ]] || arguments+=("$argument")

@@ -22,7 +22,7 @@ from horovod.runner.gloo_run import launch_gloo
 AGENT = Path(__file__).resolve().parent / "netlab_agent.sh"
 
 
-def main(hosts: str, command: list[str]) -> int:
+def main(hosts: str, command: list[str]) -> None:
     failed = threading.Event()
 
     def execute(line: str, slot: Any, events: list[threading.Event]) -> tuple[int, float]:
@@ -40,10 +40,8 @@ def main(hosts: str, command: list[str]) -> int:
     try:
         launch_gloo(command, execute, settings, ["eth0"], dict(os.environ), address)
     except RuntimeError as error:  # the failed rank has printed the reason
-        print(f"netlab_gloo.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+        sys.exit(f"netlab_gloo.py: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    main(sys.argv[1], sys.argv[2:])

@@ -17,6 +17,7 @@ gain from sending less is understated.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -160,25 +161,6 @@ def plot(races: Sequence[tuple[str, float, Results]], file: Path) -> None:
             axes.bar_label(bars, fmt="{:.0f}", fontsize="small")
 
 
-def run(args: argparse.Namespace, found: Results) -> int:
-    """The exit status; what was measured is in ``found``, also after an error."""
-    failed = False
-    for rate in args.rates:
-        for variant in args.variants:
-            try:
-                result = trained(args, rate, variant)
-            except (lab.NoLab, OtherConfiguration) as error:
-                print(f"race.py: {error}", file=sys.stderr)
-                return 2
-            except Failed as error:
-                failed = True
-                print(f"race.py: {error}", file=sys.stderr)
-                continue
-            found.setdefault(rate, {})[variant.label] = result
-            print(f"{variant.label} at {rate}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
-    return 1 if failed else 0
-
-
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     if args.races:
@@ -188,7 +170,18 @@ def main(argv: Sequence[str]) -> int:
             plot(args.races, args.plot)
         return 0
     results: Results = {}
-    status = run(args, results)
+    status = 0
+    for rate, variant in itertools.product(args.rates, args.variants):
+        try:
+            result = trained(args, rate, variant)
+        except (lab.NoLab, OtherConfiguration, Failed) as error:
+            print(f"race.py: {error}", file=sys.stderr, flush=True)
+            status = 1 if isinstance(error, Failed) else 2
+            if status == 1:
+                continue
+            break
+        results.setdefault(rate, {})[variant.label] = result
+        print(f"{variant.label} at {rate}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
     if results:
         text = markdown(results, args.target, args.variants[0].label)
         for label, settings in args.environments.items():

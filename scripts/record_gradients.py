@@ -35,9 +35,9 @@ class Recorder:
             self.gradients[name] = like.copy_(parameter.grad).as_strided((parameter.numel(),), (1,))
 
     def content(self, step: int) -> dict[str, Any]:
-        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        strides = {name: p.stride() for name, p in self.parameters.items()}
-        return {"step": step, "gradients": self.gradients, "shapes": shapes, "strides": strides}
+        named = self.parameters.items()
+        content = {"shapes": {name: tuple(p.shape) for name, p in named}, "strides": {n: p.stride() for n, p in named}}
+        return {"step": step, "gradients": self.gradients, **content}
 
 
 class RecordedRun(train.Run):

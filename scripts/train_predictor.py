@@ -10,9 +10,8 @@ cosines of the simplest predictors: the smoothed value, and the value received l
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import table
@@ -32,8 +31,7 @@ BATCH = 128
 PHASES = ("first", "second", "last")
 
 
-@dataclass
-class Examples:
+class Examples(NamedTuple):
     """`seen` float32 (n, 6, 256), `next` float32 (n, 256), `about`: layer, kind, depth and phase of each."""
 
     seen: Tensor

@@ -14,15 +14,9 @@ class Variant:
     """A method with options of its own: a row of the comparison. The label is METHOD or METHOD@NAME."""
 
     label: str
-    options: tuple[str, ...] = ()
-
-    @property
-    def method(self) -> str:
-        return compressors.method_and_host(self.label)[0]
-
-    @property
-    def host(self) -> str:
-        return compressors.method_and_host(self.label)[1]
+    method: str
+    host: str
+    options: tuple[str, ...]
 
     def has(self, option: str) -> bool:
         return option in compressors.METHODS[self.method].defaults()
@@ -52,7 +46,6 @@ def variants(labels: Iterable[str], options: Iterable[str]) -> list[Variant]:
     """From ``--methods`` and ``--option``; ``ValueError`` says what does not fit."""
     chosen: dict[str, tuple[str, ...]] = {}
     for label in labels:
-        compressors.method_and_host(label)
         if not re.fullmatch(r"[\w-]+(@[\w.+-]+)?", label):
             raise ValueError(f"{label!r}: the name after @ is of letters, digits and _.+-")
         chosen[label] = ()
@@ -61,7 +54,7 @@ def variants(labels: Iterable[str], options: Iterable[str]) -> list[Variant]:
         if not colon or label not in chosen:
             raise ValueError(f"--option {option!r}: expected METHOD:OPTIONS with one of {', '.join(chosen)}")
         chosen[label] += tuple(shlex.split(text))
-    return [Variant(label, own) for label, own in chosen.items()]
+    return [Variant(label, *compressors.method_and_host(label), own) for label, own in chosen.items()]
 
 
 def environments(labels: Sequence[str], settings: Sequence[str]) -> dict[str, dict[str, str]]:

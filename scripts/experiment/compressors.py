@@ -110,19 +110,11 @@ def _documented(kind: Any) -> dict[str, str]:
     }
 
 
-def _optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        return None if text == "none" else convert(text)
-
-    parse.__name__ = convert.__name__  # argparse names it in errors
-    return parse
-
-
-def number(text: str) -> float:
-    return float(Fraction(text))
-
-
-_PARSERS = {float: _optional(number), int: _optional(int), str: _optional(str)}
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    float: lambda text: None if text == "none" else float(Fraction(text)),
+    int: lambda text: None if text == "none" else int(text),
+    str: lambda text: None if text == "none" else text,
+}
 
 
 class Counted:

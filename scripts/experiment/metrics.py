@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -97,8 +98,7 @@ def _version(package: str) -> str | None:
 
 def _git_commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:  # no git
+    if not shutil.which("git"):
         return None
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

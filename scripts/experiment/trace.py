@@ -1,12 +1,13 @@
 """What one rank does when, in the format that chrome://tracing and Perfetto read."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+from experiment.files import write_json
 
 
 def exchanges(compression: Any) -> Any:
@@ -63,8 +64,7 @@ class Trace:
         return spanned
 
     def write(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"traceEvents": self.spans, "displayTimeUnit": "ms"}) + "\n")
+        write_json(file, {"traceEvents": self.spans, "displayTimeUnit": "ms"})
 
 
 class _Watched:
@@ -79,9 +79,8 @@ class _Watched:
     def start(self, request: Any, name: str) -> Any:
         begin, handle = time.perf_counter(), self._collectives.start(request, name)
         text = f"{request.verb} {request.kind}, {request.tensor.nbytes / 1e3:,.1f} kB"
-        return _WatchedHandle(
-            handle, lambda: self._trace.add(f"bucket {name.split('.')[-3]}", text, begin, time.perf_counter())
-        )
+        row = f"bucket {name.split('.')[-3]}"
+        return _WatchedHandle(handle, lambda: self._trace.add(row, text, begin, time.perf_counter()))
 
 
 class _WatchedHandle:
