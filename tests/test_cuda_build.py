@@ -1,4 +1,4 @@
-"""The CUDA operators compile, without spilling registers, for every architecture we ship. Needs nvcc 13, but no GPU."""
+"""The CUDA operators compile without register spills for every supported architecture. Needs nvcc 13, but no GPU."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from launch import ROOT, finish, start
 
 
 def release() -> int:
-    """The major version of the nvcc that build_cuda.sh takes; 0 if there is none."""
+    """The major version of the nvcc that build_cuda.sh uses; 0 if there is none."""
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which(Path(home, "bin", "nvcc") if home else "nvcc")
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout if nvcc else ""
@@ -20,6 +20,7 @@ def release() -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(release() < 13, reason="there is no nvcc 13")
 def test_compiles_without_spills() -> None:
     process = start([str(ROOT / "scripts" / "build_cuda.sh"), sys.executable])
