@@ -13,7 +13,7 @@ ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16 (
 
 Figures are medians over the steps of all --runs, with the fastest and the slowest step in brackets.
   step                  backward, exchange and update, of the slowest rank
-  backward              alone, without hooks; it hands out prepared gradients, so it is short and hides little
+  backward              alone, without hooks; gradients are prepared, so it is short and little overlaps with it
   exchange              what a step takes beyond backward and update alone
   compress              time in the compressor without waiting, by stats(), mean over ranks; 0 for torch's own hooks
   sent                  MB per rank and step by the network interface's counter, with negotiation and the benchmark's

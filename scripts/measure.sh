@@ -3,7 +3,7 @@
 # table. A run whose file exists is not repeated. OUT is docs/results/EXPERIMENT unless given; DATA_DIR holds cifar-10-batches-py/.
 #   usage: measure.sh EXPERIMENT [DATA_DIR] [OUT]
 # Accuracy on digits:
-#   digits           dense, fp16 and three methods                  digits-mp2     MP2, its prediction, and its rivals
+#   digits           dense, fp16 and three methods                  digits-mp2     MP2, its prediction, and baselines
 #   digits-slimdp    core, explorer and both, at equal bytes
 # Accuracy on CIFAR-10 (DATA_DIR):
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64

@@ -66,7 +66,7 @@ key=$(.venv/bin/python -c 'import platform, sys, torch
 print(sys.implementation.cache_tag, platform.machine(), f"torch{torch.__version__}", sep="-")')
 wheels=$cache/hvd_compress/$key-$(cat scripts/horovod-build.cmake scripts/constraints.txt | cksum | cut -d' ' -f1)
 if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
-  say "setup: Horovod, from its pristine source distribution (about three minutes, once)"
+  say "setup: Horovod, from its unmodified source distribution (about three minutes, once)"
   mkdir -p "${wheels%/*}"
   new=$(mktemp -d "$wheels.XXXXXX")
   trap 'rm -rf "$new"' EXIT

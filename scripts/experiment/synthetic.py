@@ -1,4 +1,4 @@
-"""A network that computes nothing: its backward hands out prepared gradients, from the last parameter to the first."""
+"""A network without computation: its backward returns prepared gradients, from the last parameter to the first."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from experiment.shapes import Named
 
-#: Every step reads the noise from another place, so that gradients change without any being made.
+#: Every step reads the noise from another offset: gradients change without being computed.
 SLACK = 1 << 20
 
 
 class _HandOut(torch.autograd.Function):
-    """Passes ``x`` on; backward gives the parameter its prepared gradient and then goes on to the layer before."""
+    """Returns ``x``; backward gives the parameter its prepared gradient and continues with the layer before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -26,10 +26,9 @@ class _HandOut(torch.autograd.Function):
 
 
 class Synthetic(nn.Module):
-    """Parameters of given shapes, and for each rank and step gradients of its own: normal, of deviation 0.01.
+    """Parameters of given shapes, and for each rank and step its own gradients: normal, with standard deviation 0.01.
 
-    All gradients are windows into one stretch of noise. autograd copies them into ``p.grad``, since they are held here
-    too: what follows may write there.
+    All gradients are views of one noise tensor. autograd copies them into ``p.grad``, which may then be overwritten.
     """
 
     def __init__(self, named: Iterable[Named], rank: int, seed: int = 0) -> None:
@@ -48,15 +47,15 @@ class Synthetic(nn.Module):
         return sum(self.sizes)
 
     def forward(self) -> Tensor:
-        """A scalar without meaning, to call ``backward()`` on; a new step's gradients are prepared."""
+        """A scalar to call ``backward()`` on; prepares a new step's gradients."""
         self.step += 1
         self.prepared = [
             self.noise[offset : offset + p.numel()].view(p.shape)
             for number, p in enumerate(self.parameters())
-            # A multiplicative hash: neighbours in step and number lie far apart.
+            # A multiplicative hash, so that consecutive steps and parameters have distant offsets.
             for offset in [(self.step * 10007 + number) * 2654435761 % SLACK]
         ]
         x = torch.zeros(())
         for parameter, gradient in zip(self.parameters(), self.prepared, strict=True):
-            x = _HandOut.apply(x, parameter, gradient)  # type: ignore[no-untyped-call]
+            x = _HandOut.apply(x, parameter, gradient)
         return x
