@@ -9,7 +9,7 @@ With --hosts, every rank has a network namespace of its own, whose egress is sha
 they are made for each run and removed after it. With --ranks, all are on the loopback. Methods are those of train.py,
 with its defaults except for --option. They run on the unmodified Horovod optimizer, by MPI or Gloo (--backend), or, as
 ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16 (fp16_compress_hook), ddp-powersgd
-(torch's powerSGD_hook, rank 4) and any method of hvd_compress (ddp-iwp).
+(torch's powerSGD_hook, rank 4, one bucket) and any method of hvd_compress (ddp-iwp).
 
 Figures are medians over the steps of all --runs, with the fastest and the slowest step in brackets.
   step                  backward, exchange and update, of the slowest rank

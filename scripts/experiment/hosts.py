@@ -99,8 +99,10 @@ class Ddp(Horovod):
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option's new name does not exist in torch 2.11
-            # Ranks keep their own norm statistics until a test, as with Horovod.
-            module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+            # Ranks keep their own norm statistics until a test, as with Horovod. powerSGD_hook starts collectives from
+            # callbacks, in an order that with Gloo differs between ranks if there are several buckets.
+            one_bucket = {"bucket_cap_mb": 1 << 20} if getattr(compression, "state", None) else {}
+            module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **one_bucket)
         if not isinstance(compression, compressors.CountedHook):
             import hvd_compress
 

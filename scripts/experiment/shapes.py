@@ -1,7 +1,6 @@
 """The parameters of well-known networks as (name, shape), in the order of the model: backward goes from the end."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 Named = tuple[str, tuple[int, ...]]
 
@@ -49,11 +48,6 @@ def tiny() -> Iterator[Named]:
 
 
 SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "gpt2": gpt2, "tiny": tiny}
-
-
-def total(named: Iterable[Named]) -> int:
-    """Entries of all tensors."""
-    return sum(math.prod(shape) for _, shape in named)
 
 
 def _affine(name: str, *shape: int) -> Iterator[Named]:
