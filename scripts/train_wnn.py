@@ -83,7 +83,7 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         if step % 500 == 0:
-            print(f"step {step}: loss {float(loss):.4f}", flush=True)
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
     with torch.no_grad():
         ours, line = network(test_past), Line([]).extrapolate(test_past)
     args.weights.parent.mkdir(parents=True, exist_ok=True)
