@@ -104,7 +104,8 @@ case $experiment in
     one iwp-64-plain iwp --density 1/64 --values fp16 --no-block-means
     one mp2-9 mp2 "${ours[@]}"
     one fp16 fp16
-    "$python" scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain,mp2-9}.json --plot "$out/accuracy.png"
+    "$python" scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain,mp2-9}.json
+    "$python" scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,mp2-9}.json --plot "$out/accuracy.png"
     ;;
   cifar10-short)
     common=("${resnet20[@]}" --epochs 4)
@@ -142,7 +143,8 @@ case $experiment in
     one mp2-9 mp2 "${ours[@]}"
     one mp2-9-prediction mp2 "${ours[@]}" --prediction
     one mp2-9-rotation mp2 "${ours[@]}" --choice rotation
-    "$python" scripts/table.py "$out"/{none*,fp16,qsgd-4,terngrad,mp2-*,64-*,16-*}.json --plot "$out/accuracy.png"
+    "$python" scripts/table.py "$out"/{none*,fp16,qsgd-4,terngrad,mp2-*,64-*,16-*}.json
+    "$python" scripts/table.py "$out"/{none,64-iwp-lanes4,64-fft,64-mipd,64-slimdp,64-topk}.json --plot "$out/accuracy.png"
     ;;
   cifar10-times)
     common=("${resnet20[@]}" --epochs 4 --lr 0.3 --max-steps 60 --eval-every 1000000)

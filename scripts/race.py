@@ -155,10 +155,12 @@ def plot(races: Sequence[tuple[str, float, Results]], file: Path) -> None:
         for rate, results in found.items()
     }
     frame = pd.DataFrame.from_dict(seconds, orient="index")
-    with table.chart(file, len(frame.columns), ylabel="seconds to the accuracy") as axes:
+    with table.chart(file, ylabel="seconds to the accuracy") as axes:
         frame.plot.bar(ax=axes, width=0.8, rot=0)
-        for bars in axes.containers:
-            axes.bar_label(bars, fmt="{:.0f}", fontsize="small")
+        for bars, hatch in zip(axes.containers, itertools.cycle(("", "//", "..", "xx", "\\\\", "oo"))):
+            axes.bar_label(bars, [f"{value:.0f}" if value > 0 else "" for value in bars.datavalues], fontsize="small")
+            for bar in bars:
+                bar.set_hatch(hatch)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -25,6 +25,7 @@ from hvd_compress.hosts.threads import ThreadWorld
 
 COUNTED, MODELLED, PRINTED = (2, 4, 8, 16), (64, 256, 1024), (2, 4, 16, 64, 1024)
 ALLOWED = 0.01
+PLOTTED = ("dense", "IWP", "SlimDP", "TopK", "QSGD", "TernGrad")
 
 
 class Wire:
@@ -133,11 +134,10 @@ def network() -> torch.nn.Module:
 
 
 def plot(sent: pd.DataFrame, file: Path) -> None:
-    about = {"xlabel": "ranks (dots: counted)", "ylabel": "bytes a rank sends in a step"}
-    with table.chart(file, len(sent.columns), **about) as axes:
-        sent.plot(ax=axes, loglog=True)
-        for line, method in zip(axes.get_lines(), sent, strict=True):
-            axes.plot(COUNTED, sent.loc[list(COUNTED), method], "o", color=line.get_color(), markersize=4)
+    about = {"xlabel": f"ranks (up to {COUNTED[-1]}: counted)", "ylabel": "bytes a rank sends in a step"}
+    with table.chart(file, **about) as axes:
+        for method in PLOTTED:
+            axes.loglog(sent.index, sent[method], label=method)
         axes.set_xticks(sent.index, labels=map(str, sent.index))
 
 

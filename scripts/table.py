@@ -106,16 +106,16 @@ def write_csv(results: Sequence[Result], file: Path) -> None:
 
 
 @contextmanager
-def chart(file: Path, rows: int, **settings: Any) -> Iterator[Any]:
-    """Axes for so many lines with a legend beside them; written to ``file`` at the end."""
+def chart(file: Path, **settings: Any) -> Iterator[Any]:
+    """Axes with a legend beside them, written to ``file`` at the end. Lines also differ in style and marker."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-    colors = pyplot.get_cmap("tab10" if rows <= 10 else "tab20").colors
-    axes.set_prop_cycle(color=colors * 4, linestyle=[style for style in ("-", "--", ":", "-.") for _ in colors])
+    styles = ["-", "--", ":", "-.", "-", "--", ":", "-.", "-", "--"]
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab10").colors, linestyle=styles, marker=list("os^Dv*XPph"))
     yield axes
     axes.set(**settings)
     axes.grid(alpha=0.3)
@@ -131,14 +131,14 @@ def plot(results: Sequence[Result], file: Path) -> None:
     """Test accuracy against the bytes that a rank has sent: a line per row of the table, the mean of its seeds, and a
     band over them."""
     rows = grouped(results)
-    with chart(file, len(rows), xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy") as axes:
+    with chart(file, xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy") as axes:
         for label, runs in rows:
             tested = [[entry for entry in run["history"] if entry["test_accuracy"] is not None] for run in runs]
             entries = pd.concat([pd.DataFrame(history) for history in tested])
             tests = entries.groupby(level=0)[["wire_bytes", "test_accuracy"]].agg(["mean", "min", "max"])
             sent, accuracy, share = tests["wire_bytes", "mean"], tests["test_accuracy"], density(runs)
             name = label if share == "1" else f"{label}, {share}"
-            (line,) = axes.plot(sent, accuracy["mean"], marker=".", label=name)
+            (line,) = axes.plot(sent, accuracy["mean"], label=name)
             axes.fill_between(sent, accuracy["min"], accuracy["max"], color=line.get_color(), alpha=0.2)
 
 

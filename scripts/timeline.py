@@ -55,7 +55,7 @@ def plot(step: pd.DataFrame, file: Path) -> None:
     buckets = sorted(set(step["row"]) - {Trace.MODEL, Trace.COMPRESSOR}, key=lambda row: int(row.split()[1]))
     rows = [Trace.MODEL, Trace.COMPRESSOR, *buckets]
     groups = step.groupby(step["name"].str.partition(",")[0], sort=False)
-    with table.chart(file, len(groups), xlabel="ms since the step began") as axes:
+    with table.chart(file, xlabel="ms since the step began") as axes:
         for name, mine in groups:
             places = [rows.index(row) for row in mine["row"]]
             axes.barh(places, mine["end"] - mine["begin"], left=mine["begin"], height=0.7, label=name)
