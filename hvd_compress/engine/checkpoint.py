@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Segment
-from .engine import Engine, Method, Place
+from .engine import Engine, Place
 
 # Increased when a state of an older version can no longer be loaded.
 _FORMAT = 2
@@ -67,14 +67,14 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
             method.saved(segment, flat).copy_(state["tensors"][segment.name][key])
     for bucket in engine.buckets:
         bucket.order.leave()
-    engine.step = state["step"]
+    engine.step, engine.compared = state["step"], False
     engine.stats.load_state_dict(state["wire_stats"])
     if engine.watch.stepped is False:
         # The loaded state contains nothing of the last step, so there is nothing to undo.
         engine.watch.stepped = True
 
 
-def _check_shapes(method: Method, place: Place, tensors: dict[str, Tensor]) -> None:
+def _check_shapes(method: Any, place: Place, tensors: dict[str, Tensor]) -> None:
     for key, flat in place.bucket.state.items():
         loaded, shape = tensors.get(key), tuple(method.saved(place.segment, flat).shape)
         got = "nothing" if loaded is None else f"shape {tuple(loaded.shape)}"

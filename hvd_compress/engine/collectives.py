@@ -17,8 +17,8 @@ Kind = Literal["values", "indices", "dense_tensor", "budget"]
 class Request:
     """One collective on ``tensor``, and the category in which ``stats()`` counts its bytes.
 
-    ``name``: distinguishes collectives that are not issued in every step, so that the names of the others stay the same
-    from step to step. The shape under one name should be constant (Horovod's response cache).
+    ``name``: a collective that is not issued in every step needs its own; otherwise it would renumber the others. The
+    shape under one name should be constant (Horovod's response cache).
     """
 
     verb: Verb
@@ -58,8 +58,8 @@ class Handle(Protocol):
     """A collective in progress."""
 
     def done(self) -> bool:
-        """Whether :meth:`result` would return without blocking the host. Never blocks. Always the same answer where
-        collectives are ordered."""
+        """Whether :meth:`result` would return without blocking the host. Never blocks. Where collectives are ordered,
+        the answer must not depend on timing: it decides the order of later ones."""
 
     def result(self) -> torch.Tensor:
         """Waits for the result. To be called once."""

@@ -2,25 +2,27 @@
 
 A host calls :meth:`Engine.arrive` for every gradient and :meth:`Engine.finish_step` after the last one. When a bucket
 is full, the engine launches its exchange: a generator of the method that yields a
-:class:`~hvd_compress.engine.collectives.Request` whenever tensors must cross the network. ``arrive`` never waits for a
-collective, so every rank has started all that the others wait for before it waits itself.
+:class:`~hvd_compress.engine.collectives.Request` whenever tensors must cross the network. A rank blocks only in
+``finish_step``, after it has started the first collective of every bucket, so ranks cannot deadlock.
 """
 
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import ops
+from .agreement import disagreement
 from .bucket import Bucket, Segment, is_dense, make_buckets
-from .collectives import Collectives
+from .collectives import Collectives, allgather
 from .dense import DenseGradient, dense_gradient
 from .exchange import Exchange, Exchanges
 from .optimizer_watch import OptimizerWatch
@@ -28,21 +30,6 @@ from .wire_stats import WireStats
 
 # float64 is used for gradient checks, not for training over a slow network: it is not compressed.
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Method(Protocol):
-    """What the engine calls; :class:`hvd_compress.Compressor` documents it."""
-
-    def begin(self, bucket: Bucket) -> None: ...
-    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None: ...
-    def exchange(self, bucket: Bucket) -> Exchange: ...
-    def dense_averaged(self, number: int, grad: Tensor) -> None: ...
-    def undo(self, bucket: Bucket) -> None: ...
-    def restart(self, bucket: Bucket) -> None: ...
-    def check_optimizer(self, optimizer: Optimizer) -> None: ...
-    def saved(self, segment: Segment, flat: Tensor) -> Tensor: ...
-    def method_state(self) -> dict[str, Any]: ...
-    def load_method_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Place(NamedTuple):
@@ -60,7 +47,7 @@ class Engine:
     """The state of one compressor that is independent of its method and of its host.
 
     Args:
-        method: receives gradients and defines the exchange.
+        method: a :class:`hvd_compress.Compressor`, which owns the engine: only a weak reference is kept.
         named: ``(name, parameter)`` pairs, checked, in the same order on all ranks.
         collectives: the host's collectives.
         seed, min_numel, bucket_mb, dense_values, grad_scaler: see :class:`hvd_compress.Compressor`.
@@ -68,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        method: Method,
+        method: Any,
         named: Sequence[tuple[str, torch.nn.Parameter]],
         collectives: Collectives,
         *,
@@ -78,7 +65,7 @@ class Engine:
         dense_values: str,
         grad_scaler: Any,
     ) -> None:
-        self.method, self.collectives, self.seed = method, collectives, seed
+        self._method, self.collectives, self.seed = weakref.ref(method), collectives, seed
         self.dense_half, self.scaler = dense_values == "fp16", grad_scaler
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -100,7 +87,9 @@ class Engine:
         shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
         label = f"hvd_compress.{zlib.crc32(shapes.encode()):08x}"
         self.exchanges = Exchanges(collectives, self.stats, label)
-        self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method)
+        self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
+        #: Whether the ranks have compared their options; see _compare_ranks().
+        self.compared = False
         # Gradients of a model on several GPUs arrive from several threads.
         self.lock = threading.RLock()
         self.step = 0
@@ -110,6 +99,10 @@ class Engine:
         self.scale, self.ranks = 1.0, 1
         self._generation = collectives.generation()
         self._warned: set[str] = set()
+
+    @property
+    def method(self) -> Any:
+        return self._method()
 
     # Called by the host.
 
@@ -194,8 +187,10 @@ class Engine:
                 bucket.clear()
 
     def undo_skipped_step(self) -> None:
-        """Takes the last average back if no optimizer step has used it."""
-        if self.watch.stepped is False:
+        """Takes the last average back if the optimizer skipped it: if it has not stepped since. Where several backward
+        passes may come before a step (DDP), only if the ``GradScaler`` has lowered its scale, too."""
+        lowered = self.scaler is not None and self.scaler.get_scale() < self.scale
+        if self.watch.stepped is False and (lowered or not self.collectives.ordered):
             self._undo()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -213,7 +208,7 @@ class Engine:
         if not self.collecting:
             self.undo_skipped_step()
         self.reset()
-        self.step = 0
+        self.step, self.compared = 0, False
         self.watch.stepped = None
         for bucket in self.buckets:
             self.method.restart(bucket)
@@ -254,6 +249,8 @@ class Engine:
     # A step.
 
     def _begin_step(self) -> None:
+        if self.collectives.ordered and not self.compared:
+            self._compare_ranks()
         self.undo_skipped_step()
         self.ranks = self.collectives.size
         self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
@@ -265,6 +262,17 @@ class Engine:
             bucket.order.leave()
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
         self.collecting = True
+
+    def _compare_ranks(self) -> None:
+        """Raises ``RuntimeError``, on every rank, if their options differ: collectives that are matched by order need
+        equal shapes on all ranks, or the process aborts. Waits, in the first step only."""
+        layout = [(s.name, s.parameter.shape, b.index) for b in self.buckets for s in b.segments]
+        options = type(self.method).__name__, self.method.options(), self.dense_half, self.step
+        own = torch.tensor([zlib.crc32(repr((options, self.names, layout)).encode())], device=self.parameters[0].device)
+        everyone = self.collectives.start(allgather(own), "options").result()
+        if bool((everyone != own).any()):
+            raise disagreement()
+        self.compared = True
 
     def _end_step(self) -> None:
         self.stats.end_step()
@@ -300,7 +308,7 @@ class Engine:
 
 
 class _Entered:
-    """See :meth:`Engine.entered`. A class: entered for every gradient, it costs a fraction of a generator."""
+    """See :meth:`Engine.entered`. Faster than a generator, and used for every gradient."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

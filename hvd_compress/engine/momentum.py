@@ -20,7 +20,7 @@ class MomentumCorrection:
 
     Args:
         engine: of the compressor.
-        momentum: in [0, 1), else ``ValueError``; 0 is off.
+        momentum: in [0, 1); 0 is off.
     """
 
     def __init__(self, engine: Engine, momentum: float) -> None:
@@ -92,7 +92,7 @@ class MomentumCorrection:
                 "momentum would be lost: with one process, Horovod calls no compressor; give it to the optimizer, set "
                 "momentum=0 here, and call compression.take_momentum(optimizer), which then leaves it there"
             )
-        if getattr(optimizer, "_compression", None) is method:
+        if self._engine.collectives.ordered or getattr(optimizer, "_compression", None) is method:
             self._check_complete(optimizer)
         for group in optimizer.param_groups:
             own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
@@ -144,8 +144,6 @@ class MomentumCorrection:
         self._dense = {name: v.to(devices[name], copy=True) for name, v in state["dense_velocity"].items()}
 
     def _enable(self, momentum: float) -> None:
-        if not 0.0 < momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         self.value = momentum
         for bucket in self._engine.buckets:
             if "velocity" not in bucket.state:

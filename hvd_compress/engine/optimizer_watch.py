@@ -5,22 +5,27 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class OptimizerWatch:
     """Calls the method ``listener`` before every step of an optimizer that holds one of ``parameters``. Keeps no strong
     reference.
 
-    Raises ``ValueError`` if a second optimizer steps the parameters (their residuals would mix), or if an optimizer was
-    given ``compression`` but holds none of the parameters.
+    Raises ``ValueError`` if ``single`` and a second optimizer steps the parameters (their residuals would mix), or if
+    an optimizer was given ``compression`` but holds none of the parameters.
     """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], listener: Callable[[Optimizer], None], compression: object
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        listener: Callable[[Optimizer], None],
+        compression: object,
+        single: bool,
     ) -> None:
         self._ids = {id(parameter) for parameter in parameters}
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
+        self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
         #: Whether an optimizer stepped since this was last set to False; None until one ever did.
         self.stepped: bool | None = None
@@ -39,7 +44,7 @@ class OptimizerWatch:
                         "parameters of the model that is trained (not of one that was copied afterwards)"
                     )
                 return
-            if seen is not None and not _share_parameters(optimizer, seen):
+            if self._single and seen is not None and not _share_parameters(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
                     f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
@@ -47,26 +52,35 @@ class OptimizerWatch:
                 )
             self._seen = weakref.ref(optimizer)
         listener(optimizer)
-        self.stepped = True
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._seen is not None and self._seen() is optimizer:
+            self.stepped = True
 
 
 _watches: tuple[weakref.ref[OptimizerWatch], ...] = ()
 
 
 def _register(watch: OptimizerWatch) -> None:
-    """One global hook serves all watches and is never removed: removing it while torch iterates over its global hooks
-    would raise an error."""
+    """Global hooks serve all watches and are never removed: removing one while torch iterates over its hooks would
+    raise an error."""
     global _watches
     if not _watches:  # once: from now on the tuple always holds at least the newest watch
         register_optimizer_step_pre_hook(_before_any_step)
+        register_optimizer_step_post_hook(_after_any_step)
     _watches = (*(other for other in _watches if other() is not None), weakref.ref(watch))
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for watch in _watches:
-        alive = watch()
-        if alive is not None:
+        if (alive := watch()) is not None:
             alive.before_step(optimizer)
+
+
+def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for watch in _watches:
+        if (alive := watch()) is not None:
+            alive.after_step(optimizer)
 
 
 def _share_parameters(one: Optimizer, other: Optimizer) -> bool:

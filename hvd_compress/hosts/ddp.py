@@ -1,9 +1,12 @@
 """torch DistributedDataParallel as host: its communication hook on one side, the engine on the other.
 
 DDP calls the hook once per DDP bucket, with the same buckets in the same order on all ranks; DDP's buckets are not the
-engine's. torch.distributed matches collectives by the order of the calls, so every collective is started at a point of
-this order: with Gloo, a bucket's first collective when its last gradient arrives and the others at the last hook of the
-step, one per exchange in turn; with NCCL, where waiting blocks only a stream, all at once on a side stream.
+engine's. torch.distributed matches collectives by the order of the calls, which must not depend on timing:
+
+- Gloo: a bucket's first collective starts when its last gradient arrives, the others in the last hook of the step, one
+  per exchange in turn.
+- NCCL, where waiting blocks a stream, not the host: the whole exchange runs when the last gradient arrives, on a side
+  stream.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +17,7 @@ from torch import Tensor, distributed
 from torch.distributed import GradBucket
 from torch.futures import Future
 
+from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, Request, allreduce
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
@@ -35,6 +39,10 @@ def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     return cast(DDPHost, state.ddp_host).hook(bucket)
 
 
+#: A parameter, its gradient before DDP's callback and that tensor's version, and the averaged gradient.
+_Result = tuple[Tensor, Tensor | None, int, Tensor]
+
+
 class DDPHost:
     """The hook of one engine."""
 
@@ -42,6 +50,7 @@ class DDPHost:
         self._engine = engine
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
+        self._results: list[_Result] = []
         self._dense: list[tuple[list[DenseGradient | Tensor], Handle]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -52,9 +61,10 @@ class DDPHost:
                 "hvd_compress does not support DistributedDataParallel.join(): give every rank equally many batches"
             )
         engine, buffer = self._engine, bucket.buffer()
-        if bucket.index() == 0 and self._futures:  # the last backward failed between two hooks
-            engine.reset()
-            self._drop()
+        if buffer.is_sparse:
+            raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
+        if bucket.index() == 0 and self._futures:
+            self._abandon()
         future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
         self._futures.append((future, buffer))
         with engine.entered(), torch.no_grad(), self._side_stream(buffer.device):
@@ -63,18 +73,27 @@ class DDPHost:
                 if bucket.is_last():
                     self._finish()
             except BaseException:
-                engine.reset()
-                self._drop()
+                self._abandon()
                 raise
         return future
 
-    def _drop(self) -> None:
-        self._futures.clear()
-        self._dense.clear()
+    def _abandon(self) -> None:
+        self._engine.reset()
+        text = "a backward pass failed or overlapped with another (one compressor serves one DDP model): start again"
+        for future, _ in self._futures:
+            future.set_exception(RuntimeError(text))  # type: ignore[arg-type]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._futures, self._dense, self._results = [], [], []
 
     def _take(self, bucket: GradBucket) -> None:
         engine, dense = self._engine, list[DenseGradient | Tensor]()
         for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if is_dense(parameter):  # as DDP reads its buckets; gradients() does not
+                grad = grad.as_strided(parameter.shape, parameter.stride())
+            before = parameter.grad
+            self._results.append((parameter, before, -1 if before is None else before._version, grad))
             number = self._numbers.get(id(parameter))
             if number is None:
                 engine.warn(
@@ -107,7 +126,10 @@ class DDPHost:
                 place.bucket.result(place.position)
         for future, buffer in self._futures:
             future.set_result(buffer)
-        self._drop()
+        # Twice, to run after DDP's own callback, which is queued after this hook.
+        results, queue = self._results, torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(lambda: _fill_unused(results)))
+        self._clear()
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager[Any]:
         """On a GPU, a stream that waits for the gradients: exchanges do not delay the rest of backward."""
@@ -118,18 +140,31 @@ class DDPHost:
         return torch.cuda.stream(stream)
 
 
+@torch.no_grad()
+def _fill_unused(results: list[_Result]) -> None:
+    """DDP leaves the gradient of a parameter that no rank has used; what was sent of its residual must still arrive."""
+    for parameter, before, version, average in results:
+        grad = parameter.grad
+        if grad is not before or (grad is not None and grad._version != version):
+            continue  # DDP has stored the average
+        if grad is None and bool(average.any()):
+            parameter.grad = average.clone()
+        elif grad is not None and grad.data_ptr() != average.data_ptr():
+            grad.add_(average)
+
+
 def _payload(gradient: DenseGradient | Tensor) -> Tensor:
     return gradient.payload if isinstance(gradient, DenseGradient) else gradient
 
 
 class _TorchHandle:
-    def __init__(self, work: distributed.Work, output: Tensor) -> None:
-        self._work, self._output = work, output
+    def __init__(self, work: distributed.Work, output: Tensor, on_stream: bool) -> None:
+        self._work, self._output, self._on_stream = work, output, on_stream
 
     def done(self) -> bool:
         # NCCL: waiting blocks the stream, not the host. Gloo: completion depends on timing, which differs between ranks
         # and must not decide the order of collectives.
-        return self._output.is_cuda
+        return self._on_stream
 
     def result(self) -> Tensor:
         self._work.wait()
@@ -144,6 +179,8 @@ class TorchCollectives:
 
     def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:
         self._group = distributed.group.WORLD if process_group is None else process_group
+        if distributed.get_rank(self._group) < 0:
+            raise ValueError("this process is not in process_group")
 
     @property
     def rank(self) -> int:
@@ -168,7 +205,7 @@ class TorchCollectives:
             output = torch.empty_like(tensor)
             work = distributed.all_to_all_single(output, tensor, group=self._group, async_op=True)
         assert work is not None
-        return _TorchHandle(work, output)
+        return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self._group))
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Every optimizer fits."""

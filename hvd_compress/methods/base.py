@@ -53,13 +53,14 @@ class Compressor(abc.ABC):
         RuntimeError: parameters on a GPU for which the CUDA operators were not built.
     """
 
-    _arguments: dict[str, Any]
+    _options: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = super().__new__(cls)
         given = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
         given.apply_defaults()
-        self._arguments = {**given.arguments, **given.kwargs}
+        values = {**given.arguments, **given.kwargs}.items()
+        self._options = {name: v for name, v in values if isinstance(v, str | int | float | None)}
         return self
 
     def __init__(
@@ -176,9 +177,8 @@ class Compressor(abc.ABC):
         return self.engine.scale
 
     def options(self) -> dict[str, Any]:
-        """The arguments that must be the same on all ranks."""
-        plain = (str, int, float, type(None))
-        return {name: value for name, value in self._arguments.items() if isinstance(value, plain)}
+        """The arguments, as far as they must be the same on all ranks."""
+        return self._options
 
     def __repr__(self) -> str:
         engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
@@ -252,14 +252,13 @@ class Compressor(abc.ABC):
         norms = []
         for bucket, position in self.engine.places:
             bucket.order.enter()
-            norms.append(self.held(bucket, bucket.segments[position]).norm().cpu())
-        norm = torch.stack(norms).norm().item() if norms else 0.0
+            norms.append(self.held(bucket, bucket.segments[position]).norm())
+        norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
         return {"steps": self.step, **self.engine.stats.report(), "residual_norm": norm}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps: residuals by parameter name, the step, and more. Residuals differ between
-        ranks: save it on every rank. Call it after ``optimizer.step()``: a step that was averaged but not taken counts
-        as skipped.
+        ranks: save it on every rank. Call it after ``optimizer.step()``: before, the last step is saved as skipped.
 
         Raises:
             RuntimeError: a step is in progress.

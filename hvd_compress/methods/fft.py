@@ -26,7 +26,7 @@ class FFT(SparseMethod):
 
     Implements the published idea of Wang et al., *FFT-based Gradient Sparsification for the Distributed Training of
     Deep Neural Networks* (HPDC 2020; arXiv 1811.08596): gradients are sparsified in the frequency domain, and what is
-    kept travels as range-based floats. On rank i, with residual R (of coefficients) and gradient g::
+    kept is sent as range-based floats. On rank i, with residual R (of coefficients) and gradient g::
 
         A_i = R_i + F g_i                                  real FFT in chunks of 4096 entries
         S   = union over leaders of their largest |A_i|     one allgather, one byte an index

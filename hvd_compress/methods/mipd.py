@@ -41,7 +41,7 @@ class MIPD(SparseMethod):
 
     Args:
         density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;
-            slightly below 1/2 fewer are sent, limited by the smaller half of each layer.
+            just below 1/2, a layer sends at most as many entries as its smaller half has.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`). Lanes and Lloyd-Max
             codebooks fit each layer's distribution.
         layerwise: encode each layer by its own distribution; False encodes a bucket by one (the paper's baseline).

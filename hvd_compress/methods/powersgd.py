@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codecs.cast import Cast
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
 from .base import Compressor
-
-_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 class PowerSGD(Compressor):
@@ -26,7 +25,7 @@ class PowerSGD(Compressor):
         P   = orthonormalise(mean_i M_i Q)                  one allreduce
         Q   = mean_i M_i^T P                                one allreduce; the start of the next step's iteration
         g   = P Q^T
-        r_i = M_i - P Q^T
+        r_i = M_i - P (M_i^T P)^T
 
     A parameter of more than two dimensions is a matrix with its first dimension as rows. A matrix that would not get
     smaller is sent complete. The bytes do not grow with the number of ranks. Replicas stay bit-equal if all ranks
@@ -52,16 +51,16 @@ class PowerSGD(Compressor):
     ) -> None:
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}")
-        if values not in _DTYPES:
+        if values not in ("fp16", "fp32"):
             raise ValueError(f"values must be fp16 or fp32, got {values!r}")
         super().__init__(named_parameters, **common)
-        self._rank, self._dtype = rank, _DTYPES[values]
+        self._rank, self._cast = rank, Cast(values)
         self._error_feedback, self._warm_start = error_feedback, warm_start
         #: Per bucket: Q of each segment, (m, rank), or None for one that is sent complete.
         self._q = [[self._random_q(b, i, 0) for i in range(len(b.segments))] for b in self.buckets]
         #: Per bucket: whether a gradient of this step is not finite: bool, ().
         self._invalid = [torch.zeros((), dtype=torch.bool, device=b.device) for b in self.buckets]
-        #: Per bucket, for undo(): the averages that have left the residual, and Q before the step.
+        #: Per bucket, for undo(): what has left the residual, and Q before the step.
         self._sent: list[tuple[list[Tensor | None], list[Tensor | None]] | None] = [None] * len(self.buckets)
 
     def begin(self, bucket: Bucket) -> None:
@@ -82,22 +81,32 @@ class PowerSGD(Compressor):
         if not self._warm_start:
             old_q = [self._random_q(bucket, i, self.step) for i in range(len(bucket.segments))]
         matrices = [_matrix(segment, bucket.residual) for segment in bucket.segments]
-        products = [m if q is None else m @ q for m, q in zip(matrices, old_q, strict=True)]
+        # Columns of norm 1: P has the gradient's magnitude, not its square, which float16 could not hold.
+        pairs = zip(matrices, old_q, strict=True)
+        products = [m if q is None else m @ torch.nn.functional.normalize(q, dim=0) for m, q in pairs]
         flag = torch.where(self._invalid[bucket.index], torch.nan, 0.0).view(1)
-        valid, *p = self._unpack((yield allreduce(self._pack([flag, *products]))), [flag, *products])
-        valid = valid.isfinite()
-        p = [x if q is None else torch.linalg.qr(x.nan_to_num())[0] for x, q in zip(p, old_q, strict=True)]
-        products = [m.T @ x for m, x, q in zip(matrices, p, old_q, strict=True) if q is not None]
-        means = iter(self._unpack((yield allreduce(self._pack(products))), products) if products else [])
-        new_q = [None if q is None else torch.where(valid, next(means), q) for q in old_q]
+        payload = self._pack([flag, *products])
+        valid, *p = self._unpack((yield allreduce(payload)), [flag, *products], 1.0 / self.ranks)
+        valid, own = valid.isfinite(), self._unpack(payload, [flag, *products])[1:]
+        p = [x if q is None else torch.linalg.qr(x)[0] for x, q in zip(p, old_q, strict=True)]
+        new_q = old_q
+        if products := [m.T @ x for m, x, q in zip(matrices, p, old_q, strict=True) if q is not None]:
+            payload = self._pack(products)
+            means = iter(self._unpack((yield allreduce(payload)), products, 1.0 / self.ranks))
+            owns = iter(self._unpack(payload, products))
+            new_q = [None if q is None else torch.where(valid, next(means), q) for q in old_q]
+            own = [o if q is None else x @ next(owns).T for o, x, q in zip(own, p, old_q, strict=True)]
         averages = [x if q is None else x @ q.T for x, q in zip(p, new_q, strict=True)]
         sent: list[Tensor | None] = [None] * len(averages)
         for i, (segment, target) in enumerate(zip(bucket.segments, bucket.targets(), strict=True)):
             if target.numel():  # else no gradient arrived, and the residual stays
                 residual = segment.shaped(bucket.residual)
-                average = sent[i] = torch.where(valid, averages[i].view(residual.shape), 0.0)
-                residual.sub_(average)
-                target.copy_(torch.where(valid, average * self.scale, torch.nan))
+                contribution = sent[i] = torch.where(valid, own[i].view(residual.shape), 0.0)
+                residual.sub_(contribution)
+                target.copy_(torch.where(valid, averages[i].view(residual.shape) * self.scale, torch.nan))
+        if not self._error_feedback:
+            bucket.residual.zero_()
+            sent = [None] * len(sent)
         self._sent[bucket.index], self._q[bucket.index] = (sent, old_q), new_q
 
     def undo(self, bucket: Bucket) -> None:
@@ -134,11 +143,11 @@ class PowerSGD(Compressor):
         return torch.randn(m, rank, generator=generator).to(bucket.device)
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        limit = torch.finfo(self._dtype).max / self.ranks  # the sum must not overflow; the residual keeps the rest
-        return torch.cat([x.flatten() for x in tensors]).clamp(-limit, limit).to(self._dtype)
+        limit = self._cast.limit(self.ranks)  # the sum must not overflow; the residual keeps the rest
+        return torch.cat([x.flatten() for x in tensors]).clamp(-limit, limit).to(self._cast.dtype)
 
-    def _unpack(self, total: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        parts = torch.split(total.float() * (1.0 / self.ranks), [x.numel() for x in like])
+    def _unpack(self, flat: Tensor, like: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
+        parts = torch.split(flat.float() * factor, [x.numel() for x in like])
         return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 

@@ -88,6 +88,8 @@ class SparseMethod(Compressor):
             raise TypeError(f"density must be a number or a schedule (hvd_compress.schedule), got {density!r}")
         self._density = density if isinstance(density, Density) else WarmUp(density, warmup_steps)
         self._codec = codec(values)
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         if budget_interval < 0:
             raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
         super().__init__(named_parameters, **common)
@@ -212,7 +214,7 @@ class SparseMethod(Compressor):
         plan.channel.undo_step()
         if not plan.sent:
             return
-        # As after an exchange of zeros in which quantization lost every value: into the residual, to no gradient.
+        # A mean of 0 with the sent values as quantization error: they return to the residual, no gradient is written.
         sent = plan.selection.values
         average = Average(torch.zeros_like(sent), sent, 0.0)
         plan.selection.scatter(bucket.no_targets(), bucket.state.get("velocity"), average)
@@ -236,7 +238,8 @@ class SparseMethod(Compressor):
     def take_momentum(self, optimizer: Optimizer) -> float:
         """Moves the momentum of a ``torch.optim.SGD`` into this compressor, as momentum correction. Returns it.
 
-        Call it before the first step, on the optimizer that is given to Horovod or that steps the DDP model. Weight
+        Call it before the first step, on the optimizer that is given to Horovod or that steps the DDP model, with one
+        synchronised backward pass per step. Weight
         decay stays in the optimizer, without momentum there, and is scaled by 1 / (1 - momentum) to keep its effect.
         :meth:`return_momentum` undoes this. A learning-rate schedule that changes the momentum (OneCycleLR) raises an
         error in the next step. With one process, or outside the process set, where Horovod calls no compressor, the

@@ -55,7 +55,7 @@ class GradientHistory:
         arrived = mean[:1].isfinite()
         smoothed, last = selection.read(self.smoothed), selection.read(self.last_sent)
         self._before = selection, smoothed, last
-        # At least one step: a step that failed is repeated under its number.
+        # After a failed step the number is unchanged, and the difference may be 0.
         rate = mean / (step - last).clamp(min=1.0) + predicted
         new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
         selection.write(self.smoothed, torch.where(arrived, new, smoothed))

@@ -60,9 +60,6 @@ class WarmUp(Density):
             return self.density
         return stages[step * len(stages) // self.steps]
 
-    def __str__(self) -> str:
-        return f"1/{1 / self.density:g}" + (f", warm-up {self.steps} steps" if self.steps else "")
-
 
 class Diminishing(Density):
     """What is dropped shrinks with the learning rate: ``1 - density(t) = (1 - density) lr(t) / max lr``, the
@@ -91,9 +88,6 @@ class Diminishing(Density):
         kept = 1.0 - (1.0 - self.density) * (rate / self._highest if self._highest else 1.0)
         halvings = math.floor(2 * math.log2(kept / self.density) + 1e-6) / 2
         return min(self.density * math.pow(2.0, halvings), 1.0)
-
-    def __str__(self) -> str:
-        return f"1/{1 / self.density:g} and more as the learning rate falls"
 
     def restart(self) -> None:
         self._highest = 0.0
