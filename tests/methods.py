@@ -49,7 +49,7 @@ METHODS = {
     "qsgd-feedback": partial(QSGD, bits=8, norm="max", error_feedback=True),
     "terngrad": partial(TernGrad),
     "terngrad-feedback": partial(TernGrad, clip=None, error_feedback=True),
-    "powersgd": partial(PowerSGD, rank=2),
+    "powersgd": partial(PowerSGD, rank=2, values="fp16"),
     "powersgd-cold": partial(PowerSGD, rank=3, values="fp32", warm_start=False),
 }
 
