@@ -1,3 +1,3 @@
 """Density schedules, for ``density=``."""
 
-from .selection.schedule import Density, Diminishing, WarmUp, check_density
+from .selection.schedule import Density, Diminishing, WarmUp

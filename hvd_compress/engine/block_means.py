@@ -1,9 +1,8 @@
 """The mean of each block of 256 gradients, sent in every step beside the selected entries.
 
-Selected entries are sent rarely, and by then the entries of a block have accumulated a common offset (behind a ReLU the
-gradients of a unit's weights have one sign and similar size). Applied late and all at once, this offset overshoots.
-Sending the block's mean in every step, one value per 256 entries, trains that direction without delay; the residual
-keeps only the deviations from the mean.
+Until they are sent, a block's entries accumulate a common offset (behind a ReLU the gradients of a unit's weights have
+one sign and similar size), which would overshoot when applied late. One value per 256 entries trains that direction
+without delay; the residual keeps the deviations from the mean.
 """
 
 from typing import Any

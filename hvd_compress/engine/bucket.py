@@ -191,15 +191,11 @@ def is_dense(tensor: Tensor) -> bool:
 
 def in_order_of(parameter: Tensor, grad: Tensor) -> Tensor:
     """``grad`` itself if its memory order is the parameter's, else a copy in that order."""
-    if grad.stride() == parameter.stride() or _same_order(parameter, grad):
+    # Strides of dimensions of size 1 are arbitrary.
+    strides = zip(parameter.shape, parameter.stride(), grad.stride(), strict=True)
+    if grad.stride() == parameter.stride() or all(size == 1 or a == b for size, a, b in strides):
         return grad
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
-
-
-def _same_order(one: Tensor, other: Tensor) -> bool:
-    # Strides of dimensions of size 1 are arbitrary.
-    kept = [d for d, size in enumerate(one.shape) if size > 1]
-    return one.shape == other.shape and all(one.stride(d) == other.stride(d) for d in kept)
 
 
 def make_buckets(parameters: Iterable[tuple[str, torch.nn.Parameter]], capacity: int) -> list[Bucket]:

@@ -1,10 +1,8 @@
 """The part of an exchange that is deferred to the next step: updating the residual.
 
-Entries that were sent leave the residual, and their quantization errors enter it. Doing this at once would fetch and
-write back a cache line for every sent entry. The next gradient passes through the whole residual anyway, so
-:func:`hvd_compress.ops.accumulate_select` applies the update in that pass. Code that needs the residual earlier either
-applies it first (:attr:`hvd_compress.engine.bucket.Bucket.residual`) or computes it without writing
-(:meth:`hvd_compress.engine.bucket.Bucket.residual_of`).
+Entries that were sent leave the residual, and their quantization errors enter it. Done at once, this costs a cache line
+per entry; :func:`hvd_compress.ops.accumulate_select` does it while the next gradient passes through the residual. Code
+that needs the residual earlier applies the update first (``Bucket.residual``) or previews it (``Bucket.residual_of``).
 """
 
 import math

@@ -104,8 +104,6 @@ class Engine:
     def method(self) -> Any:
         return self._method()
 
-    # Called by the host.
-
     def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
         """Takes the gradient of parameter ``number``: returns its place in a bucket, or, if it is not compressed, the
         payload that the host must average.
@@ -167,11 +165,8 @@ class Engine:
             self.watch.stepped = False
 
     def entered(self) -> "_Entered":
-        """A context for the host's calls: holds the lock and adds the time spent, without waiting, to the
-        statistics."""
+        """A context for the host's calls: holds the lock and counts the time spent without waiting."""
         return _Entered(self)
-
-    # Called by the user, through the compressor.
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -29,9 +29,6 @@ class Compressor(abc.ABC):
     Parameters with two or more dimensions and at least ``min_numel`` entries are compressed; other gradients are
     averaged uncompressed. Averages are written into the gradients' own memory.
 
-    A method implements :meth:`receive` and :meth:`exchange`, and what it needs of :meth:`begin`,
-    :meth:`dense_averaged`, :meth:`undo`, :meth:`restart`, :meth:`method_state` and :meth:`load_method_state`.
-
     Args:
         named_parameters: ``(name, parameter)`` pairs, as ``model.named_parameters()``; the same on all ranks, in the
             same order.
@@ -192,13 +189,8 @@ class Compressor(abc.ABC):
     # Hosts.
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Called by Horovod with a gradient. Returns the tensor that Horovod averages, and a context.
-
-        Raises:
-            TypeError: the gradient is not of a floating dtype.
-            ValueError: its parameter has moved to another device since the compressor was built.
-            RuntimeError: this compressor is bound to torch.distributed.
-        """
+        """Called by Horovod with a gradient. Returns the tensor that Horovod averages, and a context. Raises
+        ``TypeError`` for another dtype, ``ValueError`` for another device than the parameter's."""
         return self._horovod().compress(tensor)
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
@@ -259,19 +251,13 @@ class Compressor(abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps: residuals by parameter name, the step, and more. Residuals differ between
         ranks: save it on every rank. Call it after ``optimizer.step()``: before, the last step is saved as skipped.
-
-        Raises:
-            RuntimeError: a step is in progress.
-        """
+        Raises ``RuntimeError`` in the middle of a step."""
         return checkpoint.save(self.engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes bit-exactly from the :meth:`state_dict` of a compressor with the same arguments, on every rank. A
-        step in progress is dropped (:meth:`reset`).
-
-        Raises:
-            ValueError: the state of another method, version, or set of parameters, or a damaged one. Nothing is loaded.
-        """
+        step in progress is dropped (:meth:`reset`). Raises ``ValueError``, and loads nothing, for the state of another
+        method, version or set of parameters."""
         checkpoint.load(self.engine, state)
 
     def reset(self) -> None:

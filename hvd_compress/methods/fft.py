@@ -76,15 +76,8 @@ class FFT(SparseMethod):
             gather_codec(values)
         check_leaders(leaders)
         check_fraction("explore", explore)
-        super().__init__(
-            named_parameters,
-            density,
-            values=values,
-            budget_interval=budget_interval,
-            warmup_steps=warmup_steps,
-            momentum=momentum,
-            **common,
-        )
+        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
+        super().__init__(named_parameters, density, **common)
         self._exchange, self._leaders, self._explore = exchange, leaders, explore
         #: The gradient's coefficients before they are added to the residual, then those of the average.
         self._spectra = [torch.zeros_like(bucket.residual) for bucket in self.buckets]

@@ -80,16 +80,9 @@ class IWP(SparseMethod):
         check_fraction("explore", explore)
         if not floor > 0.0:
             raise ValueError(f"floor must be above 0, got {floor}")
-        super().__init__(
-            named_parameters,
-            density,
-            values=values,
-            budget_interval=budget_interval,
-            warmup_steps=warmup_steps,
-            momentum=momentum,
-            block_means=block_means,
-            **common,
-        )
+        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
+        self._block_means = block_means
+        super().__init__(named_parameters, density, **common)
         self._selection, self._leaders, self._explore, self._floor = selection, leaders, explore, floor
         self._floors = [torch.zeros(len(b.segments), device=b.device) for b in self.buckets]
 

@@ -79,16 +79,8 @@ class MIPD(SparseMethod):
         if not floor > 0.0:
             raise ValueError(f"floor must be above 0, got {floor}")
         check_fraction("explore", explore)
-        super().__init__(
-            named_parameters,
-            density,
-            values=values,
-            layerwise=layerwise,
-            budget_interval=budget_interval,
-            warmup_steps=warmup_steps,
-            momentum=momentum,
-            **common,
-        )
+        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
+        super().__init__(named_parameters, density, layerwise=layerwise, **common)
         self._significance, self._compensation, self._smoothing = significance, compensation, smoothing
         self._floor, self._explore = floor, explore
         #: Per bucket, ``floor`` times the root mean squares of weights and smoothed gradients: float32, (segments,).

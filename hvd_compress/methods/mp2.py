@@ -14,6 +14,7 @@ from ..engine.exchange import Exchange
 from ..reference import BLOCK
 from ..selection.base import Selection
 from ..selection.history import GradientHistory, flat_weights
+from ..selection.schedule import check_density
 from ..selection.shared import AllEntries, RotatingSelection, ScoredSelection, SharedSelection
 from .prediction import Prediction
 from .predictor import Predictor, predict, shipped
@@ -85,8 +86,7 @@ class MP2(SparseMethod):
             raise TypeError(f"density must be a number, got {density!r}")
         if choice not in _CHOICES:
             raise ValueError(f"choice must be one of {', '.join(_CHOICES)}, got {choice!r}")
-        if not 0.0 < density <= 1.0:
-            raise ValueError(f"density must lie in (0, 1], got {density}")
+        check_density(density)
         if choice == "rotation" and abs(round(1 / density) * density - 1) > 1e-6:
             raise ValueError(f'choice="rotation" takes a density of 1 / n, got {density}')
         if not floor > 0.0:

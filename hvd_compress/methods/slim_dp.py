@@ -102,15 +102,8 @@ class SlimDP(SparseMethod):
             raise ValueError('mode="local" averages what is not compressed in fp32: leave dense_values out')
         if mode == "local" and (momentum or common.get("grad_scaler") is not None):
             raise ValueError('mode="local" averages parameters: momentum and grad_scaler stay with the optimizer')
-        super().__init__(
-            named_parameters,
-            density,
-            values=values,
-            budget_interval=budget_interval,
-            warmup_steps=warmup_steps,
-            momentum=momentum,
-            **common,
-        )
+        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
+        super().__init__(named_parameters, density, **common)
         self._core, self._reselect, self._gradient_weight = core, reselect, gradient_weight
         self._smoothing = smoothing
         self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]

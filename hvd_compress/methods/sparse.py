@@ -65,9 +65,10 @@ class SparseMethod(Compressor):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots; 0 keeps them equal.
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
         momentum: of momentum correction, in [0, 1); see :meth:`take_momentum`.
-        block_means: send the mean of every block in each step (:mod:`hvd_compress.engine.block_means`); only with
-            selections by leaders.
     """
+
+    #: Whether block means are sent (:mod:`hvd_compress.engine.block_means`); only with selections by leaders.
+    _block_means = False
 
     def __init__(
         self,
@@ -79,7 +80,6 @@ class SparseMethod(Compressor):
         budget_interval: int = 0,
         warmup_steps: int = 0,
         momentum: float = 0.0,
-        block_means: bool = False,
         **common: Any,
     ) -> None:
         if isinstance(density, Density) and warmup_steps:
@@ -94,8 +94,8 @@ class SparseMethod(Compressor):
             raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
         super().__init__(named_parameters, **common)
         self.momentum = MomentumCorrection(self.engine, momentum)
-        self._layerwise, self._budget_interval, self._block_means = layerwise, budget_interval, block_means
-        self._plans = [Plan(b, self._channel(b), BlockMeans(b) if block_means else None) for b in self.buckets]
+        self._layerwise, self._budget_interval = layerwise, budget_interval
+        self._plans = [Plan(b, self._channel(b), BlockMeans(b) if self._block_means else None) for b in self.buckets]
         self.momentum.other_velocities = [p.block_means.velocity for p in self._plans if p.block_means]
 
     # What a method says.

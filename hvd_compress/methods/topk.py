@@ -47,14 +47,8 @@ class TopK(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        super().__init__(
-            named_parameters,
-            density,
-            values=gather_codec(values),
-            warmup_steps=warmup_steps,
-            momentum=momentum,
-            **common,
-        )
+        common.update(values=gather_codec(values), warmup_steps=warmup_steps, momentum=momentum)
+        super().__init__(named_parameters, density, **common)
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         return TopkPerRank(bucket, slots)

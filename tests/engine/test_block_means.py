@@ -175,7 +175,6 @@ def test_a_mean_whose_momentum_overflows_is_not_sent():
     assert means.unsent.isfinite().all() and means.velocity.isfinite().all()
 
 
-@pytest.mark.xfail(reason="accepted; the first step fails with an AssertionError", strict=False)
 @pytest.mark.parametrize("method", [TopK, MIPD, FFT])
 def test_methods_without_leaders_do_not_accept_block_means(method):
     collectives = ThreadWorld(1).collectives(0)

@@ -145,7 +145,8 @@ def test_a_backward_that_fails_between_hooks_does_not_disturb_the_next_step(name
             if id(p) in taken:
                 total = total + sum(g[number].double() for g in failed)
             got = 2 * applied[0][number].double() + sum(residuals(r)[key] for r in ranks)
-            torch.testing.assert_close(got, total, rtol=0, atol=1e-4)
+            # PowerSGD's sums are rounded to float16.
+            torch.testing.assert_close(got, total, rtol=0, atol=1e-2 if name == "powersgd" else 1e-4)
 
 
 @pytest.mark.parametrize("broken", ["dense", ".0.step", ".1.step"])
