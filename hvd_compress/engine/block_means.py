@@ -20,9 +20,8 @@ _SAVED = ("fresh", "velocity", "unsent")
 class BlockMeans:
     """The block means of one bucket: float32 tensors of (blocks,).
 
-    ``fresh``: the means of the gradients since the last exchange (added by
-    :func:`hvd_compress.reference.accumulate_select`). ``velocity``: for momentum correction. ``unsent``: the residual
-    of the means.
+    ``fresh``: the means of the gradients since the last exchange (added by ``accumulate_select``). ``velocity``: for
+    momentum correction. ``unsent``: the residual of the means.
     """
 
     def __init__(self, bucket: Bucket) -> None:
