@@ -150,7 +150,7 @@ def _fill_unused(results: list[_Result]) -> None:
         if grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif grad is not None and grad.data_ptr() != average.data_ptr():
-            grad.add_(average)
+            grad.copy_(average)  # DDP has put the old gradient into the bucket
 
 
 def _payload(gradient: DenseGradient | Tensor) -> Tensor:

@@ -142,3 +142,45 @@ def join_raises_an_error():
     except RuntimeError as error:
         assert distributed.get_rank() > 0 or "does not support DistributedDataParallel.join()" in str(error), error
     distributed.barrier()
+
+
+class TwoHeads(torch.nn.Module):
+    """A channels_last convolution and two heads, of which the second is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(8, 64, 3).to(memory_format=torch.channels_last)
+        self.first, self.second = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+
+    def forward(self, x, both):
+        x = self.conv(x).mean((2, 3))
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+@register(CASES)
+def every_gradient_arrives():
+    """With channels_last weights, two backward passes for a step, and a head that no rank uses in every other step."""
+    torch.manual_seed(0)
+    model = TwoHeads().to(DEVICE)
+    compression = hvd_compress.IWP(model.named_parameters(), density=1 / 16, values="fp32")
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    balance = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+    data = torch.Generator().manual_seed(distributed.get_rank())
+    for step in range(6):
+        optimizer.zero_grad()
+        for _ in range(2):
+            x = torch.randn(4, 8, 5, 5, generator=data).to(DEVICE)
+            loss = model(x, step % 2 == 0).square().sum()
+            own = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            for total, grad in zip(balance.values(), own, strict=True):
+                total += 0 if grad is None else grad.double().cpu()
+            ddp(x, step % 2 == 0).square().sum().backward()
+        for name, p in model.named_parameters():
+            balance[name] -= 0 if p.grad is None else p.grad.double().cpu()
+        optimizer.step()
+    for name, total in balance.items():
+        total -= compression.residual(name).double().cpu()
+        distributed.all_reduce(total)
+        torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-4)
