@@ -184,8 +184,9 @@ class Engine:
     def undo_skipped_step(self) -> None:
         """Takes the last average back if the optimizer skipped it: if it has not stepped since. Where several backward
         passes may come before a step (DDP), only if the ``GradScaler`` has lowered its scale, too."""
-        lowered = self.scaler is not None and self.scaler.get_scale() < self.scale
-        if self.watch.stepped is False and (lowered or not self.collectives.ordered):
+        if self.watch.stepped is not False:
+            return
+        if not self.collectives.ordered or (self.scaler is not None and self.scaler.get_scale() < self.scale):
             self._undo()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -211,9 +212,7 @@ class Engine:
 
     def unknown_parameters(self, optimizer: Optimizer) -> int:
         """How many trained parameters of the optimizer this compressor was not given."""
-        known = {id(parameter) for parameter in self.parameters}
-        groups = optimizer.param_groups
-        return sum(p.requires_grad and id(p) not in known for group in groups for p in group["params"])
+        return sum(p.requires_grad and id(p) not in self.watch.ids for g in optimizer.param_groups for p in g["params"])
 
     def warn(self, text: str) -> None:
         """Warns once per text."""

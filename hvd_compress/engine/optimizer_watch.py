@@ -23,7 +23,7 @@ class OptimizerWatch:
         compression: object,
         single: bool,
     ) -> None:
-        self._ids = {id(parameter) for parameter in parameters}
+        self.ids = {id(parameter) for parameter in parameters}
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
@@ -37,7 +37,7 @@ class OptimizerWatch:
             return
         seen = self._seen() if self._seen is not None else None
         if optimizer is not seen:
-            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            if not any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"]):
                 if getattr(optimizer, "_compression", None) is compression:
                     raise ValueError(
                         "this optimizer holds none of its compressor's parameters; build the compressor from the named "

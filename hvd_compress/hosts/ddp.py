@@ -135,7 +135,8 @@ class DDPHost:
         """On a GPU, a stream that waits for the gradients: exchanges do not delay the rest of backward."""
         if device.type != "cuda":
             return nullcontext()
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        if (stream := self._streams.get(device)) is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
 
