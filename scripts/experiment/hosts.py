@@ -102,7 +102,9 @@ class Ddp(Horovod):
             # Ranks keep their own norm statistics until a test, as with Horovod. powerSGD_hook starts collectives from
             # callbacks, in an order that with Gloo differs between ranks if there are several buckets.
             one_bucket = {"bucket_cap_mb": 1 << 20} if getattr(compression, "state", None) else {}
-            module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **one_bucket)
+            module = nn.parallel.DistributedDataParallel(
+                model, broadcast_buffers=False, gradient_as_bucket_view=True, **one_bucket
+            )
         if not isinstance(compression, compressors.CountedHook):
             import hvd_compress
 
