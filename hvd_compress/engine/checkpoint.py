@@ -67,11 +67,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
             method.saved(segment, flat).copy_(state["tensors"][segment.name][key])
     for bucket in engine.buckets:
         bucket.order.leave()
-    engine.step, engine.compared = state["step"], False
+    engine.step, engine.compared, engine.undoable = state["step"], False, False
     engine.stats.load_state_dict(state["wire_stats"])
-    if engine.watch.stepped is False:
-        # The loaded state contains nothing of the last step, so there is nothing to undo.
-        engine.watch.stepped = True
 
 
 def _check_shapes(method: Any, place: Place, tensors: dict[str, Tensor]) -> None:

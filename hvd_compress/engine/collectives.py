@@ -4,6 +4,7 @@ A method yields a :class:`Request`; the engine names it and passes it to the hos
 the operation without waiting.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -61,8 +62,9 @@ class Handle(Protocol):
         """Whether :meth:`result` would return without blocking the host. Never blocks. Where collectives are ordered,
         the answer must not depend on timing: it decides the order of later ones."""
 
-    def result(self) -> torch.Tensor:
-        """Waits for the result. To be called once."""
+    def result(self, timeout: float = math.inf) -> torch.Tensor:
+        """Waits for the result. To be called once. Raises ``TimeoutError`` after ``timeout`` seconds, if the host's own
+        limit is not shorter."""
 
 
 class Collectives(Protocol):

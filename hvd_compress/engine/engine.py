@@ -3,7 +3,8 @@
 A host calls :meth:`Engine.arrive` for every gradient and :meth:`Engine.finish_step` after the last one. When a bucket
 is full, the engine launches its exchange: a generator of the method that yields a
 :class:`~hvd_compress.engine.collectives.Request` whenever tensors must cross the network. A rank blocks only in
-``finish_step``, after it has started the first collective of every bucket, so ranks cannot deadlock.
+``finish_step``, after it has started the first collective of every bucket, and at the beginning of the first step, when
+it has started nothing, to compare the ranks' configurations: so ranks cannot deadlock.
 """
 
 import threading
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import ops
-from .agreement import disagreement
 from .bucket import Bucket, Segment, is_dense, make_buckets
-from .collectives import Collectives, allgather
+from .collectives import Collectives
+from .configuration import compare_ranks
 from .dense import DenseGradient, dense_gradient
 from .exchange import Exchange, Exchanges
 from .optimizer_watch import OptimizerWatch
@@ -50,7 +51,7 @@ class Engine:
         method: a :class:`hvd_compress.Compressor`, which owns the engine: only a weak reference is kept.
         named: ``(name, parameter)`` pairs, checked, in the same order on all ranks.
         collectives: the host's collectives.
-        seed, min_numel, bucket_mb, dense_values, grad_scaler: see :class:`hvd_compress.Compressor`.
+        seed, min_numel, bucket_mb, dense_values, grad_scaler, start_timeout: see :class:`hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Engine:
         bucket_mb: float,
         dense_values: str,
         grad_scaler: Any,
+        start_timeout: float,
     ) -> None:
         self._method, self.collectives, self.seed = weakref.ref(method), collectives, seed
-        self.dense_half, self.scaler = dense_values == "fp16", grad_scaler
+        self.dense_half, self.scaler, self._start_timeout = dense_values == "fp16", grad_scaler, start_timeout
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         compressed = [
@@ -82,14 +84,15 @@ class Engine:
         by_parameter = {id(place.segment.parameter): place for place in self.places}
         self._place_of = [by_parameter.get(id(parameter)) for parameter in self.parameters]
         self.stats = WireStats()
-        # Horovod matches collectives by name. The label is the same on all ranks that hold these parameters, and does
-        # not depend on the method, so that ranks with different methods meet and can raise an error.
+        # Horovod matches collectives by name: the label is the same on all ranks, and another one for other parameters.
         shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
         label = f"hvd_compress.{zlib.crc32(shapes.encode()):08x}"
         self.exchanges = Exchanges(collectives, self.stats, label)
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
-        #: Whether the ranks have compared their options; see _compare_ranks().
+        #: Whether the ranks have compared their configurations.
         self.compared = False
+        #: Whether the last average may still be taken back.
+        self.undoable = False
         # Gradients of a model on several GPUs arrive from several threads.
         self.lock = threading.RLock()
         self.step = 0
@@ -103,6 +106,10 @@ class Engine:
     @property
     def method(self) -> Any:
         return self._method()
+
+    def place_of(self, number: int) -> Place | None:
+        """Where parameter ``number`` lies, if it is compressed."""
+        return self._place_of[number]
 
     def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
         """Takes the gradient of parameter ``number``: returns its place in a bucket, or, if it is not compressed, the
@@ -160,9 +167,7 @@ class Engine:
             self.reset()
             raise
         self._end_step()
-        # Without an optimizer nothing steps; with a GradScaler the very first step may be skipped.
-        if self.watch.stepped is not None or self.scaler is not None:
-            self.watch.stepped = False
+        self.undoable, self.watch.stepped = True, False
 
     def entered(self) -> "_Entered":
         """A context for the host's calls: holds the lock and counts the time spent without waiting."""
@@ -181,13 +186,21 @@ class Engine:
             for bucket in self.buckets:
                 bucket.clear()
 
+    @torch.no_grad()
+    def discard_step(self) -> None:
+        """See :meth:`hvd_compress.Compressor.discard_step`."""
+        with self.lock:
+            if self.collecting:
+                raise RuntimeError("discard_step() in the middle of a step: call reset() after a failure")
+            if self.undoable:
+                self.undoable = False
+                self._undo()
+
     def undo_skipped_step(self) -> None:
-        """Takes the last average back if the optimizer skipped it: if it has not stepped since. Where several backward
-        passes may come before a step (DDP), only if the ``GradScaler`` has lowered its scale, too."""
-        if self.watch.stepped is not False:
-            return
-        if not self.collectives.ordered or (self.scaler is not None and self.scaler.get_scale() < self.scale):
-            self._undo()
+        """Takes the last average back if the ``GradScaler`` has lowered its scale and this optimizer has not stepped.
+        (An average that no optimizer has used may be in use elsewhere, such as by the user's own update.)"""
+        if self.scaler is not None and not self.watch.stepped and self.scaler.get_scale() < self.scale:
+            self.discard_step()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
@@ -204,8 +217,7 @@ class Engine:
         if not self.collecting:
             self.undo_skipped_step()
         self.reset()
-        self.step, self.compared = 0, False
-        self.watch.stepped = None
+        self.step, self.compared, self.undoable = 0, False, False
         for bucket in self.buckets:
             self.method.restart(bucket)
         return True
@@ -238,14 +250,15 @@ class Engine:
                 self.reset()
                 raise
             self._end_step()
-            self.watch.stepped = True  # the body applies the averages itself
 
     # A step.
 
     def _begin_step(self) -> None:
-        if self.collectives.ordered and not self.compared:
-            self._compare_ranks()
+        if not self.compared:
+            compare_ranks(self, self._start_timeout)
+            self.compared = True
         self.undo_skipped_step()
+        self.undoable = False
         self.ranks = self.collectives.size
         self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
         self.stats.begin_step()
@@ -256,17 +269,6 @@ class Engine:
             bucket.order.leave()
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
         self.collecting = True
-
-    def _compare_ranks(self) -> None:
-        """Raises ``RuntimeError``, on every rank, if their options differ: collectives that are matched by order need
-        equal shapes on all ranks, or the process aborts. Waits, in the first step only."""
-        layout = [(s.name, s.parameter.shape, b.index) for b in self.buckets for s in b.segments]
-        options = type(self.method).__name__, self.method.options(), self.dense_half, self.step
-        own = torch.tensor([zlib.crc32(repr((options, self.names, layout)).encode())], device=self.parameters[0].device)
-        everyone = self.collectives.start(allgather(own), "options").result()
-        if bool((everyone != own).any()):
-            raise disagreement()
-        self.compared = True
 
     def _end_step(self) -> None:
         self.stats.end_step()

@@ -27,8 +27,8 @@ class OptimizerWatch:
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
-        #: Whether an optimizer stepped since this was last set to False; None until one ever did.
-        self.stepped: bool | None = None
+        #: Whether an optimizer stepped since this was last set to False.
+        self.stepped = False
         _register(self)
 
     def before_step(self, optimizer: Optimizer) -> None:

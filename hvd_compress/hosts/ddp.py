@@ -9,7 +9,10 @@ engine's. torch.distributed matches collectives by the order of the calls, which
   stream.
 """
 
+import math
+import time
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -167,8 +170,17 @@ class _TorchHandle:
         # and must not decide the order of collectives.
         return self._on_stream
 
-    def result(self) -> Tensor:
-        self._work.wait()
+    def result(self, timeout: float = math.inf) -> Tensor:
+        if math.isinf(timeout):
+            self._work.wait()
+            return self._output
+        deadline = time.monotonic() + timeout
+        try:
+            self._work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            if time.monotonic() < deadline:
+                raise
+            raise TimeoutError(f"a collective of torch.distributed has not ended in {timeout:g} s") from error
         return self._output
 
 

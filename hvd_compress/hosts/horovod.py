@@ -4,6 +4,7 @@ Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that dif
 only after every gradient of the step has passed through ``compress``. Nothing in ``compress`` may wait.
 """
 
+import math
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -79,9 +80,12 @@ class _HorovodHandle:
     def done(self) -> bool:
         return bool(self._hvd.poll(self._number))
 
-    def result(self) -> Tensor:
+    def result(self, timeout: float = math.inf) -> Tensor:
         # hvd.synchronize() spins on a whole core: poll first.
+        deadline = time.monotonic() + timeout
         while not self.done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a collective of Horovod has not ended in {timeout:g} s")
             time.sleep(50e-6)
         output = self._hvd.synchronize(self._number)
         # alltoall also returns the number of rows received from each rank; here they are all equal.

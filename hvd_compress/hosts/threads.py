@@ -1,5 +1,6 @@
 """N ranks in one process, one thread each: for tests and simulations."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,12 +26,13 @@ class _Meeting:
 class _ThreadHandle:
     def __init__(self, meeting: _Meeting, rank: int, world: "ThreadWorld", name: str) -> None:
         self._meeting, self._rank, self._world, self._name = meeting, rank, world, name
-        self._deadline = time.monotonic() + world.timeout
+        self._begin, self._timeout = time.monotonic(), world.timeout
 
     def done(self) -> bool:
         return not self._world.ordered and self._arrived()
 
-    def result(self) -> torch.Tensor:
+    def result(self, timeout: float = math.inf) -> torch.Tensor:
+        self._timeout = min(self._timeout, timeout)
         while not self._arrived():
             time.sleep(50e-6)
         assert self._meeting.results is not None
@@ -38,9 +40,9 @@ class _ThreadHandle:
 
     def _arrived(self) -> bool:
         self._world.check()
-        if self._meeting.results is None and time.monotonic() > self._deadline:
+        if self._meeting.results is None and time.monotonic() > self._begin + self._timeout:
             missing = [rank for rank, tensor in enumerate(self._meeting.given) if tensor is None]
-            raise TimeoutError(f"{self._name}: rank {self._rank} waited {self._world.timeout} s for ranks {missing}")
+            raise TimeoutError(f"{self._name}: rank {self._rank} waited {self._timeout} s for ranks {missing}")
         return self._meeting.results is not None
 
 

@@ -39,7 +39,9 @@ class Compressor(abc.ABC):
             fp16 compression does.
         process_set: the one given to Horovod's optimizer, if any.
         process_group: the one given to DistributedDataParallel, if any.
-        grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units, and what a
+            step that it skips has sent returns to them.
+        start_timeout: seconds to wait in the first step for the other ranks, to compare all options and parameters.
         collectives: replaces the host's collectives, for tests and simulations
             (:class:`hvd_compress.hosts.threads.ThreadWorld`).
 
@@ -47,7 +49,8 @@ class Compressor(abc.ABC):
         ValueError: an argument out of range, duplicate names, no initialised host, a second optimizer that steps the
             parameters, an optimizer with momentum beside momentum correction.
         TypeError: an argument or a gradient of the wrong type.
-        RuntimeError: parameters on a GPU for which the CUDA operators were not built.
+        RuntimeError: parameters on a GPU for which the CUDA operators were not built; in the first step, and in the
+            first one after ``load_state_dict()`` or an elastic reset, ranks whose options or parameters differ.
     """
 
     _options: dict[str, Any]
@@ -56,7 +59,9 @@ class Compressor(abc.ABC):
         self = super().__new__(cls)
         given = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
         given.apply_defaults()
-        values = {**given.arguments, **given.kwargs}.items()
+        common = {name: p.default for name, p in inspect.signature(Compressor.__init__).parameters.items()}
+        common = {name: default for name, default in common.items() if isinstance(default, str | int | float)}
+        values = {**common, **given.arguments, **given.kwargs}.items()
         self._options = {name: v for name, v in values if isinstance(v, str | int | float | None)}
         return self
 
@@ -71,6 +76,7 @@ class Compressor(abc.ABC):
         process_set: Any = None,
         process_group: Any = None,
         grad_scaler: Any = None,
+        start_timeout: float = 300.0,
         collectives: Collectives | None = None,
     ) -> None:
         named = named_pairs(named_parameters)
@@ -78,6 +84,8 @@ class Compressor(abc.ABC):
             raise ValueError(f"bucket_mb must be above 0, got {bucket_mb}")
         if dense_values not in ("fp16", "fp32"):
             raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
+        if not start_timeout > 0.0:
+            raise ValueError(f"start_timeout must be above 0, got {start_timeout}")
         if min_numel < 1:
             raise ValueError(f"min_numel must be at least 1, got {min_numel}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
@@ -91,6 +99,7 @@ class Compressor(abc.ABC):
             bucket_mb=bucket_mb,
             dense_values=dense_values,
             grad_scaler=grad_scaler,
+            start_timeout=start_timeout,
         )
         ordered = self.engine.collectives.ordered
         self._horovod_host = None if ordered else HorovodHost(self.engine)
@@ -115,8 +124,8 @@ class Compressor(abc.ABC):
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
 
     def undo(self, bucket: Bucket) -> None:
-        """The last average was not applied (a ``GradScaler`` skipped the step, or the step failed): restore what was
-        sent."""
+        """The last average was not applied (:meth:`discard_step`, a step that a ``GradScaler`` skipped, or one that
+        failed): restore what was sent."""
 
     def restart(self, bucket: Bucket) -> None:
         """The set of ranks has changed (elastic): reset what new ranks cannot know. The residual may stay."""
@@ -248,9 +257,18 @@ class Compressor(abc.ABC):
         norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
         return {"steps": self.step, **self.engine.stats.report(), "residual_norm": norm}
 
+    def discard_step(self) -> None:
+        """The last average was not, and will not be, applied: what it sent returns to the residuals and is sent later.
+
+        Call it on every rank, between a backward pass and the next one, instead of ``optimizer.step()``. Without it, an
+        average counts as applied, whoever applies it. Not needed for steps that a ``GradScaler`` skips if the
+        compressor was given it. Does nothing if there is no average. Raises ``RuntimeError`` in the middle of a step.
+        """
+        self.engine.discard_step()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps: residuals by parameter name, the step, and more. Residuals differ between
-        ranks: save it on every rank. Call it after ``optimizer.step()``: before, the last step is saved as skipped.
+        ranks: save it on every rank. Call it after ``optimizer.step()``, and after ``GradScaler.update()``.
         Raises ``RuntimeError`` in the middle of a step."""
         return checkpoint.save(self.engine)
 

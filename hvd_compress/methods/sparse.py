@@ -2,7 +2,6 @@
 
 import abc
 import math
-import zlib
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..engine.arguments import NamedParameters
 from ..engine.block_means import BlockMeans
 from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import allreduce
+from ..engine.configuration import digest
 from ..engine.exchange import Exchange
 from ..engine.momentum import MomentumCorrection
 from ..engine.rng import derive
@@ -118,7 +118,8 @@ class SparseMethod(Compressor):
         return plan.sizes
 
     def options(self) -> dict[str, Any]:
-        return {**super().options(), "values": self._codec, "momentum": self.momentum.value}
+        # A density that is a number is among the base class's options.
+        return {"density": self._density, **super().options(), "values": self._codec, "momentum": self.momentum.value}
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
         """What averages are written to: one tensor per segment, empty where no gradient arrived."""
@@ -139,7 +140,7 @@ class SparseMethod(Compressor):
         plan.scoring = self.scoring(bucket, plan)
         # Free on the CPU; on a GPU it synchronises, so only now and then.
         check = bucket.device.type == "cpu" or plan.unchecked or self.step % _CHECK_INTERVAL == 0
-        settings = zlib.crc32(repr((type(self).__name__, self.options())).encode())
+        settings = digest({"method": type(self).__name__, **self.options()})
         seed = StepSeed.draw(self.engine.seed, self.step, bucket.index, self.ranks, settings)
         plan.selection.begin_step(seed, check)
         plan.sent, plan.unchecked = False, False

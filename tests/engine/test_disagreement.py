@@ -1,67 +1,110 @@
 """Ranks that differ in method, options, seed, step or weights raise an error, and do not hang."""
 
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
-from harness import Rank, mixed_model, random_steps, replicas
+from harness import HOSTS, Rank, gradients, mixed_model, random_steps, replicas
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import METHODS
 
+from hvd_compress import IWP
 from hvd_compress.codecs import Lanes
 from hvd_compress.engine.agreement import LIMIT, all_equal
 from hvd_compress.engine.bucket import Bucket, Segment
 from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.schedule import Diminishing
 from hvd_compress.selection.base import Scoring, StepSeed
 from hvd_compress.selection.shared import AllEntries
 
-DISAGREEING = ["iwp", "iwp-topk", "iwp-lanes4", "fft", "fft-gather", "mipd"]
 
-
-@pytest.mark.parametrize("name", DISAGREEING)
-@pytest.mark.parametrize("cause", ["seed", "state"])
-def test_ranks_with_another_seed_or_step_raise_an_error(name, cause):
-    """Otherwise every rank would silently get another gradient."""
-    world, ranks = replicas(3, METHODS[name])
-    if cause == "seed":
-        ranks[1].compression.engine.seed = 1
-    else:
-        state = ranks[0].compression.state_dict()
-        ranks[0].compression.load_state_dict({**state, "step": 3})
-    with pytest.raises(RuntimeError, match="the ranks' compressors disagree: seed, density"):
-        random_steps(world, ranks, range(1))
-
-
+@pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize(
-    ("one", "other"), [("iwp", "fft"), ("iwp", "topk"), ("iwp", "terngrad"), ("mipd", "mp2-silent")]
-)
-def test_ranks_with_another_method_raise_an_error(one, other):
-    """Their collectives have the same names, so no rank waits for another."""
-    world = ThreadWorld(2, timeout=10)
-    ranks = [Rank(world, rank, mixed_model(), METHODS[name]) for rank, name in enumerate((one, other))]
-    with pytest.raises((RuntimeError, ValueError), match=r"disagree|different shapes|asks for an all"):
-        random_steps(world, ranks, range(1))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
+    ("options", "message"),
     [
-        ("iwp", {"explore": 0.1}),
-        ("iwp", {"momentum": 0.5}),
-        ("iwp", {"block_means": False}),
-        ("iwp", {"values": Lanes(4, stochastic=False)}),
-        ("fft", {"leaders": 1}),
-        ("mipd", {"compensation": 0.5}),
-        ("mipd", {"smoothing": 0.5}),
+        ({}, "step: 0 on ranks 0, 1; 3 on rank 2"),
+        ({"seed": 1}, "seed: 0 on ranks 0, 1; 1 on rank 2"),
+        ({"density": 1.0}, "density: 0.03125 on ranks 0, 1; 1 on rank 2"),
+        ({"density": Diminishing(0.1, lambda: 0.1)}, "density: 0.03125 on ranks 0, 1; Diminishing on rank 2"),
+        ({"min_numel": 16}, "min_numel: 1024 on ranks 0, 1; 16 on rank 2"),
+        ({"momentum": 0.5}, "momentum: 0 on ranks 0, 1; 0.5 on rank 2"),
+        ({"block_means": False}, "block_means: True on ranks 0, 1; False on rank 2"),
+        (
+            {"values": Lanes(4, stochastic=False)},
+            "values: Lanes.bits=4, stochastic=True. on ranks 0, 1; .*=False. on rank 2",
+        ),
+        ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler: False on ranks 0, 1; True on rank 2"),
+    ],
+    ids=lambda value: next(iter(value), "step") if isinstance(value, dict) else "",
+)
+def test_all_ranks_say_which_options_differ_and_where(options, message, host):
+    """Otherwise ranks would wait for each other, or every rank would silently get another gradient."""
+    world, ranks = replicas(2, IWP, host=host)
+    world = ThreadWorld(3, timeout=10, ordered=host == "ddp")
+    ranks = [type(ranks[0])(world, r, mixed_model(), IWP, **(options if r == 2 else {})) for r in range(3)]
+    if not options:
+        ranks[2].compression.engine.step = 3
+    assert_all_raise(world, ranks, message)
+
+
+def assert_all_raise(world, ranks, message):
+    """Every rank raises the same error, from its first gradient."""
+
+    def step(i):
+        with pytest.raises(RuntimeError, match="must not:(.|\n)*" + message) as error:
+            ranks[i].exchange(gradients(ranks[i].model, seed=i), shuffle=0)
+        return str(error.value)
+
+    assert len(set(world.run(step))) == 1
+
+
+@pytest.mark.parametrize("other", ["fft", "mipd", "topk", "terngrad", "qsgd", "powersgd", "slimdp"])
+def test_ranks_with_another_method_raise_an_error(other):
+    world = ThreadWorld(2, timeout=10)
+    ranks = [Rank(world, rank, mixed_model(), METHODS[name]) for rank, name in enumerate(("iwp", other))]
+    assert_all_raise(world, ranks, "method: IWP on rank 0; .* on rank 1")
+
+
+def frozen_bias(model):
+    model.deep.weight.requires_grad_(False)
+
+
+def other_order(model):
+    model.first, model.wide = model.wide, model.first
+
+
+def another_name(model):
+    model.renamed = model.wide
+    del model.wide
+
+
+def memory_format(model):
+    model.conv.to(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (frozen_bias, "parameter deep.weight: number .*, trained, .* on rank 0; .*, frozen, .* on rank 1"),
+        (other_order, "parameter first.weight: number 0, .* on rank 0; number"),
+        (another_name, "parameter renamed.weight: missing on rank 0; number .* on rank 1"),
+        (memory_format, "parameter conv.weight: .* strides .* on rank 0; .* strides .* on rank 1"),
     ],
 )
-def test_ranks_with_other_options_raise_an_error(name, options):
+def test_ranks_with_other_parameters_raise_an_error(change, message):
     world = ThreadWorld(2, timeout=10)
-    model = mixed_model()
-    ranks = [Rank(world, 0, model, METHODS[name]), Rank(world, 1, model, METHODS[name], **options)]
-    with pytest.raises(RuntimeError, match="the ranks' compressors disagree"):
-        random_steps(world, ranks, range(1))
+    models = [mixed_model(), mixed_model()]
+    change(models[1])
+    ranks = [Rank(world, rank, model, IWP) for rank, model in enumerate(models)]
+    assert_all_raise(world, ranks, message)
+
+
+def test_equal_numbers_are_equal_options():
+    world = ThreadWorld(2, timeout=10)
+    ranks = [Rank(world, 0, mixed_model(), IWP, floor=1), Rank(world, 1, mixed_model(), IWP, floor=1.0)]
+    random_steps(world, ranks, range(1))
 
 
 def test_ranks_with_other_weights_raise_an_error():
@@ -72,13 +115,25 @@ def test_ranks_with_other_weights_raise_an_error():
         random_steps(world, ranks, range(1))
 
 
-def test_a_state_loaded_on_one_rank_only_does_not_block_the_others():
-    """The number of collectives does not depend on loading."""
-    world, ranks = replicas(2, METHODS["mipd"])
+@pytest.mark.parametrize("missing", ["compressor", "load_state_dict"])
+def test_a_rank_that_does_not_compare_ends_the_others_waiting(missing):
+    world, ranks = replicas(2, partial(IWP, start_timeout=0.5))
+    if missing == "load_state_dict":
+        random_steps(world, ranks, range(2))
+        ranks[0].compression.load_state_dict(ranks[0].compression.state_dict())
+    grads = gradients(ranks[0].model, seed=0)
+    with pytest.raises(RuntimeError, match="not every rank has compared its options"):
+        ranks[0].exchange(grads)
+
+
+def test_ranks_compare_again_after_loading():
+    world, ranks = replicas(2, IWP)
+    states = [r.compression.state_dict() for r in ranks]
     random_steps(world, ranks, range(3))
-    ranks[0].compression.load_state_dict(ranks[0].compression.state_dict())
-    applied = random_steps(world, ranks, range(3, 6))
-    assert all(torch.equal(a, b) for a, b in zip(*applied, strict=True))
+    states[1] = ranks[1].compression.state_dict()
+    for rank, state in zip(ranks, states, strict=True):
+        rank.compression.load_state_dict(state)
+    assert_all_raise(world, ranks, "step: 0 on rank 0; 3 on rank 1")
 
 
 def test_a_disagreement_is_remembered_until_it_is_checked():

@@ -74,19 +74,3 @@ def test_gradients_of_an_interrupted_step_are_not_counted_twice(means):
     assert not unchanged.grad.any(), "the residual contains it"
     assert added.grad.all(), "a new gradient was added"
     torch.testing.assert_close(rank.compression.residual("wide.weight"), torch.ones_like(unchanged))
-
-
-def test_an_average_that_was_not_applied_before_a_restart_returns_to_the_residual():
-    """After a reset hvd.broadcast_optimizer_state() steps an optimizer without state: this step applies nothing."""
-    world, (rank,) = replicas(1, METHODS["iwp-fp32"])
-    optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.0)
-    random_steps(world, [rank], range(2))
-    optimizer.step()
-    before, grads = residuals(rank), gradients(rank.model, seed=50)
-    given = [g.double().clone() for g in grads]
-    together(world, [rank], [grads])
-    rank.move_to(ThreadWorld(1, timeout=20), 0)
-    optimizer.step()
-    for number, (name, p) in enumerate(rank.model.named_parameters()):
-        if p.dim() > 1 and p.numel() >= 1024:
-            torch.testing.assert_close(residuals(rank)[name], before[name] + given[number], rtol=0, atol=1e-4)

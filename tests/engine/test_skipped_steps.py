@@ -1,11 +1,11 @@
-"""Steps that are averaged but not applied, as a GradScaler skips them: what was sent returns to the residual."""
+"""Averages that are not applied: what was sent returns to the residual if it is certain that nobody used it."""
 
 from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, gradients, random_steps, replicas, residuals, together
-from methods import METHODS
+from harness import HOSTS, equal, gradients, random_steps, replicas, residuals, together
+from methods import FORGETFUL, METHODS
 
 from hvd_compress import IWP
 
@@ -20,13 +20,13 @@ class Scaler:
 
 
 @pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("told_by", ["scaler", "call"])
 @pytest.mark.parametrize("applied_early", [False, True])
 @pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "fft-gather", "mipd", "mipd-compensated"])
-def test_a_skipped_step_takes_nothing_from_any_residual(name, applied_early, host):
+def test_a_skipped_step_takes_nothing_from_any_residual(name, applied_early, told_by, host):
     """An infinity in one bucket: GradScaler skips the step, and what all other buckets sent returns to the residual,
     whether the deferred update of the residual was applied or not."""
-    # Under DDP several backward passes may come before a step: only the scaler tells that it was skipped.
-    scaler = Scaler() if host == "ddp" else None
+    scaler = Scaler() if told_by == "scaler" else None
     world, ranks = replicas(2, partial(METHODS[name], density=1 / 16, bucket_mb=0.08, grad_scaler=scaler), host=host)
     assert len(ranks[0].compression.buckets) > 1
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
@@ -45,6 +45,8 @@ def test_a_skipped_step_takes_nothing_from_any_residual(name, applied_early, hos
             bucket.apply_deferred()
     # No optimizer.step(): the next step begins, with gradients of zero.
     Scaler.scale = 0.5
+    for rank in ranks if scaler is None else ():
+        rank.compression.discard_step()
     zeros = [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks]
     sent = together(world, ranks, zeros)
     scale, Scaler.scale = 1.0 if scaler is None else Scaler.scale, 1.0
@@ -74,7 +76,7 @@ def test_a_skipped_step_undoes_mipds_compensation():
     applied = together(world, ranks, grads)
     assert not applied[0][6].isfinite().all() and applied[0][4].isfinite().all()
     for rank in ranks:
-        rank.compression.state_dict()  # undoes the skipped step
+        rank.compression.discard_step()
     for i, rank in enumerate(ranks):
         for number, (name, p) in enumerate(rank.model.named_parameters()):
             if p.dim() > 1 and p.numel() >= 1024:
@@ -144,6 +146,60 @@ def test_loading_after_a_skipped_step_restores_the_saved_state(name):
     second = random_steps(again_world, again, [8])
     for a, b in zip(first[0], second[0], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("scaler", [None, Scaler()], ids=["", "scaler"])
+@pytest.mark.parametrize("name", METHODS)
+def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host):
+    """The user's own update may have used it; or several backward passes precede a step."""
+    world, ranks = replicas(2, partial(METHODS[name], grad_scaler=scaler), host=host)
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    random_steps(world, ranks, [0])
+    for optimizer in optimizers:
+        optimizer.step()
+    held = [residuals(r) for r in ranks]
+    random_steps(world, ranks, [1])
+    after = [residuals(r) for r in ranks]
+    for rank in ranks:
+        assert rank.compression.state_dict()["step"] == 2  # may undo
+        rank.compression.engine.undo_skipped_step()  # as the next step's first gradient
+    assert all(equal(a.values(), residuals(r).values()) for a, r in zip(after, ranks, strict=True))
+    assert name.startswith(FORGETFUL) or not equal(held[0].values(), after[0].values())
+
+
+def test_users_may_apply_averages_themselves():
+    """A true gradient of 1 in every step: what arrives is 1 in every step, also after a large one was dropped."""
+    world, ranks = replicas(2, IWP, density=1.0, values="fp32")
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    for optimizer in optimizers:
+        optimizer.step()  # as hvd.broadcast_optimizer_state()
+    for true in (1.0, 1.0, 1000.0, 1.0, 1.0):
+        grads = [[torch.full_like(p, true) for p in r.model.parameters()] for r in ranks]
+        for applied in together(world, ranks, grads):
+            assert all((g == true).all() for g in applied)
+
+
+def test_a_step_is_discarded_at_most_once():
+    world, ranks = replicas(2, IWP, density=1 / 16, values="fp32")
+    random_steps(world, ranks, range(3))
+    before = [residuals(r) for r in ranks]
+    random_steps(world, ranks, [3])
+    for rank in ranks:
+        rank.compression.discard_step()
+        once = residuals(rank)
+        rank.compression.discard_step()
+        assert equal(once.values(), residuals(rank).values())
+        assert not equal(once.values(), before[rank.rank].values())
+
+
+def test_a_step_in_progress_cannot_be_discarded():
+    rank = replicas(1, IWP)[1][0]
+    p = rank.model.wide.weight
+    p.grad = torch.ones_like(p)
+    rank.compression.compress(p.grad)
+    with pytest.raises(RuntimeError, match=r"in the middle of a step: call reset\(\)"):
+        rank.compression.discard_step()
 
 
 def test_under_ddp_an_average_is_not_undone_because_another_backward_follows():

@@ -1,0 +1,117 @@
+"""What must be the same on all ranks, compared before they exchange anything.
+
+Ranks that differ would wait for collectives that others never start, or sum what does not belong together.
+"""
+
+import json
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._version import __version__
+from .collectives import Request, allgather
+
+# So many differences are written out.
+_LISTED = 6
+
+
+def configuration(engine: Any) -> dict[str, object]:
+    """Of an :class:`~hvd_compress.engine.engine.Engine` and its method: numbers, strings, None or frozen dataclasses,
+    by name."""
+    method, parameters = engine.method, {}
+    for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
+        # Strides of dimensions of size 1 are arbitrary.
+        strides = tuple(d for d, n in zip(p.stride(), p.shape, strict=True) if n > 1)
+        place = engine.place_of(number)
+        where = "uncompressed" if place is None else f"in bucket {place.bucket.index}"
+        state = "trained" if p.requires_grad else "frozen"
+        text = f"number {number}, shape {tuple(p.shape)}, strides {strides}, {p.dtype}, {state}, {where}"
+        parameters[f"parameter {name}"] = text
+    return {
+        "version of hvd_compress": __version__,
+        "method": type(method).__name__,
+        **method.options(),
+        "grad_scaler": engine.scaler is not None,
+        "seed": engine.seed,
+        "step": engine.step,
+        **parameters,
+    }
+
+
+def compare_ranks(engine: Any, timeout: float) -> None:
+    """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after ``timeout`` seconds, if a rank
+    does not take part. Waits, so nothing else of the step may have begun."""
+    if engine.collectives.size == 1:
+        return
+    exchange, result, stage = _compare(configuration(engine), engine.parameters[0].device), None, 0
+    begin = time.perf_counter()
+    try:
+        while True:
+            request = exchange.send(result)  # type: ignore[arg-type]
+            handle = engine.collectives.start(request, f"hvd_compress.compare.{stage}")
+            result, stage = handle.result(timeout), stage + 1
+    except StopIteration:
+        return
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"not every rank has compared its options within {timeout:g} s (start_timeout=): was a compressor given to "
+            "the optimizer or to the DDP model on every rank? Was load_state_dict() called on every rank?"
+        ) from error
+    finally:
+        engine.exchanges.seconds_waited += time.perf_counter() - begin
+
+
+def digest(values: Mapping[str, object]) -> int:
+    """A hash of values such as :func:`configuration`'s, the same in every process."""
+    return zlib.crc32(_text(values))
+
+
+def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Request, Tensor, None]:
+    """One collective of 16 bytes a rank, and a second one, of the texts, if they differ."""
+    text = _text(own)
+    head = torch.tensor([[zlib.crc32(text), len(text)]], device=device)
+    heads = yield allgather(head)
+    if bool((heads == head).all()):
+        return
+    longest = int(heads[:, 1].max())
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = yield allgather(padded)
+    everyone = [json.loads(bytes(row.tolist())) for row in texts.view(-1, longest).cpu()]
+    raise RuntimeError(_differences(everyone))
+
+
+def _text(values: Mapping[str, object]) -> bytes:
+    return json.dumps({name: _plain(value) for name, value in values.items()}).encode()
+
+
+def _plain(value: object) -> object:
+    """What JSON can hold; 1 and 1.0 are equal."""
+    if isinstance(value, bool | str | None):
+        return value
+    if isinstance(value, int | float):
+        return f"{value:.17g}"
+    # Other objects' texts differ from process to process.
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return repr(value) if getattr(parameters, "frozen", False) else type(value).__name__
+
+
+def _differences(everyone: list[dict[str, object]]) -> str:
+    lines = []
+    for name in dict.fromkeys(name for values in everyone for name in values):
+        ranks_by_value = defaultdict[object, list[int]](list)
+        for rank, values in enumerate(everyone):
+            ranks_by_value[values.get(name, "missing")].append(rank)
+        if len(ranks_by_value) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on {_ranks(r)}" for value, r in ranks_by_value.items()))
+    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return "\n  ".join(["the ranks' compressors differ, and must not:", *lines[:_LISTED], *more])
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
