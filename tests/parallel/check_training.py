@@ -26,7 +26,8 @@ arguments.add_argument("plan", nargs="+", metavar="METHOD[:CASE,CASE...]")
 
 def main() -> None:
     chosen = arguments.parse_args()
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    tests = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(tests), str(tests / "faults")]
     if chosen.host == "ddp":
         sys.modules["horovod"] = None  # type: ignore[assignment]  # importing it fails
     import common_cases
@@ -37,7 +38,8 @@ def main() -> None:
     torch.set_num_threads(1)
     host = job.host = importlib.import_module(f"{chosen.host}_job")
     job.steps = chosen.steps
-    cases = {**common_cases.CASES, **importlib.import_module(f"{chosen.host}_cases").CASES}
+    modules = [common_cases, *map(importlib.import_module, (f"{chosen.host}_cases", "mismatch_cases", "script_cases"))]
+    cases = {name: case for module in modules for name, case in module.CASES.items()}
     host.start()
     assert host.size() > 1
     folder = Path(os.environ.get("HVD_COMPRESS_TEST_LOGS") or tempfile.mkdtemp())
