@@ -1,0 +1,54 @@
+"""Trains until something happens to a rank. Started by tests/faults/test_lost_ranks.py under scripts/run.sh:
+
+victim.py [--host ddp] [--method M] [--steps N] [--fail-at N]
+
+Every rank reports its process and each step. ``--fail-at``: the last rank raises an exception in the middle of the
+backward pass of that step. After the last step replicas must be equal.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+tests = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(tests), str(tests / "parallel")]
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--host", choices=["horovod", "ddp"], default="horovod")
+arguments.add_argument("--method", default="iwp")
+arguments.add_argument("--steps", type=int, default=10**6)
+arguments.add_argument("--fail-at", type=int)
+
+
+def main() -> None:
+    import job
+    import torch
+
+    chosen = arguments.parse_args()
+    torch.set_num_threads(1)
+    host, job.method = importlib.import_module(f"{chosen.host}_job"), chosen.method
+    job.host = host
+    host.start()
+    trained = job.Job()
+
+    def say(text: str) -> None:
+        sys.stdout.write(f"[rank {host.rank()}] process {os.getpid()} {text}\n")
+        sys.stdout.flush()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("seeded by the test")
+
+    for step in range(chosen.steps):
+        say(f"step {step}")
+        if step == chosen.fail_at and host.rank() == host.size() - 1:
+            trained.model.branches[0].weight.register_hook(fail)
+        trained.step(step)
+    trained.assert_equal_replicas()
+    say("ends with equal replicas")
+    host.stop()
+
+
+if __name__ == "__main__":
+    main()
