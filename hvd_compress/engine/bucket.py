@@ -80,7 +80,8 @@ class Bucket:
 
     def add_state(self, name: str) -> Tensor:
         """Adds a bucket-wide tensor of zeros to ``state``."""
-        self.state[name] = torch.zeros(self.blocks * BLOCK, device=self.device)
+        with self.order:
+            self.state[name] = torch.zeros(self.blocks * BLOCK, device=self.device)
         return self.state[name]
 
     @property
@@ -93,17 +94,16 @@ class Bucket:
     def apply_deferred(self) -> None:
         """Brings ``state`` up to date with the last exchange."""
         if self.deferred is not None and self.deferred.pending:
-            self.order.enter()
-            self.deferred.apply(self.state["residual"], self.state.get("velocity"))
-            self.order.leave()
+            with self.order:
+                self.deferred.apply(self.state["residual"], self.state.get("velocity"))
 
     def drop_deferred(self) -> None:
         """Applies the last exchange's deferred update and frees its memory. Called before a new exchange."""
         self.apply_deferred()
         if self.deferred is not None:
             d = self.deferred
-            self.order.enter()
-            self.order.release(d.indices, d.segments, d.mean, d.error)
+            with self.order:
+                self.order.release(d.indices, d.segments, d.mean, d.error)
             self.deferred = None
 
     def residual_of(self, segment: Segment) -> Tensor:
@@ -146,11 +146,10 @@ class Bucket:
     def zero_accumulated(self) -> None:
         """Zeros the gradients that are part of the state, except those that somebody else has written to since:
         accumulating on top of them would count them twice."""
-        self.order.enter()
-        for original, version in zip(self.originals, self._versions, strict=True):
-            if original is not None and original._version == version:
-                original.zero_()
-        self.order.leave()
+        with self.order:
+            for original, version in zip(self.originals, self._versions, strict=True):
+                if original is not None and original._version == version:
+                    original.zero_()
 
     def result(self, position: int) -> Tensor:
         """The tensor that the host passed in, now holding the averaged gradient. Drops the bucket's reference to it."""
@@ -160,11 +159,12 @@ class Bucket:
                 f"{self.segments[position].name}: the step in which this gradient was compressed is gone (it failed "
                 "and was reset, or the result was requested twice)"
             )
-        self.order.enter()
         self.gradients[position] = self.originals[position] = None
-        if ordered.data_ptr() != original.data_ptr():
-            with torch.no_grad():  # Horovod may call with autograd on
-                original.copy_(ordered)
+        with self.order:
+            if ordered.data_ptr() != original.data_ptr():
+                with torch.no_grad():  # Horovod may call with autograd on
+                    original.copy_(ordered)
+                self.order.release(ordered)
         return original
 
     def targets(self) -> list[Tensor]:

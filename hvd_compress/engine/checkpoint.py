@@ -22,7 +22,7 @@ def save(engine: Engine) -> dict[str, Any]:
         )
     engine.undo_skipped_step()
     for bucket in engine.buckets:
-        bucket.order.enter()
+        bucket.order.__enter__()
         bucket.apply_deferred()
 
     def copies(part: Callable[[Segment, Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -57,7 +57,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
         _check_shapes(method, place, state["tensors"][place.segment.name])
     engine.reset()
     for bucket in engine.buckets:
-        bucket.order.enter()
+        bucket.order.__enter__()
         bucket.apply_deferred()
     method.load_method_state(state["extra"])
     for bucket, position in engine.places:
@@ -66,7 +66,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
             segment.padding(flat).copy_(state["padding"][segment.name][key])
             method.saved(segment, flat).copy_(state["tensors"][segment.name][key])
     for bucket in engine.buckets:
-        bucket.order.leave()
+        bucket.order.__exit__()
     engine.step, engine.compared, engine.undoable = state["step"], False, False
     engine.stats.load_state_dict(state["wire_stats"])
 

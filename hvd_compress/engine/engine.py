@@ -136,10 +136,9 @@ class Engine:
             )
         self.stats.count_gradient(grad.numel(), self.ranks)
         try:
-            bucket.order.enter()
-            self.method.receive(bucket, position, bucket.add_gradient(position, grad))
-            bucket.mark_accumulated(position)
-            bucket.order.leave()
+            with bucket.order:
+                self.method.receive(bucket, position, bucket.add_gradient(position, grad))
+                bucket.mark_accumulated(position)
             if bucket.full:
                 self.exchanges.launch(bucket, self._whole_exchange(bucket))
             self.exchanges.advance()
@@ -264,9 +263,8 @@ class Engine:
         self.stats.begin_step()
         for bucket in self.buckets:
             bucket.clear()
-            bucket.order.enter()
-            self.method.begin(bucket)
-            bucket.order.leave()
+            with bucket.order:
+                self.method.begin(bucket)
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
         self.collecting = True
 
@@ -282,9 +280,8 @@ class Engine:
 
     def _undo(self) -> None:
         for bucket in self.buckets:
-            bucket.order.enter()
-            self.method.undo(bucket)
-            bucket.order.leave()
+            with bucket.order:
+                self.method.undo(bucket)
 
     def _check_gradient(self, number: int, grad: Tensor, place: Place | None) -> None:
         name = self.names[number]

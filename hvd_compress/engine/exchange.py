@@ -3,10 +3,8 @@
 import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from .bucket import Bucket
@@ -25,7 +23,7 @@ class _Running:
 
     bucket: Bucket
     exchange: Exchange
-    handle: Handle = field(init=False)
+    handle: Handle | None = None
     stages: Counter[str] = field(default_factory=Counter)
 
 
@@ -50,14 +48,14 @@ class Exchanges:
         """Starts an exchange, up to its first collective. Never waits."""
         running = _Running(bucket, exchange)
         self._running.append(running)
-        self._resume(running, None)
+        self._resume(running)
 
     def advance(self) -> bool:
         """Resumes every exchange whose result would not block the host; True if there was any."""
         advanced = False
         for running in list(self._running):
-            while running in self._running and running.handle.done():
-                self._resume(running, running.handle.result())
+            while running in self._running and running.handle and running.handle.done():
+                self._resume(running)
                 advanced = True
         return advanced
 
@@ -66,10 +64,7 @@ class Exchanges:
         while self._running:
             if self._collectives.ordered:
                 for running in list(self._running):
-                    begin = time.perf_counter()
-                    result = running.handle.result()
-                    self.seconds_waited += time.perf_counter() - begin
-                    self._resume(running, result)
+                    self._resume(running)
             elif not self.advance():
                 begin = time.perf_counter()
                 time.sleep(_POLL_INTERVAL)
@@ -81,18 +76,24 @@ class Exchanges:
             running.exchange.close()
         self._running.clear()
 
-    def _resume(self, running: _Running, result: Tensor | None) -> None:
+    def _resume(self, running: _Running) -> None:
+        """Continues an exchange with the result of its collective, for which it waits."""
         bucket = running.bucket
-        with torch.cuda.device(bucket.device) if bucket.device.type == "cuda" else nullcontext():
-            bucket.order.enter()
+        with bucket.order.exchange_stream():
+            result = None if running.handle is None else self._wait(running.handle)
             try:
-                request = next(running.exchange) if result is None else running.exchange.send(result)
+                with bucket.order:
+                    request = running.exchange.send(result)  # type: ignore[arg-type]
             except StopIteration:
                 self._running.remove(running)
                 return
-            finally:
-                bucket.order.leave()
             self._stats.count_request(request, self._collectives.size)
             name = f"{self._label}.{bucket.index}.{request.name}.{running.stages[request.name]}"
             running.handle = self._collectives.start(request, name)
             running.stages[request.name] += 1
+
+    def _wait(self, handle: Handle) -> Tensor:
+        begin = time.perf_counter()
+        result = handle.result()
+        self.seconds_waited += time.perf_counter() - begin
+        return result

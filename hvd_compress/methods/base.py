@@ -236,8 +236,8 @@ class Compressor(abc.ABC):
         for bucket, position in self.engine.places:
             segment = bucket.segments[position]
             if segment.name == name:
-                bucket.order.enter()
-                return self.held(bucket, segment).clone()
+                with bucket.order:
+                    return self.held(bucket, segment).clone()
         parameter = dict(zip(self.engine.names, self.engine.parameters, strict=True))[name]
         return torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -252,8 +252,8 @@ class Compressor(abc.ABC):
         """
         norms = []
         for bucket, position in self.engine.places:
-            bucket.order.enter()
-            norms.append(self.held(bucket, bucket.segments[position]).norm())
+            with bucket.order:
+                norms.append(self.held(bucket, bucket.segments[position]).norm())
         norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
         return {"steps": self.step, **self.engine.stats.report(), "residual_norm": norm}
 
