@@ -39,6 +39,7 @@ def configuration(engine: Any) -> dict[str, object]:
         "grad_scaler": engine.scaler is not None,
         "seed": engine.seed,
         "step": engine.step,
+        "parameters in changed groups": engine.regrouped,
         **parameters,
     }
 

@@ -91,6 +91,9 @@ class Engine:
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
         #: Whether the ranks have compared their configurations.
         self.compared = False
+        #: The number of parameters of the optimizer whose groups have changed last.
+        self.regrouped: int | None = None
+        self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
         #: Whether the last average may still be taken back.
         self.undoable = False
         # Gradients of a model on several GPUs arrive from several threads.
@@ -205,6 +208,10 @@ class Engine:
         # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
         # does not use an older average.
         self.check_generation()
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
+            self._sizes[optimizer] = self.regrouped = size
+            self.compared = False
         self.method.check_optimizer(optimizer)
 
     def check_generation(self) -> bool:

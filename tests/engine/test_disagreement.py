@@ -126,6 +126,25 @@ def test_a_rank_that_does_not_compare_ends_the_others_waiting(missing):
         ranks[0].exchange(grads)
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_ranks_compare_again_after_a_new_parameter_group(everywhere):
+    """Ranks without it would wait for the others."""
+    world, ranks = replicas(2, partial(IWP, start_timeout=0.5))
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    random_steps(world, ranks, [0])
+    for optimizer in optimizers:
+        optimizer.step()
+    for rank, optimizer in enumerate(optimizers):
+        if everywhere or rank == 0:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        optimizer.step()
+    if everywhere:
+        random_steps(world, ranks, [1])
+        return
+    with pytest.raises(RuntimeError, match="not every rank has compared its options"):
+        ranks[0].exchange(gradients(ranks[0].model, seed=0))
+
+
 def test_ranks_compare_again_after_loading():
     world, ranks = replicas(2, IWP)
     states = [r.compression.state_dict() for r in ranks]
