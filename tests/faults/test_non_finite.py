@@ -1,0 +1,194 @@
+"""A gradient that is not finite, or so large that sums and squares overflow, in one step of a training in threads.
+
+The rule: it never enters a state. All ranks see averages that are not finite in that step if a rank's gradient was not,
+and finite ones in the next. From 2**64 on, where the square overflows float32, a compressed gradient counts as infinite.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import HOSTS, Rank, equal, gradients, mixed_model, replicas, residuals, together
+from methods import FORGETFUL, METHODS, TRAINED
+from torch import Tensor
+
+from hvd_compress import DGC, IWP, SlimDP
+from hvd_compress.extrapolation import Line
+from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.reference import OVERFLOW
+
+VALUES = (math.nan, math.inf, -math.inf, 1e38, 3e38, -1e38, 65504.0, 1e-45)
+#: Steps before the attack, and after it.
+BEFORE, AFTER = 3, 5
+
+
+@dataclass(frozen=True)
+class Attack:
+    """``value`` replaces a gradient's entries in one step.
+
+    ``place``: "compressed" or "dense", the tensor. ``everywhere``: on all ranks, or only on the last. ``whole``: all
+    entries, or one.
+    """
+
+    method: str
+    value: float
+    place: str = "compressed"
+    everywhere: bool = False
+    whole: bool = False
+    momentum: float = 0.0
+    dtype: torch.dtype = torch.float32
+    host: str = "horovod"
+
+    def __str__(self) -> str:
+        ranks, entries = "all ranks" if self.everywhere else "one rank", "all entries" if self.whole else "one entry"
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.method} {self.value:g} {self.place} {ranks} {entries} m={self.momentum:g} {kind} {self.host}"
+
+
+@dataclass
+class Outcome:
+    """What went wrong, and how many steps after the attack averages were still not finite (``late``) or above 100, with
+    gradients of size 1 (``draining``)."""
+
+    problems: list[str] = field(default_factory=list)
+    late: int = 0
+    draining: int = 0
+
+
+def small_model() -> torch.nn.Module:
+    """Two compressed tensors, one with padding, each in a bucket of its own, and a bias."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.wide = torch.nn.Linear(64, 40)
+    model.deep = torch.nn.Linear(33, 40, bias=False)
+    return model
+
+
+def has_momentum(method: str) -> bool:
+    return not method.startswith("powersgd")
+
+
+def run(attack: Attack, ranks: int = 2) -> Outcome:
+    """A few steps, one of them attacked."""
+    outcome = Outcome()
+    options = {"momentum": attack.momentum} if has_momentum(attack.method) else {}
+    build = partial(METHODS[attack.method], bucket_mb=0.011, **options)
+    world, each = replicas(ranks, build, model=small_model().to(attack.dtype), host=attack.host)
+    assert len(each[0].compression.buckets) == 2
+    number = 0 if attack.place == "compressed" else 1
+    given = [torch.zeros(p.shape, dtype=torch.float64) for p in each[0].model.parameters()]
+    taken = [torch.zeros_like(total) for total in given]
+    infinite = not abs(attack.value) < OVERFLOW
+    for step in range(BEFORE + 1 + AFTER):
+        grads = [gradients(r.model, seed=100 * step + r.rank) for r in each]
+        if step == BEFORE:
+            for grad in grads if attack.everywhere else grads[-1:]:
+                flat = grad[number].view(-1)
+                flat[:] = attack.value if attack.whole else flat
+                flat[7] = attack.value
+        for total, *own in zip(given, *grads, strict=True):
+            for grad in own:
+                total += torch.where(grad.double().abs() < OVERFLOW, grad.double(), 0.0)
+        averages = together(world, each, grads, shuffle=step)
+        if any(not same(a, b) for other in averages[1:] for a, b in zip(averages[0], other, strict=True)):
+            outcome.problems.append("ranks differ")
+        valid = [average.isfinite().all() for average in averages[0]]
+        for total, average, applied in zip(taken, averages[0], valid, strict=True):
+            total += ranks * torch.where(applied, average.double(), 0.0)
+        if step == BEFORE and not math.isfinite(attack.value) and valid[number]:
+            outcome.problems.append("not seen")
+        if step > BEFORE:
+            after = step - BEFORE
+            outcome.late = outcome.late if all(valid) else after
+            largest = max(float(average.float().abs().nan_to_num(nan=0.0).max()) for average in averages[0])
+            outcome.draining = after if largest > 100.0 else outcome.draining
+        if step >= BEFORE:
+            bad = {path for r in each for path, t in tensors(r.compression.state_dict()) if not t.isfinite().all()}
+            if bad and not any(p.startswith("state") for p in outcome.problems):
+                outcome.problems.append(f"state {sorted(bad)[0]}")
+    if outcome.late:
+        outcome.problems.append(f"averages not finite {outcome.late} steps later")
+    if infinite and outcome.draining:
+        outcome.problems.append(f"averages above 100 {outcome.draining} steps later")
+    if attack.momentum == 0.0 and attack.method not in FORGETFUL:
+        outcome.problems.extend(lost(attack, each, given, taken))
+    return outcome
+
+
+def lost(attack: Attack, each: list[Rank], given: list[Tensor], taken: list[Tensor]) -> Iterator[str]:
+    """Whether anything finite was neither applied nor is in a residual."""
+    for position, (name, parameter) in enumerate(each[0].model.named_parameters()):
+        if attack.place == "dense" and position == 1:
+            continue  # an uncompressed gradient that is not finite is seen by all ranks and then gone
+        if parameter.dtype != torch.float32:
+            continue
+        held = sum(residuals(r)[name] for r in each)
+        difference = (given[position] - taken[position] - held).abs()
+        rounds = METHODS[attack.method].keywords.get("values" if parameter.dim() > 1 else "dense_values") == "fp16"
+        allowed = (0.2 if rounds else 1e-3) + (2e-3 if rounds else 1e-5) * float(given[position].abs().max())
+        if not difference.max() <= allowed:
+            yield f"{name}: {float(difference.max()):.3g} lost"
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same numbers; NaNs are equal."""
+    return torch.equal(one.nan_to_num(nan=12345.0), other.nan_to_num(nan=12345.0))
+
+
+def tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of floating dtype, and floats, of a state, with their paths."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from tensors(value, f"{path}/{key}")
+    elif isinstance(state, list | tuple):
+        for i, value in enumerate(state):
+            yield from tensors(value, f"{path}/{i}")
+    elif isinstance(state, float):
+        yield path, torch.tensor(state)
+    elif isinstance(state, Tensor) and state.is_floating_point():
+        yield path, state
+
+
+def attacks(method: str, values: Any, flags: Any, **fixed: Any) -> Iterator[Attack]:
+    """All combinations of values, places, and the ``flags`` for ``everywhere`` and ``whole``, with and without
+    momentum."""
+    for value, place, everywhere, whole in itertools.product(values, ("compressed", "dense"), flags, flags):
+        for momentum in (0.0, 0.9) if has_momentum(method) else (0.0,):
+            yield Attack(method, value, place, everywhere, whole, momentum, **fixed)
+
+
+def check(each: Iterator[Attack]) -> None:
+    outcomes = {str(attack): run(attack).problems for attack in each}
+    assert outcomes and not any(outcomes.values()), {name: found for name, found in outcomes.items() if found}
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_an_infinite_and_a_huge_gradient(method):
+    check(attacks(method, (math.inf, 1e38), [False]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_value_everywhere(method):
+    check(attacks(method, VALUES, [False, True]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", TRAINED)
+def test_under_ddp(method):
+    check(attacks(method, VALUES, [False, True], host="ddp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", TRAINED)
+def test_16_bit_parameters(method, dtype):
+    """float16 overflows from 65520 on: an average of several of its largest numbers is infinite, as in stock Horovod,
+    and then gone."""
+    values = (math.nan, math.inf, 65504.0, 1e-45) if dtype == torch.float16 else VALUES
+    check(attacks(method, values, [False, True], dtype=dtype))
