@@ -20,7 +20,7 @@ from methods import METHODS, fitting
 CASES: Cases = {}
 
 #: These select by weights, which must be the same on all ranks from the first step.
-NEED_EQUAL_WEIGHTS = ("mipd",)
+NEED_EQUAL_WEIGHTS = ("mipd", "slimdp")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p, **o: torch.optim.SGD(p, momentum=o.pop("decay", 0.9), nesterov=True, **o),
     "Adam": lambda p, **o: torch.optim.Adam(p, betas=(o.pop("decay", 0.9), 0.99), **o),
