@@ -57,7 +57,7 @@ class PowerSGD(Compressor):
         super().__init__(named_parameters, **common)
         self._rank, self._cast = rank, Cast(values)
         #: From here on a gradient counts as infinite. Factors in float16 would need many steps to send a larger one.
-        self._overflow = 2.0**16 if values == "fp16" else OVERFLOW
+        self._overflow = 2.0**22 if values == "fp16" else OVERFLOW
         self._error_feedback, self._warm_start = error_feedback, warm_start
         #: Per bucket: Q of each segment, (m, rank), or None for one that is sent complete.
         self._q = [[self._random_q(b, i, 0) for i in range(len(b.segments))] for b in self.buckets]
