@@ -37,27 +37,29 @@ struct AccumulateSelect {
 struct Entry {
   float residual;
   float velocity;
-  bool finite;
+  bool usable;
 };
-
-// A block's mean from its sum, or 0 if it is not finite.
-HVD_BODY float mean_of(float sum, int inside) {
-  float mean = sum / static_cast<float>(inside < 1 ? 1 : inside);
-  return is_finite(mean) ? mean : 0.0f;
-}
-
-// `step` is the scaled gradient. An entry that would not be finite keeps its values. Without
-// branches, so that loops are vectorised.
-template <bool kVelocity>
-HVD_BODY Entry accumulate(float step, float residual, float velocity, float momentum) {
-  if (kVelocity) step = velocity * momentum + step;
-  float sum = residual + step;
-  bool finite = is_finite(sum);
-  return {finite ? sum : residual, finite ? step : velocity, finite};
-}
 
 HVD_BODY float magnitude(float value) {
   return bits_as<float>(bits_as<uint32_t>(value) & 0x7fffffffu);
+}
+
+// Whether a gradient, or a sum of gradients, may enter a state.
+HVD_BODY bool is_usable(float value) { return magnitude(value) < kOverflow; }
+
+// A block's mean from its sum, or 0 if that is not usable.
+HVD_BODY float mean_of(float sum, int inside) {
+  return is_usable(sum) ? sum / static_cast<float>(inside < 1 ? 1 : inside) : 0.0f;
+}
+
+// `step` is the scaled gradient. If it is not usable, the entry keeps its values. Without branches,
+// so that loops are vectorised.
+template <bool kVelocity>
+HVD_BODY Entry accumulate(float step, float residual, float velocity, float momentum) {
+  bool usable = is_usable(step);
+  if (kVelocity) step = velocity * momentum + step;
+  float sum = residual + step;
+  return {usable ? sum : residual, usable ? step : velocity, usable};
 }
 
 HVD_BODY int32_t weighted_bits(float residual, float weight, float floor) {

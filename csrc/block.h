@@ -14,6 +14,8 @@
 namespace hvd_compress {
 
 constexpr int kBlock = 256;
+// From here on a gradient counts as infinite: its square overflows.
+constexpr float kOverflow = 0x1p64f;
 
 template <typename To, typename From>
 HVD_BODY To bits_as(From value) {

@@ -46,7 +46,7 @@ HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
                           : score_bits(magnitude(entry.residual));
     residual[i] = entry.residual;
     if (kVelocity) velocity[i] = entry.velocity;
-    bad |= !entry.finite;
+    bad |= !entry.usable;
   }
   if (!args.block_means) memset(static_cast<void*>(grad), 0, inside * sizeof(T));
   for (int i = inside; i < kBlock; ++i) scores[i] = 0;

@@ -24,7 +24,7 @@ struct Send {
       unsent[i] = out[i] = entry.residual;
       if (kVelocity) velocity[i] = entry.velocity;
       fresh[i] = 0.0f;
-      bad |= !entry.finite;
+      bad |= !entry.usable;
     }
     return bad;
   }

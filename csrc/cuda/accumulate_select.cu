@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kPerLane; ++i) {
     Entry entry = accumulate<kVelocity>(static_cast<float>(step[i]) * args.scale - mean,
                                         residual[i], kVelocity ? velocity[i] : 0.0f, args.momentum);
-    bad |= !entry.finite;  // padding is loaded as zeros
+    bad |= !entry.usable;  // padding is loaded as zeros
     residual[i] = entry.residual;
     velocity[i] = entry.velocity;
     step[i] = static_cast<T>(0.0f);

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   args.unsent[i] = args.out[i] = entry.residual;
   if (kVelocity) args.velocity[i] = entry.velocity;
   args.fresh[i] = 0.0f;
-  if (!entry.finite) atomicOr(args.invalid, 1);
+  if (!entry.usable) atomicOr(args.invalid, 1);
 }
 
 __global__ void __launch_bounds__(kThreads)

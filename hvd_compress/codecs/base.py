@@ -12,6 +12,16 @@ from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
 
+# The most steps in which a value beyond a dtype's range is sent.
+_PATIENCE = 64
+
+
+def drop_excess(quantization_error: Tensor, limit: float) -> None:
+    """Limits the errors of values that were clipped to ``limit``: what would take more than 64 further steps to be sent
+    is dropped."""
+    most = min(_PATIENCE * limit, torch.finfo(torch.float32).max)
+    quantization_error.clamp_(-most, most)
+
 
 class Codec(abc.ABC):
     """How values are encoded on the wire. Immutable, shared by all buckets."""

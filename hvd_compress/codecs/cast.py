@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from ..engine.collectives import allreduce
-from .base import Averaged, Channel, Codec
+from .base import Averaged, Channel, Codec, drop_excess
 
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Floats of 16 or 32 bits: ``Cast("fp16")``, ``Cast("fp32")``."""
+    """Floats of 16 or 32 bits: ``Cast("fp16")``, ``Cast("fp32")``.
+
+    A value beyond the dtype's range is sent in several steps, see :func:`~hvd_compress.codecs.base.drop_excess`.
+    """
 
     kind: str
 
@@ -51,6 +54,7 @@ class _CastChannel(Channel):
         torch.clamp(values, -self.limit, self.limit, out=self.mean)
         self.payload.copy_(self.mean)
         torch.sub(values, self.payload, out=self.quantization_error)
+        drop_excess(self.quantization_error, self.limit)
         self.payload.masked_fill_(invalid != 0, float("nan"))
         total = yield allreduce(self.payload)
         return self.mean.copy_(total).mul_(1.0 / self.ranks), self.quantization_error

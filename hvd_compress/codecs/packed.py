@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .base import drop_excess
 from .codebooks import codebook_on
 
 
@@ -61,7 +62,8 @@ class Lloyd(Code):
 
 @dataclass(frozen=True)
 class Plain(Code):
-    """Floats of 16 or 32 bits, for messages that are not summed on the way."""
+    """Floats of 16 or 32 bits, for messages that are not summed on the way. A value beyond their range is sent in
+    several steps, see :func:`~hvd_compress.codecs.base.drop_excess`."""
 
     bits: int
     peak = True
@@ -82,6 +84,7 @@ class Plain(Code):
         written = values.clamp(-limit, limit).to(self.dtype)
         codes.copy_(written.view(torch.uint8))
         torch.sub(values, written, out=error)
+        drop_excess(error, limit)
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         # A copy, because codes may be unaligned in a message.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..reference import usable
 from .engine import Engine
 
 
@@ -106,7 +107,8 @@ class MomentumCorrection:
     # Gradients that are not compressed.
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
-        """Replaces the averaged gradient of parameter ``number`` by its velocity."""
+        """Replaces the averaged gradient of parameter ``number`` by its velocity, where the average is usable: the rest
+        stays as it is, for the user to see, and does not enter the velocity."""
         if not self.value:
             return
         engine, name = self._engine, self._engine.names[number]
@@ -114,14 +116,11 @@ class MomentumCorrection:
         if velocity is None:
             wide = torch.promote_types(grad.dtype, torch.float32)
             velocity = self._dense[name] = torch.zeros_like(grad, dtype=wide)
-        if engine.scaler is None:
-            grad.copy_(velocity.mul_(self.value).add_(grad))
-            return
-        # A step with an infinity will be skipped and must not change the velocity.
-        new = velocity * self.value + grad.to(velocity.dtype) / engine.scale
-        finite = new.isfinite()
-        velocity.copy_(torch.where(finite, new, velocity))
-        grad.copy_(torch.where(finite, new * engine.scale, grad.to(velocity.dtype)))
+        scaled = engine.scale != 1.0
+        step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
+        fits, new = usable(step), (velocity * self.value).add_(step)
+        torch.where(fits, new, velocity, out=velocity)
+        grad.copy_(torch.where(fits, new * engine.scale if scaled else new, grad))
 
     def check_sparse(self, tensor: Tensor) -> None:
         """Raises ``ValueError`` for a sparse gradient, which bypasses the compressor."""

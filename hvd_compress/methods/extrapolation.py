@@ -50,7 +50,8 @@ class Extrapolation(abc.ABC):
         for parameter, *past in zip(self._parameters, *self._seen, strict=True):
             flat = torch.stack([tensor.reshape(-1).float() for tensor in past], 1)
             ahead = torch.cat([self.extrapolate(part) for part in torch.split(flat, _CHUNK)])
-            parameter.copy_(ahead.view(parameter.shape))
+            ahead = ahead.view(parameter.shape).to(parameter.dtype)
+            parameter.copy_(torch.where(ahead.isfinite(), ahead, parameter))
         self._seen.clear()
         return True
 

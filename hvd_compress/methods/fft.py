@@ -10,6 +10,7 @@ from ..codecs import Codec, codec
 from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket, Segment
 from ..engine.exchange import Exchange
+from ..reference import OVERFLOW, usable
 from ..selection.base import Scoring, Selection
 from ..selection.leaders import BlockLeaders, check_leaders, run_length
 from ..selection.per_rank import BlockPerRank, gather_codec
@@ -19,6 +20,8 @@ from .sparse import Plan, SparseMethod
 
 # The default codec of each exchange: what trained best at equal bytes (docs/results.md); the paper's.
 _EXCHANGES = {"ring": "lanes4", "gather": "range10-gather"}
+# From here on a gradient counts as infinite: a coefficient is less than 128 times the chunk's largest entry.
+_OVERFLOW = OVERFLOW / 128
 
 
 class FFT(SparseMethod):
@@ -94,11 +97,12 @@ class FFT(SparseMethod):
         return torch.stack([segment.of(bucket.residual).abs().sum(dtype=torch.float64) for segment in bucket.segments])
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
-        plan, segment = self._plans[bucket.index], bucket.segments[position]
+        segment = bucket.segments[position]
         flat = grad.as_strided((grad.numel(),), (1,))
         # The transform would spread one infinity over its whole chunk: the other entries would be lost.
-        plan.invalid |= (~flat.isfinite().all()).to(torch.int32)
-        flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        fits = usable(flat, min(_OVERFLOW * self.scale, torch.finfo(torch.float32).max))
+        self.invalidate(bucket, ~fits.all())
+        flat.masked_fill_(~fits, 0.0)
         coefficients = self._coefficients(bucket, segment)
         spectrum.forward(flat, coefficients)
         flat.zero_()

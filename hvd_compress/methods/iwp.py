@@ -93,7 +93,8 @@ class IWP(SparseMethod):
     def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
         if self.step % _FLOOR_INTERVAL == 0:
             means = [segment.parameter.abs().mean(dtype=torch.float32) for segment in bucket.segments]
-            self._floors[bucket.index] = torch.stack(means) * self._floor + _TINY
+            # Weights may not be finite in this step and restored in the next.
+            self._floors[bucket.index] = torch.stack(means).nan_to_num(nan=0.0, posinf=0.0) * self._floor + _TINY
         return replace(
             super().scoring(bucket, plan),
             floors=self._floors[bucket.index],

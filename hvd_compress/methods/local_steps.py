@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..engine.bucket import Bucket, is_dense, make_buckets
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
+from ..reference import usable
 
 if TYPE_CHECKING:
     from .sparse import SparseMethod
@@ -124,27 +125,30 @@ class LocalSteps:
         for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
             difference = segment.of(bucket.residual)[: segment.numel]
             torch.sub(segment.flat_weight().float(), anchor, out=difference)
-            self._method.invalidate(bucket, ~difference.isfinite().all())
-            difference.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            fits = usable(difference)
+            self._method.invalidate(bucket, ~fits.all())
+            difference.masked_fill_(~fits, 0.0)
 
     def _averaged(self, bucket: Bucket) -> Exchange:
-        self._averages[bucket.index].zero_()
+        average, anchor = self._averages[bucket.index].zero_(), bucket.state["anchor"]
         yield from self._method.exchange(bucket)
-        bucket.state["anchor"].add_(self._averages[bucket.index])
-        self._set_parameters(bucket)
+        self._set_parameters(bucket, anchor + average)
 
     def _whole(self, bucket: Bucket) -> Exchange:
         weights = torch.cat([segment.flat_weight().float() for segment in bucket.segments])
         total = yield allreduce(weights, "dense_tensor", "whole")
-        total = total * (1.0 / self._method.ranks)
-        place = 0
-        for anchor in self.anchors(bucket):
-            anchor.copy_(total[place : place + anchor.numel()])
-            place += anchor.numel()
+        common = torch.zeros_like(bucket.state["anchor"])
+        sizes = [segment.numel for segment in bucket.segments]
+        for segment, part in zip(bucket.segments, torch.split(total * (1.0 / self._method.ranks), sizes), strict=True):
+            segment.of(common)[: segment.numel] = part
         bucket.residual.zero_()
-        self._set_parameters(bucket)
+        self._set_parameters(bucket, common)
 
-    def _set_parameters(self, bucket: Bucket) -> None:
-        """Sets the parameters to the anchor plus the part of the difference that was not sent."""
-        for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
-            segment.flat_weight().copy_(anchor + segment.of(bucket.residual)[: segment.numel])
+    def _set_parameters(self, bucket: Bucket, common: Tensor) -> None:
+        """The anchor becomes ``common``, where that is finite, and the parameters ``common`` plus the part of the
+        difference that was not sent. All ranks see a parameter that is not finite; the next exchange is valid again if
+        the user then restores it."""
+        anchor = bucket.state["anchor"]
+        anchor.copy_(torch.where(common.isfinite(), common, anchor))
+        for segment in bucket.segments:
+            segment.flat_weight().copy_(segment.of(common + bucket.residual)[: segment.numel])

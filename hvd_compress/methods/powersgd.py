@@ -12,6 +12,7 @@ from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
+from ..reference import OVERFLOW, usable
 from .base import Compressor
 
 
@@ -55,6 +56,8 @@ class PowerSGD(Compressor):
             raise ValueError(f"values must be fp16 or fp32, got {values!r}")
         super().__init__(named_parameters, **common)
         self._rank, self._cast = rank, Cast(values)
+        #: From here on a gradient counts as infinite. Factors in float16 would need many steps to send a larger one.
+        self._overflow = 2.0**22 if values == "fp16" else OVERFLOW
         self._error_feedback, self._warm_start = error_feedback, warm_start
         #: Per bucket: Q of each segment, (m, rank), or None for one that is sent complete.
         self._q = [[self._random_q(b, i, 0) for i in range(len(b.segments))] for b in self.buckets]
@@ -71,10 +74,10 @@ class PowerSGD(Compressor):
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         residual = bucket.segments[position].shaped(bucket.residual)
-        total = residual + grad.float() / self.scale
-        finite = total.isfinite()
-        self._invalid[bucket.index] |= ~finite.all()
-        residual.copy_(torch.where(finite, total, residual))
+        step = grad.float() / self.scale
+        fits = usable(step, self._overflow)
+        self._invalid[bucket.index] |= ~fits.all()
+        residual.add_(torch.where(fits, step, 0.0))
 
     def exchange(self, bucket: Bucket) -> Exchange:
         old_q = self._q[bucket.index]

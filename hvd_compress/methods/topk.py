@@ -103,7 +103,7 @@ class DGC(TopK):
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         if self._clip_norm is not None:
             limit = self._clip_norm / math.sqrt(self.ranks) * self.scale
-            # A gradient with an infinity is not clipped; it makes the step invalid.
-            factor = (limit / torch.linalg.vector_norm(grad, dtype=torch.float32)).nan_to_num(nan=1.0).clamp(max=1.0)
-            grad.mul_(torch.where(factor > 0, factor, 1.0))
+            # A gradient with an infinity is not clipped; it makes the step invalid. float64: squares must not overflow.
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+            grad.mul_(torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0), 1.0))
         super().receive(bucket, position, grad)

@@ -10,6 +10,7 @@ if the extension is not built.
 from .block_means import block_means_keep, block_means_send
 from .blocks import (
     BLOCK,
+    OVERFLOW,
     accumulate_select,
     exponential,
     flat_positions,
@@ -20,6 +21,7 @@ from .blocks import (
     select,
     slot_start,
     slots_before,
+    usable,
 )
 from .codes import (
     LANES,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .blocks import usable
+
 
 def block_means_send(
     fresh: Tensor, unsent: Tensor, velocity: Tensor | None, out: Tensor, invalid: Tensor, momentum: float
@@ -14,16 +16,15 @@ def block_means_send(
         out      <- unsent
         fresh    <- 0
 
-    A block whose new ``unsent`` would not be finite keeps ``unsent`` and ``velocity``, and sets ``invalid``, int32,
-    (1,), to 1.
+    A block whose ``fresh`` is not :func:`~hvd_compress.reference.usable` keeps ``unsent`` and ``velocity``, and sets
+    ``invalid``, int32, (1,), to 1.
     """
+    fits = usable(fresh)
     step = fresh if velocity is None else velocity * momentum + fresh
-    total = unsent + step
-    finite = total.isfinite()
-    unsent.copy_(torch.where(finite, total, unsent))
+    unsent.copy_(torch.where(fits, unsent + step, unsent))
     if velocity is not None:
-        velocity.copy_(torch.where(finite, step, velocity))
-    invalid |= (~finite.all()).to(torch.int32)
+        velocity.copy_(torch.where(fits, step, velocity))
+    invalid |= (~fits.all()).to(torch.int32)
     out.copy_(unsent)
     fresh.zero_()
 

@@ -25,6 +25,8 @@ from torch import Tensor
 Word = TypeVar("Word", int, Tensor)
 
 BLOCK = 256
+#: From here on a gradient counts as infinite: its square, and so a norm, overflows float32.
+OVERFLOW = 2.0**64
 _MASK = 0xFFFFFFFF
 
 
@@ -34,6 +36,12 @@ def mix(value: Word, key: int) -> Word:
     value = ((value ^ (value >> 16)) * 0x21F0AAAD) & _MASK
     value = ((value ^ (value >> 15)) * 0x735A2D97) & _MASK
     return value ^ (value >> 15)
+
+
+def usable(gradient: Tensor, overflow: float = OVERFLOW) -> Tensor:
+    """Whether each entry of a gradient may enter a state: bool. NaN, infinities and magnitudes from ``overflow`` on may
+    not."""
+    return gradient.abs() < overflow
 
 
 def exponential(bits: Tensor) -> Tensor:
@@ -94,9 +102,9 @@ def accumulate_select(
         residual <- residual + velocity
         score     = |residual| / (|weight| + floor)      (without a weight: |residual|)
 
-    The block's mean is added to ``block_means`` (0 if its sum is not finite). Without ``block_means``, ``grad`` is set
-    to 0; with it, ``grad`` is not written, because :func:`scatter` writes all of it. An entry whose new residual would
-    not be finite keeps its residual and velocity, and sets ``invalid`` to 1. Then :func:`select` is called with the
+    The block's mean is added to ``block_means`` (0 if its sum is not :func:`usable`). Without ``block_means``, ``grad``
+    is set to 0; with it, ``grad`` is not written, because :func:`scatter` writes all of it. Where ``g`` is not
+    :func:`usable`, residual and velocity are kept, and ``invalid`` is set to 1. Then :func:`select` is called with the
     score, which is 0 in the padding.
 
     With ``deferred_indices``, the residual update of the last exchange (the part of :func:`scatter` with
@@ -120,15 +128,12 @@ def accumulate_select(
         mean = mean_of_blocks(step, len(block_means))
         block_means += mean
         step -= mean.repeat_interleave(BLOCK)[:n]
-    old = residual[:n]
+    fits = usable(step)
+    invalid |= (~fits.all()).to(torch.int32)
     if velocity is not None:
         step = velocity[:n] * momentum + step
-    new = old + step
-    finite = new.isfinite()
-    invalid |= (~finite.all()).to(torch.int32)
-    if velocity is not None:
-        velocity[:n] = torch.where(finite, step, velocity[:n])
-    residual[:n] = torch.where(finite, new, old)
+        velocity[:n] = torch.where(fits, step, velocity[:n])
+    residual[:n] = torch.where(fits, residual[:n] + step, residual[:n])
     if block_means is None:
         flat.zero_()
     if slots == 0:
@@ -141,7 +146,7 @@ def accumulate_select(
 
 
 def mean_of_blocks(entries: Tensor, blocks: int) -> Tensor:
-    """The mean of each block's entries without the padding, or 0 if it is not finite: float32, (blocks,).
+    """The mean of each block's entries without the padding, or 0 if their sum is not usable: float32, (blocks,).
 
     Computed by pairwise summation: the upper half is added to the lower until one number is left, on every back end.
     """
@@ -150,7 +155,7 @@ def mean_of_blocks(entries: Tensor, blocks: int) -> Tensor:
         lower, upper = sums.chunk(2, dim=1)
         sums = lower + upper
     inside = (entries.numel() - torch.arange(blocks, device=entries.device) * BLOCK).clamp(1, BLOCK)
-    return (sums[:, 0] / inside).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(usable(sums[:, 0]), sums[:, 0] / inside, 0.0)
 
 
 def select(

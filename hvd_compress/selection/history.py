@@ -64,14 +64,14 @@ class GradientHistory:
 
 def root_mean_squares(bucket: Bucket, weights: list[Tensor], other: Tensor) -> tuple[Tensor, Tensor]:
     """The root mean squares of each segment's ``weights`` and of its part of the bucket-wide ``other``: float32,
-    (segments,), above 0, the same bits on all ranks (which torch.mean() does not guarantee)."""
+    (segments,), above 0 and finite, the same bits on all ranks (which torch.mean() does not guarantee)."""
     parts = []
     for segment, weight in zip(bucket.segments, weights, strict=True):
         both = torch.cat([weight, segment.of(other)[: segment.numel]])
         # Computed on the device: a copy from the host would synchronise a GPU.
         edges = torch.arange(3, device=bucket.device) * segment.numel
         parts.append(Moments(both, edges).rms)
-    first, second = torch.stack(parts).float().unbind(1)
+    first, second = torch.stack(parts).float().nan_to_num(nan=0.0, posinf=0.0).unbind(1)
     return first + _TINY, second + _TINY
 
 

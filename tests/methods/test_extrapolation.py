@@ -30,6 +30,20 @@ def test_every_fifth_epoch_changes_the_weights(kind):
     assert torch.equal(model.bias, bias) and not torch.equal(model.weight, start)
 
 
+@pytest.mark.parametrize("kind", [Line, WNN])
+def test_weights_that_would_not_be_finite_stay_as_they_are(kind):
+    """Weights of past epochs that are not finite, and extrapolated ones beyond float16."""
+    model = torch.nn.Linear(4, 1, bias=False).half()
+    ahead = kind(model.parameters())
+    for epoch in range(5):
+        first = float("nan") if epoch == 1 else 1.0
+        weights = torch.tensor([[first, 15000.0 * epoch, 1.0, float("inf")]])
+        with torch.no_grad():
+            model.weight.copy_(torch.where(torch.tensor(epoch == 4), weights.nan_to_num(posinf=2.0), weights))
+        ahead.epoch_end()
+    assert model.weight.isfinite().all() and model.weight[0, 0] == 1.0 and model.weight[0, 3] == 2.0
+
+
 def test_the_network_is_equivariant_to_shift_and_scale():
     """Shifted and scaled weights give shifted and scaled results."""
     past = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))

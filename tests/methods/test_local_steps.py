@@ -1,6 +1,7 @@
 """Slim-DP's local mode: optimizer steps of each rank, and exchanges of parameters between them."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -114,13 +115,23 @@ def test_a_new_rank_joins():
     assert same(*group)
 
 
-def test_an_infinity_reaches_every_rank():
-    world, group = workers(2, density=1 / 16)
+@pytest.mark.parametrize("place", ["wide.weight", "wide.bias"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_an_infinity_reaches_every_rank_and_is_gone_once_the_parameters_are_restored(place, value):
+    world, group = workers(2, density=1 / 16, period=1)
     world.run(lambda i: group[i].train(3))
+    saved = [copy.deepcopy(worker.model.state_dict()) for worker in group]
     with torch.no_grad():
-        group[1].model.wide.weight[3, 4] = float("inf")
-    world.run(lambda i: group[i].train(3, first=3))
-    assert all(not worker.model.wide.weight.isfinite().all() for worker in group)
+        group[1].model.get_parameter(place).view(-1)[30] = value
+    world.run(lambda i: group[i].train(1, first=3))
+    if not math.isfinite(value):
+        assert not any(worker.model.get_parameter(place).isfinite().all() for worker in group)
+    for worker, state in zip(group, saved, strict=True):
+        worker.model.load_state_dict(state)
+    world.run(lambda i: group[i].train(3, first=4))
+    assert all(w.isfinite().all() and w.abs().max() < 1e3 for worker in group for w in worker.weights())
+    world.run(lambda i: group[i].compression.finish())
+    assert same(*group)
 
 
 def test_using_one_mode_as_the_other_raises_an_error():

@@ -2,6 +2,7 @@
 
 import horovod.torch as hvd
 import job
+import optimizer_cases
 import torch
 from cases import Cases, register
 from job import DEVICE, Job
@@ -124,3 +125,6 @@ def plain_allreduce_with_compression():
     mean = hvd.allreduce(x, compression=trained.compression, name="check.plain")
     assert torch.equal(mean, torch.full_like(x, (hvd.size() - 1) / 2))
     assert x[0, 0] == hvd.rank()
+
+
+CASES.update(optimizer_cases.CASES)

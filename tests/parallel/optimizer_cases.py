@@ -1,0 +1,344 @@
+"""What Horovod's own tests require of its optimizer, with a compressor in it. Also run without one: method "stock".
+
+Written anew after the behaviours that test/parallel/test_torch.py of Horovod 0.28.1 covers. Parameters of any size are
+compressed, at a low density.
+"""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import job
+import torch
+from cases import Cases, register
+from job import DEVICE
+from methods import METHODS, fitting
+
+CASES: Cases = {}
+
+#: These select by weights, which must be the same on all ranks from the first step.
+NEED_EQUAL_WEIGHTS = ("mipd", "slimdp")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p, **o: torch.optim.SGD(p, momentum=o.pop("decay", 0.9), nesterov=True, **o),
+    "Adam": lambda p, **o: torch.optim.Adam(p, betas=(o.pop("decay", 0.9), 0.99), **o),
+    "RMSprop": lambda p, **o: torch.optim.RMSprop(p, alpha=o.pop("decay", 0.9), **o),
+    "Adagrad": lambda p, **o: torch.optim.Adagrad(p, lr_decay=o.pop("decay", 0.9), **o),
+}
+
+
+def distributed(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: bool = True, **arguments: Any
+) -> tuple[Any, Any]:
+    """Horovod's optimizer with the method under test, and the compressor; None for "stock"."""
+    named, compression = list(model.named_parameters()), None
+    if job.method != "stock":
+        method = METHODS[job.method]
+        compression = method(named, min_numel=1, **fitting(method, {"density": 1 / 32}))
+        arguments["compression"] = compression
+    if names:
+        arguments["named_parameters"] = named
+    return hvd.DistributedOptimizer(optimizer, **arguments), compression
+
+
+def network(*sizes: int, same: bool = True) -> torch.nn.Module:
+    """Linear layers; with other weights on each rank unless ``same``."""
+    torch.manual_seed(1 if same else 10 + hvd.rank())
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    return torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.Tanh())][:-1]).to(DEVICE)
+
+
+def batch(*shape: int) -> torch.Tensor:
+    """Other data on each rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 + hvd.rank())).to(DEVICE)
+
+
+def step(optimizer: Any, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def assert_equal(*tensors: torch.Tensor) -> None:
+    """On all ranks."""
+    mine = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    assert mine.isfinite().all()
+    everyone = hvd.allgather(mine[None], name="check.equal")
+    assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+class Accounts:
+    """Of each parameter: what all ranks gave, and what was averaged. Nothing is lost between them."""
+
+    def __init__(self, model: torch.nn.Module, compression: Any) -> None:
+        self.parameters, self.compression = dict(model.named_parameters()), compression
+        self.given = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.parameters.items()}
+        self.averages = copy.deepcopy(self.given)
+
+    def give(self, loss: torch.Tensor) -> None:
+        grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
+        for total, grad in zip(self.given.values(), grads, strict=True):
+            total += grad
+
+    def take(self) -> None:
+        for name, p in self.parameters.items():
+            self.averages[name] += p.grad
+
+    def check(self) -> None:
+        for name, given in self.given.items():
+            held = 0.0 if self.compression is None else self.compression.residual(name)
+            everyone = hvd.allreduce(given - held, op=hvd.Sum, name="check.accounts")
+            scale = float(given.abs().max()) + 1.0
+            torch.testing.assert_close(hvd.size() * self.averages[name], everyone, rtol=0, atol=1e-4 * scale)
+            assert self.averages[name].any(), f"nothing of {name} was ever applied"
+
+
+@register(CASES, named=True)
+def dynamic_requires_grad() -> None:
+    """Two networks are trained in turn, the other one's gradients switched off.
+
+    Gradients are checked after ``synchronize()``. Between ``backward()`` and that, they are the compressor's.
+    """
+    generator, critic = network(1, 10), network(10, 1)
+    optimizers = [distributed(model, torch.optim.SGD(model.parameters(), lr=0.01)) for model in (generator, critic)]
+    accounts = [Accounts(m, c) for m, (_, c) in zip((generator, critic), optimizers, strict=True)]
+    for turn in range(2 * 30):
+        active, idle = turn % 2, 1 - turn % 2
+        models = (generator, critic)
+        for number, model in enumerate(models):
+            model.requires_grad_(number == active)
+        before = [p.detach().clone() for p in models[idle].parameters()]
+        for optimizer, _ in optimizers:
+            optimizer.zero_grad()
+        loss = critic(generator(batch(50, 1))).sum()
+        accounts[active].give(loss)
+        loss.backward()
+        optimizer = optimizers[active][0]
+        optimizer.synchronize()
+        accounts[active].take()
+        assert all(p.grad is None or not p.grad.any() for p in models[idle].parameters())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(models[idle].parameters(), before, strict=True))
+    for account in accounts:
+        account.check()
+    assert_equal(*generator.parameters(), *critic.parameters())
+
+
+@register(CASES, named=True)
+def broadcast_state_options() -> None:
+    """Options that differ between ranks until rank 0's are broadcast, in the middle of training."""
+    for make in OPTIMIZERS.values():
+        model = network(20, 10, 10)
+        options = dict(lr=0.1, decay=0.8) if hvd.rank() == 0 else dict(lr=0.2, decay=0.9)
+        optimizer, _ = distributed(model, make(model.parameters(), **options))
+        step(optimizer, model(batch(8, 20)).square().mean())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        group = optimizer.param_groups[0]
+        assert abs(group["lr"] - 0.1) < 1e-6
+        assert any(abs(v - 0.8) < 1e-6 for v in (*group.get("betas", ()), *group.values()) if isinstance(v, float))
+        step(optimizer, model(batch(8, 20)).square().mean())
+        assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def broadcast_state() -> None:
+    """Rank 0 loads a checkpoint of model and optimizer, the others get them by broadcast."""
+    for make in OPTIMIZERS.values():
+        model = network(20, 10, 10)
+        optimizer, _ = distributed(model, make(model.parameters(), lr=0.05))
+        for _ in range(2):
+            step(optimizer, model(batch(8, 20)).square().mean())
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model = network(20, 10, 10, same=False)
+        optimizer, _ = distributed(model, make(model.parameters(), lr=0.05))
+        if hvd.rank() == 0:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), saved[0].values(), strict=True))
+        assert_equal(*[x for s in optimizer.state_dict()["state"].values() for x in s.values() if torch.is_tensor(x)])
+        step(optimizer, model(batch(8, 20)).square().mean())
+        assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def broadcast_without_gradients() -> None:
+    """An integer parameter, and the optimizer's state broadcast before the first step."""
+
+    class Indexed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.where = torch.nn.Parameter(torch.tensor([1, 3], dtype=torch.int32), requires_grad=False)
+            self.weight = torch.nn.Parameter(torch.rand(4, generator=torch.Generator().manual_seed(1)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.index_select(self.weight, 0, self.where.long()) * x
+
+    model = Indexed().to(DEVICE)
+    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert model.where.grad is None and not model.weight.grad.any()
+    step(optimizer, model(batch(5, 2)).square().mean())
+    assert_equal(model.weight)
+
+
+@register(CASES, named=True)
+def weights_that_differ() -> None:
+    """Horovod averages gradients of unequal weights; a method that selects by weights raises an error on every rank."""
+    model = network(20, 10, 10, same=False)
+    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        for _ in range(3):
+            step(optimizer, model(batch(8, 20)).square().mean())
+    except RuntimeError as error:
+        assert job.method in NEED_EQUAL_WEIGHTS and "broadcast" in str(error), error
+    else:
+        assert job.method not in NEED_EQUAL_WEIGHTS
+
+
+@register(CASES, named=True)
+def forced_allreduce() -> None:
+    """Each rank uses another part of the model; parameters without gradients take part with zeros."""
+    for make in OPTIMIZERS.values():
+        torch.manual_seed(1)
+        model = torch.nn.ModuleList([network(20, 10), network(10, 10), network(10, 10)])
+        optimizer, _ = distributed(model, make(model.parameters(), lr=0.01))
+        for _ in range(4):
+            first = model[1](model[0](batch(8, 20)).relu())
+            step(optimizer, (first if hvd.rank() == 0 else model[2](first.relu())).square().mean())
+        assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def gradient_clipping() -> None:
+    """``synchronize()``, clipping of the averages, ``skip_synchronize()``."""
+    model = network(20, 10, 10)
+    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        (1000.0 * model(batch(8, 20)).square().mean()).backward()
+        optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert_equal(norm, *[p.grad for p in model.parameters()])
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
+        assert norm > 0.1 and abs(moved.norm().item() - 0.01) < 1e-4
+    assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def synchronize_warning() -> None:
+    """``step()`` after ``synchronize()`` without ``skip_synchronize()``: Horovod warns, and averages again."""
+    model = network(4, 4)
+    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    model(batch(8, 4)).square().mean().backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert len([w for w in seen if "without optimizer.skip_synchronize()" in str(w.message)]) == 1
+    assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def parameter_names() -> None:
+    """No names are fine; names of some parameters only, or duplicates, are not."""
+    model = network(8, 6, 4)
+    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), names=False)
+    for _ in range(3):
+        step(optimizer, model(batch(8, 8)).square().mean())
+    assert_equal(*model.parameters())
+    twice = [("weight", p) for p in model.parameters()]
+    for named in (list(model.named_parameters())[:1], twice):
+        try:
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            distributed(model, plain, names=False, named_parameters=named)
+        except ValueError:
+            continue
+        raise AssertionError("a ValueError was expected")
+
+
+@register(CASES, named=True)
+def groups() -> None:
+    """``groups=`` as a number, and as lists of parameters."""
+    for lists in (False, True):
+        model = network(20, 16, 12, 8)
+        parameters = list(model.parameters())
+        optimizer, _ = distributed(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), groups=[parameters[:3]] if lists else 2
+        )
+        for _ in range(4):
+            step(optimizer, model(batch(8, 20)).square().mean())
+        assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def several_backward_passes() -> None:
+    """``backward_passes_per_step``, changed between two steps. Nothing is lost."""
+    model = network(20, 10, 10)
+    optimizer, compression = distributed(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), backward_passes_per_step=3
+    )
+    accounts = Accounts(model, compression)
+    for turn in range(12):
+        passes = 3 if turn < 6 else 2
+        if turn == 6:
+            optimizer.set_backward_passes_per_step(2)
+        optimizer.zero_grad()
+        for _ in range(passes):
+            loss = model(batch(8, 20)).square().mean()
+            accounts.give(loss)
+            loss.backward()
+        optimizer.synchronize()
+        accounts.take()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    accounts.check()
+    assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def beside_other_collectives() -> None:
+    """Asynchronous collectives of the user are in progress during the exchange."""
+    model = network(20, 10, 10)
+    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for turn in range(3):
+        own = [torch.full((i + 1,), float(hvd.rank())) for i in range(20)]
+        handles = [hvd.allreduce_async(x, op=hvd.Sum, name=f"own.{turn}.{i}") for i, x in enumerate(own)]
+        step(optimizer, model(batch(8, 20)).square().mean())
+        total = float(sum(range(hvd.size())))
+        assert all(bool((hvd.synchronize(handle) == total).all()) for handle in handles)
+    assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def sparse_gradients() -> None:
+    """They bypass the compressor."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 4)).to(DEVICE)
+    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        step(optimizer, model(torch.tensor([[1, 2, 4 + hvd.rank()]], device=DEVICE)).square().mean())
+    assert_equal(*model.parameters())
+
+
+@register(CASES, named=True)
+def adasum() -> None:
+    """Adasum combines parameters' changes, which a compressor passes on unchanged. Horovod has no Adasum with Gloo."""
+    if not hvd.mpi_enabled():
+        return
+    model = network(20, 10, 10)
+    optimizer, compression = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    for _ in range(3):
+        step(optimizer, model(batch(8, 20)).square().mean())
+    assert_equal(*model.parameters())
+    assert compression is None or compression.stats()["steps"] == 0
