@@ -9,6 +9,8 @@ from .shared import SharedSelection
 
 # Keeps root mean squares of all-zero tensors above 0.
 _TINY = 1e-12
+# Instead of infinity.
+_LARGE = 1e30
 
 
 class GradientHistory:
@@ -24,7 +26,7 @@ class GradientHistory:
         self._smoothing, self._bucket = smoothing, bucket
         self._before: tuple[SharedSelection, Tensor, Tensor] | None = None
         bucket.add_state("smoothed")
-        bucket.add_state("last_sent")
+        bucket.add_state("last_sent", low=-1.0)
         self.restart()
 
     @property
@@ -64,14 +66,15 @@ class GradientHistory:
 
 def root_mean_squares(bucket: Bucket, weights: list[Tensor], other: Tensor) -> tuple[Tensor, Tensor]:
     """The root mean squares of each segment's ``weights`` and of its part of the bucket-wide ``other``: float32,
-    (segments,), above 0, the same bits on all ranks (which torch.mean() does not guarantee)."""
+    (segments,), above 0, finite also if the values are not, the same bits on all ranks (which torch.mean() does not
+    guarantee)."""
     parts = []
     for segment, weight in zip(bucket.segments, weights, strict=True):
         both = torch.cat([weight, segment.of(other)[: segment.numel]])
         # Computed on the device: a copy from the host would synchronise a GPU.
         edges = torch.arange(3, device=bucket.device) * segment.numel
         parts.append(Moments(both, edges).rms)
-    first, second = torch.stack(parts).float().unbind(1)
+    first, second = torch.stack(parts).float().nan_to_num(nan=0.0, posinf=_LARGE).unbind(1)
     return first + _TINY, second + _TINY
 
 
