@@ -2,6 +2,7 @@
 
 from . import extrapolation, schedule
 from ._version import __version__
+from .engine.checkpoint import reshard
 from .hosts.ddp import ddp_hook
 from .methods.base import Compressor
 from .methods.fft import FFT
@@ -28,5 +29,6 @@ __all__ = [
     "__version__",
     "ddp_hook",
     "extrapolation",
+    "reshard",
     "schedule",
 ]

@@ -12,7 +12,7 @@ from hvd_compress import Compressor
 PACKAGE = Path(hvd_compress.__file__).parent
 #: What each room may import, besides itself.
 BELOW = {
-    "": {"methods", "hosts", "selection"},
+    "": {"methods", "hosts", "selection", "engine"},
     "methods": {"hosts", "selection", "codecs", "engine", "ops", "reference"},
     "hosts": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},

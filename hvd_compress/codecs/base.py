@@ -2,12 +2,12 @@
 
 import abc
 from collections.abc import Generator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..engine.collectives import Request
+from ..engine.state import Tree
 from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
@@ -74,16 +74,6 @@ class Channel(abc.ABC):
         if self.scales:
             self.scales.undo_step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
-        return self.scales.state_dict() if self.scales else {}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` if ``state`` is not a valid :meth:`state_dict`."""
-        if self.scales:
-            self.scales.check_state(state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`."""
-        if self.scales:
-            self.scales.load_state_dict(state)
+    def state(self) -> Tree:
+        """The saved state; the same on all ranks."""
+        return self.scales.state() if self.scales else {}

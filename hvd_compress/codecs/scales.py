@@ -1,13 +1,13 @@
 """The scale and the distribution of each group's values, equal on all ranks and updated from step to step."""
 
 from collections.abc import Generator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..engine.collectives import Request, allreduce
+from ..engine.state import Entry, TensorLeaf, Tree
 from ..reference.scales import LARGEST, SMALLEST, SMOOTHING, bounded, divided, kind_of, root_mean_square, running
 
 # The margin for the next step's largest magnitude.
@@ -81,22 +81,11 @@ class Scales:
         # A peak follows larger values at once and with a margin; otherwise many new peaks would be clipped.
         return bounded(torch.maximum(old * (1 - SMOOTHING), new * _PEAK_MARGIN)) if self.peak else running(old, new)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"known": self.known, **{name: getattr(self, name).clone() for name in ("local", "mean", "kind")}}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` if ``state`` is not a valid :meth:`state_dict`. The operators do not check scales."""
-        for name, low, high in (("local", SMALLEST, LARGEST), ("mean", SMALLEST, LARGEST), ("kind", 0, 1)):
-            own, loaded = getattr(self, name), state[name]
-            if loaded.shape != own.shape or not bool(((loaded >= low) & (loaded <= high)).all()):
-                raise ValueError(
-                    f"the state is damaged: its {name} scales must be {len(own)} numbers from {low:g} to {high:g}, got "
-                    f"{loaded.tolist()!r:.200}"
-                )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`."""
-        self.known = state["known"]
-        for name in ("local", "mean", "kind"):
-            setattr(self, name, state[name].to(self.device, copy=True))
-        self.begin_step()
+    def state(self) -> Tree:
+        """The saved state. The ranges matter: the operators do not check scales."""
+        return {
+            "known": Entry(vars(self), "known", bool),
+            "local": TensorLeaf(self.local, SMALLEST, LARGEST),
+            "mean": TensorLeaf(self.mean, SMALLEST, LARGEST),
+            "kind": TensorLeaf(self.kind, 0, 1),
+        }

@@ -5,14 +5,13 @@ one sign and similar size), which would overshoot when applied late. One value p
 without delay; the residual keeps the deviations from the mean.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..reference import BLOCK
 from .bucket import Bucket, Segment
+from .state import TensorLeaf, Tree
 
 _SAVED = ("fresh", "velocity", "unsent")
 
@@ -47,12 +46,10 @@ class BlockMeans:
         flat[segment.numel :] = 0.0
         return flat
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state by parameter name."""
+    def state(self) -> dict[str, Tree]:
+        """The saved state, by parameter name."""
         tensors = {key: getattr(self, key) for key in _SAVED}
-        return {s.name: {key: s.of_blocks(tensors[key]).clone() for key in _SAVED} for s in self._bucket.segments}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for segment in self._bucket.segments:
-            for key in _SAVED:
-                segment.of_blocks(getattr(self, key)).copy_(state[segment.name][key])
+        return {
+            s.name: {key: TensorLeaf(s.of_blocks(t), per_rank=True) for key, t in tensors.items()}
+            for s in self._bucket.segments
+        }

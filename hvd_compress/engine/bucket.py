@@ -6,6 +6,7 @@ order (channels_last stays channels_last), so that gradient, weight and residual
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,25 +62,32 @@ class Bucket:
     """Parameters that are exchanged together, their state, and the current step's gradients.
 
     ``state``: bucket-wide float32 tensors of ``blocks * 256`` entries by name, saved in checkpoints; ``residual`` is
-    always among them. ``gradients``: per segment, the gradient in the parameter's memory order, or None before it
-    arrives. ``originals``: per segment, the tensor that the host passed in and gets back.
+    always among them. ``rules``: see :meth:`add_state`. ``gradients``: per segment, the gradient in the parameter's
+    memory order, or None before it arrives. ``originals``: per segment, the tensor that the host passed in and gets
+    back.
     """
 
     index: int
     segments: Sequence[Segment]
     device: torch.device
     state: dict[str, Tensor] = field(default_factory=dict)
+    rules: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = sum(segment.blocks for segment in self.segments)
         self.order = StreamOrder(self.device)
         #: The last exchange's update of ``state`` that is not applied yet.
         self.deferred: DeferredUpdate | None = None
-        self.add_state("residual")
+        self.add_state("residual", per_rank=True)
         self.clear()
 
-    def add_state(self, name: str) -> Tensor:
-        """Adds a bucket-wide tensor of zeros to ``state``."""
+    def add_state(self, name: str, **rules: Any) -> Tensor:
+        """Adds a bucket-wide tensor of zeros to ``state``.
+
+        ``rules``: what a checkpoint of it must fulfil, the options of :class:`~hvd_compress.engine.state.TensorLeaf`.
+        With ``per_rank=True`` it is a sum of gradients; otherwise it must be the same on all ranks.
+        """
+        self.rules[name] = rules
         with self.order:
             self.state[name] = torch.zeros(self.blocks * BLOCK, device=self.device)
         return self.state[name]

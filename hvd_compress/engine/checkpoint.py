@@ -1,79 +1,180 @@
-"""Saving and loading of a compressor's state between steps."""
+"""Saving and loading of a compressor's state between steps, and its conversion for another number of ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import state as states_of
 from .bucket import Segment
-from .engine import Engine, Place
+from .engine import Engine
+from .state import Entry, Fixed, Leaf, TensorLeaf, Tree, described, joined, refuse, same
 
 # Increased when a state of an older version can no longer be loaded.
-_FORMAT = 2
+_FORMAT = 3
+
+_CONVERT = (
+    "hvd_compress.reshard(states) converts the states of all ranks into one that every rank of a job of any size may "
+    "load"
+)
 
 
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
-    method = engine.method
+    engine.check_generation()
     if engine.collecting:
         raise RuntimeError(
             "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
         )
     engine.undo_skipped_step()
-    for bucket in engine.buckets:
-        bucket.order.__enter__()
-        bucket.apply_deferred()
-
-    def copies(part: Callable[[Segment, Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
-        return {
-            p.segment.name: {k: part(p.segment, v).clone() for k, v in p.bucket.state.items()} for p in engine.places
-        }
-
-    return {
-        "format": _FORMAT,
-        "method": type(method).__name__,
-        "step": engine.step,
-        "tensors": copies(method.saved),
-        # Codecs without a zero leave errors in the padding, and these are encoded again.
-        "padding": copies(lambda segment, flat: segment.padding(flat)),
-        "extra": method.method_state(),
-        "wire_stats": engine.stats.state_dict(),
-    }
+    with _up_to_date(engine):
+        values: dict[str, Any] = states_of.save(_description(engine))
+    return values
 
 
 @torch.no_grad()
-def load(engine: Engine, state: dict[str, Any]) -> None:
+def load(engine: Engine, state: Any) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
-    method = engine.method
-    if state.get("method") != type(method).__name__:
-        raise ValueError(f"this is the state of {state.get('method')}, and this compressor is {type(method).__name__}")
-    if state.get("format") != _FORMAT:
-        raise ValueError("this state is of another version of hvd_compress")
-    ours, theirs = {place.segment.name for place in engine.places}, set(state["tensors"])
-    if ours != theirs:
-        raise ValueError(f"state and compressor hold different parameters: {sorted(ours ^ theirs)}")
-    for place in engine.places:
-        _check_shapes(method, place, state["tensors"][place.segment.name])
+    states_of.check(_description(engine), state)
+    engine.check_generation()  # or the next gradient would undo the loading
     engine.reset()
-    for bucket in engine.buckets:
-        bucket.order.__enter__()
-        bucket.apply_deferred()
-    method.load_method_state(state["extra"])
-    for bucket, position in engine.places:
-        segment = bucket.segments[position]
-        for key, flat in bucket.state.items():
-            segment.padding(flat).copy_(state["padding"][segment.name][key])
-            method.saved(segment, flat).copy_(state["tensors"][segment.name][key])
-    for bucket in engine.buckets:
-        bucket.order.__exit__()
-    engine.step, engine.compared, engine.undoable = state["step"], False, False
-    engine.stats.load_state_dict(state["wire_stats"])
+    with _up_to_date(engine):
+        for bucket in engine.buckets:
+            engine.method.restart(bucket)  # forgets the last step
+        states_of.load(_description(engine), state)
+    engine.compared = engine.undoable = False
 
 
-def _check_shapes(method: Any, place: Place, tensors: dict[str, Tensor]) -> None:
-    for key, flat in place.bucket.state.items():
-        loaded, shape = tensors.get(key), tuple(method.saved(place.segment, flat).shape)
-        got = "nothing" if loaded is None else f"shape {tuple(loaded.shape)}"
-        if loaded is None or loaded.shape != shape:
-            raise ValueError(f"{place.segment.name}: {key} needs shape {shape}, the state has {got}")
+def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Converts the states of all ranks into one for every rank of a job of any size.
+
+    For resuming on another number of ranks, from the :meth:`~hvd_compress.Compressor.state_dict` of every rank, saved
+    after the same step::
+
+        states = (torch.load(f"compression-{rank}.pt") for rank in range(old_ranks))
+        compression.load_state_dict(hvd_compress.reshard(states))      # the same on every rank
+
+    What a rank still owes (residuals, velocities, unsent block means) becomes the mean over the old ranks. The average
+    of the new ranks' gradients then contains what the average of the old ranks' would have contained: nothing is lost,
+    to rounding. With equally many ranks the sum over ranks stays the same, too. Byte counts become their means. The
+    rest is the same on all ranks, and stays. Random numbers depend on seed and step only.
+
+    Args:
+        states: in the order of the ranks. An iterator is read one state at a time.
+
+    Raises:
+        ValueError: not the states of ranks 0 to N - 1 of N, in this order and of one step; or the ranks differ in
+            something that cannot be averaged: with ``SlimDP(mode="local")`` the ranks' parameters, unless
+            ``finish()`` was called before saving.
+    """
+    first: dict[str, Any] = {}
+    mean: Any = None
+    ranks = count = 0
+    for count, state in enumerate(states, 1):
+        path = f"states[{count - 1}]"
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            refuse(path, "must be a state_dict() of this version of hvd_compress")
+        if not isinstance(owner := state.get("owner"), dict) or owner.get("rank") != count - 1:
+            refuse(joined(path, "owner"), f"must be rank {count - 1}, got {described(owner)}")
+        first, ranks = first or state, ranks or owner.get("ranks", 0)
+        if owner.get("ranks") != ranks or count > ranks:
+            refuse(joined(path, "owner"), f"must be a rank of the same job of {ranks}, got {described(owner)}")
+        shared = {key: value for key, value in state.items() if key not in ("owner", "per_rank")}
+        for key in {**first, **shared}:
+            if key not in ("owner", "per_rank"):
+                _check_same(first.get(key), shared.get(key), key, count - 1)
+        mean = _added(mean, state.get("per_rank"), 1.0 / ranks, "per_rank")
+    if count != ranks or not count:
+        raise ValueError(f"reshard needs the states of all {ranks or ''} ranks, got {count}")
+    return {**first, "owner": None, "per_rank": _rounded(mean, first["per_rank"])}
+
+
+class _Owner(Leaf):
+    """The rank that a state belongs to, of how many: None if every rank may load it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._own = {"rank": engine.collectives.rank, "ranks": engine.collectives.size}
+
+    def save(self) -> dict[str, int]:
+        return self._own
+
+    def check(self, value: Any, path: str) -> None:
+        if value is None or same(value, self._own):
+            return
+        if not (isinstance(value, dict) and value.keys() == self._own.keys()):
+            refuse(path, f"must be a rank and a number of ranks, or None, got {described(value)}")
+        of = "rank {rank} of {ranks}".format
+        refuse(path, f"this is the state of {of(**value)}, and this is {of(**self._own)}; {_CONVERT}")
+
+    def load(self, value: Any) -> None:
+        """Nothing to load."""
+
+
+def _description(engine: Engine) -> Tree:
+    method = engine.method
+
+    def by_name(part: Callable[[Segment, Tensor], Tensor]) -> Tree:
+        return {
+            p.segment.name: {k: TensorLeaf(part(p.segment, v), **p.bucket.rules[k]) for k, v in p.bucket.state.items()}
+            for p in engine.places
+        }
+
+    body: Tree = {
+        "parameters": {place.segment.name: Fixed(list(place.segment.parameter.shape)) for place in engine.places},
+        "extra": method.method_state(),
+        "tensors": by_name(method.saved),
+        # Codecs without a zero leave errors in the padding, and these are encoded again.
+        "padding": by_name(lambda segment, flat: segment.padding(flat)),
+        "wire_stats": engine.stats.state(),
+    }
+    return {
+        "format": Fixed(_FORMAT, "the state is of another version of hvd_compress"),
+        "method": Fixed(type(method).__name__),
+        "owner": _Owner(engine),
+        "step": Entry(vars(engine), "step", int, low=0),
+        "shared": states_of.part_of(body, per_rank=False),
+        "per_rank": states_of.part_of(body, per_rank=True),
+    }
+
+
+@contextmanager
+def _up_to_date(engine: Engine) -> Iterator[None]:
+    """In the stream order of all buckets, without deferred updates."""
+    with ExitStack() as stack:
+        for bucket in engine.buckets:
+            stack.enter_context(bucket.order)
+            bucket.apply_deferred()
+        yield
+
+
+def _check_same(one: Any, other: Any, path: str, rank: int) -> None:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {**one, **other}:
+            _check_same(one.get(key), other.get(key), joined(path, key), rank)
+    elif not same(one, other):
+        refuse(path, f"differs between rank 0 and rank {rank}, and is nothing that can be averaged")
+
+
+def _added(total: Any, value: Any, factor: float, path: str) -> Any:
+    """``total + factor * value`` in float64; ``total`` is None for 0."""
+    if isinstance(value, dict):
+        if total is not None and total.keys() != value.keys():
+            refuse(path, f"the states have different items: {sorted(map(str, total.keys() ^ value.keys()))!r:.200}")
+        parts = {} if total is None else total
+        return {key: _added(parts.get(key), item, factor, joined(path, key)) for key, item in value.items()}
+    if isinstance(value, Tensor) and value.is_floating_point():
+        if total is None:
+            return value.double() * factor
+        if isinstance(total, Tensor) and total.shape == value.shape:
+            return total.add_(value.to(total), alpha=factor)
+    elif type(value) in (int, float) and not isinstance(total, dict | Tensor):
+        return (total or 0.0) + value * factor
+    refuse(path, f"must be a number or a float tensor of one shape on all ranks, got {described(value)}")
+
+
+def _rounded(mean: Any, like: Any) -> Any:
+    if isinstance(mean, dict):
+        return {key: _rounded(item, like[key]) for key, item in mean.items()}
+    return mean.to(like.dtype) if isinstance(mean, Tensor) else mean

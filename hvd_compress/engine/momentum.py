@@ -5,14 +5,13 @@ each gradient passes through a velocity first, u = momentum * u + g, the velocit
 that are sent are cleared from u.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..reference import usable
 from .engine import Engine
+from .state import Fixed, OptionalTensor, Tree
 
 
 class MomentumCorrection:
@@ -131,22 +130,22 @@ class MomentumCorrection:
         """The set of ranks has changed: new ranks have no velocity, so replicas would diverge."""
         self._dense.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"momentum": self.value, "dense_velocity": {name: v.clone() for name, v in self._dense.items()}}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        if state["momentum"] != self.value:
-            raise ValueError(f"the state was made with momentum {state['momentum']}, this compressor has {self.value}")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        devices = {n: p.device for n, p in zip(self._engine.names, self._engine.parameters, strict=True)}
-        self._dense = {name: v.to(devices[name], copy=True) for name, v in state["dense_velocity"].items()}
+    def state(self) -> dict[str, Tree]:
+        """The saved state beyond the buckets'."""
+        momentum: Tree = Fixed(self.value, "take_momentum() comes before load_state_dict()")
+        if not self.value:
+            return {"momentum": momentum}
+        compressed = {place.segment.name for place in self._engine.places}
+        named = zip(self._engine.names, self._engine.parameters, strict=True)
+        like = {n: p.to(torch.promote_types(p.dtype, torch.float32)) for n, p in named if n not in compressed}
+        velocities: Tree = {name: OptionalTensor(self._dense, name, p.detach()) for name, p in like.items()}
+        return {"momentum": momentum, "dense_velocity": velocities}
 
     def _enable(self, momentum: float) -> None:
         self.value = momentum
         for bucket in self._engine.buckets:
             if "velocity" not in bucket.state:
-                bucket.add_state("velocity")
+                bucket.add_state("velocity", per_rank=True)
 
     def _disable(self) -> None:
         self._dense.clear()

@@ -1,10 +1,11 @@
 """Byte accounting of one rank: everything it sends, counted where it is handed to the host."""
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from typing import Any
 
 from .collectives import Request, ring_bytes
+from .state import Entry, Tree
 
 KINDS = ("values", "indices", "dense_tensor", "budget")
 _RECENT_STEPS = 1001
@@ -58,19 +59,20 @@ class WireStats:
             "compress_ms": 1e3 * statistics.median(seconds or [0.0]),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": dict(self._last), "total": dict(self._total)}
+    def state(self) -> Tree:
+        """The saved state."""
+        return {
+            when: {kind: Entry(counts, kind, float, low=0.0, per_rank=True) for kind in counts}
+            for when, counts in (("last", self._last), ("total", self._total))
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last, self._total = _counts(state["last"]), _counts(state["total"])
 
-
-def _counts(values: dict[str, float] | None = None) -> defaultdict[str, float]:
-    return defaultdict(float, values or {})
+def _counts() -> dict[str, float]:
+    return dict.fromkeys(("dense", *KINDS), 0.0)
 
 
 def _summary(counts: dict[str, float]) -> dict[str, float]:
-    dense = counts.get("dense", 0.0)
+    dense = counts["dense"]
     wire = sum(counts.values()) - dense
-    parts = {f"{kind}_bytes": counts.get(kind, 0.0) for kind in KINDS}
+    parts = {f"{kind}_bytes": counts[kind] for kind in KINDS}
     return {"dense_bytes": dense, "wire_bytes": wire, **parts, "wire_ratio": dense / wire if wire else float("nan")}

@@ -14,6 +14,7 @@ from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import Collectives
 from ..engine.engine import Engine
 from ..engine.exchange import Exchange
+from ..engine.state import Tree
 from ..hosts import default_collectives
 from ..hosts.ddp import DDPHost
 from ..hosts.horovod import HorovodHost
@@ -128,7 +129,8 @@ class Compressor(abc.ABC):
         failed): restore what was sent."""
 
     def restart(self, bucket: Bucket) -> None:
-        """The set of ranks has changed (elastic): reset what new ranks cannot know. The residual may stay."""
+        """The set of ranks has changed (elastic), or a state will be loaded: reset what new ranks cannot know, and
+        forget the last step. The residual may stay."""
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         """The residual of a parameter, in its shape: float32."""
@@ -138,12 +140,11 @@ class Compressor(abc.ABC):
         """The part of a bucket-wide state tensor that a checkpoint contains for a parameter: a view."""
         return segment.shaped(flat)
 
-    def method_state(self) -> dict[str, Any]:
-        """State for checkpoints beyond ``bucket.state``, by parameter name where it belongs to a parameter."""
+    def method_state(self) -> dict[str, Tree]:
+        """Describes the saved state beyond ``bucket.state`` (:mod:`hvd_compress.engine.state`), by parameter name where
+        it belongs to a parameter, and the options that a state depends on. Called to save, to check and to load; before
+        loading, :meth:`restart` is called."""
         return {}
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`method_state`. Raises ``ValueError``, before changing anything, if it does not fit."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Called before each step of the optimizer. Raises ``ValueError`` if it does not fit this compressor."""
@@ -267,15 +268,26 @@ class Compressor(abc.ABC):
         self.engine.discard_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between steps: residuals by parameter name, the step, and more. Residuals differ between
-        ranks: save it on every rank. Call it after ``optimizer.step()``, and after ``GradScaler.update()``.
-        Raises ``RuntimeError`` in the middle of a step."""
+        """This rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it): copies.
+
+        ``shared``: what is the same on all ranks. ``per_rank``: residuals and velocities, by parameter name, and byte
+        counts. ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
+
+        Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
+        middle of a step.
+        """
         return checkpoint.save(self.engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes bit-exactly from the :meth:`state_dict` of a compressor with the same arguments, on every rank. A
-        step in progress is dropped (:meth:`reset`). Raises ``ValueError``, and loads nothing, for the state of another
-        method, version or set of parameters."""
+        """Resumes bit-exactly from the :meth:`state_dict` that the same rank of equally many ranks saved from a
+        compressor with the same arguments, or from :func:`hvd_compress.reshard`. Tensors may be on any device. A step
+        in progress is dropped (:meth:`reset`).
+
+        Raises ``ValueError``, and changes nothing, if anything in it does not fit: another method, version, set of
+        parameters, option, rank or number of ranks; a missing or unknown item; a wrong type, dtype, shape or range; a
+        value that is not finite. The message begins with the path of the item, such as
+        ``per_rank.tensors.conv1.weight.residual``.
+        """
         checkpoint.load(self.engine, state)
 
     def reset(self) -> None:

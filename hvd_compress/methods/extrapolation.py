@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
+from ..engine.state import TensorLeaf, described
+
 #: Epochs that are used, and epochs that are skipped.
 SEEN = AHEAD = 5
 _CHUNK = 2**16  # weights per call, to limit memory
@@ -64,11 +66,17 @@ class Extrapolation(abc.ABC):
         return {"seen": [list(epoch) for epoch in self._seen]}
 
     def load_state_dict(self, state: dict[str, list[list[Tensor]]]) -> None:
-        """The inverse of :meth:`state_dict`. Raises ``ValueError`` for the state of another model."""
-        for epoch in state["seen"]:
-            if [t.shape for t in epoch] != [p.shape for p in self._parameters]:
-                raise ValueError("the state holds parameters of other shapes")
-        self._seen = [[t.to(p.device) for t, p in zip(e, self._parameters, strict=True)] for e in state["seen"]]
+        """The inverse of :meth:`state_dict`. Raises ``ValueError``, and changes nothing, for a damaged state or one of
+        another model."""
+        seen, count = state.get("seen") if isinstance(state, dict) else None, len(self._parameters)
+        if not isinstance(seen, list) or len(seen) >= SEEN:
+            raise ValueError(f"seen: must be a list of at most {SEEN - 1} epochs, got {described(seen)}")
+        for number, epoch in enumerate(seen):
+            if not isinstance(epoch, list) or len(epoch) != count:
+                raise ValueError(f"seen.{number}: must be a list of {count} tensors, got {described(epoch)}")
+            for position, (tensor, p) in enumerate(zip(epoch, self._parameters, strict=True)):
+                TensorLeaf(p, finite=False).check(tensor, f"seen.{number}.{position}")
+        self._seen = [[t.to(p.device, copy=True) for t, p in zip(e, self._parameters, strict=True)] for e in seen]
 
 
 class Line(Extrapolation):

@@ -8,6 +8,7 @@ import torch
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
+from ..engine.state import TensorLeaf, Tree
 from ..selection.base import Scoring, Selection
 from ..selection.leaders import LEADER_SELECTIONS, check_leaders, run_length
 from ..selection.schedule import Density
@@ -102,16 +103,11 @@ class IWP(SparseMethod):
             block_means=plan.block_means.fresh if plan.block_means else None,
         )
 
-    def method_state(self) -> dict[str, Any]:
-        floors = {
-            segment.name: floor.clone()
+    def method_state(self) -> dict[str, Tree]:
+        floors: Tree = {
+            # A rank selects by its own; they may differ in the last bit.
+            segment.name: TensorLeaf(floor, low=0.0, per_rank=True)
             for bucket, floors in zip(self.buckets, self._floors, strict=True)
             for segment, floor in zip(bucket.segments, floors, strict=True)
         }
         return {**super().method_state(), "floors": floors}
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        super().load_method_state(state)
-        for bucket in self.buckets:
-            floors = [state["floors"][segment.name].to(bucket.device) for segment in bucket.segments]
-            self._floors[bucket.index] = torch.stack(floors)

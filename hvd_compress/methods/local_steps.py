@@ -5,7 +5,7 @@ entries that are sent are averaged and added to the anchor; the rest of the diff
 and is part of the next difference.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..engine.bucket import Bucket, is_dense, make_buckets
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
+from ..engine.state import Entry, Recorded, TensorLeaf, Tree
 from ..reference import usable
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class LocalSteps:
         for bucket in self._rest:
             bucket.index += len(self._buckets)
         for bucket in [*self._buckets, *self._rest]:
-            bucket.add_state("anchor")
+            bucket.add_state("anchor", finite=False)  # as the parameters
         self._averages = [torch.zeros_like(bucket.residual) for bucket in self._buckets]
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
@@ -73,21 +74,32 @@ class LocalSteps:
         """The set of ranks has changed: the parameters at the next step become the anchor."""
         self._begun = False
 
-    def state_dict(self) -> dict[str, Any]:
-        anchors = {s.name: s.shaped(b.state["anchor"]).clone() for b in self._rest for s in b.segments}
-        return {"count": self._count, "begun": self._begun, "anchors": anchors}
+    def state(self) -> Tree:
+        """The saved state beyond the method's buckets.
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` if the state is of other parameters."""
-        ours = {s.name: s.parameter.shape for b in self._rest for s in b.segments}
-        if ours != {name: anchor.shape for name, anchor in state["anchors"].items()}:
-            raise ValueError("the state holds other uncompressed parameters")
+        A rank's difference to the anchor is in its parameters, which the user saves: while the parameters differ,
+        :func:`hvd_compress.reshard` must refuse the states.
+        """
+        return {
+            "count": Entry(vars(self), "_count", int, low=0),
+            "begun": Entry(vars(self), "_begun", bool),
+            "anchors": {
+                s.name: TensorLeaf(s.shaped(b.state["anchor"]), **b.rules["anchor"])
+                for b in self._rest
+                for s in b.segments
+            },
+            "digest of the parameters (call finish() before saving)": Recorded(self._digest),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for bucket in self._rest:
+    def _digest(self) -> int:
+        """Equal on all ranks if their parameters are."""
+        total = 0
+        for bucket in [*self._buckets, *self._rest]:
             for segment in bucket.segments:
-                segment.shaped(bucket.state["anchor"]).copy_(state["anchors"][segment.name])
-        self._count, self._begun = state["count"], state["begun"]
+                bits = segment.flat_weight().float().view(torch.int32).long()
+                place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+                total = (total * 31 + int((bits * place).sum())) % 2**61
+        return total
 
     @torch.no_grad()
     def finish(self) -> None:

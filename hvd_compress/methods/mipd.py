@@ -10,6 +10,7 @@ from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
+from ..engine.state import TensorLeaf, Tree
 from ..selection.base import Average, BlockRange, Selection, whole
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.schedule import Density
@@ -83,8 +84,8 @@ class MIPD(SparseMethod):
         super().__init__(named_parameters, density, layerwise=layerwise, **common)
         self._significance, self._compensation, self._smoothing = significance, compensation, smoothing
         self._floor, self._explore = floor, explore
-        #: Per bucket, ``floor`` times the root mean squares of weights and smoothed gradients: float32, (segments,).
-        self._floors: dict[int, tuple[Tensor, Tensor]] = {}
+        #: Per bucket, ``floor`` times the root mean squares of weights and smoothed gradients: float32, (2, segments).
+        self._floors = [torch.zeros(2, len(bucket.segments), device=bucket.device) for bucket in self.buckets]
         #: For undo(): per bucket, where the last step's prediction was applied, and whether the step was valid.
         self._predicted: list[list[tuple[BlockRange, Tensor]]] = [[] for _ in self.buckets]
         self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]
@@ -101,14 +102,14 @@ class MIPD(SparseMethod):
         super().begin(bucket)
         self._predicted[bucket.index] = []
         # Often at first, while the smoothed gradient changes fast.
-        if bucket.index not in self._floors or self.step & (self.step - 1) == 0 or self.step % 64 == 0:
-            weights, smoothed = root_mean_squares(bucket, flat_weights(bucket), bucket.state["smoothed"])
-            self._floors[bucket.index] = weights * self._floor, smoothed * self._floor
+        if self.step & (self.step - 1) == 0 or self.step % 64 == 0:
+            sizes = root_mean_squares(bucket, flat_weights(bucket), bucket.state["smoothed"])
+            self._floors[bucket.index] = torch.stack(sizes) * self._floor
 
     def significance(self, bucket: Bucket, position: int, part: BlockRange) -> Tensor:
         """The significance of some of a segment's entries, in memory order: float32, (entries,), the same bits on all
         ranks."""
-        weights, smoothed = self._floors[bucket.index]
+        weights, smoothed = self._floors[bucket.index].unbind()
         weight = part.of(bucket.segments[position].parameter.detach())
         n = weight.numel()
         score = part.of_bucket(bucket.state["smoothed"])[:n].abs() + smoothed[position]
@@ -170,14 +171,12 @@ class MIPD(SparseMethod):
     def restart(self, bucket: Bucket) -> None:
         super().restart(bucket)
         self._history[bucket.index].restart()
+        self._floors[bucket.index].zero_()
 
-    def method_state(self) -> dict[str, Any]:
-        return {**super().method_state(), "floors": {i: (w.clone(), e.clone()) for i, (w, e) in self._floors.items()}}
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        super().load_method_state(state)
-        devices = [bucket.device for bucket in self.buckets]
-        self._floors = {
-            i: (weights.to(devices[i], copy=True), smoothed.to(devices[i], copy=True))
-            for i, (weights, smoothed) in state["floors"].items()
+    def method_state(self) -> dict[str, Tree]:
+        floors: Tree = {
+            segment.name: {"weight": TensorLeaf(weight, low=0.0), "smoothed": TensorLeaf(smoothed, low=0.0)}
+            for bucket, floors in zip(self.buckets, self._floors, strict=True)
+            for segment, weight, smoothed in zip(bucket.segments, *floors, strict=True)
         }
+        return {**super().method_state(), "floors": floors}

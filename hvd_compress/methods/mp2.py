@@ -11,6 +11,7 @@ from ..engine.agreement import all_equal
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
+from ..engine.state import TensorLeaf, Tree
 from ..reference import BLOCK
 from ..selection.base import Selection
 from ..selection.history import GradientHistory, flat_weights
@@ -196,13 +197,15 @@ class MP2(SparseMethod):
     def built_with(self) -> dict[str, Any]:
         return {**super().built_with(), "prediction": bool(self._predictions), "choice": self._choice}
 
-    def method_state(self) -> dict[str, Any]:
-        return {**super().method_state(), "fit": [prediction.fit.clone() for prediction in self._predictions]}
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        super().load_method_state(state)
-        for prediction, fit in zip(self._predictions, state["fit"], strict=True):
-            prediction.fit.copy_(fit)
+    def method_state(self) -> dict[str, Tree]:
+        fits: Tree = {
+            str(bucket.index): {
+                "product": TensorLeaf(prediction.fit[0]),
+                "squares": TensorLeaf(prediction.fit[1:], low=0.0),
+            }
+            for bucket, prediction in zip(self.buckets, self._predictions, strict=False)
+        }
+        return {**super().method_state(), "fit": fits}
 
 
 def _ends(bucket: Bucket) -> Tensor:

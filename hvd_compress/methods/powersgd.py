@@ -12,6 +12,7 @@ from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
+from ..engine.state import Fixed, TensorLeaf, Tree
 from ..reference import OVERFLOW, usable
 from .base import Compressor
 
@@ -124,18 +125,12 @@ class PowerSGD(Compressor):
         self._q[bucket.index] = [self._random_q(bucket, i, 0) for i in range(len(bucket.segments))]
         self._sent[bucket.index] = None
 
-    def method_state(self) -> dict[str, Any]:
+    def method_state(self) -> dict[str, Tree]:
         q = {s.name: q for b in self.buckets for s, q in zip(b.segments, self._q[b.index], strict=True)}
-        return {"q": {name: tensor.clone() for name, tensor in q.items() if tensor is not None}}
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        loaded = [[state["q"].get(s.name) for s in b.segments] for b in self.buckets]
-        shapes = [[[None if q is None else q.shape for q in bucket] for bucket in each] for each in (loaded, self._q)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"the state was made with another rank than {self._rank}")
-        for b, tensors in zip(self.buckets, loaded, strict=True):
-            self._q[b.index] = [None if q is None else q.to(b.device, copy=True) for q in tensors]
-            self._sent[b.index] = None
+        return {
+            "made_with": {"rank": Fixed(self._rank), "error feedback": Fixed(self._error_feedback)},
+            "q": {name: TensorLeaf(tensor) for name, tensor in q.items() if tensor is not None},
+        }
 
     def _random_q(self, bucket: Bucket, position: int, step: int) -> Tensor | None:
         n, m = _matrix(bucket.segments[position], bucket.residual).shape

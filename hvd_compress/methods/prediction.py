@@ -126,7 +126,9 @@ class Prediction:
             seen = fields(*(part.view(-1, BLOCK)[windows] for part in parts))
             guesses = segment.of(state["guess"]).view(-1, BLOCK)
             before.guesses.append((guesses, windows, guesses[windows]))
-            guesses[windows] = self._predict(bucket, position, windows, seen) * units[position]
+            guess = self._predict(bucket, position, windows, seen) * units[position]
+            # Weights that are not finite must not spoil the state.
+            guesses[windows] = guess.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             segment.padding(state["guess"]).zero_()
 
     def apply(self, targets: list[Tensor], scale: float) -> None:

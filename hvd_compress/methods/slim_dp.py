@@ -11,6 +11,7 @@ from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
+from ..engine.state import Tree
 from ..hosts.ddp import DDPHost
 from ..reference import flat_positions
 from ..selection.base import Selection
@@ -108,7 +109,7 @@ class SlimDP(SparseMethod):
         self._smoothing = smoothing
         self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]
         for bucket in self.buckets:
-            bucket.add_state("chance").fill_(1.0)
+            bucket.add_state("chance", low=1.0).fill_(1.0)
         self._local = LocalSteps(self, period) if mode == "local" else None
 
     # Selection.
@@ -215,14 +216,8 @@ class SlimDP(SparseMethod):
             raise ValueError('take_momentum: in mode="local" momentum stays in the optimizer')
         return super().take_momentum(optimizer)
 
-    def method_state(self) -> dict[str, Any]:
-        return {**super().method_state(), "local": self._local.state_dict() if self._local else None}
+    def built_with(self) -> dict[str, Any]:
+        return {**super().built_with(), "mode": "local" if self._local else "gradient"}
 
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        if (state["local"] is None) != (self._local is None):
-            raise ValueError("the state was made in another mode")
-        if self._local:
-            self._local.check_state(state["local"])
-        super().load_method_state(state)
-        if self._local:
-            self._local.load_state_dict(state["local"])
+    def method_state(self) -> dict[str, Tree]:
+        return {**super().method_state(), "local": self._local.state() if self._local else {}}

@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections import ChainMap
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from ..engine.configuration import digest
 from ..engine.exchange import Exchange
 from ..engine.momentum import MomentumCorrection
 from ..engine.rng import derive
+from ..engine.state import Entry, Fixed, Foreign, Tree
 from ..selection.base import Average, Scoring, Selection, StepSeed, missing_targets
-from ..selection.budget import apportion, shares
+from ..selection.budget import SPREAD, apportion, shares
 from ..selection.leaders import LeaderSelection
 from ..selection.per_rank import PerRankSelection, average_per_rank
 from ..selection.schedule import Density, WarmUp, check_density
@@ -284,8 +286,8 @@ class SparseMethod(Compressor):
     def built_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
         return {
-            **({"block means": True} if self._block_means else {}),
-            **({"strides (use the same memory_format)": self._strides()} if self.depends_on_memory_order() else {}),
+            "block means": self._block_means,
+            "strides (use the same memory_format)": self._strides() if self.depends_on_memory_order() else None,
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
@@ -299,38 +301,17 @@ class SparseMethod(Compressor):
             s.name: [d for d, n in zip(s.parameter.stride(), s.parameter.shape, strict=True) if n > 1] for s in segments
         }
 
-    def method_state(self) -> dict[str, Any]:
-        weights = {
-            segment.name: weight
-            for bucket, plan in zip(self.buckets, self._plans, strict=True)
-            for segment, weight in zip(bucket.segments, plan.weights, strict=True)
+    def method_state(self) -> dict[str, Tree]:
+        state: dict[str, Tree] = {
+            "made_with": {what: Fixed(value) for what, value in self.built_with().items()},
+            **self.momentum.state(),
+            "density": Foreign(self._density),
+            "channels": {str(bucket.index): self._plans[bucket.index].channel.state() for bucket in self.buckets},
+            "weights": {
+                segment.name: Entry(plan.weights, i, float, segment.numel / SPREAD, segment.numel * SPREAD)
+                for bucket, plan in zip(self.buckets, self._plans, strict=True)
+                for i, segment in enumerate(bucket.segments)
+            },
         }
-        return {
-            **self.momentum.state_dict(),
-            "made_with": self.built_with(),
-            "weights": weights,
-            "channels": [plan.channel.state_dict() for plan in self._plans],
-            "density": self._density.state_dict(),
-            "block_means": [plan.block_means.state_dict() for plan in self._plans if plan.block_means],
-        }
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        ours, theirs = self.built_with(), state.get("made_with", {})
-        for what in {**ours, **theirs}:
-            if theirs.get(what) != ours.get(what):
-                raise ValueError(
-                    f"the state was made with other {what}: {theirs.get(what)!r:.200}, and this compressor has "
-                    f"{ours.get(what)!r:.200}"
-                )
-        for plan, channel in zip(self._plans, state["channels"], strict=True):
-            plan.channel.check_state(channel)
-        self.momentum.check_state(state)
-        self.momentum.load_state_dict(state)
-        self._density.load_state_dict(state["density"])
-        for bucket, plan, channel in zip(self.buckets, self._plans, state["channels"], strict=True):
-            plan.restart()
-            plan.weights = [state["weights"][segment.name] for segment in bucket.segments]
-            plan.channel.load_state_dict(channel)
-        for plan, means in zip(self._plans, state["block_means"], strict=False):
-            if plan.block_means is not None:
-                plan.block_means.load_state_dict(means)
+        means = [plan.block_means.state() for plan in self._plans if plan.block_means]
+        return {**state, "block_means": dict(ChainMap(*means))}

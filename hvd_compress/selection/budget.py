@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+#: The largest and the inverse of the smallest share of a parameter, relative to its size.
+SPREAD = 4.0
+
 
 def apportion(total: int, weights: Sequence[float], limits: Sequence[int]) -> list[int]:
     """Splits ``total`` slots in proportion to ``weights``; none above its limit, each at least 1 if the total allows.
@@ -33,7 +36,7 @@ def apportion(total: int, weights: Sequence[float], limits: Sequence[int]) -> li
     return parts
 
 
-def shares(importance: Sequence[float], sizes: Sequence[int], spread: float = 4.0) -> list[float]:
+def shares(importance: Sequence[float], sizes: Sequence[int], spread: float = SPREAD) -> list[float]:
     """Weights for :func:`apportion`: each parameter's size times its mean importance relative to the mean of all,
     limited to between 1/spread and spread."""
     whole = sum(importance) / sum(sizes)

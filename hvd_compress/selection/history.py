@@ -24,7 +24,7 @@ class GradientHistory:
         self._smoothing, self._bucket = smoothing, bucket
         self._before: tuple[SharedSelection, Tensor, Tensor] | None = None
         bucket.add_state("smoothed")
-        bucket.add_state("last_sent")
+        bucket.add_state("last_sent", low=-1.0)
         self.restart()
 
     @property

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 
+from ..engine import state as states
+
 
 @runtime_checkable
 class Density(Protocol):
@@ -24,8 +26,9 @@ class Density(Protocol):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        return
+        """The inverse of :meth:`state_dict`. Raises an error for a state that does not fit."""
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state, got {states.described(state)}")
 
 
 def check_density(density: float) -> None:
@@ -96,4 +99,6 @@ class Diminishing(Density):
         return {"highest": self._highest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._highest = state["highest"]
+        description: states.Tree = {"highest": states.Entry(vars(self), "_highest", float, low=0.0)}
+        states.check(description, state)
+        states.load(description, state)

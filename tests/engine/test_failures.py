@@ -132,6 +132,14 @@ def test_the_next_step_works_after_a_failed_exchange():
     assert rank.compression.stats()["steps"] == 2
 
 
+def tensors_of(state, path=""):
+    """The tensors in nested dicts, by path."""
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    below = state.items() if isinstance(state, dict) else ()
+    return {name: t for key, item in below for name, t in tensors_of(item, f"{path}.{key}").items()}
+
+
 SHARING = ["iwp-lanes4", "iwp-lloyd4", "mipd-compensated", "slimdp", "mp2", "mp2-guessing", "mp2-silent"]
 
 
@@ -145,14 +153,7 @@ def test_a_failed_step_does_not_change_shared_state(name, density):
     compression = rank.compression
 
     def shared():
-        state = {}
-        for bucket, plan in zip(compression.buckets, compression._plans, strict=True):
-            per_rank = ("residual", "velocity", "chance")
-            state |= {(bucket.index, k): v.clone() for k, v in bucket.state.items() if k not in per_rank}
-            scales = plan.channel.state_dict()
-            state |= {(bucket.index, k): v.clone() for k, v in scales.items() if isinstance(v, torch.Tensor)}
-        fits = compression.method_state().get("fit", [])
-        return state | {(number, "fit"): fit for number, fit in enumerate(fits)}
+        return tensors_of(compression.state_dict()["shared"])
 
     before, held = shared(), residuals(rank)
     grads = gradients(rank.model, seed=77)

@@ -72,8 +72,27 @@ def test_a_checkpoint_contains_the_past_epochs():
     other.load_state_dict(model.state_dict())
     assert [resumed.epoch_end() for _ in range(2)] == [ahead.epoch_end() for _ in range(2)] == [False, True]
     assert torch.equal(other.weight, model.weight)
-    with pytest.raises(ValueError, match="other shapes"):
+    with pytest.raises(ValueError, match=r"seen.0.0: must be a float32 tensor of shape \(2, 4\), got .* \(2, 3\)"):
         Line(torch.nn.Linear(4, 2).parameters()).load_state_dict({"seen": [[torch.zeros(2, 3), torch.zeros(2)]]})
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (None, "seen: must be a list"),
+        ({}, "seen: must be a list of at most 4 epochs, got None"),
+        ({"seen": [[torch.zeros(2, 3), torch.zeros(2)]] * 5}, "seen: must be a list of at most 4 epochs"),
+        ({"seen": [[torch.zeros(2, 3)]]}, "seen.0: must be a list of 2 tensors"),
+        ({"seen": [[torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)]]}, "seen.0.1: must be a float32 tensor"),
+        ({"seen": [[torch.zeros(2, 3), None]]}, "seen.0.1: must be a float32 tensor of shape .*, got None"),
+    ],
+)
+def test_a_damaged_checkpoint_raises_an_error_and_loads_nothing(state, says):
+    ahead = Line(torch.nn.Linear(3, 2).parameters())
+    ahead.epoch_end()
+    with pytest.raises(ValueError, match=says):
+        ahead.load_state_dict(state)
+    assert len(ahead.state_dict()["seen"]) == 1
 
 
 def test_another_network_can_be_given():

@@ -20,7 +20,8 @@ CASES: Cases = {}
 def plain():
     """Conservation: the sum over ranks of all gradients is what was applied plus the residuals."""
     trained = Job()
-    names = {n: p for n, p in trained.model.named_parameters() if n in trained.compression.state_dict()["tensors"]}
+    compressed = trained.compression.state_dict()["shared"]["parameters"]
+    names = {n: p for n, p in trained.model.named_parameters() if n in compressed}
     assert len(names) > 8
     given = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in names.items()}
     applied = copy.deepcopy(given)

@@ -1,0 +1,281 @@
+"""Descriptions of saved state: nested dicts of leaves, from which saving, checking and loading follow.
+
+A description is built when it is needed and refers to the objects that hold the state::
+
+    {"count": Entry(vars(self), "count", int, low=0), "floors": {"conv.weight": TensorLeaf(floor, low=0.0)}}
+
+A leaf with ``per_rank`` differs between ranks and is a sum of gradients, or another quantity whose mean over ranks is
+meaningful; the others are the same on all ranks.
+"""
+
+import abc
+import copy
+import math
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class Leaf(abc.ABC):
+    """One value of a state. A saved value is a copy, and consists of what ``torch.load(weights_only=True)`` accepts."""
+
+    per_rank = False
+
+    @abc.abstractmethod
+    def save(self) -> Any: ...
+
+    @abc.abstractmethod
+    def check(self, value: Any, path: str) -> None:
+        """Raises ``ValueError``, with ``path``, if :meth:`load` would not take ``value``. Changes nothing."""
+
+    @abc.abstractmethod
+    def load(self, value: Any) -> None: ...
+
+
+Tree: TypeAlias = Leaf | dict[str, "Tree"]
+
+
+def save(tree: Tree) -> Any:
+    """The values of a description, in nested dicts."""
+    return tree.save() if isinstance(tree, Leaf) else {key: save(part) for key, part in tree.items()}
+
+
+def check(tree: Tree, value: Any, path: str = "") -> None:
+    """Raises ``ValueError``, with the path of the first bad item, unless ``value`` fits the description completely.
+    Options come first: where one differs, much else does."""
+    _check_options(tree, value, path)
+    _check(tree, value, path)
+
+
+def _check_options(tree: Tree, value: Any, path: str) -> None:
+    if _only_options(tree):
+        _check(tree, value, path)
+    elif isinstance(tree, dict) and isinstance(value, dict):
+        for key in tree:
+            if key in value:
+                _check_options(tree[key], value[key], joined(path, key))
+
+
+def _only_options(tree: Tree) -> bool:
+    return isinstance(tree, Fixed) if isinstance(tree, Leaf) else bool(tree) and all(map(_only_options, tree.values()))
+
+
+def _check(tree: Tree, value: Any, path: str) -> None:
+    if isinstance(tree, Leaf):
+        tree.check(value, path)
+        return
+    if not isinstance(value, dict):
+        refuse(path, f"must be a dict, got {described(value)}")
+    missing, unknown = (_paths(path, keys) for keys in (tree.keys() - value.keys(), value.keys() - tree.keys()))
+    if missing or unknown:
+        parts = [missing and f"{missing}: missing from the state", unknown and f"{unknown}: not of this compressor"]
+        raise ValueError("; ".join(filter(None, parts)))
+    for key, part in tree.items():
+        _check(part, value[key], joined(path, key))
+
+
+def load(tree: Tree, value: Any) -> None:
+    """Loads a ``value`` that :func:`check` has accepted."""
+    if isinstance(tree, Leaf):
+        tree.load(value)
+    else:
+        for key, part in tree.items():
+            load(part, value[key])
+
+
+def part_of(tree: Tree, per_rank: bool) -> Tree:
+    """The leaves of a description that are, or are not, ``per_rank``. Dicts without such leaves are left out."""
+    if isinstance(tree, Leaf):
+        return tree if tree.per_rank == per_rank else {}
+    parts = {key: part_of(part, per_rank) for key, part in tree.items()}
+    return {key: part for key, part in parts.items() if part != {}}
+
+
+class TensorLeaf(Leaf):
+    """A tensor that is loaded in place, from any device.
+
+    Args:
+        tensor: the memory of the state, of which shape and dtype are required.
+        low, high: the range of its entries.
+        finite: refuse NaN and infinities.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        low: float = -math.inf,
+        high: float = math.inf,
+        *,
+        finite: bool = True,
+        per_rank: bool = False,
+    ) -> None:
+        self._tensor, self._low, self._high, self._finite, self.per_rank = tensor, low, high, finite, per_rank
+
+    def save(self) -> Tensor:
+        return self._tensor.detach().clone()
+
+    def check(self, value: Any, path: str) -> None:
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta or value.is_quantized:
+            refuse(path, f"must be {described(self._tensor)}, got {described(value)}")
+        if value.shape != self._tensor.shape or value.dtype != self._tensor.dtype:
+            refuse(path, f"must be {described(self._tensor)}, got {described(value)}")
+        if self._finite and not bool(value.isfinite().all()):
+            refuse(path, "must be finite, has NaN or infinity")
+        if not bool(((value >= self._low) & (value <= self._high) | value.isnan()).all()):
+            low, high = value.aminmax()
+            refuse(path, f"must lie in {self._low:g} to {self._high:g}, has {low:g} to {high:g}")
+
+    def load(self, value: Tensor) -> None:
+        self._tensor.copy_(value)
+
+
+class OptionalTensor(Leaf):
+    """``container[key]``, a tensor as ``like``, if it is there; otherwise saved as None."""
+
+    def __init__(self, container: MutableMapping[str, Tensor], key: str, like: Tensor) -> None:
+        self._container, self._key, self._like = container, key, like
+
+    def save(self) -> Tensor | None:
+        return None if self._key not in self._container else self._container[self._key].clone()
+
+    def check(self, value: Any, path: str) -> None:
+        if value is not None:
+            TensorLeaf(self._like).check(value, path)
+
+    def load(self, value: Tensor | None) -> None:
+        self._container.pop(self._key, None)
+        if value is not None:
+            self._container[self._key] = torch.empty_like(self._like).copy_(value)
+
+
+class Entry(Leaf):
+    """``container[key]``: a bool, an int or a finite float in a range. An attribute is an entry of ``vars(owner)``."""
+
+    def __init__(
+        self,
+        container: Any,
+        key: Any,
+        kind: type[bool | int | float],
+        low: float = -math.inf,
+        high: float = math.inf,
+        *,
+        per_rank: bool = False,
+    ) -> None:
+        self._container, self._key, self._kind = container, key, kind
+        self._low, self._high, self.per_rank = low, high, per_rank
+
+    def save(self) -> Any:
+        return self._container[self._key]
+
+    def check(self, value: Any, path: str) -> None:
+        allowed = (int, float) if self._kind is float else (self._kind,)
+        if type(value) not in allowed or not math.isfinite(value):
+            refuse(path, f"must be a finite {self._kind.__name__}, got {described(value)}")
+        if not self._low <= value <= self._high:
+            refuse(path, f"must lie in {self._low:g} to {self._high:g}, got {value}")
+
+    def load(self, value: Any) -> None:
+        self._container[self._key] = self._kind(value)
+
+
+class Fixed(Leaf):
+    """An option that a state depends on, in numbers, strings, lists and dicts: saved, and required to be the same.
+    ``hint``: what to do otherwise."""
+
+    def __init__(self, value: Any, hint: str = "") -> None:
+        self._value, self._hint = value, hint
+
+    def save(self) -> Any:
+        return copy.deepcopy(self._value)
+
+    def check(self, value: Any, path: str) -> None:
+        if not same(value, self._value):
+            hint = f" ({self._hint})" if self._hint else ""
+            refuse(path, f"the state was made with {described(value)}, this compressor has {self._value!r:.200}{hint}")
+
+    def load(self, value: Any) -> None:
+        """Nothing to load."""
+
+
+class Recorded(Leaf):
+    """An int that is saved for :func:`hvd_compress.reshard` only, which compares it between ranks."""
+
+    def __init__(self, compute: Callable[[], int]) -> None:
+        self._compute = compute
+
+    def save(self) -> int:
+        return self._compute()
+
+    def check(self, value: Any, path: str) -> None:
+        if type(value) is not int:
+            refuse(path, f"must be an int, got {described(value)}")
+
+    def load(self, value: int) -> None:
+        """Nothing to load."""
+
+
+class Foreign(Leaf):
+    """An object of the user's with ``state_dict()`` and ``load_state_dict()``. It is checked by loading it and
+    restoring what was there before."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def save(self) -> Any:
+        return copy.deepcopy(self._owner.state_dict())
+
+    def check(self, value: Any, path: str) -> None:
+        before = self.save()
+        if not isinstance(value, dict):
+            refuse(path, f"must be a dict, got {described(value)}")
+        try:
+            self.load(value)
+        except Exception as error:
+            raise ValueError(f"{path}: {type(self._owner).__name__} cannot load it: {error!r}") from error
+        finally:
+            self.load(before)
+
+    def load(self, value: Any) -> None:
+        self._owner.load_state_dict(copy.deepcopy(value))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are of the same types and bit-equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.equal(_bits(one), _bits(other.to(one.device)))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def described(value: Any) -> str:
+    """What a value is, for an error message."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.200}"
+
+
+def refuse(path: str, text: str) -> NoReturn:
+    raise ValueError(f"{path or 'the state'}: {text}")
+
+
+def joined(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _paths(path: str, keys: Iterable[Any]) -> str:
+    names = sorted(joined(path, key) for key in keys)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
