@@ -50,8 +50,8 @@ def test_the_state_after_gradients_that_are_not_finite_loads(name, momentum, mon
         grads = [gradients(r.model, seed=1000 * step + r.rank) for r in ranks]
         if step in (2, 4):
             for number, grad in enumerate(grads[step // 4]):
-                if compressed(grad):
-                    grad[(1, 7 % grad.shape[1])] = float("nan") if number % 4 else float("inf")
+                place = (1, 7 % grad.shape[1]) if compressed(grad) else (0,) * grad.dim()
+                grad[place] = float("nan") if number % 4 else float("inf")
         for rank, applied in zip(ranks, together(world, ranks, grads), strict=True):
             for p, average in zip(rank.model.parameters(), applied, strict=True):
                 p.data.sub_(average, alpha=0.01)
