@@ -117,15 +117,13 @@ void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> 
                    on_16_bytes(args.residual) && on_16_bytes(args.velocity);
     auto kernel =
         args.velocity ? accumulate_select_kernel<T, true> : accumulate_select_kernel<T, false>;
-    kernel<<<grid_for(args.select.blocks), kThreads, 0, launch.stream()>>>(args, grad_data,
-                                                                           weight_data, aligned);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch.run(grid_for(args.select.blocks), kernel, args, grad_data, weight_data, aligned);
   });
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("accumulate_select", TORCH_BOX(&hvd_compress::accumulate_select_cuda));
 }

@@ -16,13 +16,12 @@ void moments_cuda(Tensor values, Tensor edges, Tensor out) {
   Moments args = checked(values, edges, out);
   if (args.groups.count == 0) return;
   Launch launch(values);
-  moments_kernel<<<grid_for(args.groups.count), kThreads, 0, launch.stream()>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(grid_for(args.groups.count), moments_kernel, args);
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("moments", TORCH_BOX(&hvd_compress::moments_cuda));
 }

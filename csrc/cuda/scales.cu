@@ -37,22 +37,20 @@ void lanes_prepare_cuda(Tensor values, Tensor edges, Tensor shared_scale, Tensor
   LanesPrepare args =
       checked(values, edges, shared_scale, kind, grid, invalid, step, header, ranks);
   Launch launch(values);
-  prepare_kernel<<<grid_for(args.scales.groups.count), kThreads, 0, launch.stream()>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(grid_for(args.scales.groups.count), prepare_kernel, args);
 }
 
 void lanes_update_cuda(Tensor mean, Tensor edges, Tensor shared_scale, Tensor kind, Tensor header,
                        Tensor next_scale, Tensor next_kind, int64_t ranks) {
   LanesUpdate args = checked(mean, edges, shared_scale, kind, header, next_scale, next_kind, ranks);
   Launch launch(mean);
-  update_kernel<<<grid_for(args.scales.groups.count), kThreads, 0, launch.stream()>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(grid_for(args.scales.groups.count), update_kernel, args);
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("lanes_prepare", TORCH_BOX(&hvd_compress::lanes_prepare_cuda));
   library.impl("lanes_update", TORCH_BOX(&hvd_compress::lanes_update_cuda));
 }

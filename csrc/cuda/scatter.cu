@@ -87,14 +87,13 @@ void scatter_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tens
       chunk.dtype[i - first] = grads[i].scalar_type();
       chunk.count = i - first + 1;
     }
-    scatter_kernel<<<grid, kThreads, 0, launch.stream()>>>(args, chunk);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch.run(grid, scatter_kernel, args, chunk);
   }
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("scatter", TORCH_BOX(&hvd_compress::scatter_cuda));
 }
