@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads)
   if (leads.count == 0) return;  // only needed if this rank leads slots
   float mine[kPerLane];
   int32_t scores[kPerLane];
-  load(mine, score + block * kBlock + lane_id() * kPerLane, kPerLane, aligned);
+  load(mine, score + block * kBlock, kBlock, aligned);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) scores[i] = score_bits(mine[i]);
   select_block(args, block, scores, leads);

@@ -1,7 +1,6 @@
 """Builds the operators for tests of the CUDA kernels without a GPU, and for the sanitizers.
 
-A build is kept in ``build/emulation`` under a hash of its sources and of the command; it is made again only if one of
-them changes.
+A build is kept in ``build/emulation`` under a hash of its sources and of the command, and made once.
 """
 
 import hashlib
@@ -18,18 +17,17 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCH = Path(torch.__file__).parent
-COMPILER = os.environ.get("CXX", "g++")
-RACES = ["-fsanitize=thread"]
-ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"]
+EMULATOR = (HERE / "emulator.cpp", HERE / "races.cpp")
+COMPILER = "g++"
+RACES = ("-fsanitize=thread",)
+ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all")
 
-#: Why the kernels cannot be emulated here, or "".
-MISSING = (
-    "the emulator's switch of stacks is for x86-64"
-    if platform.machine() not in ("x86_64", "AMD64")
-    else "there is no g++"
-    if shutil.which(COMPILER) is None or "Free Software" not in subprocess.getoutput(f"{COMPILER} --version")
-    else ""
-)
+
+def missing() -> str:
+    """Why the kernels cannot be emulated here, or an empty string."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return "the emulator switches stacks in x86-64 assembly"
+    return "" if shutil.which(COMPILER) else "there is no g++"
 
 
 @dataclass(frozen=True)
@@ -37,59 +35,61 @@ class Variant:
     """One build.
 
     Args:
-        arch: the architecture whose code is emulated, 800 for sm_80; None builds the operators for the CPU.
+        arch: the architecture whose code is emulated, 800 for sm_80. None: the operators for the CPU, not emulated.
         sanitizer: compiler flags, ``RACES`` or ``ADDRESS``.
-        csrc: the folder of the sources.
+        csrc: the folder of the operators' sources.
+        sources: others in place of the operators'.
     """
 
     arch: int | None
     sanitizer: tuple[str, ...] = ()
     csrc: Path = ROOT / "csrc"
-
-    def sources(self) -> list[Path]:
-        if self.arch is None:
-            return [self.csrc / "ops.cpp", *sorted(self.csrc.glob("cpu/*.cpp"))]
-        return [self.csrc / "ops.cpp", self.csrc / "cpu" / "isa.cpp", *sorted(self.csrc.glob("cuda/*.cu"))]
-
-    def flags(self) -> list[str]:
-        flags = ["-std=c++20", "-O2", "-g1", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC"]
-        flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", str(TORCH / "include"), *self.sanitizer]
-        if self.arch is not None:
-            flags += ["-DUSE_CUDA", f"-DEMULATED_ARCH={self.arch}", f"-I{HERE}"]
-        return flags
-
-    def emulator(self) -> list[str]:
-        """The flags of the emulator itself, which is not instrumented."""
-        flags = [flag for flag in self.flags() if "sanitize" not in flag]
-        flags += ["-DEMULATION_RACES"] * (list(self.sanitizer) == RACES)
-        return flags + ["-DEMULATION_EXACT_MEMORY"] * (list(self.sanitizer) == ADDRESS)
+    sources: tuple[Path, ...] = ()
 
     def build(self) -> Path:
-        """Returns the extension, in place of ``hvd_compress/_C.abi3.so``."""
-        inputs = [*self.csrc.rglob("*.*"), *HERE.glob("*.cpp"), *HERE.glob("*.h")]
-        digest = hashlib.sha256(repr([COMPILER, self.flags(), torch.__version__]).encode())
+        """Returns the shared library; of the operators, it takes the place of ``hvd_compress/_C.abi3.so``."""
+        commands = self._commands()
+        inputs = [*self.csrc.rglob("*.*"), *HERE.glob("*.h"), *self.sources, *EMULATOR]
+        digest = hashlib.sha256(repr([commands, torch.__version__, os.cpu_count()]).encode())
         for path in sorted(inputs):
             digest.update(path.name.encode() + path.read_bytes())
         folder = ROOT / "build" / "emulation" / digest.hexdigest()[:16]
-        extension = folder / "_C.abi3.so"
-        if extension.exists():
-            return extension
+        library = folder / "_C.abi3.so"
+        if library.exists():
+            return library
         folder.mkdir(parents=True, exist_ok=True)
-        commands = {folder / f"{path.stem}.o": ["-x", "c++", str(path), *self.flags()] for path in self.sources()}
-        if self.arch is not None:
-            commands |= {folder / f"{path.stem}.o": [str(path), *self.emulator()] for path in HERE.glob("*.cpp")}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = [pool.submit(run, COMPILER, *flags, "-c", "-o", str(to)) for to, flags in commands.items()]
+            objects = [folder / f"{path.stem}.o" for path, _ in commands]
+            done = [
+                pool.submit(_run, *flags, "-c", "-x", "c++", str(path), "-o", str(to))
+                for (path, flags), to in zip(commands, objects, strict=True)
+            ]
             for each in done:
                 each.result()
         linked = folder / "linked"
-        sanitizer = self.sanitizer if list(self.sanitizer) == ADDRESS else ()  # the race detector has its own runtime
-        libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch", "-ldl"]
-        run(COMPILER, "-shared", *sanitizer, "-Wl,-Bsymbolic", "-o", str(linked), *map(str, commands), *libraries)
-        return linked.rename(extension)
+        runtime = self.sanitizer if self.sanitizer == ADDRESS else ()  # races.cpp is the other's
+        torch_libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch"]
+        _run("-shared", *runtime, "-Wl,-Bsymbolic", "-o", str(linked), *map(str, objects), *torch_libraries, "-ldl")
+        return linked.rename(library)
+
+    def _commands(self) -> list[tuple[Path, list[str]]]:
+        """Every source, and its flags."""
+        flags = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC"]
+        flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", str(TORCH / "include")]
+        folder = "cpu/*.cpp" if self.arch is None else "cuda/*.cu"
+        sources = self.sources or (self.csrc / "ops.cpp", *sorted(self.csrc.glob(folder)))
+        if self.arch is None:
+            return [(path, [*flags, *self.sanitizer]) for path in sources]
+        if not self.sources:
+            sources = (*sources, self.csrc / "cpu" / "isa.cpp")
+        flags += ["-DUSE_CUDA", f"-DEMULATED_ARCH={self.arch}", f"-I{HERE}"]
+        # The emulator itself is not instrumented.
+        own = {RACES: ["-DEMULATION_RACES"], ADDRESS: ["-DEMULATION_EXACT_MEMORY"]}.get(self.sanitizer, [])
+        emulator = [(path, [*flags, *own]) for path in EMULATOR]
+        return [*((path, [*flags, *self.sanitizer]) for path in sources), *emulator]
 
 
-def run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(*arguments: str) -> None:
+    done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-6000:]}")
+        raise RuntimeError(f"{COMPILER} {' '.join(arguments)}:\n{done.stderr[-6000:]}")

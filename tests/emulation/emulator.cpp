@@ -2,8 +2,8 @@
 // are fibers, which change at warp operations and barriers.
 //
 // EMULATION_SEED in the environment shuffles blocks, warps and lanes; without it, or with 0, they
-// run in order. The device refuses what is undefined in CUDA: lanes at different operations, threads
-// that leave before a barrier, writes beyond shared memory.
+// run in order. The device refuses what is undefined in CUDA: lanes at different operations,
+// threads that leave before a barrier, writes beyond shared memory.
 #include "emulator.h"
 
 #include <cstdio>
@@ -241,8 +241,8 @@ void run_block() {
 unsigned lane() { return current % kWarpSize; }
 
 const uint64_t* meet(const char* operation, unsigned mask, uint64_t value, Site site) {
-  threads[current] = {threads[current].stack_pointer, State::kAtWarpOperation, operation,
-                      site.line(), mask, value};
+  threads[current] = {
+      threads[current].stack_pointer, State::kAtWarpOperation, operation, site.line(), mask, value};
   to_scheduler();
   return warps[current / kWarpSize].values;
 }

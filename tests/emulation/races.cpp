@@ -73,7 +73,8 @@ std::string in_code(void* code) {
   Dl_info info{};
   dladdr(code, &info);
   char text[32];
-  std::snprintf(text, sizeof text, "+%#zx", static_cast<char*>(code) - static_cast<char*>(info.dli_fbase));
+  std::snprintf(text, sizeof text, "+%#zx",
+                static_cast<char*>(code) - static_cast<char*>(info.dli_fbase));
   return std::string(", in ") + (info.dli_fname ? info.dli_fname : "?") + text;
 }
 
@@ -82,7 +83,8 @@ void report_race(const char* kinds, const Access& one, const Access& other, void
     return std::to_string(access.clock.thread % blockDim.x) + " of block " +
            std::to_string(access.clock.thread / blockDim.x);
   };
-  report(std::string("race, ") + kinds + ": threads " + name(one) + " and " + name(other) + in_code(code));
+  report(std::string("race, ") + kinds + ": threads " + name(one) + " and " + name(other) +
+         in_code(code));
 }
 
 void record_byte(uintptr_t address, bool write, const Access& access, void* code) {
@@ -139,31 +141,31 @@ void atomic_access(void* address, size_t size) {
 
 }  // namespace emulation
 
-#define HVD_ACCESS(name, size, write)                                                   \
-  void __tsan_##name(void* address) {                                                   \
-    emulation::record(address, size, write, false, __builtin_return_address(0));        \
+#define HVD_ACCESS(name, size, write)                                            \
+  void __tsan_##name(void* address) {                                            \
+    emulation::record(address, size, write, false, __builtin_return_address(0)); \
   }
-#define HVD_ACCESSES(bytes)                \
-  HVD_ACCESS(read##bytes, bytes, false)    \
-  HVD_ACCESS(write##bytes, bytes, true)    \
+#define HVD_ACCESSES(bytes)                       \
+  HVD_ACCESS(read##bytes, bytes, false)           \
+  HVD_ACCESS(write##bytes, bytes, true)           \
   HVD_ACCESS(unaligned_read##bytes, bytes, false) \
   HVD_ACCESS(unaligned_write##bytes, bytes, true)
 // Atomic operations in torch's host code; atomicOr announces its own.
-#define HVD_ATOMIC(bits, type)                                                                    \
-  type __tsan_atomic##bits##_load(const volatile type* at, int) {                                 \
-    return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                                 \
-  }                                                                                               \
-  void __tsan_atomic##bits##_store(volatile type* at, type value, int) {                          \
-    __atomic_store_n(at, value, __ATOMIC_SEQ_CST);                                                \
-  }                                                                                               \
-  type __tsan_atomic##bits##_fetch_add(volatile type* at, type value, int) {                      \
-    return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);                                       \
-  }                                                                                               \
-  type __tsan_atomic##bits##_fetch_sub(volatile type* at, type value, int) {                      \
-    return __atomic_fetch_sub(at, value, __ATOMIC_SEQ_CST);                                       \
-  }                                                                                               \
-  type __tsan_atomic##bits##_fetch_or(volatile type* at, type value, int) {                       \
-    return __atomic_fetch_or(at, value, __ATOMIC_SEQ_CST);                                        \
+#define HVD_ATOMIC(bits, type)                                               \
+  type __tsan_atomic##bits##_load(const volatile type* at, int) {            \
+    return __atomic_load_n(at, __ATOMIC_SEQ_CST);                            \
+  }                                                                          \
+  void __tsan_atomic##bits##_store(volatile type* at, type value, int) {     \
+    __atomic_store_n(at, value, __ATOMIC_SEQ_CST);                           \
+  }                                                                          \
+  type __tsan_atomic##bits##_fetch_add(volatile type* at, type value, int) { \
+    return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);                  \
+  }                                                                          \
+  type __tsan_atomic##bits##_fetch_sub(volatile type* at, type value, int) { \
+    return __atomic_fetch_sub(at, value, __ATOMIC_SEQ_CST);                  \
+  }                                                                          \
+  type __tsan_atomic##bits##_fetch_or(volatile type* at, type value, int) {  \
+    return __atomic_fetch_or(at, value, __ATOMIC_SEQ_CST);                   \
   }
 
 extern "C" {
