@@ -47,9 +47,8 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def _summed(terms: Tensor) -> Tensor:
-    """The sums over the last dimension: term ``i`` is added to running sum ``i % 32``; then the upper half of the running
-    sums is added to the lower until one is left."""
-    rows = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % LANES)).unflatten(-1, (-1, LANES))
+    """Sums over the last dimension, in the order that :func:`moments` specifies."""
+    rows = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % LANES)).view(*terms.shape[:-1], -1, LANES)
     sums = terms.new_zeros(*terms.shape[:-1], LANES)
     for row in rows.unbind(-2):  # the order of sum() is not specified
         sums = sums + row
@@ -74,7 +73,7 @@ def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
         square = mine.double() ** 2
         terms = torch.stack([square, square * square])
         if end - begin > PART:
-            terms = _summed(torch.nn.functional.pad(terms, (0, -(end - begin) % PART)).unflatten(-1, (-1, PART)))
+            terms = _summed(torch.nn.functional.pad(terms, (0, -(end - begin) % PART)).view(2, -1, PART))
         out[group, :2] = _summed(terms)
         out[group, 2] = torch.where(mine.isnan(), 0.0, mine.abs()).max() if end > begin else 0.0
 

@@ -1,6 +1,6 @@
 """Builds the operators for tests of the CUDA kernels without a GPU, and for the sanitizers.
 
-A build is kept in ``build/emulation`` under a hash of its sources and of the command, and made once.
+Objects and libraries are kept in ``build/emulation`` under a hash of what they are made of, and made once.
 """
 
 import hashlib
@@ -16,8 +16,9 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+KEPT = ROOT / "build" / "emulation"
 TORCH = Path(torch.__file__).parent
-EMULATOR = (HERE / "emulator.cpp", HERE / "races.cpp")
+EMULATOR = (HERE / "emulator.cpp", HERE / "switch.cpp", HERE / "races.cpp", HERE / "device.cpp")
 COMPILER = "g++"
 RACES = ("-fsanitize=thread",)
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all")
@@ -48,29 +49,19 @@ class Variant:
 
     def build(self) -> Path:
         """Returns the shared library; of the operators, it takes the place of ``hvd_compress/_C.abi3.so``."""
-        commands = self._commands()
-        inputs = [*self.csrc.rglob("*.*"), *HERE.glob("*.h"), *self.sources, *EMULATOR]
-        digest = hashlib.sha256(repr([commands, torch.__version__, os.cpu_count()]).encode())
-        for path in sorted(inputs):
-            digest.update(path.name.encode() + path.read_bytes())
-        folder = ROOT / "build" / "emulation" / digest.hexdigest()[:16]
-        library = folder / "_C.abi3.so"
-        if library.exists():
-            return library
-        folder.mkdir(parents=True, exist_ok=True)
+        headers = sorted([*self.csrc.rglob("*.h"), *HERE.glob("*.h")])
+        common = b"".join(path.read_bytes() for path in headers) + torch.__version__.encode()
+
+        def compiled(path: Path, flags: list[str]) -> Path:
+            name = hashlib.sha256(common + repr(flags).encode() + path.read_bytes()).hexdigest()[:16]
+            return _made(KEPT / f"{path.stem}-{name}.o", [*flags, "-c", "-x", "c++", str(path)])
+
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [folder / f"{path.stem}.o" for path, _ in commands]
-            done = [
-                pool.submit(_run, *flags, "-c", "-x", "c++", str(path), "-o", str(to))
-                for (path, flags), to in zip(commands, objects, strict=True)
-            ]
-            for each in done:
-                each.result()
-        linked = folder / "linked"
+            objects = [str(made) for made in pool.map(compiled, *zip(*self._commands(), strict=True))]
         runtime = self.sanitizer if self.sanitizer == ADDRESS else ()  # races.cpp is the other's
-        torch_libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch"]
-        _run("-shared", *runtime, "-Wl,-Bsymbolic", "-o", str(linked), *map(str, objects), *torch_libraries, "-ldl")
-        return linked.rename(library)
+        libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch", "-ldl"]
+        link = ["-shared", *runtime, "-Wl,-Bsymbolic", *objects, *libraries]
+        return _made(KEPT / f"{hashlib.sha256(repr(link).encode()).hexdigest()[:16]}.so", link)
 
     def _commands(self) -> list[tuple[Path, list[str]]]:
         """Every source, and its flags."""
@@ -89,7 +80,14 @@ class Variant:
         return [*((path, [*flags, *self.sanitizer]) for path in sources), *emulator]
 
 
-def _run(*arguments: str) -> None:
-    done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{COMPILER} {' '.join(arguments)}:\n{done.stderr[-6000:]}")
+def _made(path: Path, arguments: list[str]) -> Path:
+    """The file, made by the compiler if it does not exist."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        command = [COMPILER, *arguments, "-o", str(unfinished)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-6000:]}")
+        unfinished.rename(path)
+    return path

@@ -1,5 +1,4 @@
-"""A pytest plugin, ``-p emulated``: ``hvd_compress`` loads the operators of ``OPERATORS`` in the environment, the path of
-an extension, in place of its own for the CPU."""
+"""A pytest plugin: ``hvd_compress`` loads the extension whose path is in ``OPERATORS`` instead of its own."""
 
 import os
 import sys

@@ -6,7 +6,6 @@
 // threads that leave before a barrier, writes beyond shared memory.
 #include "emulator.h"
 
-#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -14,33 +13,12 @@
 #include <stdexcept>
 #include <vector>
 
-emulation::Position threadIdx, blockIdx, blockDim, gridDim;
+#include "random.h"
 
-// Saves the registers that a call preserves and the stack pointer, and continues at another one.
+// Saves the registers that a call preserves on the stack, and continues on another one.
 extern "C" void emulation_switch(void** from, void* to);
-asm(R"(
-.text
-.hidden emulation_switch
-.globl emulation_switch
-.type emulation_switch,@function
-emulation_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size emulation_switch,.-emulation_switch
-)");
+
+emulation::Position threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulation {
 namespace {
@@ -77,29 +55,6 @@ struct Shared {
   std::unique_ptr<char[]> memory;
 
   char* begin() const { return memory.get() + kGuard; }
-};
-
-class Random {
- public:
-  Random() {
-    const char* seed = std::getenv("EMULATION_SEED");
-    state_ = seed ? std::strtoull(seed, nullptr, 10) * 0x9E3779B97F4A7C15u : 0;
-  }
-  unsigned below(unsigned limit) {  // 0 if nothing is to be shuffled
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    state_ ^= state_ << 17;
-    return static_cast<unsigned>((state_ >> 20) % limit);
-  }
-  unsigned one_of(uint32_t bits) {
-    for (unsigned skip = below(static_cast<unsigned>(std::popcount(bits))); skip; --skip) {
-      bits &= bits - 1;
-    }
-    return static_cast<unsigned>(std::countr_zero(bits));
-  }
-
- private:
-  uint64_t state_;
 };
 
 std::mutex one_launch;
@@ -321,21 +276,4 @@ void report(const std::string& message) {
 // The number of thread blocks that have run so far.
 extern "C" __attribute__((visibility("default"))) uint64_t emulation_blocks() {
   return emulation::blocks_run;
-}
-
-// What torch does for a GPU.
-extern "C" {
-int32_t aoti_torch_create_device_guard(int32_t, void** guard) {
-  *guard = nullptr;
-  return 0;
-}
-int32_t aoti_torch_delete_device_guard(void*) { return 0; }
-int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  *stream = nullptr;
-  return 0;
-}
-void torch_c10_cuda_check_msg(int32_t, const char*, const char*, uint32_t, bool, char** message) {
-  *message = nullptr;
-}
-void torch_c10_cuda_free_error_msg(char*) {}
 }

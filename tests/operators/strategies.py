@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
@@ -36,7 +37,9 @@ def check_device(device: str) -> None:
 
 
 def bounded(examples: int) -> settings:
-    return settings(max_examples=max(1, round(examples * EXAMPLES)), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return settings(
+        max_examples=max(1, round(examples * EXAMPLES)), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def bad_selection(indices: int, slots: int) -> dict[str, tuple[int, Callable, st
 
 def clone(args: list) -> list:
     """A copy of an operator's arguments, in the same memory order."""
-    return [arg.clone() if isinstance(arg, Tensor) else clone(arg) if isinstance(arg, list) else arg for arg in args]
+    return tree_map_only(Tensor, Tensor.clone, args)
 
 
 def bad_tensors(values: int | None = None, edges: int | None = None, error: int | None = None) -> dict[str, tuple]:
@@ -257,20 +260,15 @@ def agrees_within(name: str, args: list, device: str) -> None:
 
 @contextmanager
 def within_memory(args: list, before: int, device: str) -> Iterator[list]:
-    """Copies of the arguments, as views into larger tensors that begin ``before`` entries earlier. Then checks that nothing
-    was written outside the views."""
+    """Views into larger tensors, copied from the arguments. Checks at the end that nothing was written outside them."""
     memories = []
 
-    def view(arg: object) -> object:
-        if isinstance(arg, list):
-            return [view(part) for part in arg]
-        if not isinstance(arg, Tensor):
-            return arg
+    def view(arg: Tensor) -> Tensor:
         memory = torch.full((arg.numel() + before + 64,), 77, dtype=arg.dtype, device=device)
         memories.append((memory, before, before + arg.numel()))
         return memory[before : before + arg.numel()].view(arg.shape).copy_(arg)
 
-    yield [view(arg) for arg in args]
+    yield tree_map_only(Tensor, view, args)
     for memory, begin, end in memories:
         assert bool((memory[:begin] == 77).all()) and bool((memory[end:] == 77).all())
 
@@ -282,12 +280,13 @@ def errors_add_up(value: Tensor, decoded: Tensor, error: Tensor) -> None:
 
 
 def refuses(name: str, args: list, change: tuple) -> None:
-    """Checks the error for a changed argument. ``change``: (argument, function, message). Nothing may be written. The CUDA
-    kernels take any contents of TABLES, but write nothing outside the tensors."""
+    """Checks the error for a changed argument. ``change``: (argument, function, message). Nothing may be written.
+
+    The CUDA operators take any contents of TABLES, but write nothing outside the tensors."""
     index, becomes, message = change
     args = clone(args)
-    old = args[index]
-    new = args[index] = becomes(old)
+    old, new = args[index], becomes(args[index])
+    args[index] = new
     parameter = list(inspect.signature(getattr(ops, name)).parameters)[index]
     if EMULATED and parameter in TABLES and (new.dtype, new.shape) == (old.dtype, old.shape):
         with within_memory(args, 1, "cpu") as given:
@@ -296,10 +295,5 @@ def refuses(name: str, args: list, change: tuple) -> None:
     before = clone(args)
     with pytest.raises(RuntimeError, match=message):
         getattr(ops, name)(*args)
-    for mine, theirs in zip(_tensors(args), _tensors(before), strict=True):
-        assert same(mine, theirs.view(mine.shape)) or not mine.is_contiguous()
-
-
-def _tensors(args: list) -> list[Tensor]:
-    parts = [part for arg in args for part in (arg if isinstance(arg, list) else [arg])]
-    return [part for part in parts if isinstance(part, Tensor)]
+    for mine, theirs in zip(tree_leaves(args), tree_leaves(before), strict=True):
+        assert not isinstance(mine, Tensor) or same(mine, theirs.view(mine.shape)) or not mine.is_contiguous()
