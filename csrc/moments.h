@@ -8,7 +8,7 @@
 namespace hvd_compress {
 
 constexpr int kSums = 32;        // running sums; see the specification
-constexpr int64_t kPart = 4096;  // values per part
+constexpr int64_t kPart = 8192;  // values per part
 
 // The moments of one part or one group.
 struct Sums {

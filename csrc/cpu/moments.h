@@ -55,6 +55,7 @@ struct PartMoments {
 };
 
 inline Sums group_moments(const Sums* parts, int64_t count) {
+  if (count == 1) return *parts;  // as the sums of one part would be
   RunningSums sums;
   for (int64_t i = 0; i < count; ++i) {
     sums.square[i % kSums] += parts[i].square;

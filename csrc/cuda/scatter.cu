@@ -61,11 +61,14 @@ __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ Scatter args, const __grid_constant__ Chunk chunk) {
   const Segment* segments = args.bucket.segments + chunk.first;
   Segment last = segments[chunk.count - 1];
-  // Not checked on the host. Whatever the table holds, the walk is within the bucket.
-  int64_t blocks = args.bucket.blocks,
-          begin = min(max(segments[0].first_block, int64_t{0}), blocks);
-  int64_t end = fits(last, blocks, args.bucket.slots) ? last.first_block + last.blocks : blocks;
-  for (int64_t block = begin + warp_id(); block < end; block += int64_t{gridDim.x} * kWarps) {
+  // Not checked on the host. Whatever the table holds, the walk is within the bucket, and nothing
+  // overflows.
+  uint64_t sum = static_cast<uint64_t>(last.first_block) + static_cast<uint64_t>(last.blocks);
+  int64_t end = min(static_cast<int64_t>(sum), args.bucket.blocks);
+  int64_t block = max(segments[0].first_block, int64_t{0});
+  if (block >= end) return;
+  block += warp_id();
+  for (; block < end; block += static_cast<int64_t>(gridDim.x) * kWarps) {
     scatter_block(args, chunk, block);
   }
 }

@@ -23,7 +23,7 @@ from .blocks import mix
 
 #: The number of running sums in :func:`moments`, and the number of values in a part.
 LANES = 32
-PART = 4096
+PART = 8192
 
 
 def _each(table: Tensor, edges: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
     """Per group: the sum of squares, the sum of fourth powers, and the largest magnitude.
 
     The sums are of float64 products (``square = v * v``, ``square * square``), in this order on every back end: a group
-    is cut into parts of 4096 values, the last one shorter. In a part, value ``i`` is added to running sum ``i % 32``;
+    is cut into parts of 8192 values, the last one shorter. In a part, value ``i`` is added to running sum ``i % 32``;
     then the upper half of the sums is added to the lower until one is left. The parts' sums are summed likewise, part
     ``i`` into running sum ``i % 32``. The largest magnitude ignores NaNs. All three are 0 for an empty group.
 

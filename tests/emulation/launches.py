@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hvd_compress import ops
+from hvd_compress.reference.codes import PART
 
 EMULATOR = ctypes.CDLL(os.environ["OPERATORS"])
 EMULATOR.emulation_blocks.restype = ctypes.c_uint64
@@ -37,6 +38,6 @@ def test_scatter_launches_what_its_gradients_need() -> None:
 
 
 def test_moments_share_out_a_group() -> None:
-    n = 40 * 4096
+    n = 40 * PART
     out = torch.zeros(1, 3, dtype=torch.float64)
     assert blocks_of(lambda: ops.moments(torch.randn(n), torch.tensor([0, n]), out)) >= 40 // WARPS
