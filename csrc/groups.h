@@ -13,7 +13,7 @@ struct Groups {
 
   // Whether a group is within `values` values. On CUDA this is not checked on the host.
   HVD_BODY bool within(int64_t group, int64_t values) const {
-    return edges[group] >= 0 && edges[group + 1] <= values;
+    return 0 <= edges[group] && edges[group] <= edges[group + 1] && edges[group + 1] <= values;
   }
 
   // The group of value `i`: the last that begins at or before it. Within the table for any edges.

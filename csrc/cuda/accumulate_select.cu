@@ -1,4 +1,4 @@
-// accumulate_select on CUDA: one warp per block, with 8 adjacent entries per lane in registers.
+// accumulate_select on CUDA: one warp per block, with 8 entries per lane in registers.
 #include "../accumulate_select.h"
 #include "entries.h"
 #include "segments.h"
@@ -8,20 +8,21 @@ namespace hvd_compress {
 namespace {
 
 // The mean of a block's scaled gradient, in all lanes. By pairwise summation as in the reference:
-// entries 128 to 8 apart are in different lanes, entries 4 to 1 apart in one lane.
+// entries 128 apart are in one lane, entries 64 to 4 apart in different lanes, entries 2 and 1
+// apart in one lane.
 template <typename T>
 __device__ __forceinline__ float block_mean(const T (&grad)[kPerLane], float scale, int inside) {
-  float sums[kPerLane];
+  float sums[kAdjacent];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    sums[i] = static_cast<float>(grad[i]) * scale;
+  for (int i = 0; i < kAdjacent; ++i) {
+    sums[i] = static_cast<float>(grad[i]) * scale + static_cast<float>(grad[i + kAdjacent]) * scale;
 #pragma unroll
     for (int half = kLanes / 2; half > 0; half /= 2) {
       sums[i] += __shfl_xor_sync(kAll, sums[i], half);
     }
   }
 #pragma unroll
-  for (int half = kPerLane / 2; half > 0; half /= 2) {
+  for (int half = kAdjacent / 2; half > 0; half /= 2) {
 #pragma unroll
     for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
@@ -34,9 +35,8 @@ __global__ void __launch_bounds__(kThreads)
                              const T* __restrict__ weight, bool aligned) {
   int64_t block = warp_id();
   if (block >= args.select.blocks) return;
-  int64_t first = block * kBlock + lane_id() * kPerLane;
-  int inside = args.inside(block) - lane_id() * kPerLane;  // of this lane; may be < 0
-  inside = inside < 0 ? 0 : inside > kPerLane ? kPerLane : inside;
+  int64_t first = block * kBlock;
+  int inside = args.inside(block);
 
   T step[kPerLane];
   float residual[kPerLane];
@@ -45,13 +45,13 @@ __global__ void __launch_bounds__(kThreads)
   const Deferred& deferred = args.deferred;
   if (deferred.segment.slots) {
     update_residual(deferred.update, deferred.indices,
-                    slots_in(deferred.segment, block, deferred.shift), block * kBlock);
+                    slots_in(deferred.segment, block, deferred.shift), first);
   }
   load(residual, args.residual + first, inside, aligned);
   if (kVelocity) load(velocity, args.velocity + first, inside, aligned);
   float mean = 0.0f;
   if (args.block_means) {
-    mean = block_mean(step, args.scale, args.inside(block));
+    mean = block_mean(step, args.scale, inside);
     if (lane_id() == 0) args.block_means[block] += mean;
   }
   bool bad = false;
@@ -80,12 +80,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       float width = static_cast<float>(weights[i]);
-      scores[i] = i < inside ? weighted_bits(residual[i], width, floor) : 0;
+      scores[i] = index_of(i) < inside ? weighted_bits(residual[i], width, floor) : 0;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      scores[i] = i < inside ? score_bits(magnitude(residual[i])) : 0;
+      scores[i] = index_of(i) < inside ? score_bits(magnitude(residual[i])) : 0;
     }
   }
   select_block(args.select, block, scores, leads);
@@ -117,15 +117,13 @@ void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> 
                    on_16_bytes(args.residual) && on_16_bytes(args.velocity);
     auto kernel =
         args.velocity ? accumulate_select_kernel<T, true> : accumulate_select_kernel<T, false>;
-    kernel<<<grid_for(args.select.blocks), kThreads, 0, launch.stream()>>>(args, grad_data,
-                                                                           weight_data, aligned);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch.run(grid_for(args.select.blocks), kernel, args, grad_data, weight_data, aligned);
   });
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("accumulate_select", TORCH_BOX(&hvd_compress::accumulate_select_cuda));
 }

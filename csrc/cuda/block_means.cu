@@ -34,22 +34,20 @@ void block_means_send_cuda(Tensor fresh, Tensor unsent, std::optional<Tensor> ve
   if (args.blocks == 0) return;
   Launch launch(unsent);
   auto kernel = args.velocity ? send_kernel<true> : send_kernel<false>;
-  kernel<<<ceil_div(args.blocks, kThreads), kThreads, 0, launch.stream()>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(ceil_div(args.blocks, kThreads), kernel, args);
 }
 
 void block_means_keep_cuda(Tensor mean, Tensor quantization_error, Tensor unsent) {
   BlockMeansKeep args = checked(mean, quantization_error, unsent);
   if (args.blocks == 0) return;
   Launch launch(unsent);
-  keep_kernel<<<ceil_div(args.blocks, kThreads), kThreads, 0, launch.stream()>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(ceil_div(args.blocks, kThreads), keep_kernel, args);
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("block_means_send", TORCH_BOX(&hvd_compress::block_means_send_cuda));
   library.impl("block_means_keep", TORCH_BOX(&hvd_compress::block_means_keep_cuda));
 }

@@ -52,7 +52,7 @@ void codebook_decode_cuda(Tensor codes, Tensor scale, Tensor edges, Tensor book,
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("codebook_encode", TORCH_BOX(&hvd_compress::codebook_encode_cuda));
   library.impl("codebook_decode", TORCH_BOX(&hvd_compress::codebook_decode_cuda));
 }

@@ -14,8 +14,8 @@ template <typename Args, typename Constants>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ Args args, const float* __restrict__ values,
                   float* __restrict__ error, uint8_t* __restrict__ codes) {
-  __shared__ alignas(uint64_t) uint16_t digits[kTile];  // words are loaded from it
-  __shared__ uint32_t packed[kThreads * 4];
+  HVD_SHARED(uint16_t, digits, kTile);
+  HVD_SHARED(uint32_t, packed, kThreads * 4);
   uint8_t* bytes = reinterpret_cast<uint8_t*>(packed);
   int thread = static_cast<int>(threadIdx.x);
 
@@ -71,18 +71,16 @@ void encode_all(const Args& args, const Tensor& values, const Tensor& codes,
                 const Tensor& quantization_error) {
   if (args.size == 0) return;
   Launch launch(values);
-  encode_kernel<Args, Constants><<<ceil_div(args.size, kTile), kThreads, 0, launch.stream()>>>(
-      args, const_data<float>(values), data<float>(quantization_error), data<uint8_t>(codes));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(ceil_div(args.size, kTile), encode_kernel<Args, Constants>, args,
+             const_data<float>(values), data<float>(quantization_error), data<uint8_t>(codes));
 }
 
 template <typename Constants, typename Args>
 void decode_all(const Args& args, const Tensor& codes, const Tensor& values, bool add) {
   if (args.size == 0) return;
   Launch launch(values);
-  decode_kernel<Args, Constants><<<ceil_div(args.size, kTile), kThreads, 0, launch.stream()>>>(
-      args, const_data<uint8_t>(codes), data<float>(values), add);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(ceil_div(args.size, kTile), decode_kernel<Args, Constants>, args,
+             const_data<uint8_t>(codes), data<float>(values), add);
 }
 
 }  // namespace hvd_compress

@@ -1,43 +1,64 @@
-// Loads and stores of a block's entries: 8 adjacent entries per lane of a warp.
+// Loads and stores of a block's entries by one warp.
 #pragma once
+
+#include <type_traits>
 
 #include "warp.h"
 
 namespace hvd_compress {
 
+// A lane has entries in two parts of kAdjacent, half a block apart. So a warp loads or stores 128
+// adjacent entries at a time: for float32, 512 bytes in words of 16.
+constexpr int kAdjacent = 4;
+static_assert(kPerLane == 2 * kAdjacent);
+
+// The index in its block of this lane's i-th entry. It ascends with i.
+__device__ __forceinline__ int index_of(int i) {
+  return i / kAdjacent * (kBlock / 2) + lane_id() * kAdjacent + i % kAdjacent;
+}
+
 inline bool on_16_bytes(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// 16 bytes at a time if `aligned`. Entries from `inside` on are 0.
+// kAdjacent entries in one word.
 template <typename T>
-__device__ __forceinline__ void load(T (&to)[kPerLane], const T* from, int inside, bool aligned) {
-  if (aligned && inside == kPerLane) {
-    uint4 words[sizeof(to) / sizeof(uint4)];
+using Adjacent = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+
+// This lane's entries of a block of which `inside` exist; the others are 0. `aligned`: the tensor
+// begins on 16 bytes.
+template <typename T>
+__device__ __forceinline__ void load(T (&to)[kPerLane], const T* block, int inside, bool aligned) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(to) / sizeof(uint4)); ++i) {
-      words[i] = reinterpret_cast<const uint4*>(from)[i];
+  for (int part = 0; part < kPerLane; part += kAdjacent) {
+    int index = index_of(part);
+    if (aligned && index + kAdjacent <= inside) {
+      Adjacent<T> word = *reinterpret_cast<const Adjacent<T>*>(block + index);
+      memcpy(static_cast<void*>(to + part), &word, sizeof(word));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i) {
+        to[part + i] = index + i < inside ? block[index + i] : static_cast<T>(0.0f);
+      }
     }
-    memcpy(static_cast<void*>(to), words, sizeof(to));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) to[i] = i < inside ? from[i] : static_cast<T>(0.0f);
   }
 }
 
 template <typename T>
-__device__ __forceinline__ void store(T* to, const T (&from)[kPerLane], int inside, bool aligned) {
-  if (aligned && inside == kPerLane) {
-    uint4 words[sizeof(from) / sizeof(uint4)];
-    memcpy(words, static_cast<const void*>(from), sizeof(from));
+__device__ __forceinline__ void store(T* block, const T (&from)[kPerLane], int inside,
+                                      bool aligned) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(from) / sizeof(uint4)); ++i) {
-      reinterpret_cast<uint4*>(to)[i] = words[i];
-    }
-  } else {
+  for (int part = 0; part < kPerLane; part += kAdjacent) {
+    int index = index_of(part);
+    if (aligned && index + kAdjacent <= inside) {
+      Adjacent<T> word;
+      memcpy(&word, static_cast<const void*>(from + part), sizeof(word));
+      *reinterpret_cast<Adjacent<T>*>(block + index) = word;
+    } else {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (i < inside) to[i] = from[i];
+      for (int i = 0; i < kAdjacent; ++i) {
+        if (index + i < inside) block[index + i] = from[part + i];
+      }
     }
   }
 }

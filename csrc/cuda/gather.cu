@@ -19,13 +19,12 @@ void gather_cuda(Tensor residual, Tensor indices, Tensor segments, Tensor values
   Gather args = checked(residual, indices, segments, values, phase);
   if (args.bucket.blocks == 0 || args.bucket.slots == 0) return;
   Launch launch(residual);
-  gather_kernel<<<grid_for(args.bucket.blocks), kThreads, 0, launch.stream()>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(grid_for(args.bucket.blocks), gather_kernel, args);
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("gather", TORCH_BOX(&hvd_compress::gather_cuda));
 }

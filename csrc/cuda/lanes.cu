@@ -11,7 +11,7 @@ __device__ __forceinline__ int words_of(const Lanes& args) { return kTile / args
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ Lanes args, const float* __restrict__ values,
                   float* __restrict__ error, int64_t* __restrict__ words, bool stochastic) {
-  __shared__ int32_t digits[kTile];
+  HVD_SHARED(int32_t, digits, kTile);
   int share = words_of(args) * args.count, thread = static_cast<int>(threadIdx.x);
   int64_t first = static_cast<int64_t>(blockIdx.x) * share;
   OfGroup<Grid> grid(args, first + thread);
@@ -67,10 +67,8 @@ void lanes_encode_cuda(Tensor values, Tensor scale, Tensor edges, Tensor words,
   if (args.size == 0) return;
   Launch launch(values);
   unsigned grid = ceil_div(args.size, kTile / args.count * args.count);
-  encode_kernel<<<grid, kThreads, 0, launch.stream()>>>(args, const_data<float>(values),
-                                                        data<float>(quantization_error),
-                                                        data<int64_t>(words), key != -1);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(grid, encode_kernel, args, const_data<float>(values), data<float>(quantization_error),
+             data<int64_t>(words), key != -1);
 }
 
 void lanes_decode_cuda(Tensor words, Tensor scale, Tensor edges, Tensor values, int64_t width,
@@ -79,15 +77,14 @@ void lanes_decode_cuda(Tensor words, Tensor scale, Tensor edges, Tensor values, 
   if (args.size == 0) return;
   Launch launch(values);
   unsigned grid = ceil_div(args.size, kTile / args.count * args.count);
-  decode_kernel<<<grid, kThreads, 0, launch.stream()>>>(
-      args, args.bias(), const_data<int64_t>(words), data<float>(values));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(grid, decode_kernel, args, args.bias(), const_data<int64_t>(words),
+             data<float>(values));
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("lanes_encode", TORCH_BOX(&hvd_compress::lanes_encode_cuda));
   library.impl("lanes_decode", TORCH_BOX(&hvd_compress::lanes_decode_cuda));
 }

@@ -35,7 +35,7 @@ void range_decode_cuda(Tensor codes, Tensor base, Tensor edges, Tensor values, i
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("range_encode", TORCH_BOX(&hvd_compress::range_encode_cuda));
   library.impl("range_decode", TORCH_BOX(&hvd_compress::range_decode_cuda));
 }

@@ -9,7 +9,7 @@ namespace hvd_compress {
 namespace {
 
 constexpr int kTensors = 192;     // keeps the arguments below 4 KiB, the limit of older drivers
-constexpr unsigned kGrid = 4096;  // thread blocks, at most; the host cannot count a chunk's blocks
+constexpr unsigned kGrid = 4096;  // thread blocks, at most
 
 struct Chunk {
   int64_t first;  // the first segment
@@ -61,12 +61,19 @@ __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ Scatter args, const __grid_constant__ Chunk chunk) {
   const Segment* segments = args.bucket.segments + chunk.first;
   Segment last = segments[chunk.count - 1];
-  int64_t end = min(last.first_block + last.blocks, args.bucket.blocks);
-  int64_t block = segments[0].first_block + warp_id();
+  // Not checked on the host. Whatever the table holds, the walk is within the bucket, and nothing
+  // overflows.
+  uint64_t sum = static_cast<uint64_t>(last.first_block) + static_cast<uint64_t>(last.blocks);
+  int64_t end = min(static_cast<int64_t>(sum), args.bucket.blocks);
+  int64_t block = max(segments[0].first_block, int64_t{0});
+  if (block >= end) return;
+  block += warp_id();
   for (; block < end; block += static_cast<int64_t>(gridDim.x) * kWarps) {
     scatter_block(args, chunk, block);
   }
 }
+
+int64_t blocks_of(const Tensor& grad) { return (grad.numel() + kBlock - 1) / kBlock; }
 
 void scatter_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
                   Tensor indices, Tensor segments, Tensor mean,
@@ -77,24 +84,33 @@ void scatter_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tens
   const BucketSlots& bucket = args.bucket;
   if (bucket.blocks == 0 || (bucket.slots == 0 && !block_means)) return;
   Launch launch(residual);
-  unsigned grid = std::min(grid_for(bucket.blocks), kGrid);
+  // The segments are on the device, but a gradient has as many blocks as its segment. Those of
+  // skipped gradients are among the bucket's others; they matter for the residual only.
+  int64_t others = bucket.blocks;
+  for (const Tensor& grad : grads) others -= blocks_of(grad);
   for (int64_t first = 0; first < bucket.segment_count; first += kTensors) {
     Chunk chunk{};
     chunk.first = first;
+    int64_t blocks = 0;
+    bool skips = false;
     for (int64_t i = first; i < bucket.segment_count && i < first + kTensors; ++i) {
       chunk.data[i - first] = grads[i].mutable_data_ptr();
       chunk.entries[i - first] = grads[i].numel();
       chunk.dtype[i - first] = grads[i].scalar_type();
       chunk.count = i - first + 1;
+      blocks += blocks_of(grads[i]);
+      skips |= grads[i].numel() == 0;
     }
-    scatter_kernel<<<grid, kThreads, 0, launch.stream()>>>(args, chunk);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    if (skips && args.update.error) blocks += std::max<int64_t>(others, 0);
+    if (blocks == 0) continue;
+    unsigned grid = std::min(grid_for(blocks), kGrid);  // any number is right
+    launch.run(grid, scatter_kernel, args, chunk);
   }
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("scatter", TORCH_BOX(&hvd_compress::scatter_cuda));
 }

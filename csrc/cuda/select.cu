@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads)
   if (leads.count == 0) return;  // only needed if this rank leads slots
   float mine[kPerLane];
   int32_t scores[kPerLane];
-  load(mine, score + block * kBlock + lane_id() * kPerLane, kPerLane, aligned);
+  load(mine, score + block * kBlock, kBlock, aligned);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) scores[i] = score_bits(mine[i]);
   select_block(args, block, scores, leads);
@@ -29,14 +29,12 @@ void select_cuda(Tensor score, Tensor indices, int64_t slots, int64_t first_slot
   if (args.slots == 0) return;
   Launch launch(score);
   const float* scores = const_data<float>(score);
-  select_kernel<<<grid_for(args.blocks), kThreads, 0, launch.stream()>>>(args, scores,
-                                                                         on_16_bytes(scores));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch.run(grid_for(args.blocks), select_kernel, args, scores, on_16_bytes(scores));
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
-STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
   library.impl("select", TORCH_BOX(&hvd_compress::select_cuda));
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../select.h"
-#include "warp.h"
+#include "entries.h"
 
 namespace hvd_compress {
 
@@ -22,18 +22,39 @@ __device__ __forceinline__ LeaderSlots leader_slots(const Select& select, int64_
   return {begin, static_cast<int>(__shfl_sync(kAll, edge, 1) - begin)};
 }
 
-// Both functions return the selected entries of this lane as bits. Lanes hold the block in order of
-// index, so the lowest index is in the lowest lane, at the lowest bit.
+// Numbers in the order of the block's entries: first come all lanes' entries of the first part.
+struct Places {
+  int first;
+  int second;
+
+  __device__ int& of(int i) { return i < kAdjacent ? first : second; }
+};
+
+// For the numbers of something in this lane's two parts, how many are before each part.
+__device__ __forceinline__ Places places_before(int first, int second) {
+  int both = first | second << 16;  // a sum over all lanes is at most 128 each
+  int before = sum_before(both);
+  int all_first = __shfl_sync(kAll, before + both, kLanes - 1) & 0xffff;
+  return {before & 0xffff, all_first + (before >> 16)};
+}
+
+// Both functions return the selected entries of this lane as bits.
 
 // Selects the largest score `count` times.
 __device__ __forceinline__ unsigned select_few(int32_t (&scores)[kPerLane], int count) {
   unsigned selected = 0;
   for (int k = 0; k < count; ++k) {
-    int32_t best = kSelected;
+    int32_t best = kSelected, first = kSelected;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) best = max(best, scores[i]);
+    for (int i = 0; i < kPerLane; ++i) {
+      best = max(best, scores[i]);
+      if (i < kAdjacent) first = best;
+    }
     int32_t top = largest_of_all(best);
-    bool mine = lane_id() == __ffs(__ballot_sync(kAll, best == top)) - 1;
+    // Of several, the lowest index: in the first part of the lowest lane, or else in the second.
+    unsigned in_first = __ballot_sync(kAll, first == top);
+    unsigned in_any = __ballot_sync(kAll, best == top);
+    bool mine = lane_id() == __ffs(in_first ? in_first : in_any) - 1;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       if (mine && scores[i] == top) {
@@ -59,17 +80,20 @@ __device__ __forceinline__ unsigned select_many(const int32_t (&scores)[kPerLane
     if (reached >= count) threshold = candidate;
     if (reached == count) break;
   }
-  int larger = 0, equal = 0;
+  int larger = 0;
+  Places equal{};
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     larger += scores[i] > threshold;
-    equal += scores[i] == threshold;
+    equal.of(i) += scores[i] == threshold;
   }
-  int room = count - sum_of_all(larger) - sum_before(equal);
+  int room = count - sum_of_all(larger);
+  Places place = places_before(equal.first, equal.second);
   unsigned selected = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if (scores[i] > threshold || (scores[i] == threshold && room-- > 0)) selected |= 1u << i;
+    bool also = scores[i] == threshold && place.of(i)++ < room;
+    if (scores[i] > threshold || also) selected |= 1u << i;
   }
   return selected;
 }
@@ -77,17 +101,20 @@ __device__ __forceinline__ unsigned select_many(const int32_t (&scores)[kPerLane
 // Writes the indices that this rank selects in a block. Modifies the scores.
 __device__ __forceinline__ void select_block(const Select& select, int64_t block,
                                              int32_t (&scores)[kPerLane], LeaderSlots slots) {
-  int64_t first = block * kBlock + lane_id() * kPerLane;
   if (select.explored(block)) {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) scores[i] = explore_bits(scores[i], first + i, select.key);
+    for (int i = 0; i < kPerLane; ++i) {
+      scores[i] = explore_bits(scores[i], block * kBlock + index_of(i), select.key);
+    }
   }
   unsigned selected =
       slots.count <= kFew ? select_few(scores, slots.count) : select_many(scores, slots.count);
-  uint8_t* out = select.indices + slots.begin + sum_before(__popc(selected));
+  constexpr unsigned kFirst = (1u << kAdjacent) - 1;
+  Places place = places_before(__popc(selected & kFirst), __popc(selected & ~kFirst));
+  uint8_t* out = select.indices + slots.begin;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if (selected >> i & 1) *out++ = static_cast<uint8_t>(lane_id() * kPerLane + i);
+    if (selected >> i & 1) out[place.of(i)++] = static_cast<uint8_t>(index_of(i));
   }
 }
 

@@ -1,12 +1,14 @@
 // Kernel launches with one warp per block of 256 entries, and operations across a warp.
 #pragma once
 
-#include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
 
+#include <type_traits>
+
 #include "../checks.h"
+#include "device.h"
 
 namespace hvd_compress {
 
@@ -16,7 +18,7 @@ constexpr int kWarps = 8;                  // per thread block
 constexpr int kThreads = kWarps * kLanes;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Makes the tensor's device current, and has its current stream.
+// Makes the tensor's device current, and launches kernels on its current stream.
 class Launch {
  public:
   explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -24,7 +26,14 @@ class Launch {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
-  cudaStream_t stream() const { return stream_; }
+
+  // With `grid` thread blocks of kThreads threads.
+  template <typename... Parameters>
+  void run(unsigned grid, void (*kernel)(Parameters...),
+           const std::type_identity_t<Parameters>&... args) const {
+    HVD_LAUNCH(kernel, grid, kThreads, stream_)(args...);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
@@ -56,7 +65,7 @@ __device__ __forceinline__ int reduced(int value, Join join) {
 
 // The sum and the maximum over all lanes: one instruction from sm_80 on.
 __device__ __forceinline__ int sum_of_all(int value) {
-#if __CUDA_ARCH__ >= 800
+#if HVD_CUDA_ARCH >= 800
   return __reduce_add_sync(kAll, value);
 #else
   return reduced(value, [](int one, int other) { return one + other; });
@@ -64,7 +73,7 @@ __device__ __forceinline__ int sum_of_all(int value) {
 }
 
 __device__ __forceinline__ int largest_of_all(int value) {
-#if __CUDA_ARCH__ >= 800
+#if HVD_CUDA_ARCH >= 800
   return __reduce_max_sync(kAll, value);
 #else
   return reduced(value, [](int one, int other) { return max(one, other); });

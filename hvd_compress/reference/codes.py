@@ -21,8 +21,9 @@ from torch import Tensor
 
 from .blocks import mix
 
-#: The number of running sums in :func:`moments`.
+#: The number of running sums in :func:`moments`, and the number of values in a part.
 LANES = 32
+PART = 8192
 
 
 def _each(table: Tensor, edges: Tensor) -> Tensor:
@@ -45,12 +46,25 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     return (stream.reshape(-1, 8, bits) * weight).sum(2).view(-1)[:n]
 
 
+def _summed(terms: Tensor) -> Tensor:
+    """Sums over the last dimension, in the order that :func:`moments` specifies."""
+    rows = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % LANES)).view(*terms.shape[:-1], -1, LANES)
+    sums = terms.new_zeros(*terms.shape[:-1], LANES)
+    for row in rows.unbind(-2):  # the order of sum() is not specified
+        sums = sums + row
+    while sums.shape[-1] > 1:
+        lower, upper = sums.chunk(2, -1)
+        sums = lower + upper
+    return sums[..., 0]
+
+
 def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
     """Per group: the sum of squares, the sum of fourth powers, and the largest magnitude.
 
-    The sums are of float64 products (``square = v * v``, ``square * square``), in this order on every back end: value
-    ``i`` of a group is added to running sum ``i % 32``; then the upper half of the sums is added to the lower until one
-    is left. The largest magnitude ignores NaNs. All three are 0 for an empty group.
+    The sums are of float64 products (``square = v * v``, ``square * square``), in this order on every back end: a group
+    is cut into parts of 8192 values, the last one shorter. In a part, value ``i`` is added to running sum ``i % 32``;
+    then the upper half of the sums is added to the lower until one is left. The parts' sums are summed likewise, part
+    ``i`` into running sum ``i % 32``. The largest magnitude ignores NaNs. All three are 0 for an empty group.
 
     ``values``: float32, (n,). ``edges``: int64, (groups + 1,). ``out``: float64, (groups, 3).
     """
@@ -58,16 +72,9 @@ def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
         mine = values[begin:end]
         square = mine.double() ** 2
         terms = torch.stack([square, square * square])
-        terms = torch.nn.functional.pad(terms, (0, -(end - begin) % LANES)).view(2, -1, LANES)
-        # Row by row: the order of sum() is not specified.
-        sums = torch.zeros(2, LANES, dtype=torch.float64, device=values.device)
-        for row in range(terms.shape[1]):
-            sums = sums + terms[:, row]
-        width = LANES
-        while width > 1:
-            width //= 2
-            sums = sums[:, :width] + sums[:, width:]
-        out[group, :2] = sums[:, 0]
+        if end - begin > PART:
+            terms = _summed(torch.nn.functional.pad(terms, (0, -(end - begin) % PART)).view(2, -1, PART))
+        out[group, :2] = _summed(terms)
         out[group, 2] = torch.where(mine.isnan(), 0.0, mine.abs()).max() if end > begin else 0.0
 
 

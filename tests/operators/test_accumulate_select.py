@@ -22,6 +22,7 @@ from strategies import (
     slot_counts,
     threads,
     values,
+    within_memory,
 )
 
 from hvd_compress import ops, reference
@@ -95,6 +96,24 @@ def test_equals_reference(device: str, args: list) -> None:
     reference.accumulate_select(*want)
     for name, mine, theirs in zip(NAMES, got, want, strict=False):
         assert same(mine, theirs), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("before", [1, 8])  # 8 entries keep the alignment
+@pytest.mark.parametrize("n", [1, 3, 255, 259, 510])
+def test_within_other_memory(device: str, n: int, before: int) -> None:
+    """No entry beyond the end counts, in the block's mean for example, or is written."""
+    check_device(device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        blocks = -(-n // BLOCK)
+        want = [values(n, "normal", 1).to(dtype), torch.zeros(blocks * BLOCK), values(n, "normal", 2).to(dtype), None]
+        want += [torch.ones(1), torch.zeros(4 * blocks, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)]
+        want += [torch.zeros(blocks), 0.5, 0.0, 4 * blocks, 0, 0, 1, 1, 0, 7, 2**31]
+        with within_memory(want, before, device) as got:
+            ops.accumulate_select(*got)
+        reference.accumulate_select(*want)
+        for name, mine, theirs in zip(NAMES, got, want, strict=False):
+            assert same(mine, theirs), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

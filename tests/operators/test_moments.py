@@ -1,5 +1,7 @@
 """moments against hvd_compress/reference/codes.py, bitwise."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +24,7 @@ from strategies import (
 )
 
 from hvd_compress import ops
+from hvd_compress.reference.codes import PART
 
 pytestmark = needs_compiled
 
@@ -82,6 +85,25 @@ def test_order_of_the_sums(device: str) -> None:
     ops.moments(*on(device, [value, torch.tensor([0, 128])]), out)
     # The exact sum rounds to 2**54 + 8; added in sequence the result is 2**54.
     assert out[0].tolist() == [2.0**54 + 4, 2.0**108, 2.0**27]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_order_of_the_parts(device: str) -> None:
+    """As above, with the first values of parts in place of values: their sums are added by the number of the part."""
+    check_device(device)
+    value = torch.zeros(96 * PART + 1)
+    value[0] = 2.0**27
+    value[[32 * PART, 64 * PART, 96 * PART]] = 1.0
+    value[[16 * PART, 48 * PART, 80 * PART]] = 1.0
+    out = torch.empty(1, 3, dtype=torch.float64, device=device)
+    ops.moments(*on(device, [value, torch.tensor([0, len(value)])]), out)
+    assert out[0].tolist() == [2.0**54 + 4, 2.0**108, 2.0**27]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[PART - 1, PART, PART + 1], [0, 3 * PART, 0, 1, 33 * PART + 3, 0]])
+def test_parts(device: str, sizes: list[int]) -> None:
+    agrees("moments", arguments_of(torch.tensor([0, *accumulate(sizes)]), "normal", 5), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
