@@ -56,10 +56,9 @@ def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
         states = (torch.load(f"compression-{rank}.pt") for rank in range(old_ranks))
         compression.load_state_dict(hvd_compress.reshard(states))      # the same on every rank
 
-    What a rank still owes (residuals, velocities, unsent block means) becomes the mean over the old ranks. The average
-    of the new ranks' gradients then contains what the average of the old ranks' would have contained: nothing is lost,
-    to rounding. With equally many ranks the sum over ranks stays the same, too. Byte counts become their means. The
-    rest is the same on all ranks, and stays. Random numbers depend on seed and step only.
+    What a rank still owes (residuals, velocities, unsent block means) becomes the mean over the old ranks. So the mean
+    over ranks, which averages send in the end, is unchanged, to rounding; with equally many ranks the sum, too. Byte
+    counts become their means. The rest is the same on all ranks, and stays. Random numbers depend on seed and step.
 
     Args:
         states: in the order of the ranks. An iterator is read one state at a time.
@@ -86,8 +85,10 @@ def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
             if key not in ("owner", "per_rank"):
                 _check_same(first.get(key), shared.get(key), key, count - 1)
         mean = _added(mean, state.get("per_rank"), 1.0 / ranks, "per_rank")
-    if count != ranks or not count:
-        raise ValueError(f"reshard needs the states of all {ranks or ''} ranks, got {count}")
+    if not count:
+        raise ValueError("reshard needs the states of all ranks, got none")
+    if count != ranks:
+        raise ValueError(f"reshard needs the states of all {ranks} ranks, got {count}")
     return {**first, "owner": None, "per_rank": _rounded(mean, first["per_rank"])}
 
 
@@ -154,7 +155,7 @@ def _check_same(one: Any, other: Any, path: str, rank: int) -> None:
         for key in {**one, **other}:
             _check_same(one.get(key), other.get(key), joined(path, key), rank)
     elif not same(one, other):
-        refuse(path, f"differs between rank 0 and rank {rank}, and is nothing that can be averaged")
+        refuse(path, f"differs between rank 0 and rank {rank}, and cannot be averaged")
 
 
 def _added(total: Any, value: Any, factor: float, path: str) -> Any:

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Generator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def compare_ranks(engine: Any, timeout: float) -> None:
     except TimeoutError as error:
         raise RuntimeError(
             f"not every rank has compared its options within {timeout:g} s (start_timeout=): was a compressor given to "
-            "the optimizer or to the DDP model on every rank? Was load_state_dict() called on every rank?"
+            "the optimizer or to the DDP model, or load_state_dict() called, on some ranks only? Does a rank wait in "
+            "another collective before its first backward pass? Restart the job after this error"
         ) from error
     finally:
         engine.exchanges.seconds_waited += time.perf_counter() - begin
@@ -69,15 +71,15 @@ def compare_ranks(engine: Any, timeout: float) -> None:
 
 def digest(values: Mapping[str, object]) -> int:
     """A hash of values such as :func:`configuration`'s, the same in every process."""
-    return zlib.crc32(_text(values))
+    return zlib.crc32(json.dumps(sorted(_plain(values).items())).encode())
 
 
 def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Request, Tensor, None]:
     """One collective of 16 bytes a rank, and a second one, of the texts, if they differ."""
-    text = _text(own)
-    head = torch.tensor([[zlib.crc32(text), len(text)]], device=device)
+    text = json.dumps(_plain(own)).encode()
+    head = torch.tensor([[digest(own), len(text)]], device=device)
     heads = yield allgather(head)
-    if bool((heads == head).all()):
+    if bool((heads[:, 0] == head[0, 0]).all()):
         return
     longest = int(heads[:, 1].max())
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
@@ -86,19 +88,20 @@ def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Reque
     raise RuntimeError(_differences(everyone))
 
 
-def _text(values: Mapping[str, object]) -> bytes:
-    return json.dumps({name: _plain(value) for name, value in values.items()}).encode()
+def _plain(values: Mapping[str, object]) -> dict[str, str | bool | None]:
+    """What JSON can hold. In another process, equal values are equal here."""
+    return {name: _plain_value(value) for name, value in values.items()}
 
 
-def _plain(value: object) -> object:
-    """What JSON can hold; 1 and 1.0 are equal."""
+def _plain_value(value: object) -> str | bool | None:
     if isinstance(value, bool | str | None):
         return value
-    if isinstance(value, int | float):
-        return f"{value:.17g}"
+    if isinstance(value, int | float):  # 1 and 1.0 are equal
+        return str(int(value)) if value == int(value) else repr(value)
     # Other objects' texts differ from process to process.
-    parameters = getattr(type(value), "__dataclass_params__", None)
-    return repr(value) if getattr(parameters, "frozen", False) else type(value).__name__
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    inside = ", ".join(f"{name}={_plain_value(getattr(value, name))}" for name in names)
+    return f"{type(value).__name__}({inside})" if names else type(value).__name__
 
 
 def _differences(everyone: list[dict[str, object]]) -> str:

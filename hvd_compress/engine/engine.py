@@ -3,8 +3,8 @@
 A host calls :meth:`Engine.arrive` for every gradient and :meth:`Engine.finish_step` after the last one. When a bucket
 is full, the engine launches its exchange: a generator of the method that yields a
 :class:`~hvd_compress.engine.collectives.Request` whenever tensors must cross the network. A rank blocks only in
-``finish_step``, after it has started the first collective of every bucket, and at the beginning of the first step, when
-it has started nothing, to compare the ranks' configurations: so ranks cannot deadlock.
+``finish_step``, after it has started the first collective of every bucket, so that ranks cannot deadlock; and in the
+first hook of all, to compare configurations, when no exchange is open. This wait ends after ``start_timeout`` seconds.
 """
 
 import threading
@@ -91,7 +91,7 @@ class Engine:
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
         #: Whether the ranks have compared their configurations.
         self.compared = False
-        #: The number of parameters of the optimizer whose groups have changed last.
+        #: The number of parameters of the optimizer whose groups changed most recently, or None.
         self.regrouped: int | None = None
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
         #: Whether the last average may still be taken back.
@@ -169,7 +169,8 @@ class Engine:
             self.reset()
             raise
         self._end_step()
-        self.undoable, self.watch.stepped = True, False
+        self.undoable = True
+        self.watch.forget_step()
 
     def entered(self) -> "_Entered":
         """A context for the host's calls: holds the lock and counts the time spent without waiting."""
@@ -193,7 +194,10 @@ class Engine:
         """See :meth:`hvd_compress.Compressor.discard_step`."""
         with self.lock:
             if self.collecting:
-                raise RuntimeError("discard_step() in the middle of a step: call reset() after a failure")
+                raise RuntimeError(
+                    "discard_step() in the middle of a step: with Horovod call optimizer.synchronize() first, after a "
+                    "failure reset() instead"
+                )
             if self.undoable:
                 self.undoable = False
                 self._undo()
@@ -201,7 +205,7 @@ class Engine:
     def undo_skipped_step(self) -> None:
         """Takes the last average back if the ``GradScaler`` has lowered its scale and this optimizer has not stepped.
         (An average that no optimizer has used may be in use elsewhere, such as by the user's own update.)"""
-        if self.scaler is not None and not self.watch.stepped and self.scaler.get_scale() < self.scale:
+        if self.scaler is not None and self.scaler.get_scale() < self.scale and not self.watch.stepped():
             self.discard_step()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -223,7 +227,7 @@ class Engine:
         if not self.collecting:
             self.undo_skipped_step()
         self.reset()
-        self.step, self.compared, self.undoable = 0, False, False
+        self.step, self.compared, self.undoable, self.regrouped = 0, False, False, None
         for bucket in self.buckets:
             self.method.restart(bucket)
         return True

@@ -27,8 +27,7 @@ class OptimizerWatch:
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
-        #: Whether an optimizer stepped since this was last set to False.
-        self.stepped = False
+        self.forget_step()
         _register(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -55,7 +54,17 @@ class OptimizerWatch:
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._seen is not None and self._seen() is optimizer:
-            self.stepped = True
+            # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
+            found_inf = getattr(optimizer, "found_inf", None)
+            self._steps.append(None if found_inf is None else found_inf.detach().clone())
+
+    def stepped(self) -> bool:
+        """Whether an optimizer has changed the parameters since :meth:`forget_step`. May synchronise a GPU."""
+        return any(found_inf is None or not bool(found_inf) for found_inf in self._steps)
+
+    def forget_step(self) -> None:
+        """From now on only new steps count."""
+        self._steps: list[torch.Tensor | None] = []
 
 
 _watches: tuple[weakref.ref[OptimizerWatch], ...] = ()

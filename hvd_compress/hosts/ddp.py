@@ -12,7 +12,6 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -175,12 +174,11 @@ class _TorchHandle:
             self._work.wait()
             return self._output
         deadline = time.monotonic() + timeout
-        try:
-            self._work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            if time.monotonic() < deadline:
-                raise
-            raise TimeoutError(f"a collective of torch.distributed has not ended in {timeout:g} s") from error
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a collective of torch.distributed has not ended in {timeout:g} s")
+            time.sleep(100e-6)
+        self._work.wait()
         return self._output
 
 

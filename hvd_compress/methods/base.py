@@ -19,6 +19,9 @@ from ..hosts import default_collectives
 from ..hosts.ddp import DDPHost
 from ..hosts.horovod import HorovodHost
 
+# Arguments that may differ between ranks.
+_OF_A_RANK = ("process_set", "process_group", "grad_scaler", "collectives", "start_timeout")
+
 
 class Compressor(abc.ABC):
     """Base class of all methods.
@@ -63,7 +66,7 @@ class Compressor(abc.ABC):
         common = {name: p.default for name, p in inspect.signature(Compressor.__init__).parameters.items()}
         common = {name: default for name, default in common.items() if isinstance(default, str | int | float)}
         values = {**common, **given.arguments, **given.kwargs}.items()
-        self._options = {name: v for name, v in values if isinstance(v, str | int | float | None)}
+        self._options = {n: v for n, v in values if n not in _OF_A_RANK and isinstance(v, str | int | float | None)}
         return self
 
     def __init__(
@@ -259,11 +262,13 @@ class Compressor(abc.ABC):
         return {"steps": self.step, **self.engine.stats.report(), "residual_norm": norm}
 
     def discard_step(self) -> None:
-        """The last average was not, and will not be, applied: what it sent returns to the residuals and is sent later.
+        """The last average is not applied: what it sent returns to the residuals and is sent later.
 
-        Call it on every rank, between a backward pass and the next one, instead of ``optimizer.step()``. Without it, an
-        average counts as applied, whoever applies it. Not needed for steps that a ``GradScaler`` skips if the
-        compressor was given it. Does nothing if there is no average. Raises ``RuntimeError`` in the middle of a step.
+        Call it on every rank instead of ``optimizer.step()``, after ``optimizer.synchronize()`` (Horovod) or
+        ``backward()`` (DDP), and zero the gradients, which hold that average. Without it, an average counts as applied,
+        whoever applies it. Not needed for steps that a ``GradScaler`` skips if the compressor was given it. Of several
+        averages since the last step, only the last returns. Does nothing if there is none. Raises ``RuntimeError`` in
+        the middle of a step.
         """
         self.engine.discard_step()
 

@@ -15,7 +15,7 @@ from hvd_compress.codecs import Lanes
 from hvd_compress.engine.agreement import LIMIT, all_equal
 from hvd_compress.engine.bucket import Bucket, Segment
 from hvd_compress.hosts.threads import ThreadWorld
-from hvd_compress.schedule import Diminishing
+from hvd_compress.schedule import Diminishing, WarmUp
 from hvd_compress.selection.base import Scoring, StepSeed
 from hvd_compress.selection.shared import AllEntries
 
@@ -101,10 +101,21 @@ def test_ranks_with_other_parameters_raise_an_error(change, message):
     assert_all_raise(world, ranks, message)
 
 
-def test_equal_numbers_are_equal_options():
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"floor": 1}, {"floor": 1.0}),
+        ({"values": "lanes4"}, {"values": Lanes(4)}),
+        ({"start_timeout": 5.0}, {"process_set": None}),
+        ({"density": WarmUp(1 / 32)}, {"density": WarmUp(1 / 32)}),
+        ({"seed": 10**400}, {"seed": 10**400}),
+    ],
+    ids=str,
+)
+def test_equal_options_may_be_spelled_differently(one, other):
     world = ThreadWorld(2, timeout=10)
-    ranks = [Rank(world, 0, mixed_model(), IWP, floor=1), Rank(world, 1, mixed_model(), IWP, floor=1.0)]
-    random_steps(world, ranks, range(1))
+    ranks = [Rank(world, rank, mixed_model(), IWP, **given) for rank, given in enumerate((one, other))]
+    random_steps(world, ranks, range(2))
 
 
 def test_ranks_with_other_weights_raise_an_error():

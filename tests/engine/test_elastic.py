@@ -74,3 +74,15 @@ def test_gradients_of_an_interrupted_step_are_not_counted_twice(means):
     assert not unchanged.grad.any(), "the residual contains it"
     assert added.grad.all(), "a new gradient was added"
     torch.testing.assert_close(rank.compression.residual("wide.weight"), torch.ones_like(unchanged))
+
+
+def test_a_new_rank_agrees_with_one_whose_optimizer_has_got_a_new_parameter_group():
+    world, ranks = replicas(2, IWP)
+    optimizer = torch.optim.SGD(ranks[0].model.parameters(), lr=0.0)
+    random_steps(world, ranks, [0])
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    optimizer.step()
+    formed = ThreadWorld(2, timeout=20)
+    ranks[0].move_to(formed, 0)
+    random_steps(formed, [ranks[0], Rank(formed, 1, ranks[0].model, IWP)], [1])

@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, equal, gradients, random_steps, replicas, residuals, together
+from harness import HOSTS, Rank, equal, gradients, mixed_model, random_steps, replicas, residuals, together
 from methods import FORGETFUL, METHODS
 
 from hvd_compress import IWP
+from hvd_compress.hosts.threads import ThreadWorld
 
 
 class Scaler:
@@ -168,6 +169,38 @@ def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host
     assert name.startswith(FORGETFUL) or not equal(held[0].values(), after[0].values())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_a_fused_optimizer_skips_takes_nothing_either(make, fused):
+    """GradScaler calls the step of a fused optimizer in any case. The infinity is in a bias: all else is sent."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    world = ThreadWorld(2, timeout=20)
+    ranks = [Rank(world, i, mixed_model(), IWP, values="fp32", grad_scaler=scalers[i]) for i in range(2)]
+    optimizers = [make(r.model.parameters(), lr=1e-3, fused=fused) for r in ranks]
+    name = "wide.weight"
+    given = [torch.zeros(47, 301, dtype=torch.float64) for _ in ranks]
+    for number in range(3):
+        grads = [gradients(r.model, seed=10 * number + r.rank) for r in ranks]
+        for i, (rank, scaler) in enumerate(zip(ranks, scalers, strict=True)):
+            scaler.scale(torch.zeros(1))
+            names = [n for n, _ in rank.model.named_parameters()]
+            if number == 1:
+                before = [residuals(r)[name] for r in ranks]
+                given[i] = grads[i][names.index(name)].double() / scaler.get_scale()
+                next(g for n, g in zip(rank.model.state_dict(), grads[i], strict=False) if n == "first.bias")[0] = (
+                    float("inf")
+                )
+        together(world, ranks, grads)
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        if number == 1:
+            for r, was, mine in zip(ranks, before, given, strict=True):
+                assert r.compression.engine.scaler.get_scale() == 2.0
+                r.compression.state_dict()  # undoes the skipped step
+                torch.testing.assert_close(residuals(r)[name], was + mine, rtol=0, atol=1e-4)
+
+
 def test_users_may_apply_averages_themselves():
     """A true gradient of 1 in every step: what arrives is 1 in every step, also after a large one was dropped."""
     world, ranks = replicas(2, IWP, density=1.0, values="fp32")
@@ -198,7 +231,7 @@ def test_a_step_in_progress_cannot_be_discarded():
     p = rank.model.wide.weight
     p.grad = torch.ones_like(p)
     rank.compression.compress(p.grad)
-    with pytest.raises(RuntimeError, match=r"in the middle of a step: call reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"in the middle of a step: with Horovod call"):
         rank.compression.discard_step()
 
 
