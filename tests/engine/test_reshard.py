@@ -138,7 +138,7 @@ def test_wrong_states_raise_an_error():
         return [states[0], state, states[2]]
 
     for wrong, says in (
-        ([], r"needs the states of all  ?ranks, got 0"),
+        ([], r"needs the states of all ranks, got none"),
         (states[:2], "needs the states of all 3 ranks, got 2"),
         ([*states, states[0]], r"states\[3\].owner: must be rank 3, got"),
         (states[::-1], r"states\[0\].owner: must be rank 0, got .*2"),

@@ -187,9 +187,7 @@ def test_a_step_that_a_fused_optimizer_skips_takes_nothing_either(make, fused):
             if number == 1:
                 before = [residuals(r)[name] for r in ranks]
                 given[i] = grads[i][names.index(name)].double() / scaler.get_scale()
-                next(g for n, g in zip(rank.model.state_dict(), grads[i], strict=False) if n == "first.bias")[0] = (
-                    float("inf")
-                )
+                grads[i][names.index("first.bias")][0] = float("inf")
         together(world, ranks, grads)
         for optimizer, scaler in zip(optimizers, scalers, strict=True):
             scaler.step(optimizer)
