@@ -34,14 +34,14 @@ def run_tests(variant: Variant, timeout: float, *files: str, **environment: str)
 
 def test_kernels_have_no_races() -> None:
     """The code for sm_80, threads in shuffled order."""
-    run_tests(Variant(800, RACES), 600, EMULATION_SEED="1", TEST_EXAMPLES="0.1")
+    run_tests(Variant(800, RACES), 1800, EMULATION_SEED="1", TEST_EXAMPLES="0.1")
 
 
 def test_kernels_without_warp_reductions() -> None:
     """The code for sm_75, threads in another order. Only the tests that select, because the other kernels are the same;
     and wrong tables."""
     only = ["test_select.py", "test_accumulate_select.py", TABLES]
-    run_tests(Variant(750), 600, *only, EMULATION_SEED="2", TEST_EXAMPLES="0.3")
+    run_tests(Variant(750), 1800, *only, EMULATION_SEED="2", TEST_EXAMPLES="0.3")
 
 
 @pytest.mark.slow
