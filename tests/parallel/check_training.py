@@ -33,6 +33,7 @@ def main() -> None:
     import common_cases
     import job
     import torch
+    import torch._dynamo  # takes seconds, which are not part of the first case; optimizers need it
     from cases import names_of
 
     torch.set_num_threads(1)
