@@ -17,52 +17,48 @@ constexpr int64_t kAhead = 1024;
 
 constexpr int64_t kGrain = 16;  // parts per thread, at least
 
-// The running sums of a part or of a group.
-struct RunningSums {
-  double square[kSums] = {};
-  double fourth[kSums] = {};
-  float largest[kSums] = {};
-
-  HVD_BODY Sums joined() {
-    for (int width = kSums / 2; width > 0; width /= 2) {
-      for (int i = 0; i < width; ++i) {
-        square[i] += square[i + width];
-        fourth[i] += fourth[i + width];
-        largest[i] = larger(largest[i + width], largest[i]);
-      }
+// Joins the running sums of a part or of a group.
+HVD_BODY Sums joined(double (&square)[kSums], double (&fourth)[kSums], float (&largest)[kSums]) {
+  for (int width = kSums / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) {
+      square[i] += square[i + width];
+      fourth[i] += fourth[i + width];
+      largest[i] = larger(largest[i + width], largest[i]);
     }
-    return {square[0], fourth[0], largest[0]};
   }
-};
+  return {square[0], fourth[0], largest[0]};
+}
 
 struct PartMoments {
   static HVD_BODY Sums run(const float* values, int64_t count) {
-    RunningSums sums;
+    double square[kSums] = {}, fourth[kSums] = {};
+    float largest[kSums] = {};
     int64_t whole = count - count % kSums;
     for (int64_t row = 0; row < whole; row += kSums) {
       const float* ahead = values + row + kAhead;  // in the next part, or beyond the last
       __builtin_prefetch(ahead);
       __builtin_prefetch(ahead + kSums / 2);
       for (int i = 0; i < kSums; ++i) {
-        add_moments(values[row + i], sums.square[i], sums.fourth[i], sums.largest[i]);
+        add_moments(values[row + i], square[i], fourth[i], largest[i]);
       }
     }
     for (int64_t i = 0; i < count - whole; ++i) {
-      add_moments(values[whole + i], sums.square[i], sums.fourth[i], sums.largest[i]);
+      add_moments(values[whole + i], square[i], fourth[i], largest[i]);
     }
-    return sums.joined();
+    return joined(square, fourth, largest);
   }
 };
 
 inline Sums group_moments(const Sums* parts, int64_t count) {
   if (count == 1) return *parts;  // as the sums of one part would be
-  RunningSums sums;
+  double square[kSums] = {}, fourth[kSums] = {};
+  float largest[kSums] = {};
   for (int64_t i = 0; i < count; ++i) {
-    sums.square[i % kSums] += parts[i].square;
-    sums.fourth[i % kSums] += parts[i].fourth;
-    sums.largest[i % kSums] = larger(parts[i].largest, sums.largest[i % kSums]);
+    square[i % kSums] += parts[i].square;
+    fourth[i % kSums] += parts[i].fourth;
+    largest[i % kSums] = larger(parts[i].largest, largest[i % kSums]);
   }
-  return sums.joined();
+  return joined(square, fourth, largest);
 }
 
 // Calls work(group, sums) for all groups.
