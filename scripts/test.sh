@@ -7,5 +7,5 @@ bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-find csrc -type f -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
+find csrc tests/emulation -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
 exec .venv/bin/python -m pytest "$@"
