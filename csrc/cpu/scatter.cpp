@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "hadamard.h"
+#include "isa.h"
 #include "segments.h"
 #include "stream.h"
 
@@ -32,7 +34,21 @@ void scatter_entries(const Scatter& args, const Segment& segment, int64_t first,
       });
 }
 
-// With block means, all of the gradient is written, one block at a time from the L1 cache.
+// Writes one block of a gradient, without the padding. Larger buckets bypass the caches.
+template <typename T>
+HVD_BODY void write_block(const T* values, T* grad, int64_t block, int64_t entries,
+                          bool bypass_caches) {
+  int64_t begin = std::min(block * kBlock, entries);
+  size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);
+  if (bypass_caches) {
+    stream_copy(grad + begin, values, bytes);
+  } else {
+    memcpy(static_cast<void*>(grad + begin), values, bytes);
+  }
+}
+
+// With block means or a transform, all of the gradient is written, one block at a time from the L1
+// cache.
 template <typename T>
 void scatter_with_means(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
                         T* grad, int64_t entries) {
@@ -50,13 +66,49 @@ void scatter_with_means(const Scatter& args, const Segment& segment, int64_t fir
     for (; slot < end; ++slot) {
       values[indices[slot]] = static_cast<T>(all + mean[slot] * scale);
     }
-    int64_t begin = std::min(block * kBlock, entries);
-    size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);  // without padding
-    if (bypass_caches) {
-      stream_copy(grad + begin, values, bytes);
-    } else {
-      memcpy(static_cast<void*>(grad + begin), values, bytes);
+    write_block(values, grad, block, entries, bypass_caches);
+  }
+}
+
+// An entry of a gradient from 16 times the coefficient of the inverse transform.
+template <bool kSign, typename T>
+struct Coefficient {
+  float scale;
+
+  HVD_BODY T operator()(float value) const {
+    value *= 1.0f / kGain;
+    return static_cast<T>((kSign ? sign_of(value) : value) * scale);
+  }
+};
+
+template <bool kSign, typename T>
+struct Transformed {
+  static HVD_BODY void run(const Scatter* args, const Segment* segment, int64_t first, int64_t last,
+                           T* grad, int64_t entries) {
+    const float* mean = args->update.mean;
+    const uint8_t* indices = args->bucket.indices;
+    bool bypass_caches = args->bucket.blocks > kCached;
+    SlotIterator iterator(*segment, first, args->bucket.phase);
+    Coefficient<kSign, T> finish{args->scale};
+    alignas(64) float coefficients[kBlock];
+    alignas(64) T values[kBlock];
+    for (int64_t block = first; block < last; ++block) {
+      for (int i = 0; i < kBlock; ++i) coefficients[i] = 0.0f;
+      auto [slot, end] = iterator.next();
+      for (; slot < end; ++slot) coefficients[indices[slot]] = mean[slot];
+      hadamard_block(coefficients, values, finish);
+      write_block(values, grad, block, entries, bypass_caches);
     }
+  }
+};
+
+template <typename T>
+void scatter_transformed(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
+                         T* grad, int64_t entries) {
+  if (args.sign) {
+    run_best<Transformed<true, T>>(&args, &segment, first, last, grad, entries);
+  } else {
+    run_best<Transformed<false, T>>(&args, &segment, first, last, grad, entries);
   }
 }
 
@@ -77,9 +129,9 @@ void update_residual(const Scatter& args, const Segment& segment, int64_t first,
 void scatter_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
                  Tensor indices, Tensor segments, Tensor mean,
                  std::optional<Tensor> quantization_error, int64_t phase, double scale,
-                 std::optional<Tensor> block_means) {
+                 std::optional<Tensor> block_means, bool transform, bool sign) {
   Scatter args = checked(grads, residual, velocity, indices, segments, mean, quantization_error,
-                         phase, scale, block_means);
+                         phase, scale, block_means, transform, sign);
   check_segments(args.bucket);
   const BucketSlots& bucket = args.bucket;
   torch::stable::parallel_for(0, bucket.blocks, kGrain, [&](int64_t begin, int64_t end) {
@@ -89,7 +141,9 @@ void scatter_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tenso
       if (grad.numel() > 0) {  // else skipped
         with_type(grad.scalar_type(), [&](auto type) {
           using T = decltype(type);
-          auto scatter = args.block_means ? scatter_with_means<T> : scatter_entries<T>;
+          auto scatter = args.transform     ? scatter_transformed<T>
+                         : args.block_means ? scatter_with_means<T>
+                                            : scatter_entries<T>;
           scatter(args, segment, first, last, data<T>(grad), grad.numel());
         });
       }
