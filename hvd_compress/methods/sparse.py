@@ -19,7 +19,7 @@ from ..engine.exchange import Exchange
 from ..engine.momentum import MomentumCorrection
 from ..engine.rng import derive
 from ..engine.state import Entry, Fixed, Foreign, Tree
-from ..selection.base import Average, Scoring, Selection, StepSeed, missing_targets
+from ..selection.base import Average, Output, Scoring, Selection, StepSeed, missing_targets
 from ..selection.budget import SPREAD, apportion, shares
 from ..selection.leaders import LeaderSelection
 from ..selection.per_rank import PerRankSelection, average_per_rank
@@ -110,6 +110,10 @@ class SparseMethod(Compressor):
         """How entries are scored in this step; by default by magnitude."""
         return Scoring(None, 0.0, 1.0 / self.scale, self.momentum.value, plan.invalid, plan.disagree)
 
+    def output(self) -> Output:
+        """How averages become gradients; by default times the loss scale."""
+        return Output(self.scale)
+
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         """The sum of each parameter's scores on this rank, for its share of the slots: float64, (segments,)."""
         sums = [plan.scoring.score(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]
@@ -186,7 +190,7 @@ class SparseMethod(Compressor):
         """The algorithm: agree on the entries, average their values, write the averages."""
         if isinstance(plan.selection, PerRankSelection):
             targets, velocity = self.targets(bucket, plan), bucket.state.get("velocity")
-            arguments = (plan.channel, plan.scoring, targets, velocity, self.scale)
+            arguments = (plan.channel, plan.scoring, targets, velocity, self.output())
             yield from average_per_rank(plan.selection, *arguments)
             plan.sent = True
             return
@@ -207,7 +211,7 @@ class SparseMethod(Compressor):
             means.keep_error(block_means, rest)
         self.averaged(bucket, plan, mean)
         mean, velocity = selection.skip_missing(targets, mean), bucket.state.get("velocity")
-        selection.scatter(targets, velocity, Average(mean, error, self.scale, block_means))
+        selection.scatter(targets, velocity, Average(mean, error, self.output(), block_means))
 
     def averaged(self, bucket: Bucket, plan: Plan, mean: Tensor) -> None:
         """Called by :meth:`exchange_values` with the averages, float32, (slots,), before they are written."""
@@ -219,7 +223,7 @@ class SparseMethod(Compressor):
             return
         # A mean of 0 with the sent values as quantization error: they return to the residual, no gradient is written.
         sent = plan.selection.values
-        average = Average(torch.zeros_like(sent), sent, 0.0)
+        average = Average(torch.zeros_like(sent), sent, Output(0.0))
         plan.selection.scatter(bucket.no_targets(), bucket.state.get("velocity"), average)
         if plan.block_means is not None:
             plan.block_means.undo(plan.payload[plan.selection.total :])
