@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..codecs import Channel, Codec, codec
 from ..engine.arguments import NamedParameters
 from ..engine.block_means import BlockMeans
-from ..engine.bucket import Bucket, Segment
+from ..engine.bucket import Bucket, Segment, strides_of
 from ..engine.collectives import allreduce
 from ..engine.configuration import digest
 from ..engine.exchange import Exchange
@@ -285,20 +285,14 @@ class SparseMethod(Compressor):
 
     def built_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
+        strides = {p.segment.name: list(strides_of(p.segment.parameter)) for p in self.engine.places}
         return {
             "block means": self._block_means,
-            "strides (use the same memory_format)": self._strides() if self.depends_on_memory_order() else None,
+            "strides (use the same memory_format)": strides if self.depends_on_memory_order() else None,
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
             "buckets (bucket_mb)": [[segment.name for segment in bucket.segments] for bucket in self.buckets],
-        }
-
-    def _strides(self) -> dict[str, list[int]]:
-        segments = [place.segment for place in self.engine.places]
-        # Strides of dimensions of size 1 are arbitrary.
-        return {
-            s.name: [d for d, n in zip(s.parameter.stride(), s.parameter.shape, strict=True) if n > 1] for s in segments
         }
 
     def method_state(self) -> dict[str, Tree]:
