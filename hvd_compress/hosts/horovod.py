@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..engine.collectives import Handle, Request
 from ..engine.dense import DenseGradient
-from ..engine.engine import Engine, Place
+from ..engine.engine import Engine
+from ..engine.places import Place
 from .lookup import GradientLookup
 
 
