@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import ROOT, end, start
+from launch import ROOT, end, host_of, on_every_launch, start
 from methods import TRAINED
 
 VICTIM = Path(__file__).with_name("victim.py")
-LAUNCHES = {"mpi-2": ["2"], "gloo-2": ["--gloo", "2"], "ddp-2": ["--ddp", "2"]}
-on_every_launch = pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
 #: Seconds within which a job must end. The launchers need most of it: mpirun and horovodrun end ranks one by one.
 SOON = 40.0
 
@@ -23,12 +21,8 @@ class Training:
     """A job of victim.py."""
 
     def __init__(self, ranks, *options, **environment):
-        if "--ddp" in ranks:
-            options = ("--host", "ddp", *options)
-        else:
-            pytest.importorskip("horovod.torch", reason="Horovod is not installed")
         self.printed, self.pids = [], {}
-        command = ["bash", str(ROOT / "scripts" / "run.sh"), *ranks, str(VICTIM), *options]
+        command = ["bash", str(ROOT / "scripts" / "run.sh"), *ranks, str(VICTIM), *host_of(ranks), *options]
         self.process = start(command, **environment)
 
     def __enter__(self):
