@@ -32,7 +32,7 @@ class Method:
     summary: str
     paper: str
     name: str = ""  # of the class in hvd_compress; empty for what Horovod and torch bring along
-    hosts: tuple[str, ...] = ("horovod", "ddp")
+    hosts: tuple[str, ...] = ("horovod", "ddp", "threads")
 
     @property
     def kind(self) -> Any:
@@ -150,6 +150,23 @@ class Counted:
 
     def stats(self) -> dict[str, Any]:
         return {"steps": self.steps, **self.wire.report(), "residual_norm": 0.0}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A compressor that sends gradients in a dtype; None: as they are."""
+
+    dtype: torch.dtype | None
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        return tensor.to(self.dtype or tensor.dtype), tensor.dtype
+
+    def decompress(self, tensor: Tensor, context: torch.dtype) -> Tensor:
+        return tensor.to(context)
+
+
+#: What Horovod has as hvd.Compression, for ranks without Horovod.
+STOCK = {"none": Cast(None), "fp16": Cast(torch.float16)}
 
 
 class CountedHook(Counted):
