@@ -210,6 +210,8 @@ METHODS: dict[str, Method] = {
                   "Cheng & Xu, Importance Weighted Pruning on Ring AllReduce, 2019; arXiv 1901.01544", "IWP"),
     "fft": Method("the largest Fourier coefficients",
                   "Wang et al., FFT-based Gradient Sparsification, HPDC 2020; arXiv 1811.08596", "FFT"),
+    "demo": Method("the largest coefficients of each rank's momentum; weights move by the sign",
+                   "Peng et al., DeMo: Decoupled Momentum Optimization, 2024; arXiv 2411.19870", "DeMo"),
     "mipd": Method("entries that are significant by weights and past gradients: no indices",
                    "Zhang & Wang, MIPD, IEEE TPDS 33(11), 2022", "MIPD"),
     "slimdp": Method("a core of significant entries, and random other entries: no indices",
