@@ -30,14 +30,15 @@ HVD_BODY void combine_two_bits(const float* __restrict from, To* __restrict to, 
   }
 }
 
-// Writes finish(16 times each coefficient) to `to`, which may be `values`. Overwrites `values`.
+// Writes finish(16 times each coefficient) to `to`, which may be `values`.
 template <typename To, typename Finish>
-HVD_BODY void hadamard_block(float* values, To* to, Finish finish) {
+HVD_BODY void hadamard_block(const float* values, To* to, Finish finish) {
+  alignas(64) float one[kBlock];
   alignas(64) float other[kBlock];
-  combine_two_bits(values, other, Unchanged{});
-  combine_two_bits(other, values, Unchanged{});
-  combine_two_bits(values, other, Unchanged{});
-  combine_two_bits(other, to, finish);
+  combine_two_bits(values, one, Unchanged{});
+  combine_two_bits(one, other, Unchanged{});
+  combine_two_bits(other, one, Unchanged{});
+  combine_two_bits(one, to, finish);
 }
 
 HVD_BODY void hadamard_block(float* values) { hadamard_block(values, values, Normalised{}); }

@@ -34,21 +34,7 @@ void scatter_entries(const Scatter& args, const Segment& segment, int64_t first,
       });
 }
 
-// Writes one block of a gradient, without the padding. Larger buckets bypass the caches.
-template <typename T>
-HVD_BODY void write_block(const T* values, T* grad, int64_t block, int64_t entries,
-                          bool bypass_caches) {
-  int64_t begin = std::min(block * kBlock, entries);
-  size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);
-  if (bypass_caches) {
-    stream_copy(grad + begin, values, bytes);
-  } else {
-    memcpy(static_cast<void*>(grad + begin), values, bytes);
-  }
-}
-
-// With block means or a transform, all of the gradient is written, one block at a time from the L1
-// cache.
+// With block means, all of the gradient is written, one block at a time from the L1 cache.
 template <typename T>
 void scatter_with_means(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
                         T* grad, int64_t entries) {
@@ -66,7 +52,13 @@ void scatter_with_means(const Scatter& args, const Segment& segment, int64_t fir
     for (; slot < end; ++slot) {
       values[indices[slot]] = static_cast<T>(all + mean[slot] * scale);
     }
-    write_block(values, grad, block, entries, bypass_caches);
+    int64_t begin = std::min(block * kBlock, entries);
+    size_t bytes = std::min<int64_t>(entries - begin, kBlock) * sizeof(T);  // without padding
+    if (bypass_caches) {
+      stream_copy(grad + begin, values, bytes);
+    } else {
+      memcpy(static_cast<void*>(grad + begin), values, bytes);
+    }
   }
 }
 
@@ -87,17 +79,21 @@ struct Transformed {
                            T* grad, int64_t entries) {
     const float* mean = args->update.mean;
     const uint8_t* indices = args->bucket.indices;
-    bool bypass_caches = args->bucket.blocks > kCached;
     SlotIterator iterator(*segment, first, args->bucket.phase);
     Coefficient<kSign, T> finish{args->scale};
-    alignas(64) float coefficients[kBlock];
+    alignas(64) float coefficients[kBlock] = {};
     alignas(64) T values[kBlock];
     for (int64_t block = first; block < last; ++block) {
-      for (int i = 0; i < kBlock; ++i) coefficients[i] = 0.0f;
-      auto [slot, end] = iterator.next();
-      for (; slot < end; ++slot) coefficients[indices[slot]] = mean[slot];
-      hadamard_block(coefficients, values, finish);
-      write_block(values, grad, block, entries, bypass_caches);
+      auto [slots, end] = iterator.next();
+      for (int64_t slot = slots; slot < end; ++slot) coefficients[indices[slot]] = mean[slot];
+      int64_t begin = block * kBlock;
+      if (begin + kBlock <= entries) {
+        hadamard_block(coefficients, grad + begin, finish);
+      } else {  // with padding
+        hadamard_block(coefficients, values, finish);
+        for (int i = 0; begin + i < entries; ++i) grad[begin + i] = values[i];
+      }
+      for (int64_t slot = slots; slot < end; ++slot) coefficients[indices[slot]] = 0.0f;
     }
   }
 };
