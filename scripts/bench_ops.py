@@ -5,10 +5,10 @@
 
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for
-accumulating and ``torch.topk`` over the whole tensor, or for indexing; "wrong" counts entries that differ from
-hvd_compress/reference: if any does, the exit status is 1. "deferred": with the residual update of the last ``scatter``,
-as IWP and FFT do it in every step; "not deferred": a ``scatter`` that updates the residual itself, as the other methods
-do.
+accumulating and ``torch.topk`` over the whole tensor, for indexing, or for a matrix product; "wrong" counts entries
+that differ from hvd_compress/reference: if any does, the exit status is 1. "deferred": with the residual update of the
+last ``scatter``, as IWP, FFT and DeMo do it in every step; "not deferred": a ``scatter`` that updates the residual
+itself, as the other methods do. "transform": into Walsh-Hadamard coefficients and back, as DeMo does it.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Bench:
 
     def accumulate(
         self, each: int, ranks: int, explore: int = 0, *, dtype: torch.dtype = torch.float32, velocity: bool = False,
-        weight: bool = True, means: bool = False, deferred: bool = False
+        weight: bool = True, means: bool = False, deferred: bool = False, transform: bool = False
     ) -> dict[str, Any]:  # fmt: skip
         """The arguments of ``accumulate_select``; with ``each`` = 0 it accumulates only."""
         padded = self.blocks * BLOCK
@@ -107,6 +107,8 @@ class Bench:
             "scale": 0.5,
             "momentum": 0.9,
             **self.selection(each, ranks, explore),
+            "transform": transform,
+            "decay": 0.999 if transform else 1.0,
         }
         arguments["residual"][self.n :] = 0
         if deferred:
@@ -148,7 +150,19 @@ class Bench:
 
         self.row(f"{each} of 256", "gather", arguments, slots * (1 + 4 + 4), plain, lambda: residual.copy_(fresh))
 
-    def scatter(self, each: int, velocity: bool = False, means: bool = False, deferred: bool = True) -> None:
+    def hadamard(self) -> None:
+        """The plain code multiplies by the matrix."""
+        values, matrix = self.random(self.blocks * BLOCK), torch.eye(BLOCK, device=self.device)
+        reference.hadamard(matrix.view(-1))
+        out = torch.empty_like(values).view(-1, BLOCK)
+        arguments = {"values": values}
+        self.row(
+            "", "hadamard", arguments, 8 * values.numel(), lambda: torch.mm(values.view(-1, BLOCK), matrix, out=out)
+        )
+
+    def scatter(
+        self, each: int, velocity: bool = False, means: bool = False, deferred: bool = True, transform: bool = False
+    ) -> None:
         """The inverse of :meth:`gather`."""
         slots, indices, segments = self.slots(each)
         residual, fresh, grad = self.random(self.blocks * BLOCK), self.random(self.blocks * BLOCK), self.zeros(self.n)
@@ -157,7 +171,7 @@ class Bench:
         arguments = {
             "grads": [grad], "residual": residual, "velocity": momentum, "indices": indices, "segments": segments,
             "mean": mean, "quantization_error": error, "phase": 0, "scale": 0.25,
-            "block_means": block_means if means else None,
+            "block_means": block_means if means else None, "transform": transform, "sign": transform,
         }  # fmt: skip
         where = reference.flat_positions(indices, segments, 0).clamp(max=self.n - 1)
 
@@ -170,8 +184,10 @@ class Bench:
             residual.copy_(fresh)
             grad.zero_()
 
-        byte_count = slots * (1 + 8 + (8 + 4 * velocity) * (not deferred)) + 4 * self.n * means
-        name = f"{each} of 256{', velocity' * velocity}{', means' * means}{', not deferred' * (not deferred)}"
+        whole = means or transform  # all of the gradient is written
+        byte_count = slots * (1 + 8 + (8 + 4 * velocity) * (not deferred)) + 4 * self.n * whole - 4 * slots * transform
+        options = {"velocity": velocity, "means": means, "not deferred": not deferred, "transform, sign": transform}
+        name = ", ".join([f"{each} of 256", *(option for option, given in options.items() if given)])
         self.row(name, "scatter", arguments, byte_count, plain, before)
 
 
@@ -219,6 +235,9 @@ def main() -> int:
     bench.accumulate_select("bf16, 1 of 4 slots", 4, 4, dtype=torch.bfloat16)
     bench.accumulate_select("fp16, 1 of 4 slots", 4, 4, dtype=torch.float16)
     bench.accumulate_select("fp32, 1 of 4 slots, no weight", 4, 4, weight=False)
+    name = "fp32, 4 of 16 slots, deferred"
+    bench.accumulate_select(name, 16, 4, weight=False, deferred=True)
+    bench.accumulate_select(f"{name}, transform", 16, 4, weight=False, deferred=True, transform=True)
     bench.select("1 of 4 slots", 4, 4)
     bench.select("1 of 4 slots, explored", 4, 4, EXPLORE)
     bench.gather(4)
@@ -226,6 +245,8 @@ def main() -> int:
     bench.scatter(4, means=True)
     bench.scatter(4, deferred=False)
     bench.scatter(4, velocity=True, deferred=False)
+    bench.scatter(16, transform=True)
+    bench.hadamard()
     print(table.markdown(bench.rows))
     return 1 if bench.wrong else 0
 

@@ -131,6 +131,7 @@ class Comparison:
         """Of train.py, where later ones win: a variant's own options override what is compared, those after -- do
         not."""
         args, own = self.args, ["--compression", variant.method, "--host", variant.host, "--seed", str(seed)]
+        own += ["--optimizer", "plain"] if compressors.METHODS[variant.method].optimizer == "plain" else []
         if args.momentum_correction:
             own += ["--momentum-correction"] if variant.has("momentum_correction") else []
             own += ["--dense-values", "fp16"] if variant.has("dense_values") else []

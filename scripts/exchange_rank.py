@@ -45,7 +45,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.host = args, hosts.start(args.host)
         self.model = Synthetic(SHAPES[args.shapes](), self.host.rank)
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=MOMENTUM, fused=True)
+        # Of the optimizer: a method that sends signs allows none.
+        self.signs = bool(getattr(args, "sign", False))
+        self.momentum = 0.0 if self.signs else MOMENTUM
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=self.momentum, fused=True)
         self.compression: Any = None
         # Momentum correction takes the optimizer's momentum away: its update is then the cheaper one.
         self.takes_momentum = bool(getattr(args, "momentum_correction", False))
@@ -61,7 +64,7 @@ class Bench:
 
     def alone(self) -> dict[str, list[float]]:
         """Backward, and backward and update, of every rank at once without exchange."""
-        self._set(momentum=0.0 if self.takes_momentum else MOMENTUM)
+        self._set(momentum=0.0 if self.takes_momentum else self.momentum)
 
         def step() -> dict[str, float]:
             start = time.perf_counter()
@@ -77,7 +80,7 @@ class Bench:
         # From now on the weights move, so that equal replicas mean something; gradients do not depend on them. The
         # velocities of the steps without exchange differ between ranks and are dropped.
         self.optimizer.state.clear()
-        self._set(momentum=MOMENTUM, lr=1e-3)
+        self._set(momentum=self.momentum, lr=1e-3)
         self.compression = self.host.compression(self.args, self.args.method, self.model, self.optimizer)
         self.module, self.optimizer = self.host.wrap(self.model, self.optimizer, self.compression)
 
@@ -105,6 +108,8 @@ class Bench:
         check = "bias" if getattr(args, "error_feedback", None) is False else "sum"
         if args.method == "ddp-powersgd":
             check = "none"  # its residual cannot be asked for
+        elif self.signs:
+            check = "signs"
         return soundness.failures(self, self.model, soundness.HALF if half else soundness.EXACT, check)
 
     def _set(self, **options: float) -> None:

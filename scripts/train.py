@@ -67,6 +67,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of rank 0's steps 21 to 23 here")
     chosen.add_arguments(parser)
+    parser.set_defaults(optimizer=chosen.optimizer)
     args = parser.parse_args(argv)
     try:
         optimizers.complete(args)

@@ -33,6 +33,7 @@ class Method:
     paper: str
     name: str = ""  # of the class in hvd_compress; empty for what Horovod and torch bring along
     hosts: tuple[str, ...] = ("horovod", "ddp", "threads")
+    optimizer: str = "sgd"  # by default; "plain" for a method that allows no other
 
     @property
     def kind(self) -> Any:
@@ -211,7 +212,8 @@ METHODS: dict[str, Method] = {
     "fft": Method("the largest Fourier coefficients",
                   "Wang et al., FFT-based Gradient Sparsification, HPDC 2020; arXiv 1811.08596", "FFT"),
     "demo": Method("the largest coefficients of each rank's momentum; weights move by the sign",
-                   "Peng et al., DeMo: Decoupled Momentum Optimization, 2024; arXiv 2411.19870", "DeMo"),
+                   "Peng et al., DeMo: Decoupled Momentum Optimization, 2024; arXiv 2411.19870", "DeMo",
+                   optimizer="plain"),
     "mipd": Method("entries that are significant by weights and past gradients: no indices",
                    "Zhang & Wang, MIPD, IEEE TPDS 33(11), 2022", "MIPD"),
     "slimdp": Method("a core of significant entries, and random other entries: no indices",

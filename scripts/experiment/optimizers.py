@@ -11,6 +11,8 @@ from torch import nn
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9},
     "adamw": {"lr": 3e-3, "weight_decay": 0.01},
+    # SGD without momentum, for a method that has its own and sends signs: learning rates as for AdamW.
+    "plain": {"lr": 6e-3, "weight_decay": 0.01},
 }
 
 
@@ -40,7 +42,7 @@ def complete(args: argparse.Namespace) -> None:
 def build(args: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay)
-    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum or 0.0, weight_decay=args.weight_decay)
 
 
 def learning_rate(step: int, peak: float, warmup_steps: float, total_steps: int) -> float:

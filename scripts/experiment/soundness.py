@@ -25,14 +25,16 @@ def failures(bench: Any, model: Synthetic, share: float, check: str) -> list[str
     - ``check="sum"``: nothing is lost. The sum over ranks of (residual before + gradient) is ranks times what was
       applied, plus the sum of the residuals after, to ``share`` of the largest entry; residuals are 0 where there are
       none. ``check="bias"``, for a method that rounds at random without a residual: of the tensors that it compresses,
-      only the errors' bias is tested. ``check="none"``: these tensors are not followed.
+      only the errors' bias is tested. ``check="none"``: these tensors are not followed. ``check="signs"``: no tensor
+      is, since what is applied is not what was sent.
 
     ``bench`` has ``backward()``, ``synchronize()``, ``update()``, ``compression``, and a ``host`` with ``sum`` and
     ``gather``.
     """
     names, parameters = zip(*model.named_parameters(), strict=True)
     residual = getattr(bench.compression, "residual", None) or (lambda _: torch.zeros(1))
-    followed = [i for i, p in enumerate(parameters) if check != "none" or not _is_large(p)]
+    skipped = {"none": _is_large, "signs": lambda _: True}.get(check, lambda _: False)
+    followed = [i for i, p in enumerate(parameters) if not skipped(p)]
     before = [_some(residual(names[i])) for i in followed]
     bench.backward()
     bench.synchronize()
