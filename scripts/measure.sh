@@ -9,6 +9,8 @@
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64
 #   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-times  the same for 60 steps, for their step times
 #   cifar10-vgg11    MP2 and dense, 2 ranks
+# Bits per byte on text, 4 simulated ranks, AdamW:
+#   gpt-adamw        every method at 1/8, 1/16 and 1/64 of the bytes, each at its best of three learning rates
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange         dense, fp16, IWP and DDP                       exchange-ring      Horovod by the ring of Open MPI, and IWP
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-methods   every method at 1 Gbit/s
@@ -25,9 +27,9 @@ case $experiment in
   cifar10* | race-*) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   timeline) data=${2:?DATA_DIR} out=${3:-docs/results} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
-  digits* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
+  digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
   races) out=${2:-docs/results} ;;
-  *) sed -n '2,22s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,24s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -186,6 +188,11 @@ case $experiment in
       done
     done
     "$python" scripts/table.py "$out"/long-*.json
+    ;;
+  gpt-adamw)
+    "$python" scripts/compare.py --simulate --out "$out" --data text --model gpt --ranks 4 --epochs 15 \
+      --methods none,fp16,powersgd,iwp,fft,mipd,slimdp,mp2,topk,dgc --option 'dgc:--no-momentum-correction' \
+      --budgets 1/8,1/16,1/64 --lrs 1e-3,3e-3,6e-3 -- --optimizer adamw --batch-size 8
     ;;
   exchange)
     for method in none fp16 iwp; do having "$method@sleep" "${sleep[@]}"; done

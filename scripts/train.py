@@ -69,6 +69,8 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     chosen.add_arguments(parser)
     parser.set_defaults(optimizer=chosen.optimizer)
     args = parser.parse_args(argv)
+    if args.host == "threads" and args.ranks is None:
+        args.ranks = 4
     try:
         optimizers.complete(args)
         check(args)
@@ -79,8 +81,6 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
 
 def check(args: argparse.Namespace) -> None:
     """``ValueError`` for options that do not fit."""
-    if args.host == "threads" and args.ranks is None:
-        args.ranks = 4
     for name in ("epochs", "batch_size", "ranks", "context"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -89,9 +89,7 @@ def check(args: argparse.Namespace) -> None:
     if args.host not in (fitting := compressors.METHODS[args.compression].hosts):
         raise ValueError(f"--compression {args.compression} needs --host {fitting[0]}")
     if args.ranks is not None and args.host != "threads":
-        raise ValueError(
-            "--ranks is for --host threads: mpirun, horovodrun or torchrun decides how many ranks there are"
-        )
+        raise ValueError("--ranks is for --host threads: a launcher starts the ranks of the other hosts")
     if args.device != "cpu" and args.host == "threads":
         raise ValueError("--host threads needs --device cpu")
     if (given := datasets.DATASETS[args.data]) != (reads := models.MODELS[args.model].reads):

@@ -350,6 +350,14 @@ def test_an_optimizer_has_its_own_defaults():
     assert (adamw.lr, adamw.momentum, adamw.weight_decay) == (3e-3, None, 0.0)
 
 
+def test_dgc_without_momentum_correction_fits_adamw():
+    args = train.parse(["--compression", "dgc", "--optimizer", "adamw", "--no-momentum-correction"])
+    model = models.build("mlp", 1, 8, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    built = compressors.METHODS["dgc"].build(args, model, optimizer, collectives=ThreadWorld(1).collectives(0))
+    built.check_optimizer(optimizer)
+
+
 def test_methods_of_both_hosts_are_named():
     assert compressors.method_and_host("iwp@slow") == ("iwp", "horovod")
     assert compressors.method_and_host("ddp-iwp@slow") == ("iwp", "ddp")

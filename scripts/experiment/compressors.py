@@ -67,8 +67,8 @@ class Method:
         if hasattr(self.kind, "take_momentum"):
             # DGC without momentum correction is not DGC.
             parser.add_argument(
-                "--momentum-correction", action="store_true", default=self.name == "DGC",
-                help="move the optimizer's momentum into the compressor, before the residual",
+                "--momentum-correction", action=argparse.BooleanOptionalAction, default=self.name == "DGC",
+                help="move the momentum of SGD into the compressor, before the residual",
             )  # fmt: skip
 
     def defaults(self) -> dict[str, Any]:
@@ -84,11 +84,10 @@ class Method:
         that a class sets itself."""
         given = {name: getattr(args, name) for name, (_, default) in self.options().items()
                  if getattr(args, name) != default}  # fmt: skip
-        takes_momentum = getattr(args, "momentum_correction", False)
-        if takes_momentum:
-            given["momentum"] = 0.0
+        if hasattr(self.kind, "take_momentum"):
+            given["momentum"] = 0.0  # that of DGC's constructor is for an optimizer without
         compression = self.kind(model.named_parameters(), seed=args.seed, **given, **more)
-        if takes_momentum:
+        if getattr(args, "momentum_correction", False):
             compression.take_momentum(optimizer)
         return compression
 
