@@ -39,6 +39,10 @@ def has_momentum(method: str) -> bool:
     return hasattr(METHODS[method].func, "take_momentum")
 
 
+def is_demo(method: str) -> bool:
+    return method.partition("-")[0] == "demo"
+
+
 def is_slim_dp(method: str) -> bool:
     return method == "slimdp"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import job
 import torch
-from cases import Cases, has_exact_options, has_momentum, is_slim_dp, register
+from cases import Cases, has_exact_options, has_momentum, is_demo, is_slim_dp, register
 from job import DEVICE, Branches, Job
 from methods import EXACT, FORGETFUL, METHODS, TRAINED
 
@@ -72,6 +72,19 @@ def hundreds_of_steps():
 def accumulation():
     """Several backward passes per step: backward_passes_per_step of Horovod, no_sync() of DDP."""
     Job(density=1 / 32, passes=2).train().assert_equal_replicas()
+
+
+@register(CASES, applies=is_demo)
+def signs():
+    """DeMo with its decay and its sign, as it is by default."""
+    trained = Job(build=hvd_compress.DeMo, exchange=METHODS[job.method].keywords.get("exchange", "ring"))
+    for step in range(job.steps):
+        trained.backward(step)
+        job.host.synchronize(trained)
+        for p in trained.model.parameters():
+            assert set(p.grad.unique().tolist()) <= {-1.0, 0.0, 1.0}
+        trained.apply()
+    trained.assert_equal_replicas()
 
 
 @register(CASES, once=True)

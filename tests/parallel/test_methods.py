@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import is_demo
 from harness import equal
 from launch import run_cases
 from methods import METHODS
@@ -15,7 +16,7 @@ def saved(tmp_path_factory):
 
 
 def run(ranks, saved):
-    plan = {method: list(CASES) for method in METHODS}
+    plan = {method: [*CASES, *(["signs"] if is_demo(method) else [])] for method in METHODS}
     run_cases(ranks, plan, timeout=420, steps=12, HVD_COMPRESS_TEST_BITS=str(saved))
 
 
