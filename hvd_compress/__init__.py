@@ -7,6 +7,7 @@ from .hosts.ddp import ddp_hook
 from .methods.base import Compressor
 from .methods.fft import FFT
 from .methods.iwp import IWP
+from .methods.local_steps import LocalSteps
 from .methods.mipd import MIPD
 from .methods.mp2 import MP2
 from .methods.powersgd import PowerSGD
@@ -22,6 +23,7 @@ __all__ = [
     "MP2",
     "QSGD",
     "Compressor",
+    "LocalSteps",
     "PowerSGD",
     "SlimDP",
     "TernGrad",
