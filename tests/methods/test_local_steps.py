@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import compressed, equal, gradients, mixed_model, replicas, set_collectives, together
+from harness import compressed, equal, gradients, mixed_model, replicas, set_collectives, together, toy_model
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
 
 from hvd_compress import IWP, LocalSteps, SlimDP, TopK
@@ -257,21 +257,21 @@ def test_stats_count_the_dense_bytes_of_all_local_steps():
 @on_both_hosts
 @on_both_kinds
 def test_finish_averages_the_weights_and_the_floating_point_buffers_of_a_model(unsent, ordered):
-    world, group = workers(3, unsent=unsent, ordered=ordered)
+    world, group = workers(7, unsent=unsent, ordered=ordered)
     for rank, worker in enumerate(group):
         worker.model.norm.running_mean.fill_(float(rank))
         worker.model.norm.num_batches_tracked.fill_(rank)
-        worker.model.register_buffer("mask", torch.tensor([0.1, -math.inf]))
+        worker.model.register_buffer("mask", torch.tensor([0.7, -math.inf]))
     world.run(lambda i: group[i].train(4))
     free, residuals = mean([w.weights() for w in group]), [w.with_residuals() for w in group]
     world.run(lambda i: group[i].local.finish(group[i].model))
-    assert same(group[0], group[1]) and same(group[1], group[2])
+    assert all(same(group[0], other) for other in group)
     for got, want in zip(group[0].weights(), free, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
     for rank, worker in enumerate(group):
-        assert worker.model.norm.running_mean.eq(1.0).all()
+        assert worker.model.norm.running_mean.eq(3.0).all()
         assert worker.model.norm.num_batches_tracked == rank
-        assert worker.model.mask.tolist() == torch.tensor([0.1, -math.inf]).tolist()
+        assert worker.model.mask.tolist() == torch.tensor([0.7, -math.inf]).tolist()
         held = worker.compression.residual("wide.weight")
         assert held.any() == (unsent == "buffer")
         if unsent == "buffer":
@@ -279,7 +279,7 @@ def test_finish_averages_the_weights_and_the_floating_point_buffers_of_a_model(u
             before = residuals[rank][number] - held
             assert not torch.equal(before, worker.weights()[number].double()), "the weights were averaged"
     # The period begins anew.
-    assert world.run(lambda i: [group[i].local.step() for _ in range(3)]) == [[False, False, True]] * 3
+    assert world.run(lambda i: [group[i].local.step() for _ in range(3)]) == [[False, False, True]] * 7
 
 
 def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts():
@@ -313,7 +313,9 @@ def test_a_new_rank_joins(unsent):
     # hvd.broadcast_optimizer_state() steps a new optimizer, perhaps before the weights are broadcast.
     group[1].local_step(0)
     group[1].model.load_state_dict(group[0].model.state_dict())
-    anew.run(lambda i: group[i].train(7))
+    anew.run(lambda i: group[i].train(1))
+    assert group[0].compression.residual("wide.weight").any() == (unsent == "buffer")
+    anew.run(lambda i: group[i].train(6, first=1))
     assert group[0].compression.stats()["steps"] == group[1].compression.stats()["steps"] == 2
     assert equal(group[0].common(), group[1].common())
     anew.run(lambda i: group[i].local.finish())
@@ -402,6 +404,47 @@ def test_parameters_of_other_dtypes(name, dtype, unsent):
     assert same(*group)
     for got, want in zip(group[0].weights(), before, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_with_one_process_or_outside_the_process_set_nothing_is_exchanged():
+    """As Horovod's optimizer does."""
+    worker, alone = (Worker(ThreadWorld(1), 0, period=period) for period in (3, 10**6))
+    worker.compression.engine.collectives.active = False
+    worker.train(3)
+    alone.train(3)
+    worker.local.finish()
+    assert same(worker, alone)
+    assert worker.compression.stats()["steps"] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"unsent": "buffer", "decay": 0.95}, {"outer_lr": 0.7, "outer_momentum": 0.5}],
+    ids=["weights", "buffer", "outer"],
+)
+@pytest.mark.parametrize("name", ["iwp", "fft", "topk", "slimdp"])
+def test_training_works(name, options):
+    """With AdamW, at a sixteenth of the entries every fourth step."""
+    build, adamw = partial(METHODS[name], density=1 / 16), partial(torch.optim.AdamW, lr=0.01)
+    world, group = workers(2, build=build, model=toy_model(), optimizer=adamw, period=4, **options)
+
+    def body(i):
+        worker, generator = group[i], torch.Generator().manual_seed(i)
+        for _ in range(200):
+            x = torch.randn(8, 32, generator=generator)
+            worker.optimizer.zero_grad()
+            loss(worker.model, x).backward()
+            worker.optimizer.step()
+            worker.local.step()
+        worker.local.finish()
+
+    def loss(model, x):
+        return (model(x) - x[:, :8].sin()).square().mean()
+
+    x = torch.randn(1000, 32, generator=torch.Generator().manual_seed(100))
+    before = loss(group[0].model, x).item()
+    world.run(body)
+    assert loss(group[0].model, x).item() < 0.25 * before
 
 
 def test_ranks_that_differ_raise_an_error():
