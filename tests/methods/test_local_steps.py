@@ -6,7 +6,17 @@ from functools import partial
 
 import pytest
 import torch
-from harness import compressed, equal, gradients, mixed_model, replicas, set_collectives, together, toy_model
+from harness import (
+    compressed,
+    equal,
+    gradients,
+    mixed_model,
+    random_steps,
+    replicas,
+    set_collectives,
+    together,
+    toy_model,
+)
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
 
 from hvd_compress import IWP, LocalSteps, SlimDP, TopK
@@ -36,9 +46,12 @@ class Worker:
         self.optimizer.step()
 
     def train(self, count, first=0):
+        """Returns in which steps weights were exchanged."""
+        exchanged = []
         for step in range(first, first + count):
             self.local_step(step)
-            self.local.step()
+            exchanged.append(self.local.step())
+        return exchanged
 
     def weights(self):
         return [p.detach().clone() for p in self.model.parameters()]
@@ -93,6 +106,18 @@ def test_both_hosts_give_the_same_bits(name):
         world.run(lambda i, group=group: group[i].train(7))
         results.append([*group[1].weights(), *group[1].common()])
     assert equal(*results)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_whole_residual_is_scaled(name):
+    world, ranks = replicas(2, METHODS[name])
+    random_steps(world, ranks, range(3))
+    compression, names = ranks[0].compression, [n for n, _ in ranks[0].model.named_parameters()]
+    before = [compression.residual(n) for n in names]
+    assert any(r.any() for r in before) == (name not in FORGETFUL)
+    for bucket in compression.buckets:
+        compression.scale_residual(bucket, 0.5)
+    assert equal([r * 0.5 for r in before], [compression.residual(n) for n in names])
 
 
 def test_unsent_differences_stay_in_the_own_weights():
@@ -315,7 +340,8 @@ def test_a_new_rank_joins(unsent):
     group[1].model.load_state_dict(group[0].model.state_dict())
     anew.run(lambda i: group[i].train(1))
     assert group[0].compression.residual("wide.weight").any() == (unsent == "buffer")
-    anew.run(lambda i: group[i].train(6, first=1))
+    exchanged = anew.run(lambda i: group[i].train(6, first=1))
+    assert exchanged == [[False, True, False, False, True, False]] * 2
     assert group[0].compression.stats()["steps"] == group[1].compression.stats()["steps"] == 2
     assert equal(group[0].common(), group[1].common())
     anew.run(lambda i: group[i].local.finish())
@@ -406,6 +432,16 @@ def test_parameters_of_other_dtypes(name, dtype, unsent):
         torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
+def test_common_weights_do_not_take_over_the_rounding_of_16_bit_parameters():
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    world, group = workers(2, build=partial(TopK, density=1.0), model=model)
+    world.run(lambda i: group[i].train(3))
+    before = copy.deepcopy(group[0].common())
+    assert not equal(before, group[0].weights()), "they are more precise"
+    world.run(lambda i: [group[i].local.step() for _ in range(3)])
+    assert equal(before, group[0].common()), "no optimizer has stepped"
+
+
 def test_with_one_process_or_outside_the_process_set_nothing_is_exchanged():
     """As Horovod's optimizer does."""
     worker, alone = (Worker(ThreadWorld(1), 0, period=period) for period in (3, 10**6))
@@ -482,6 +518,9 @@ def test_wrong_arguments_raise_an_error():
             LocalSteps(build, given, **{"period": 2, **options})
     with pytest.raises(TypeError, match="compression must be a compressor"):
         LocalSteps(None, optimizer, 2)
+    optimizer._compression = None  # as Horovod's optimizer has
+    with pytest.raises(ValueError, match="take the plain optimizer, not Horovod's"):
+        LocalSteps(make(named), optimizer, 2)
 
 
 def test_a_compressor_with_local_steps_serves_no_host():
