@@ -18,14 +18,19 @@ struct Deferred {
 struct AccumulateSelect {
   float* residual;
   float* velocity;     // or null
-  float* block_means;  // or null; if given, the gradient is not set to 0
+  float* block_means;  // or null
   const float* floor;
   int32_t* invalid;
   int64_t entries;
   float scale;
   float momentum;
+  float decay;
+  bool transform;
   Deferred deferred;
   Select select;
+
+  // Whether scatter writes all of the gradient, so that it need not be set to 0.
+  HVD_BODY bool keeps_gradient() const { return block_means || transform; }
 
   // The number of entries of this block without the padding.
   HVD_BODY int inside(int64_t block) const {
@@ -47,6 +52,9 @@ HVD_BODY float magnitude(float value) {
 // Whether a gradient, or a sum of gradients, may enter a state.
 HVD_BODY bool is_usable(float value) { return magnitude(value) < kOverflow; }
 
+// Whether a gradient may be transformed: an infinity would spread over its whole block.
+HVD_BODY bool is_transformable(float value) { return magnitude(value) < kOverflow / kGain; }
+
 // A block's mean from its sum, or 0 if that is not usable.
 HVD_BODY float mean_of(float sum, int inside) {
   return is_usable(sum) ? sum / static_cast<float>(inside < 1 ? 1 : inside) : 0.0f;
@@ -55,10 +63,11 @@ HVD_BODY float mean_of(float sum, int inside) {
 // `step` is the scaled gradient. If it is not usable, the entry keeps its values. Without branches,
 // so that loops are vectorised.
 template <bool kVelocity>
-HVD_BODY Entry accumulate(float step, float residual, float velocity, float momentum) {
+HVD_BODY Entry accumulate(float step, float residual, float velocity, float momentum,
+                          float decay = 1.0f) {
   bool usable = is_usable(step);
   if (kVelocity) step = velocity * momentum + step;
-  float sum = residual + step;
+  float sum = residual * decay + step;
   return {usable ? sum : residual, usable ? step : velocity, usable};
 }
 
@@ -97,7 +106,9 @@ inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
                                 const std::optional<Tensor>& weight,
                                 const std::optional<Tensor>& velocity, const Tensor& floor,
                                 const Tensor& invalid, const std::optional<Tensor>& block_means,
-                                double scale, double momentum) {
+                                double scale, double momentum, double decay, bool transform) {
+  STD_TORCH_CHECK(!transform || (!weight && !block_means),
+                  "transform goes without weight and block_means");
   check_residual(residual, velocity);
   check_dense(grad, "grad", residual);
   if (weight) {
@@ -123,6 +134,8 @@ inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
           grad.numel(),
           static_cast<float>(scale),
           static_cast<float>(momentum),
+          static_cast<float>(decay),
+          transform,
           {},
           {}};
 }

@@ -16,6 +16,8 @@ namespace hvd_compress {
 constexpr int kBlock = 256;
 // From here on a gradient counts as infinite: its square overflows.
 constexpr float kOverflow = 0x1p64f;
+// A coefficient of a block is at most so many times its largest magnitude.
+constexpr float kGain = 16.0f;
 
 template <typename To, typename From>
 HVD_BODY To bits_as(From value) {

@@ -2,7 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hvd_compress, library) {
-  // reference/blocks.py
+  // reference/accumulate_select.py
   library.def(
       "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor? weight, "
       "Tensor(c!)? velocity, Tensor floor, Tensor(d!) indices, Tensor(e!) invalid, "
@@ -10,17 +10,22 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "int run, int ranks, int position, int key, int explore, Tensor? deferred_indices=None, "
       "Tensor? deferred_mean=None, Tensor? deferred_error=None, int deferred_slots=0, int "
       "deferred_first_slot=0, "
-      "int deferred_phase=0) -> ()");
+      "int deferred_phase=0, float decay=1.0, bool transform=False) -> ()");
   library.def(
       "select(Tensor score, Tensor(a!) indices, int slots, int first_slot, int phase, "
       "int run, int ranks, int position, int key, int explore) -> ()");
+
+  // reference/scatter.py
   library.def(
       "gather(Tensor residual, Tensor indices, Tensor segments, Tensor(a!) values, "
       "int phase) -> ()");
   library.def(
       "scatter(Tensor(a!)[] grads, Tensor(b!) residual, Tensor(c!)? velocity, Tensor indices, "
       "Tensor segments, Tensor mean, Tensor? quantization_error, int phase, float scale, "
-      "Tensor? block_means=None) -> ()");
+      "Tensor? block_means=None, bool transform=False, bool sign=False) -> ()");
+
+  // reference/hadamard.py
+  library.def("hadamard(Tensor(a!) values) -> ()");
 
   // reference/block_means.py
   library.def(

@@ -10,13 +10,23 @@ struct Scatter {
   ResidualUpdate update;  // deferred if its `error` is null
   float scale;
   const float* block_means;  // or null
+  bool transform;
+  bool sign;
 };
+
+// The sign of a value as 1 or -1; 0 and NaN stay. Without branches, so that loops are vectorised.
+HVD_BODY float sign_of(float value) {
+  float one = bits_as<float>((bits_as<uint32_t>(value) & 0x80000000u) | 0x3f800000u);
+  return (value < 0.0f) | (value > 0.0f) ? one : value;
+}
 
 inline Scatter checked(const std::vector<Tensor>& grads, const Tensor& residual,
                        const std::optional<Tensor>& velocity, const Tensor& indices,
                        const Tensor& segments, const Tensor& mean,
                        const std::optional<Tensor>& quantization_error, int64_t phase, double scale,
-                       const std::optional<Tensor>& block_means) {
+                       const std::optional<Tensor>& block_means, bool transform, bool sign) {
+  STD_TORCH_CHECK(!transform || !block_means, "transform goes without block_means");
+  STD_TORCH_CHECK(transform || !sign, "sign goes with transform");
   check_residual(residual, velocity);
   BucketSlots bucket = checked_slots(residual, indices, segments, phase);
   STD_TORCH_CHECK(static_cast<int64_t>(grads.size()) == bucket.segment_count, "grads must have ",
@@ -36,7 +46,9 @@ inline Scatter checked(const std::vector<Tensor>& grads, const Tensor& residual,
           {data<float>(residual), data_or_null(velocity), const_data<float>(mean),
            quantization_error ? const_data<float>(*quantization_error) : nullptr},
           static_cast<float>(scale),
-          block_means ? const_data<float>(*block_means) : nullptr};
+          block_means ? const_data<float>(*block_means) : nullptr,
+          transform,
+          sign};
 }
 
 }  // namespace hvd_compress

@@ -5,6 +5,7 @@ from ._version import __version__
 from .engine.checkpoint import reshard
 from .hosts.ddp import ddp_hook
 from .methods.base import Compressor
+from .methods.demo import DeMo
 from .methods.fft import FFT
 from .methods.iwp import IWP
 from .methods.local_steps import LocalSteps
@@ -23,6 +24,7 @@ __all__ = [
     "MP2",
     "QSGD",
     "Compressor",
+    "DeMo",
     "LocalSteps",
     "PowerSGD",
     "SlimDP",

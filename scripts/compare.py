@@ -5,19 +5,27 @@
     compare.py --methods none,fp16,iwp,topk --seeds 0,1,2 --ranks 4 --out results/compare-digits \\
         --data digits --model cnn --epochs 12 --budgets 1/64,1/16 --momentum-correction -- --batch-size 16 --lr 0.1
 
+    compare.py --methods none,iwp@16,topk --option 'iwp@16:--density 1/16' --lrs 1e-3,3e-3,6e-3 --seeds 0,1,2 \\
+        --simulate --data text --model gpt --epochs 15 --out results/compare-gpt -- --optimizer adamw
+
 The arguments after -- go to train.py in every run. A method may run in several variants, METHOD@NAME, each with options
 of its own: `--methods iwp,iwp@one --option 'iwp@one:--leaders 1'`; ddp-METHOD runs on torch DDP.
 
 A budget is a share of the dense bytes. What a step sends besides the selected entries (tensors sent dense, scales,
 padding) differs between methods and models, so the density for a budget is found by short runs. An
 interrupted call can be repeated: a run whose result lies in OUT is not run again. OUT also gets table.md, table.csv and
-accuracy.png.
+quality.png.
+
+With several learning rates, each row is trained with all of them by the first seed, and by the other seeds with the
+best of these. --simulate runs the ranks of a training in one process, in turn, on one core and without Horovod. To use
+more cores, call it with other --methods and the same OUT at the same time, and at last with all of them.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -27,6 +35,7 @@ from experiment.comparison import Variant
 from experiment.data import DATASETS
 from experiment.files import script_parser
 from experiment.models import MODELS
+from experiment.quality import metric_of
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
 # A probe counts bytes, without what a method sends once in a hundred steps (budgets, checks), which is little.
@@ -36,6 +45,15 @@ PROBES = (1 / 64, 1 / 8)
 
 Point = tuple[float, float]  # density, share of the dense bytes
 Decisions = dict[str, dict[str, Point | str]]  # by label and budget; or why no density reaches it
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant at a budget that it reaches, or at its own ratio; it is trained by every seed."""
+
+    variant: Variant
+    name: str
+    density: tuple[str, ...]  # arguments
 
 
 class Unreachable(Exception):
@@ -55,12 +73,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
+    parser.add_argument(
+        "--lrs", action="append", default=[], metavar="RATES", help="as 1e-3,3e-3; METHOD:RATES for one row"
+    )
+    parser.add_argument("--simulate", action="store_true", help="all ranks in one process")
     parser.add_argument("--out", type=Path, default=Path("results/compare"))
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="after which a run is killed")
     args = parser.parse_args(own)
     args.train = train
     try:
         args.variants = comparison.variants(args.methods, args.option)
+        args.rates = comparison.learning_rates(args.methods, args.lrs)
+        if args.simulate:
+            args.variants = [replace(variant, host="threads") for variant in args.variants]
         if not all(0 < Fraction(text) <= 1 for text in args.budgets):
             raise ValueError(f"a budget is a share of the dense bytes, as 1/64; got {','.join(args.budgets)}")
     except (ValueError, ZeroDivisionError) as error:
@@ -147,41 +172,66 @@ class Comparison:
                 self._fail(str(error))
         return decisions
 
-    def train(self, decisions: Decisions) -> list[Result]:
-        """The results of all runs that have one, seed by seed. A variant runs once at each budget that it reaches, and
-        once at its own ratio if it reaches none."""
-        results = []
-        for seed in self.args.seeds:
-            for variant in [variant for variant in self.args.variants if variant.label in decisions]:
-                points = {t: point for t, point in decisions[variant.label].items() if not isinstance(point, str)}
-                runs = [(f"-{t.replace('/', 'of')}", ("--density", f"{d:.6g}")) for t, (d, _) in points.items()]
-                for suffix, density in runs or [("", ())]:
-                    name = f"{variant.label}{suffix}-{seed}"
-                    try:
-                        result = self.execute("runs", name, (*self.arguments(variant, seed), *density))
-                    except Failed as error:
-                        self._fail(str(error))
-                        continue
-                    if wrong := complaint(result):
-                        self._fail(f"{name}: {wrong}")
-                    if result["test_accuracy"] is not None:  # otherwise it diverged before its first test
-                        results.append(result)
+    def rows(self, decisions: Decisions) -> list[Row]:
+        """What is trained: a variant once at each budget that it reaches, and once at its own ratio if it reaches
+        none."""
+        rows = []
+        for variant in [variant for variant in self.args.variants if variant.label in decisions]:
+            points = {t: point for t, point in decisions[variant.label].items() if not isinstance(point, str)}
+            found = [
+                Row(variant, f"{variant.label}-{t.replace('/', 'of')}", ("--density", f"{density:.6g}"))
+                for t, (density, _) in points.items()
+            ]
+            rows += found or [Row(variant, variant.label, ())]
+        return rows
+
+    def train(self, decisions: Decisions) -> tuple[list[Result], list[Result]]:
+        """The results at each row's best learning rate, seed by seed; and those of the first seed at all rates."""
+        rows, (first, *others) = self.rows(decisions), self.args.seeds
+        trials = {row: self.args.rates[row.variant.label] for row in rows}
+        tried = self._train([(row, rate, first) for row in rows for rate in trials[row]])
+        best = {}
+        for row in rows:
+            found = [(rate, tried[row, rate, first]) for rate in trials[row] if (row, rate, first) in tried]
+            if found:
+                metric = metric_of(found[0][1])
+                best[row] = found[metric.best([result[metric.key] for _, result in found])][0]
+        again = self._train([(row, rate, seed) for seed in others for row, rate in best.items()])
+        chosen = [result for run, result in {**tried, **again}.items() if best[run[0]] == run[1]]
+        return chosen, list(tried.values())
+
+    def _train(self, runs: list[tuple[Row, str, int]]) -> dict[tuple[Row, str, int], Result]:
+        """The results of those runs that have one."""
+        results = {}
+        for row, rate, seed in runs:
+            name = "-".join([row.name, *([rate] if rate else []), str(seed)])
+            given = (*self.arguments(row.variant, seed), *row.density, *(("--lr", rate) if rate else ()))
+            try:
+                result = self.execute("runs", name, given)
+            except Failed as error:
+                self._fail(str(error))
+                continue
+            if wrong := complaint(result):
+                self._fail(f"{name}: {wrong}")
+            if result[metric_of(result).key] is not None:  # otherwise it diverged before its first test
+                results[row, rate, seed] = result
         return results
 
     def _fail(self, text: str) -> None:
         self.failures.append(text)
         print(f"compare.py: {text}", file=sys.stderr, flush=True)
 
-    def page(self, results: list[Result], decisions: Decisions) -> str:
+    def page(self, results: list[Result], tried: list[Result], decisions: Decisions) -> str:
         args, seeds = self.args, ", ".join(map(str, self.args.seeds))
         parts = [
             f"# {args.model} on {args.data}, {args.ranks} ranks, {args.epochs} epochs, seeds {seeds}",
             f"Mean over the seeds, ± half the range. All ranks shared {os.cpu_count()} cores: step times compare "
             "only among runs of one call. Written by `scripts/compare.py`; all options are in [table.csv](table.csv).",
             table.table(results),
+            *([f"Learning rates, seed {args.seeds[0]}:", table.table(tried)] if args.lrs else []),
             *([budget_text(decisions)] if args.budgets else []),
             *(f"Failed:\n\n```\n{text}\n```" for text in self.failures),
-            "![accuracy against wire bytes](accuracy.png)\n",
+            "![quality against wire bytes](quality.png)\n",
         ]
         return "\n\n".join(parts)
 
@@ -215,14 +265,14 @@ def main(argv: Sequence[str]) -> int:
         Run(args.out, args.ranks, compare.arguments(variant, 0)).configuration()
     try:
         decisions = compare.decide()
-        results = compare.train(decisions)
+        results, tried = compare.train(decisions)
     except OtherConfiguration as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
     if results:
-        (args.out / "table.md").write_text(compare.page(results, decisions))
-        table.write_csv(results, args.out / "table.csv")
-        table.plot(results, args.out / "accuracy.png")
+        (args.out / "table.md").write_text(compare.page(results, tried, decisions))
+        table.write_csv(tried + [result for result in results if result not in tried], args.out / "table.csv")
+        table.plot(results, args.out / "quality.png")
         print((args.out / "table.md").read_text())
     return 1 if compare.failures else 0
 

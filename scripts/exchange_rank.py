@@ -26,7 +26,7 @@ MOMENTUM = 0.9
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--method", choices=compressors.METHODS, required=True)
-    parser.add_argument("--host", choices=hosts.HOSTS, required=True)
+    parser.add_argument("--host", choices=("horovod", "ddp"), required=True)
     parser.add_argument("--shapes", choices=SHAPES, required=True)
     for name in ("steps", "warmup"):
         parser.add_argument(f"--{name}", type=int, required=True)

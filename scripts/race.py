@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Time to an accuracy, by the clock: the same training with several methods, on hosts with slow links. (root)
+"""Time to an accuracy, or to bits per byte, by the clock: the same training with several methods, on hosts with slow
+links. (root)
 
     race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp --option 'iwp:--density 1/29.3' --target 0.7 \\
         --out docs/results/race-resnet20 -- --data cifar10 --data-dir DATA_DIR --model resnet20 --epochs 4 --lr 0.3
@@ -10,10 +11,10 @@ train.py in every run. OUT gets every run's JSON and race.md. A run whose result
 so an interrupted race can be continued; for new times use another folder. Horovod uses MPI; ddp-METHOD runs on torch
 DDP. --report prints the races of several folders, FOLDER:TARGET, without running anything.
 
-"seconds" is wall clock from the first step, without the tests, until the accuracy was the target, interpolated between
-the first test that reached it and the one before: test often (e.g. `--eval-every 0.25` after --). "speed-up" is over
-the first method. All hosts share this machine's cores: computing is slower here than on hosts of their own, and the
-gain from sending less is understated.
+"seconds" is wall clock from the first step, without the tests, until the test result was the target, interpolated
+between the first test that reached it and the one before: test often (e.g. `--eval-every 0.25` after --). "speed-up" is
+over the first method. All hosts share this machine's cores: computing is slower here than on hosts of their own, and
+the gain from sending less is understated.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import table
 from experiment import comparison, lab
 from experiment.comparison import Variant, texts
 from experiment.files import script_parser
+from experiment.quality import metric_of
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
 #: Results by the rate of the links and the variant's label; each with its ``backend`` in addition to train.py's output.
@@ -42,7 +44,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rates", type=texts, default=["100mbit", "1gbit"], help="of every link, or none")
     comparison.add_arguments(parser, ["none", "fp16", "iwp"])
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
-    parser.add_argument("--target", type=float, metavar="ACCURACY")
+    parser.add_argument("--target", type=float, metavar="ACCURACY", help="or bits per byte")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--timeout", type=float, default=7200, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--report", nargs="+", default=[], metavar="FOLDER:TARGET")
@@ -107,14 +109,14 @@ def read(text: str) -> tuple[str, float, Results]:
 
 
 def reached(run: Result, target: float) -> tuple[float, float] | None:
-    """Steps and seconds until the accuracy was ``target``, interpolated between the first test that reached it and the
-    one before; None if no test reached it."""
-    before = None
+    """Steps and seconds until the test result was ``target``, interpolated between the first test that reached it and
+    the one before; None if no test reached it."""
+    before, metric = None, metric_of(run)
     for entry in run["history"]:
-        if entry["test_accuracy"] is None:
+        if entry[metric.key] is None:
             continue
-        here = entry["test_accuracy"], table.steps_at(run, entry), float(entry["seconds"])
-        if here[0] >= target:
+        here = entry[metric.key], table.steps_at(run, entry), float(entry["seconds"])
+        if metric.reached(here[0], target):
             if before is None:
                 return here[1:]
             part = (target - before[0]) / (here[0] - before[0])
@@ -139,7 +141,7 @@ def markdown(found: Results, target: float, base: str) -> str:
                     f"steps to {target:g}": f"{mine[0]:,.0f}" if mine else "-",
                     "seconds": f"{mine[1]:.0f}" if mine else "-",
                     "speed-up": f"{theirs[1] / mine[1]:.2f}" if mine and theirs else "-",
-                    "final accuracy": f"{result['test_accuracy']:.4f}",
+                    f"final {metric_of(result).label.removeprefix('test ')}": f"{result[metric_of(result).key]:.4f}",
                 }
             )
     return table.markdown(rows, left=2)
@@ -155,7 +157,7 @@ def plot(races: Sequence[tuple[str, float, Results]], file: Path) -> None:
         for rate, results in found.items()
     }
     frame = pd.DataFrame.from_dict(seconds, orient="index")
-    with table.chart(file, ylabel="seconds to the accuracy") as axes:
+    with table.chart(file, ylabel="seconds to the target") as axes:
         frame.plot.bar(ax=axes, width=0.8, rot=0)
         for bars, hatch in zip(axes.containers, itertools.cycle(("", "//", "..", "xx", "\\\\", "oo"))):
             axes.bar_label(bars, [f"{value:.0f}" if value > 0 else "" for value in bars.datavalues], fontsize="small")

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from experiment import data as datasets
 from experiment import models
 from experiment.files import script_parser
+from experiment.images import CIFAR_FOLDER
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -87,12 +88,12 @@ def record(run: tuple[str, str, float, int, int, float], folder: Path | None, se
     name, network, momentum, batch, epochs, rate = run
     data = datasets.load(name, folder)
     torch.manual_seed(seed)
-    model = models.build(network, data.channels, data.size, data.classes)
+    model = models.build(network, *data.shape)
     # As most users with convolutions; windows follow the memory order.
     model = model.to(memory_format=torch.channels_last)
     recorder = Recorder(model.named_parameters(), momentum=momentum, collectives=ThreadWorld(1).collectives(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    total = epochs * datasets.steps_per_epoch(len(data.train_labels), batch, 1)
+    total = epochs * data.steps_per_epoch(batch, 1)
     third = total // 3
     moments = {
         part * third + int(step)
@@ -102,7 +103,7 @@ def record(run: tuple[str, str, float, int, int, float], folder: Path | None, se
     depth = {n: i for i, (n, p) in enumerate((n, p) for n, p in model.named_parameters() if p.dim() >= 2)}
     examples, step = [], 0
     for epoch in range(epochs):
-        for images, labels in datasets.train_batches(data, batch, 0, 1, seed, epoch):
+        for images, labels in data.train_batches(batch, 0, 1, seed, epoch):
             optimizer.zero_grad()
             F.cross_entropy(model(images.contiguous(memory_format=torch.channels_last)), labels).backward()
             recorder.wanted = step in moments
@@ -129,7 +130,7 @@ def record(run: tuple[str, str, float, int, int, float], folder: Path | None, se
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {datasets.CIFAR_FOLDER}/")
+    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

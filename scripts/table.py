@@ -3,7 +3,7 @@
 
     table.py results/*.json --plot results/accuracy.png
 
-Runs that differ only in the seed share a row: mean ± half the range.
+All files are of one data set. Runs that differ only in the seed share a row: mean ± half the range.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 from experiment import compressors
 from experiment.files import script_parser
+from experiment.quality import metric_of
 from experiment.runs import complete
 from tabulate import tabulate
 
@@ -58,13 +59,13 @@ def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
 
 def table(results: Sequence[Result]) -> str:
     """The Markdown table; below it, the rows whose replicas differ."""
-    rows, unequal = [], []
+    rows, unequal, metric = [], [], metric_of(results[0])
     for label, runs in grouped(results):
         rows.append(
             {
                 "method": label,
                 "density": density(runs),
-                "test accuracy": _spread(runs, "test_accuracy", ".4f") + (f" ({len(runs)})" if len(runs) > 1 else ""),
+                metric.label: _spread(runs, metric.key, ".4f") + (f" ({len(runs)})" if len(runs) > 1 else ""),
                 "wire ratio": _spread(runs, "wire_ratio", ".1f"),
                 "bytes/step": _spread(runs, "wire_bytes_per_step", ",.0f"),
                 "step ms": _spread(runs, "step_ms_median", ".1f"),
@@ -85,7 +86,7 @@ def _spread(runs: list[Result], key: str, form: str) -> str:
     """The mean, and half of the range where there is any."""
     values = pd.Series([run[key] for run in runs])
     half = (values.max() - values.min()) / 2
-    return format(values.mean(), form) + (f" ± {half:{form}}" if half else "")
+    return format(values.mean(), form) + (f" ± {half:{form}}" if half > 0 else "")
 
 
 def density(runs: list[Result]) -> str:
@@ -128,18 +129,18 @@ def chart(file: Path, **settings: Any) -> Iterator[Any]:
 
 
 def plot(results: Sequence[Result], file: Path) -> None:
-    """Test accuracy against the bytes that a rank has sent: a line per row of the table, the mean of its seeds, and a
-    band over them."""
-    rows = grouped(results)
-    with chart(file, xscale="log", xlabel="bytes sent per rank", ylabel="test accuracy") as axes:
+    """Test accuracy, or bits per byte, against the bytes that a rank has sent: a line per row of the table, the mean of
+    its seeds, and a band over them."""
+    rows, metric = grouped(results), metric_of(results[0])
+    with chart(file, xscale="log", xlabel="bytes sent per rank", ylabel=metric.label) as axes:
         for label, runs in rows:
-            tested = [[entry for entry in run["history"] if entry["test_accuracy"] is not None] for run in runs]
+            tested = [[entry for entry in run["history"] if entry[metric.key] is not None] for run in runs]
             entries = pd.concat([pd.DataFrame(history) for history in tested])
-            tests = entries.groupby(level=0)[["wire_bytes", "test_accuracy"]].agg(["mean", "min", "max"])
-            sent, accuracy, share = tests["wire_bytes", "mean"], tests["test_accuracy"], density(runs)
+            tests = entries.groupby(level=0)[["wire_bytes", metric.key]].agg(["mean", "min", "max"])
+            sent, quality, share = tests["wire_bytes", "mean"], tests[metric.key], density(runs)
             name = label if share == "1" else f"{label}, {share}"
-            (line,) = axes.plot(sent, accuracy["mean"], label=name)
-            axes.fill_between(sent, accuracy["min"], accuracy["max"], color=line.get_color(), alpha=0.2)
+            (line,) = axes.plot(sent, quality["mean"], label=name)
+            axes.fill_between(sent, quality["min"], quality["max"], color=line.get_color(), alpha=0.2)
 
 
 def steps_at(run: Result, entry: dict[str, Any]) -> float:
@@ -150,7 +151,7 @@ def steps_at(run: Result, entry: dict[str, Any]) -> float:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="accuracy against wire bytes")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="accuracy, or bits per byte, against wire bytes")
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line per run")
     args = parser.parse_args()
     results = [json.loads(file.read_text()) for file in args.files]

@@ -1,8 +1,14 @@
 #!/usr/bin/env python3
-"""Train a network with a compression method, on Horovod or on torch DDP, and write cost and accuracy as JSON.
+"""Train a network with a compression method and write cost and quality as JSON: on Horovod, on torch DDP, or with all
+ranks in one process, in turn, which needs neither.
 
     bash scripts/run.sh 4 scripts/train.py --data digits --model cnn --compression iwp --density 1/64
     bash scripts/run.sh --ddp 4 scripts/train.py --host ddp --compression iwp
+    .venv/bin/python scripts/train.py --host threads --ranks 8 --data text --model gpt --optimizer adamw --epochs 6
+
+Data is images, tested by accuracy, or text: the source files of Python's standard library as bytes, a tenth of the
+files held out, tested by bits per byte. An epoch of text is 100 steps. The learning rate rises and falls within the
+steps that are run, as --epochs and --max-steps say.
 
 `train.py --compression METHOD --help` also shows the options of that method.
 """
@@ -18,9 +24,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from experiment import compressors, hosts, metrics, models
+from experiment import compressors, hosts, metrics, models, optimizers, quality
 from experiment import data as datasets
 from experiment.files import plain, script_parser, write_json
+from experiment.images import CIFAR_FOLDER
 from experiment.trace import Trace
 
 from hvd_compress.methods import extrapolation
@@ -37,15 +44,14 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
 
     parser = script_parser(more.description if more else __doc__, parents=[method, more] if more else [method])
     parser.add_argument("--host", choices=hosts.HOSTS, default="horovod")
+    parser.add_argument("--ranks", type=int, help="of --host threads; other hosts' launchers know them (default: 4)")
     parser.add_argument("--data", choices=datasets.DATASETS, default="digits")
-    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {datasets.CIFAR_FOLDER}/")
+    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/")
+    parser.add_argument("--context", type=int, default=64, help="bytes of text that a model reads")
     parser.add_argument("--model", choices=models.MODELS, default="cnn")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank")
-    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate, for the global batch")
-    parser.add_argument("--lr-warmup-epochs", type=float, default=1, help="epochs of linear rise; then a cosine to 0")
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--weight-decay", type=float, default=5e-4)
+    parser.add_argument("--batch-size", type=int, default=32, help="images, or windows of text, per rank")
+    optimizers.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--extrapolate",
@@ -55,30 +61,44 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--amp", choices=("off", "bf16"), default="off")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--limit-train", type=int, metavar="N", help="train on N images only")
+    parser.add_argument("--limit-train", type=int, metavar="N", help="train on N images only, or N bytes")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N steps")
     parser.add_argument("--eval-every", type=float, default=1, metavar="EPOCHS", help="between tests, e.g. 0.25")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of rank 0's steps 21 to 23 here")
     chosen.add_arguments(parser)
     args = parser.parse_args(argv)
-    for name in ("epochs", "batch_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if not args.eval_every > 0:
-        parser.error(f"--eval-every must be above 0, got {args.eval_every}")
-    if args.host not in chosen.hosts:
-        parser.error(f"--compression {args.compression} needs --host {chosen.hosts[0]}")
-    if args.trace and (args.device != "cpu" or args.host != "horovod"):
-        parser.error("--trace needs --host horovod --device cpu")
+    try:
+        optimizers.complete(args)
+        check(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
-def learning_rate(step: int, peak: float, warmup_steps: float, total_steps: int) -> float:
-    """Linear to ``peak`` over the warm-up, then half a cosine that reaches 0 after the last step."""
-    if step < warmup_steps:
-        return peak * (step + 1) / (math.floor(warmup_steps) + 1)
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(total_steps - warmup_steps, 1)))
+def check(args: argparse.Namespace) -> None:
+    """``ValueError`` for options that do not fit."""
+    if args.host == "threads" and args.ranks is None:
+        args.ranks = 4
+    for name in ("epochs", "batch_size", "ranks", "context"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not args.eval_every > 0:
+        raise ValueError(f"--eval-every must be above 0, got {args.eval_every}")
+    if args.host not in (fitting := compressors.METHODS[args.compression].hosts):
+        raise ValueError(f"--compression {args.compression} needs --host {fitting[0]}")
+    if args.ranks is not None and args.host != "threads":
+        raise ValueError(
+            "--ranks is for --host threads: mpirun, horovodrun or torchrun decides how many ranks there are"
+        )
+    if args.device != "cpu" and args.host == "threads":
+        raise ValueError("--host threads needs --device cpu")
+    if (given := datasets.DATASETS[args.data]) != (reads := models.MODELS[args.model].reads):
+        raise ValueError(f"--model {args.model} reads {reads}, and --data {args.data} is {given}")
+    if args.channels_last and given == "text":
+        raise ValueError("--channels-last is for images")
+    if args.trace and (args.device != "cpu" or args.host != "horovod"):
+        raise ValueError("--trace needs --host horovod --device cpu")
 
 
 class Run:
@@ -87,20 +107,18 @@ class Run:
     def __init__(self, args: argparse.Namespace, host: hosts.Horovod) -> None:
         self.args, self.host = args, host
         self.device = torch.device(f"cuda:{host.local_rank}" if args.device == "cuda" else "cpu")
-        data = datasets.load(args.data, args.data_dir)
+        data = datasets.load(args.data, args.data_dir, args.context)
         self.data = (data.limited(args.limit_train) if args.limit_train else data).to(self.device)
 
-        self.steps_per_epoch = datasets.steps_per_epoch(len(self.data.train_labels), args.batch_size, host.size)
+        self.steps_per_epoch = self.data.steps_per_epoch(args.batch_size, host.size)
         self.total_steps: int = min(self.steps_per_epoch * args.epochs, args.max_steps or sys.maxsize)
 
         torch.manual_seed(args.seed)
-        self.model = models.build(args.model, self.data.channels, self.data.size, self.data.classes).to(self.device)
+        self.model = models.build(args.model, *self.data.shape).to(self.device)
         host.broadcast(self.model)
         if args.channels_last:  # after the broadcast: Horovod requires contiguous tensors
             self.model.to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-        )
+        optimizer = optimizers.build(args, self.model.parameters())
         self.compression = self.build_compression(optimizer)
         self.trace = Trace(range(20, 23) if args.trace else range(0))
         if args.trace:
@@ -115,29 +133,30 @@ class Run:
     def build_compression(self, optimizer: torch.optim.Optimizer) -> Any:
         return self.host.compression(self.args, self.args.compression, self.model, optimizer)
 
-    def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def train_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward, backward, exchange, update; the loss, still on the device."""
-        args = self.args
-        rate = learning_rate(self.step, args.lr, args.lr_warmup_epochs * self.steps_per_epoch, self.total_steps)
+        args, warmup = self.args, self.args.lr_warmup_epochs * self.steps_per_epoch
+        rate = optimizers.learning_rate(self.step, args.lr, warmup, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.trace.step(self.step)
         self.optimizer.zero_grad()
         if args.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        with self.trace.span(Trace.MODEL, "forward"), metrics.autocast(args.amp, self.device):
-            loss = F.cross_entropy(self.module(images), labels)
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with self.trace.span(Trace.MODEL, "forward"), quality.autocast(args.amp, self.device):
+            loss = F.cross_entropy(self.module(inputs).flatten(0, -2), targets.flatten())
         with self.trace.span(Trace.MODEL, "backward"):
             loss.backward()
         with self.trace.span(Trace.MODEL, "synchronize and update"):
-            self.optimizer.step()
+            self.host.synchronize(self.optimizer)
+            self.host.update(self.optimizer)
         self.step += 1
         return loss.detach()
 
     def train(self) -> dict[str, Any]:
         """All epochs; the content of the JSON file. The history has an entry for every test and every end of an epoch;
         its loss is the mean of the epoch so far, and ``seconds`` excludes the tests."""
-        args, host, history, testing = self.args, self.host, [], 0.0
+        args, host, metric, history, testing = self.args, self.host, self.data.metric, [], 0.0
         total, per_epoch = self.total_steps, self.steps_per_epoch
         between = max(args.eval_every * per_epoch, 1)
         tests = {round(i * between) for i in range(1, int(total / between) + 1)} | {total}
@@ -145,12 +164,12 @@ class Run:
         for end in sorted(tests | set(range(per_epoch, total, per_epoch))):
             if self.step % per_epoch == 0:
                 epoch, begun, losses = self.step // per_epoch + 1, self.step, torch.zeros((), device=self.device)
-                batches = datasets.train_batches(self.data, args.batch_size, host.rank, host.size, args.seed, epoch)
+                batches = self.data.train_batches(args.batch_size, host.rank, host.size, args.seed, epoch)
             while self.step < end:
                 start = time.perf_counter()
-                images, labels = next(batches)
+                batch = next(batches)
                 self.data_seconds.append(time.perf_counter() - start)
-                losses += self.train_step(images, labels)
+                losses += self.train_step(*batch)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # otherwise only the launches are timed
                 self.step_seconds.append(time.perf_counter() - start - self.data_seconds[-1])
@@ -158,16 +177,16 @@ class Run:
             if self.extrapolation is not None and end % per_epoch == 0 and end < total:
                 self.extrapolation.epoch_end()
             seconds = time.perf_counter() - begin - testing
-            accuracy = metrics.test_accuracy(self.model, self.data, args.amp, host) if end in tests else None
+            tested = quality.test(self.model, self.data, args.amp, host) if end in tests else None
             testing = time.perf_counter() - begin - seconds
             sent = self.compression.stats()["total"]["wire_bytes"]
             means = metrics.mean_over_ranks({"train_loss": float(losses) / (end - begun), "wire_bytes": sent}, host)
-            history.append({"epoch": epoch, "step": end, "test_accuracy": accuracy, "seconds": seconds, **means})
+            history.append({"epoch": epoch, "step": end, metric.key: tested, "seconds": seconds, **means})
             if host.rank == 0:
-                tested = "-" if accuracy is None else f"{accuracy:.4f}"
+                shown = "-" if tested is None else f"{tested:.4f}"
                 print(
                     f"epoch {epoch:3d}/{math.ceil(total / per_epoch)}, step {end:,}  loss {means['train_loss']:.4f}  "
-                    f"test accuracy {tested}  sent {sent / 1e6:.3f} MB  {seconds:.1f} s",
+                    f"{metric.label} {shown}  sent {sent / 1e6:.3f} MB  {seconds:.1f} s",
                     flush=True,
                 )
             if not math.isfinite(means["train_loss"]):  # the same mean on every rank, so all of them leave
@@ -192,7 +211,7 @@ class Run:
             self.host,
         )
         return {
-            "test_accuracy": history[-1]["test_accuracy"],
+            self.data.metric.key: history[-1][self.data.metric.key],
             "train_loss": history[-1]["train_loss"],
             "epochs": history[-1]["epoch"],
             "steps": self.step,
@@ -209,7 +228,11 @@ class Run:
 def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
     # Ranks share the machine's cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    host = hosts.start(args.host, args.device)
+    return hosts.run(args.host, lambda host: train(args, host, kind), args.device, args.ranks or 1)
+
+
+def train(args: argparse.Namespace, host: hosts.Horovod, kind: type[Run]) -> int:
+    """The whole work of a rank; its exit status."""
     if args.device == "cuda":
         torch.cuda.set_device(host.local_rank)
     try:

@@ -35,14 +35,14 @@ def history(run: tuple[str, float, float, int]) -> Tensor:
     network, rate, momentum, seed = run
     data = datasets.load("digits")
     torch.manual_seed(seed)
-    model = models.build(network, data.channels, data.size, data.classes)
+    model = models.build(network, *data.shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, weight_decay=5e-4)
-    total = EPOCHS * datasets.steps_per_epoch(len(data.train_labels), 64, 1)
+    total = EPOCHS * data.steps_per_epoch(64, 1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     chosen = [torch.randperm(p.numel())[:PER_LAYER] for p in model.parameters()]
     epochs = []
     for epoch in range(EPOCHS):
-        for images, labels in datasets.train_batches(data, 64, 0, 1, seed, epoch):
+        for images, labels in data.train_batches(64, 0, 1, seed, epoch):
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()

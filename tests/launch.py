@@ -13,6 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ROOT / "tests" / "parallel"
 
+LAUNCHES = {"mpi-2": ["2"], "gloo-2": ["--gloo", "2"], "ddp-2": ["--ddp", "2"]}
+#: Two ranks of each host, as arguments of scripts/run.sh.
+on_every_launch = pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
+
 needs_hosts = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
     reason="network namespaces need root and iproute2",
@@ -88,21 +92,32 @@ def last_lines(logs: Path) -> str:
     return "\n".join(parts)
 
 
+def host_of(ranks: list[str]) -> list[str]:
+    """The arguments that tell a script the host of its ranks. Skips the test if that is Horovod and is not installed.
+
+    Args:
+        ranks: the arguments of scripts/run.sh up to the number of ranks.
+    """
+    if "--ddp" in ranks:
+        return ["--host", "ddp"]
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    return []
+
+
 def run_cases(
     ranks: list[str], plan: dict[str, list[str]], timeout: float, steps: int = 40, **environment: str
 ) -> None:
     """Runs cases by method on real ranks, in one launch, and checks that every rank finished every one of them.
 
     Args:
-        ranks: the arguments of scripts/run.sh up to the number of ranks.
+        ranks: as in :func:`host_of`.
         plan: case names by method.
         timeout: of the whole launch, seconds.
         steps: of a case.
     """
     assert plan and all(plan.values())
-    host = ["--host", "ddp"] if "--ddp" in ranks else []
     items = [f"{method}:{','.join(cases)}" for method, cases in plan.items()]
-    script = [str(PARALLEL / "check_training.py"), *host, "--steps", str(steps)]
+    script = [str(PARALLEL / "check_training.py"), *host_of(ranks), "--steps", str(steps)]
     output = launch("run.sh", [*ranks, *script, *items], timeout, **environment)
     done = set(re.findall(r"\[rank (\d+)\] ok (\S+) (\S+) ", output))
     for rank in range(int(ranks[-1])):

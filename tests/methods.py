@@ -2,10 +2,13 @@
 
 from functools import partial
 
-from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, PowerSGD, SlimDP, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, DeMo, PowerSGD, SlimDP, TernGrad, TopK
 
 # Two buckets for the harness's model: one of two parameters, one of one.
 SMALL = dict(bucket_mb=0.08)
+
+# Nothing is forgotten: methods/test_demo.py has the decay and the sign.
+_LINEAR = dict(decay=1.0, sign=False)
 
 METHODS = {
     "iwp": partial(IWP, density=1 / 64),
@@ -29,6 +32,9 @@ METHODS = {
     "fft-range10": partial(FFT, density=1 / 16, values="range10", leaders=1, budget_interval=3, explore=0.1),
     "fft-gather": partial(FFT, density=1 / 32, exchange="gather"),
     "fft-gather-bitmap": partial(FFT, density=0.15, exchange="gather", values="fp32-gather"),
+    "demo": partial(DeMo, **_LINEAR),
+    "demo-range8": partial(DeMo, density=1 / 64, values="range8", leaders=1, budget_interval=3, explore=0.1, **_LINEAR),
+    "demo-gather": partial(DeMo, exchange="gather", **_LINEAR),
     "mipd": partial(MIPD, density=1 / 16),
     "mipd-compensated": partial(MIPD, density=1 / 16, values="lloyd4", compensation=0.5, budget_interval=3),
     "mipd-fisher": partial(MIPD, density=1 / 64, values="fp32", significance="fisher"),
@@ -79,6 +85,7 @@ _LONG = dict(momentum=0.9, density=1 / 64, warmup_steps=100)
 TRAINED = {
     "iwp": partial(IWP, budget_interval=50, **_LONG),
     "fft": partial(FFT, budget_interval=50, **_LONG),
+    "demo": partial(DeMo, budget_interval=50, **_LONG, **_LINEAR),
     "mipd": partial(MIPD, budget_interval=50, **_LONG),
     "slimdp": partial(SlimDP, budget_interval=50, **_LONG),
     "mp2": partial(MP2, prediction=True, gate=-1.0, momentum=0.9),
@@ -93,6 +100,7 @@ TRAINED = {
 EXACT = {
     "iwp": partial(IWP, density=1.0, values="fp32"),
     "fft": partial(FFT, density=1.0, values="fp32"),
+    "demo": partial(DeMo, density=1.0, values="fp32", **_LINEAR),
     "mipd": partial(MIPD, density=1.0, values="fp32"),
     "slimdp": partial(SlimDP, density=1.0, values="fp32"),
     "mp2": partial(MP2, density=1.0, values="fp32"),

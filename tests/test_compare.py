@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -30,6 +31,14 @@ def result(compression="none", seed=0, accuracy=0.9, wire=1e6, **config):
         "step_ms_median": 20.0, "compress_ms_median": 1.5, "replicas_equal": True, "history": history,
         "config": {"compression": compression, "seed": seed, "lr": 0.1, "json": f"{seed}.json", **config},
     }  # fmt: skip
+
+
+def text_result(compression, seed, bits, **config):
+    made = result(compression, seed, **config)
+    for entry in (made, *made["history"]):
+        entry["test_bits_per_byte"] = bits
+        del entry["test_accuracy"]
+    return made
 
 
 def test_list_names_every_method_and_its_paper(capsys):
@@ -62,6 +71,9 @@ def test_variants_have_their_own_options_and_methods_only_those_they_know():
         ("--methods iwp,iwp", "only once"),
         ("--methods iwp --option fft:--leaders=1", "expected METHOD:OPTIONS"),
         ("--methods iwp --budgets 2", "a share"),
+        ("--methods iwp --lrs fft:0.1", "expected RATES or METHOD:RATES"),
+        ("--methods iwp --lrs 0.1,0", "above 0"),
+        ("--methods iwp --lrs 0.1,0.1", "only once"),
         ("--methods iwp --budgets 1/0", "Fraction"),
         ("--methods iwp --budgets 1/64 --option iwp:--density=1/8", "determined by the budget"),
     ],
@@ -135,8 +147,44 @@ def test_runs_follow_the_densities_found(tmp_path, monkeypatch):
     of.train(decisions)
     assert [run.name for run in executed] == ["topk-1of64-0", "none-0"]
     assert executed[0].arguments[-2:] == ("--density", "0.02925")
-    page = of.page([result()], decisions)
+    page = of.page([result()], [], decisions)
     assert "0.02925 | 1/64.00 (+0.0 %) |" in page and "- none at 1/64: it has no density" in page
+
+
+# Learning rates.
+
+
+def test_each_row_is_trained_at_its_best_learning_rate_by_further_seeds(tmp_path, monkeypatch, capsys):
+    best = {"none": 2e-3, "topk": 1e-2}
+
+    def execute(self, timeout):
+        config = self.configuration()
+        bits = 2.0 + abs(math.log(config["lr"] / best[config["compression"]])) + config["seed"] / 100
+        if config["lr"] == 4e-3:
+            bits = math.nan  # diverged
+        return text_result(config["compression"], config["seed"], bits, lr=config["lr"])
+
+    monkeypatch.setattr(runs.Run, "execute", execute)
+    given = ["--methods", "none,topk", "--lrs", "1e-3,2e-3,4e-3", "--lrs", "topk:3e-3,1e-2", "--seeds", "0,1,2"]
+    given += ["--data", "text", "--model", "gpt", "--simulate", "--out", str(tmp_path), "--", "--optimizer", "adamw"]
+    assert compare.main(given) == 0
+    lines = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")][::2][:2] for line in lines]
+    assert cells == [
+        ["method", "bits per byte"],
+        ["none, lr 0.002", "2.0100 ± 0.0100 (3)"], ["topk, lr 0.01", "2.0100 ± 0.0100 (3)"],
+        ["method", "bits per byte"],
+        ["none, lr 0.001", "2.6931"], ["none, lr 0.002", "2.0000"], ["none, lr 0.004", "nan"],
+        ["topk, lr 0.003", "3.2040"], ["topk, lr 0.01", "2.0000"],
+    ]  # fmt: skip
+    capsys.readouterr()
+
+
+def test_a_simulated_comparison_starts_one_process(tmp_path):
+    args = compare.parse(["--methods", "iwp", "--simulate", "--ranks", "16", "--out", str(tmp_path)])
+    command = runs.Run(tmp_path / "a.json", 16, compare.Comparison(args).arguments(args.variants[0], 0)).command()
+    assert command[0] == sys.executable and command[-2:] == ["--ranks", "16"]
+    assert command[command.index("--host") + 1] == "threads"
 
 
 # Results that are kept, and failures.
@@ -225,7 +273,7 @@ def test_a_real_comparison_and_nothing_the_second_time(tmp_path):
 
     first = call()
     assert first.returncode == 0, first.stderr
-    assert all((tmp_path / name).stat().st_size for name in ["table.md", "table.csv", "accuracy.png"])
+    assert all((tmp_path / name).stat().st_size for name in ["table.md", "table.csv", "quality.png"])
     assert sorted(file.name for file in (tmp_path / "runs").glob("*.json")) == ["none-0.json", "topk-1of16-0.json"]
     share = 1 / json.loads((tmp_path / "runs" / "topk-1of16-0.json").read_text())["wire_ratio"]
     assert share == pytest.approx(1 / 16, rel=0.01)

@@ -21,8 +21,11 @@ sys.path.insert(0, str(SCRIPTS))
 table = importlib.import_module("table")
 compressors = importlib.import_module("experiment.compressors")
 datasets = importlib.import_module("experiment.data")
+images = importlib.import_module("experiment.images")
 models = importlib.import_module("experiment.models")
+quality = importlib.import_module("experiment.quality")
 runs = importlib.import_module("experiment.runs")
+text = importlib.import_module("experiment.text")
 record = importlib.import_module("record_gradients")
 train = importlib.import_module("train")
 
@@ -57,12 +60,12 @@ def test_digits_are_split_evenly_and_normalised(digits):
     pixels = digits.normalise(digits.train_images)
     torch.testing.assert_close(pixels.mean(), torch.tensor(0.0), atol=1e-4, rtol=0)
     torch.testing.assert_close(pixels.std(), torch.tensor(1.0), atol=1e-4, rtol=0)
-    assert torch.equal(digits.train_images, datasets.digits().train_images)
+    assert torch.equal(digits.train_images, images.digits().train_images)
 
 
 @pytest.mark.parametrize(("size", "classes"), [(32, 10), (48, 20)])
 def test_synthetic_is_deterministic_and_shaped(size, classes):
-    first, second = datasets.synthetic(size, classes, 512), datasets.synthetic(size, classes, 512)
+    first, second = images.synthetic(size, classes, 512), images.synthetic(size, classes, 512)
     assert first.train_images.shape[1:] == (3, size, size)
     assert torch.equal(first.train_images, second.train_images)
     assert torch.equal(first.test_labels, second.test_labels)
@@ -97,19 +100,19 @@ def test_cifar_reader_runs_no_code(tmp_path):
 
 @pytest.mark.parametrize(("count", "ranks"), [(100, 4), (101, 3), (7, 7), (10, 1)])
 def test_shards_are_disjoint_and_complete(count, ranks):
-    shards = [datasets.shard(count, rank, ranks, seed=3, epoch=2) for rank in range(ranks)]
+    shards = [images.shard(count, rank, ranks, seed=3, epoch=2) for rank in range(ranks)]
     assert sorted(torch.cat(shards).tolist()) == list(range(count))
-    assert all(torch.equal(a, datasets.shard(count, r, ranks, seed=3, epoch=2)) for r, a in enumerate(shards))
+    assert all(torch.equal(a, images.shard(count, r, ranks, seed=3, epoch=2)) for r, a in enumerate(shards))
 
 
 def test_shards_change_with_seed_and_epoch():
-    orders = {tuple(datasets.shard(50, 0, 2, seed, epoch).tolist()) for seed in (0, 1) for epoch in (1, 2)}
+    orders = {tuple(images.shard(50, 0, 2, seed, epoch).tolist()) for seed in (0, 1) for epoch in (1, 2)}
     assert len(orders) == 4
 
 
 def test_batches_repeat_and_count_alike_on_all_ranks(digits):
     def run(rank):
-        return list(datasets.train_batches(digits, 16, rank, 4, seed=1, epoch=5))
+        return list(digits.train_batches(16, rank, 4, seed=1, epoch=5))
 
     ranks = [run(rank) for rank in range(4)]
     assert [len(batches) for batches in ranks] == [1437 // 64] * 4
@@ -119,13 +122,13 @@ def test_batches_repeat_and_count_alike_on_all_ranks(digits):
 
 
 def test_test_shards_cover_every_image_once(digits):
-    counts = [sum(len(labels) for _, labels in datasets.test_batches(digits, 50, rank, 7)) for rank in range(7)]
+    counts = [sum(len(labels) for _, labels in digits.test_batches(50, rank, 7)) for rank in range(7)]
     assert sum(counts) == 360
 
 
 def test_too_few_images_is_an_error(digits):
     with pytest.raises(ValueError, match="10 training images are fewer"):
-        datasets.steps_per_epoch(digits.limited(10).train_labels.numel(), 4, 4)
+        digits.limited(10).steps_per_epoch(4, 4)
     with pytest.raises(ValueError, match=r"--limit-train must be 1\.\.1437"):
         digits.limited(2000)
 
@@ -136,9 +139,9 @@ def test_limited_is_a_subset_whatever_the_seed(digits):
 
 
 def test_augmentation_is_a_crop_of_the_reflected_image():
-    images = torch.randint(256, (40, 3, 6, 7), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    moved = datasets.shift_and_flip(images, 2, True, torch.Generator().manual_seed(1))
-    padded = torch.nn.functional.pad(images.float(), (2, 2, 2, 2), mode="reflect").to(torch.uint8)
+    pictures = torch.randint(256, (40, 3, 6, 7), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    moved = images.shift_and_flip(pictures, 2, True, torch.Generator().manual_seed(1))
+    padded = torch.nn.functional.pad(pictures.float(), (2, 2, 2, 2), mode="reflect").to(torch.uint8)
     found = set()
     for before, after in zip(padded, moved, strict=True):
         options = {
@@ -149,6 +152,61 @@ def test_augmentation_is_a_crop_of_the_reflected_image():
         found.add(match)
     assert {flip for _, _, flip in found} == {False, True}
     assert {y for y, _, _ in found} == {x for _, x, _ in found} == set(range(5))
+
+
+@pytest.fixture(scope="module")
+def library():
+    return datasets.load("text", context=32)
+
+
+def test_text_is_source_code_split_by_files(library):
+    names = text.source_files(Path(text.__file__).parents[1])
+    assert "experiment/text.py" in names and "train.py" in names and names == sorted(names)
+    names = text.source_files(Path(os.__file__).parent)
+    assert "os.py" in names and not any("/test" in name or "site-packages" in name for name in names)
+    held_out = [name for name in names if text.is_held_out(name)]
+    assert 0.05 < len(held_out) / len(names) < 0.15
+    root = Path(os.__file__).parent
+    assert len(library.held_out) == sum((root / name).stat().st_size for name in held_out)
+    content, large = bytes(library.train.tolist()), [name for name in held_out if (root / name).stat().st_size > 2000]
+    assert len(content) > 5e6 and all((root / name).read_bytes() not in content for name in large[:20])
+    again = text.standard_library(32)
+    assert torch.equal(again.train, library.train) and torch.equal(again.held_out, library.held_out)
+
+
+def test_windows_predict_the_next_byte_and_do_not_depend_on_the_ranks(library):
+    def first(batch_size, rank, ranks, seed=0, epoch=1):
+        return next(library.train_batches(batch_size, rank, ranks, seed, epoch))
+
+    inputs, targets = first(8, 0, 1)
+    assert inputs.shape == targets.shape == (8, 32) and torch.equal(inputs[:, 1:], targets[:, :-1])
+    parts = [first(2, rank, 4)[0] for rank in range(4)]
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), inputs)
+    assert not torch.equal(first(8, 0, 1, seed=1)[0], inputs) and not torch.equal(first(8, 0, 1, epoch=2)[0], inputs)
+    assert len(list(library.train_batches(1, 0, 2, 0, 1))) == library.steps_per_epoch(1, 2) == 100
+
+
+def test_text_is_tested_on_the_same_windows_whatever_the_ranks(library):
+    alone = torch.cat([targets for _, targets in library.test_batches(50, 0, 1)])
+    shared = [torch.cat([targets for _, targets in library.test_batches(50, rank, 3)]) for rank in range(3)]
+    assert alone.numel() == text.TESTED and sum(map(len, shared)) == len(alone)
+    assert all(torch.equal(part, alone[rank::3]) for rank, part in enumerate(shared))
+
+
+def test_bits_per_byte_are_cross_entropy_to_the_base_two():
+    class Uniform(torch.nn.Module):
+        def forward(self, tokens):
+            return torch.zeros(*tokens.shape, 256)
+
+    class Alone:
+        rank, size = 0, 1
+
+        def sum(self, tensor):
+            return tensor
+
+    assert quality.test(Uniform(), datasets.load("text"), "off", Alone()) == pytest.approx(8.0)
+    assert quality.BITS_PER_BYTE.best([2.0, float("nan"), 1.0]) == 2
+    assert quality.ACCURACY.best([0.5, 0.9, float("nan")]) == 1
 
 
 # Models.
@@ -163,6 +221,8 @@ def test_augmentation_is_a_crop_of_the_reflected_image():
         ("cnn", 3, 32, 10, 187_114),
         ("resnet20", 3, 32, 10, 269_722),
         ("vgg11", 3, 32, 10, 9_228_362),
+        ("vit", 3, 32, 10, 545_930),
+        ("vit", 1, 8, 10, 534_154),
     ],
 )
 def test_model_sizes_and_outputs(name, channels, size, classes, parameters):
@@ -179,7 +239,23 @@ def test_cnn_lies_almost_whole_in_large_matrices(channels, size):
     assert small < 0.01 * sum(p.numel() for p in parameters)
 
 
+@pytest.mark.parametrize(("name", "parameters"), [("gpt", 254_592), ("gpt-5m", 4_820_992)])
+def test_a_language_model_sees_only_the_bytes_before(name, parameters):
+    torch.manual_seed(0)
+    model = models.build(name, 256, 64)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    tokens = torch.randint(256, (2, 20))
+    before = model(tokens)
+    assert before.shape == (2, 20, 256)
+    tokens[:, 12] = (tokens[:, 12] + 1) % 256
+    after = model(tokens)
+    torch.testing.assert_close(after[:, :12], before[:, :12])
+    assert ((after - before)[:, 12:].abs().amax((0, 2)) > 1e-4).all()
+
+
 def test_unfit_models_are_refused():
+    with pytest.raises(ValueError, match="patches of 4 pixels needs a multiple of them, these images have 9"):
+        models.build("vit", 1, 9, 10)
     with pytest.raises(ValueError, match="vgg11 needs images of at least 32 pixels, these have 8"):
         models.build("vgg11", 1, 8, 10)
 
@@ -242,6 +318,14 @@ def test_options_are_the_arguments_of_the_method():
         "--compression ddp-powersgd --host horovod",
         "--host ddp --trace file",
         "--eval-every 0",
+        "--data text",
+        "--model gpt",
+        "--data text --model gpt --channels-last",
+        "--optimizer adamw --momentum 0.9",
+        "--ranks 2",
+        "--host threads --ranks 0",
+        "--host threads --compression ddp-powersgd",
+        "--host threads --device cuda",
     ],
 )
 def test_options_of_another_method_or_host_are_refused(wrong, capsys):
@@ -258,6 +342,12 @@ def test_a_method_is_built_with_the_options_given(method):
     world = ThreadWorld(2)
     compressors.METHODS[method].build(args, model, optimizer, collectives=world.collectives(0))
     assert optimizer.param_groups[0]["momentum"] == (0.0 if method == "dgc" else 0.9)
+
+
+def test_an_optimizer_has_its_own_defaults():
+    sgd, adamw = train.parse([]), train.parse(["--optimizer", "adamw", "--weight-decay", "0"])
+    assert (sgd.lr, sgd.momentum, sgd.weight_decay, sgd.ranks) == (0.1, 0.9, 5e-4, None)
+    assert (adamw.lr, adamw.momentum, adamw.weight_decay) == (3e-3, None, 0.0)
 
 
 def test_methods_of_both_hosts_are_named():
@@ -310,6 +400,42 @@ def trained(launcher, arguments, file):
 SHORT = ["--data", "digits", "--model", "cnn", "--epochs", "1", "--max-steps", "4", "--limit-train", "256"]
 
 
+def simulated(arguments, file):
+    """The same with all ranks in this process."""
+    threads = torch.get_num_threads()
+    assert train.main(train.parse([*SHORT, "--host", "threads", "--ranks", "2", *arguments, "--json", str(file)])) == 0
+    torch.set_num_threads(threads)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("method", ["none", "iwp"])
+def test_a_language_model_learns_with_adamw(method, tmp_path):
+    given = [
+        "--data",
+        "text",
+        "--model",
+        "gpt",
+        "--optimizer",
+        "adamw",
+        "--compression",
+        method,
+        "--limit-train",
+        "9999",
+    ]
+    given += ["--max-steps", "12", "--eval-every", "0.06", "--lr-warmup-epochs", "0", "--batch-size", "4"]
+    found = simulated(given, tmp_path / "result.json")
+    tests = [entry["test_bits_per_byte"] for entry in found["history"]]
+    assert len(tests) == 2 and 8 > tests[0] > tests[1] == found["test_bits_per_byte"]
+    assert found["replicas_equal"] and found["ranks"] == 2 and "test_accuracy" not in found
+    assert found["wire_ratio"] == 1 if method == "none" else found["wire_ratio"] > 20
+
+
+def test_a_rank_that_cannot_start_ends_a_simulation(tmp_path, capsys):
+    given = ["--host", "threads", "--ranks", "3", "--data", "cifar10", "--data-dir", str(tmp_path)]
+    assert train.main(train.parse(given)) == 2
+    assert "rank 2: no CIFAR-10 at" in capsys.readouterr().err
+
+
 slow = pytest.mark.slow
 
 
@@ -322,6 +448,10 @@ def test_ddp_trains_without_horovod(method, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     found = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "result.json")
     assert found["replicas_equal"] and found["steps"] == 4 and found["config"]["host"] == "ddp"
+    if method != "ddp-powersgd":  # with two ranks there is one order to sum in
+        alike = simulated(["--compression", method], tmp_path / "simulated.json")
+        for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
+            assert alike[key] == found[key], key
     assert found["wire_ratio"] == pytest.approx({"none": 1, "fp16": 2}.get(method, found["wire_ratio"]))
     assert found["wire_ratio"] > (1.5 if method != "none" else 0.9)
 
@@ -334,6 +464,9 @@ def test_both_hosts_train_alike(method, tmp_path):
     horovod = trained([], ["--compression", method], tmp_path / "horovod.json")
     assert ddp["train_loss"] == pytest.approx(horovod["train_loss"], rel=1e-5)
     assert ddp["wire_bytes_per_step"] == pytest.approx(horovod["wire_bytes_per_step"], rel=1e-3)
+    threads = simulated(["--compression", method], tmp_path / "threads.json")
+    for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
+        assert threads[key] == horovod[key], key
 
 
 # The table.
@@ -397,4 +530,10 @@ def test_an_older_result_has_the_options_it_ran_with():
     assert {**old, **then, "density": 0.5} == old and "progress" not in old
     assert runs.complete({"compression": "iwp", "no_block_means": False})["block_means"] is True
     assert runs.complete({"compression": "mipd", "whole_model": True})["layerwise"] is False
-    assert runs.complete({"compression": "none"}) == {"compression": "none", "extrapolate": None, "host": "horovod"}
+    sgd = {"optimizer": "sgd", "context": 64, "ranks": None}
+    assert runs.complete({"compression": "none"}) == {
+        "compression": "none",
+        "extrapolate": None,
+        "host": "horovod",
+        **sgd,
+    }

@@ -25,6 +25,16 @@ def test_seconds_are_those_to_the_first_time_at_the_target():
     assert race.reached(result(0.1, 0.69), 0.7) is None
 
 
+def test_bits_per_byte_are_reached_from_above():
+    run = result(4.0, 3.0, 2.0)
+    for entry in (run, *run["history"]):
+        entry["test_bits_per_byte"] = entry.pop("test_accuracy")
+    assert race.reached(run, 2.5) == (25.0, 25.0)
+    assert race.reached(run, 1.9) is None
+    rows = cells(race.markdown({"1gbit": {"none": run}}, 3.0, "none"))
+    assert rows[0][-1] == "final bits per byte" and rows[1][3:] == ["20", "20", "1.00", "2.0000"]
+
+
 def cells(text):
     """The rows of Markdown tables, without rules."""
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:2] == "| "]

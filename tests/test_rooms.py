@@ -21,7 +21,7 @@ BELOW = {
     "ops": {"reference"},
     "reference": set(),
 }
-MOST_LINES = 350
+MOST_LINES = 300
 MOST_CLASSES_BETWEEN = 2
 
 

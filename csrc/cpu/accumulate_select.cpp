@@ -2,6 +2,7 @@
 #include "../accumulate_select.h"
 
 #include "any.h"
+#include "hadamard.h"
 #include "isa.h"
 #include "segments.h"
 #include "select.h"
@@ -29,26 +30,42 @@ HVD_BODY void fetch(const T* entries) {
   for (int i = 0; i < kBlock; i += kLine) __builtin_prefetch(entries + i, kWrite);
 }
 
+// The transform of a block's scaled gradient. Returns whether an entry may not be transformed.
+template <typename T>
+HVD_BODY bool transform_block(const T* __restrict grad, float scale, int inside,
+                              float* __restrict coefficients) {
+  uint32_t bad = 0;
+  for (int i = 0; i < inside; ++i) {
+    float step = static_cast<float>(grad[i]) * scale;
+    bool fits = is_transformable(step);
+    coefficients[i] = fits ? step : 0.0f;
+    bad |= !fits;
+  }
+  for (int i = inside; i < kBlock; ++i) coefficients[i] = 0.0f;
+  hadamard_block(coefficients);
+  return bad;
+}
+
 // One loop reads an entry's weight before it writes the residual and the gradient. If the tensors
 // have the same offset in their pages, a later read would be delayed by those writes (4K aliasing).
 template <bool kVelocity, bool kWeighted, typename T>
-HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
+HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad, float scale,
                                float* __restrict residual, float* __restrict velocity,
                                const T* __restrict weight, float mean, int32_t* __restrict scores,
                                int inside) {
-  float scale = args.scale, momentum = args.momentum, floor = *args.floor;
+  float momentum = args.momentum, decay = args.decay, floor = *args.floor;
   uint32_t bad = 0;
   for (int i = 0; i < inside; ++i) {
     float step = static_cast<float>(grad[i]) * scale - mean;
     Entry entry =
-        accumulate<kVelocity>(step, residual[i], kVelocity ? velocity[i] : 0.0f, momentum);
+        accumulate<kVelocity>(step, residual[i], kVelocity ? velocity[i] : 0.0f, momentum, decay);
     scores[i] = kWeighted ? weighted_bits(entry.residual, static_cast<float>(weight[i]), floor)
                           : score_bits(magnitude(entry.residual));
     residual[i] = entry.residual;
     if (kVelocity) velocity[i] = entry.velocity;
     bad |= !entry.usable;
   }
-  if (!args.block_means) memset(static_cast<void*>(grad), 0, inside * sizeof(T));
+  if (!args.keeps_gradient()) memset(static_cast<void*>(grad), 0, inside * sizeof(T));
   for (int i = inside; i < kBlock; ++i) scores[i] = 0;
   return bad;
 }
@@ -58,6 +75,8 @@ struct Blocks {
   static HVD_BODY bool run(const AccumulateSelect* args, T* grad, const T* weight, int64_t begin,
                            int64_t end) {
     alignas(64) int32_t scores[kBlock];
+    alignas(64) float coefficients[kBlock];
+    float scale = args->scale;
     bool bad = false;
     const Select& select = args->select;
     auto first_index_of = [&](int64_t block) {
@@ -93,15 +112,20 @@ struct Blocks {
       int count = static_cast<int>(next - place);
       float mean = 0.0f;
       if (args->block_means) {
-        mean = block_mean(grad + base, args->scale, inside);
+        mean = block_mean(grad + base, scale, inside);
         args->block_means[block] += mean;
       }
-      if (weight && count > 0) {  // only needed if this rank leads slots
-        bad |= accumulate_block<kVelocity, true>(*args, grad + base, residual, velocity,
+      if (args->transform) {
+        bad |= transform_block(grad + base, scale, inside, coefficients);
+        const float* no_weight = nullptr;
+        bad |= accumulate_block<kVelocity, false>(*args, coefficients, 1.0f, residual, velocity,
+                                                  no_weight, mean, scores, kBlock);
+      } else if (weight && count > 0) {  // only needed if this rank leads slots
+        bad |= accumulate_block<kVelocity, true>(*args, grad + base, scale, residual, velocity,
                                                  weight + base, mean, scores, inside);
       } else {
-        bad |= accumulate_block<kVelocity, false>(*args, grad + base, residual, velocity, weight,
-                                                  mean, scores, inside);
+        bad |= accumulate_block<kVelocity, false>(*args, grad + base, scale, residual, velocity,
+                                                  weight, mean, scores, inside);
       }
       // Now, and not when the next block is read: a vector load just after narrower stores is slow.
       if (block + 1 < end) update_block(block + 1);
@@ -130,9 +154,10 @@ void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> w
                            int64_t explore, std::optional<Tensor> deferred_indices,
                            std::optional<Tensor> deferred_mean,
                            std::optional<Tensor> deferred_error, int64_t deferred_slots,
-                           int64_t deferred_first_slot, int64_t deferred_phase) {
-  AccumulateSelect args =
-      checked(grad, residual, weight, velocity, floor, invalid, block_means, scale, momentum);
+                           int64_t deferred_first_slot, int64_t deferred_phase, double decay,
+                           bool transform) {
+  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, block_means,
+                                  scale, momentum, decay, transform);
   args.deferred =
       checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
                        deferred_slots, deferred_first_slot, deferred_phase);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "hadamard.h"
+#include "isa.h"
 #include "segments.h"
 #include "stream.h"
 
@@ -60,6 +62,52 @@ void scatter_with_means(const Scatter& args, const Segment& segment, int64_t fir
   }
 }
 
+// An entry of a gradient from 16 times the coefficient of the inverse transform.
+template <bool kSign, typename T>
+struct Coefficient {
+  float scale;
+
+  HVD_BODY T operator()(float value) const {
+    value *= 1.0f / kGain;
+    return static_cast<T>((kSign ? sign_of(value) : value) * scale);
+  }
+};
+
+template <bool kSign, typename T>
+struct Transformed {
+  static HVD_BODY void run(const Scatter* args, const Segment* segment, int64_t first, int64_t last,
+                           T* grad, int64_t entries) {
+    const float* mean = args->update.mean;
+    const uint8_t* indices = args->bucket.indices;
+    SlotIterator iterator(*segment, first, args->bucket.phase);
+    Coefficient<kSign, T> finish{args->scale};
+    alignas(64) float coefficients[kBlock] = {};
+    alignas(64) T values[kBlock];
+    for (int64_t block = first; block < last; ++block) {
+      auto [slots, end] = iterator.next();
+      for (int64_t slot = slots; slot < end; ++slot) coefficients[indices[slot]] = mean[slot];
+      int64_t begin = block * kBlock;
+      if (begin + kBlock <= entries) {
+        hadamard_block(coefficients, grad + begin, finish);
+      } else {  // with padding
+        hadamard_block(coefficients, values, finish);
+        for (int i = 0; begin + i < entries; ++i) grad[begin + i] = values[i];
+      }
+      for (int64_t slot = slots; slot < end; ++slot) coefficients[indices[slot]] = 0.0f;
+    }
+  }
+};
+
+template <typename T>
+void scatter_transformed(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
+                         T* grad, int64_t entries) {
+  if (args.sign) {
+    run_best<Transformed<true, T>>(&args, &segment, first, last, grad, entries);
+  } else {
+    run_best<Transformed<false, T>>(&args, &segment, first, last, grad, entries);
+  }
+}
+
 void update_residual(const Scatter& args, const Segment& segment, int64_t first, int64_t last) {
   const ResidualUpdate& update = args.update;
   int64_t base = segment.first_block * kBlock;
@@ -77,9 +125,9 @@ void update_residual(const Scatter& args, const Segment& segment, int64_t first,
 void scatter_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
                  Tensor indices, Tensor segments, Tensor mean,
                  std::optional<Tensor> quantization_error, int64_t phase, double scale,
-                 std::optional<Tensor> block_means) {
+                 std::optional<Tensor> block_means, bool transform, bool sign) {
   Scatter args = checked(grads, residual, velocity, indices, segments, mean, quantization_error,
-                         phase, scale, block_means);
+                         phase, scale, block_means, transform, sign);
   check_segments(args.bucket);
   const BucketSlots& bucket = args.bucket;
   torch::stable::parallel_for(0, bucket.blocks, kGrain, [&](int64_t begin, int64_t end) {
@@ -89,7 +137,9 @@ void scatter_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tenso
       if (grad.numel() > 0) {  // else skipped
         with_type(grad.scalar_type(), [&](auto type) {
           using T = decltype(type);
-          auto scatter = args.block_means ? scatter_with_means<T> : scatter_entries<T>;
+          auto scatter = args.transform     ? scatter_transformed<T>
+                         : args.block_means ? scatter_with_means<T>
+                                            : scatter_entries<T>;
           scatter(args, segment, first, last, data<T>(grad), grad.numel());
         });
       }

@@ -1,6 +1,6 @@
 // accumulate_select on CUDA: one warp per block, with 8 entries per lane in registers.
 #include "../accumulate_select.h"
-#include "entries.h"
+#include "hadamard.h"
 #include "segments.h"
 #include "select.h"
 
@@ -37,36 +37,47 @@ __global__ void __launch_bounds__(kThreads)
   if (block >= args.select.blocks) return;
   int64_t first = block * kBlock;
   int inside = args.inside(block);
+  int used = args.transform ? kBlock : inside;  // of the residual
 
-  T step[kPerLane];
+  T grads[kPerLane];
+  float step[kPerLane];
   float residual[kPerLane];
   float velocity[kPerLane];
-  load(step, grad + first, inside, aligned);  // in flight during the deferred update
+  load(grads, grad + first, inside, aligned);  // in flight during the deferred update
   const Deferred& deferred = args.deferred;
   if (deferred.segment.slots) {
     update_residual(deferred.update, deferred.indices,
                     slots_in(deferred.segment, block, deferred.shift), first);
   }
-  load(residual, args.residual + first, inside, aligned);
-  if (kVelocity) load(velocity, args.velocity + first, inside, aligned);
+  load(residual, args.residual + first, used, aligned);
+  if (kVelocity) load(velocity, args.velocity + first, used, aligned);
   float mean = 0.0f;
   if (args.block_means) {
-    mean = block_mean(step, args.scale, inside);
+    mean = block_mean(grads, args.scale, inside);
     if (lane_id() == 0) args.block_means[block] += mean;
   }
   bool bad = false;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    Entry entry = accumulate<kVelocity>(static_cast<float>(step[i]) * args.scale - mean,
-                                        residual[i], kVelocity ? velocity[i] : 0.0f, args.momentum);
+    step[i] = static_cast<float>(grads[i]) * args.scale - mean;
+    if (args.transform && !is_transformable(step[i])) {
+      step[i] = 0.0f;
+      bad = true;
+    }
+  }
+  if (args.transform) hadamard_block(step);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    Entry entry = accumulate<kVelocity>(step[i], residual[i], kVelocity ? velocity[i] : 0.0f,
+                                        args.momentum, args.decay);
     bad |= !entry.usable;  // padding is loaded as zeros
     residual[i] = entry.residual;
     velocity[i] = entry.velocity;
-    step[i] = static_cast<T>(0.0f);
+    grads[i] = static_cast<T>(0.0f);
   }
-  if (!args.block_means) store(grad + first, step, inside, aligned);
-  store(args.residual + first, residual, inside, aligned);
-  if (kVelocity) store(args.velocity + first, velocity, inside, aligned);
+  if (!args.keeps_gradient()) store(grad + first, grads, inside, aligned);
+  store(args.residual + first, residual, used, aligned);
+  if (kVelocity) store(args.velocity + first, velocity, used, aligned);
   if (__any_sync(kAll, bad) && lane_id() == 0) atomicOr(args.invalid, 1);
   if (!args.select.slots) return;
 
@@ -85,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      scores[i] = index_of(i) < inside ? score_bits(magnitude(residual[i])) : 0;
+      scores[i] = index_of(i) < used ? score_bits(magnitude(residual[i])) : 0;
     }
   }
   select_block(args.select, block, scores, leads);
@@ -99,9 +110,10 @@ void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> 
                             int64_t explore, std::optional<Tensor> deferred_indices,
                             std::optional<Tensor> deferred_mean,
                             std::optional<Tensor> deferred_error, int64_t deferred_slots,
-                            int64_t deferred_first_slot, int64_t deferred_phase) {
-  AccumulateSelect args =
-      checked(grad, residual, weight, velocity, floor, invalid, block_means, scale, momentum);
+                            int64_t deferred_first_slot, int64_t deferred_phase, double decay,
+                            bool transform) {
+  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, block_means,
+                                  scale, momentum, decay, transform);
   args.deferred =
       checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
                        deferred_slots, deferred_first_slot, deferred_phase);

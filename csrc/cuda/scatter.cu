@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../scatter.h"
+#include "hadamard.h"
 #include "segments.h"
 
 namespace hvd_compress {
@@ -30,12 +31,58 @@ __device__ __forceinline__ void assign(void* grad, int64_t entry, ScalarType dty
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void write_block(void* grad, int64_t entry,
+                                            const float (&from)[kPerLane], int inside) {
+  T values[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) values[i] = static_cast<T>(from[i]);
+  T* to = static_cast<T*>(grad) + entry;
+  store(to, values, inside, reinterpret_cast<uintptr_t>(to) % 16 == 0);
+}
+
+// Writes the transform of a block's coefficients to a gradient, of whose block `inside` exist.
+__device__ __forceinline__ void scatter_transformed(const Scatter& args, const Chunk& chunk,
+                                                    const BlockSlots& slots, int inside) {
+  HVD_SHARED(float, shared, kWarps* kBlock);
+  float* block = shared + threadIdx.x / kLanes * kBlock;
+  for (int index = lane_id(); index < kBlock; index += kLanes) block[index] = 0.0f;
+  __syncwarp();
+  in_order(
+      slots.range, args.bucket.indices, [](int64_t) { return true; },
+      [&](int64_t slot, int index) { block[index] = args.update.mean[slot]; });
+  float values[kPerLane];
+  load(values, block, kBlock, true);
+  __syncwarp();
+  hadamard_block(values);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    values[i] = (args.sign ? sign_of(values[i]) : values[i]) * args.scale;
+  }
+  void* grad = chunk.data[slots.segment];
+  switch (chunk.dtype[slots.segment]) {
+    case ScalarType::Float:
+      return write_block<float>(grad, slots.entry, values, inside);
+    case ScalarType::Half:
+      return write_block<Half>(grad, slots.entry, values, inside);
+    default:
+      return write_block<BFloat16>(grad, slots.entry, values, inside);
+  }
+}
+
 __device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& chunk,
                                               int64_t block) {
   const BucketSlots& bucket = args.bucket;
   BlockSlots slots = slots_of(bucket, bucket.segments + chunk.first, chunk.count, block);
   if (slots.segment < 0) return;                                // in no segment
   int64_t inside = chunk.entries[slots.segment] - slots.entry;  // <= 0: skipped or padding
+  if (args.transform) {
+    if (inside > 0)
+      scatter_transformed(args, chunk, slots, static_cast<int>(min(inside, int64_t{kBlock})));
+    if (args.update.error)
+      update_residual(args.update, bucket.indices, slots.range, block * kBlock);
+    return;
+  }
   float base = 0.0f;
   if (args.block_means) {
     base = args.block_means[block] * args.scale;
@@ -78,11 +125,11 @@ int64_t blocks_of(const Tensor& grad) { return (grad.numel() + kBlock - 1) / kBl
 void scatter_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
                   Tensor indices, Tensor segments, Tensor mean,
                   std::optional<Tensor> quantization_error, int64_t phase, double scale,
-                  std::optional<Tensor> block_means) {
+                  std::optional<Tensor> block_means, bool transform, bool sign) {
   Scatter args = checked(grads, residual, velocity, indices, segments, mean, quantization_error,
-                         phase, scale, block_means);
+                         phase, scale, block_means, transform, sign);
   const BucketSlots& bucket = args.bucket;
-  if (bucket.blocks == 0 || (bucket.slots == 0 && !block_means)) return;
+  if (bucket.blocks == 0 || (bucket.slots == 0 && !block_means && !transform)) return;
   Launch launch(residual);
   // The segments are on the device, but a gradient has as many blocks as its segment. Those of
   // skipped gradients are among the bucket's others; they matter for the residual only.

@@ -1,14 +1,45 @@
-"""Checks of arguments that all compressors share."""
+"""The arguments that all compressors share: checks, and which of them must be the same on all ranks."""
 
+import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+# Arguments that may differ between ranks.
+_OF_A_RANK = ("process_set", "process_group", "grad_scaler", "collectives", "start_timeout")
+
+
+def shared_options(
+    init: Callable[..., None], base: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The numbers, strings and Nones among the arguments of ``init(*args, **kwargs)`` that must be the same on all
+    ranks, by name, with the defaults of ``init`` and of ``base``, to which it passes its ``**kwargs``."""
+    given = inspect.signature(init).bind(*args, **kwargs)
+    given.apply_defaults()
+    common = {name: p.default for name, p in inspect.signature(base).parameters.items()}
+    common = {name: default for name, default in common.items() if isinstance(default, str | int | float)}
+    values = {**common, **given.arguments, **given.kwargs}.items()
+    return {n: v for n, v in values if n not in _OF_A_RANK and isinstance(v, str | int | float | None)}
+
+
+def check_common(min_numel: int, bucket_mb: float, dense_values: str, grad_scaler: Any, start_timeout: float) -> None:
+    """Raises ``ValueError`` or ``TypeError`` if an argument of :class:`hvd_compress.Compressor` is not allowed."""
+    if bucket_mb <= 0:
+        raise ValueError(f"bucket_mb must be above 0, got {bucket_mb}")
+    if dense_values not in ("fp16", "fp32"):
+        raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
+    if not start_timeout > 0.0:
+        raise ValueError(f"start_timeout must be above 0, got {start_timeout}")
+    if min_numel < 1:
+        raise ValueError(f"min_numel must be at least 1, got {min_numel}")
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
 
 
 def integer_seed(seed: Any) -> int:

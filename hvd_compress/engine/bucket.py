@@ -197,11 +197,15 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of the dimensions of more than one entry, which tell the memory order: those of others are
+    arbitrary."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
 def in_order_of(parameter: Tensor, grad: Tensor) -> Tensor:
     """``grad`` itself if its memory order is the parameter's, else a copy in that order."""
-    # Strides of dimensions of size 1 are arbitrary.
-    strides = zip(parameter.shape, parameter.stride(), grad.stride(), strict=True)
-    if grad.stride() == parameter.stride() or all(size == 1 or a == b for size, a, b in strides):
+    if grad.stride() == parameter.stride() or strides_of(grad) == strides_of(parameter):
         return grad
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 

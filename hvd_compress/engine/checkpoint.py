@@ -80,10 +80,7 @@ def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
         first, ranks = first or state, ranks or owner.get("ranks", 0)
         if owner.get("ranks") != ranks or count > ranks:
             refuse(joined(path, "owner"), f"must be a rank of the same job of {ranks}, got {described(owner)}")
-        shared = {key: value for key, value in state.items() if key not in ("owner", "per_rank")}
-        for key in {**first, **shared}:
-            if key not in ("owner", "per_rank"):
-                _check_same(first.get(key), shared.get(key), key, count - 1)
+        _check_same(_same_on_all_ranks(first), _same_on_all_ranks(state), "", count - 1)
         mean = _added(mean, state.get("per_rank"), 1.0 / ranks, "per_rank")
     if not count:
         raise ValueError("reshard needs the states of all ranks, got none")
@@ -150,6 +147,10 @@ def _up_to_date(engine: Engine) -> Iterator[None]:
             stack.enter_context(bucket.order)
             bucket.apply_deferred()
         yield
+
+
+def _same_on_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in ("owner", "per_rank")}
 
 
 def _check_same(one: Any, other: Any, path: str, rank: int) -> None:

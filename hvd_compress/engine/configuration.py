@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from .bucket import strides_of
 from .collectives import Request, allgather
 
 # So many differences are written out.
@@ -26,12 +27,10 @@ def configuration(engine: Any) -> dict[str, object]:
     by name."""
     method, parameters = engine.method, {}
     for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
-        # Strides of dimensions of size 1 are arbitrary.
-        strides = tuple(d for d, n in zip(p.stride(), p.shape, strict=True) if n > 1)
         place = engine.place_of(number)
         where = "uncompressed" if place is None else f"in bucket {place.bucket.index}"
         state = "trained" if p.requires_grad else "frozen"
-        text = f"number {number}, shape {tuple(p.shape)}, strides {strides}, {p.dtype}, {state}, {where}"
+        text = f"number {number}, shape {tuple(p.shape)}, strides {strides_of(p)}, {p.dtype}, {state}, {where}"
         parameters[f"parameter {name}"] = text
     return {
         "version of hvd_compress": __version__,

@@ -15,6 +15,11 @@ from torch import Tensor
 from .. import ops
 from ..reference import BLOCK
 
+#: accumulate_select's ``deferred_indices``, ``deferred_mean``, ``deferred_error``, ``deferred_slots``,
+#: ``deferred_first_slot``, ``deferred_phase``.
+Arguments = tuple[Tensor | None, Tensor | None, Tensor | None, int, int, int]
+NOT_DEFERRED: Arguments = (None, None, None, 0, 0, 0)
+
 
 @dataclass
 class DeferredUpdate:
@@ -39,10 +44,10 @@ class DeferredUpdate:
         """Whether some segment's update has not been applied."""
         return any(self._pending)
 
-    def arguments(self, position: int) -> tuple[Tensor, Tensor, Tensor, int, int, int] | tuple[()]:
-        """The last arguments of accumulate_select for a segment, or none. Call :meth:`mark_applied` after it."""
+    def arguments(self, position: int) -> Arguments:
+        """The arguments of accumulate_select for a segment. Call :meth:`mark_applied` after it."""
         if not self._pending[position]:
-            return ()
+            return NOT_DEFERRED
         span = self.spans[position]
         return self.indices, self.mean, self.error, span.stop - span.start, span.start, self.phase
 

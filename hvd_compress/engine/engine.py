@@ -14,34 +14,21 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import ops
-from .bucket import Bucket, Segment, is_dense, make_buckets
+from .bucket import Bucket, make_buckets
 from .collectives import Collectives
 from .configuration import compare_ranks
 from .dense import DenseGradient, dense_gradient
 from .exchange import Exchange, Exchanges
 from .optimizer_watch import OptimizerWatch
+from .places import Place, check_gradient, compressed
 from .wire_stats import WireStats
-
-# float64 is used for gradient checks, not for training over a slow network: it is not compressed.
-_COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Place(NamedTuple):
-    """Where a compressed parameter lies: ``bucket.segments[position]``."""
-
-    bucket: Bucket
-    position: int
-
-    @property
-    def segment(self) -> Segment:
-        return self.bucket.segments[self.position]
 
 
 class Engine:
@@ -71,13 +58,7 @@ class Engine:
         self.dense_half, self.scaler, self._start_timeout = dense_values == "fp16", grad_scaler, start_timeout
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        compressed = [
-            (name, p)
-            for name, p in named
-            if p.requires_grad and p.dtype in _COMPRESSED_DTYPES and p.dim() >= 2 and p.numel() >= min_numel
-            if is_dense(p)
-        ]
-        self.buckets = make_buckets(compressed, int(bucket_mb * 2**20))
+        self.buckets = make_buckets(compressed(named, min_numel), int(bucket_mb * 2**20))
         for bucket in self.buckets:
             ops.check_device(bucket.device)
         self.places = [Place(bucket, i) for bucket in self.buckets for i in range(len(bucket.segments))]
@@ -126,7 +107,7 @@ class Engine:
             RuntimeError: a second gradient of the parameter in one step.
         """
         place = self._place_of[number]
-        self._check_gradient(number, grad, place)
+        check_gradient(self.names[number], self.parameters[number], grad, place)
         self.check_generation()
         if not self.collecting:
             self._begin_step()
@@ -204,11 +185,16 @@ class Engine:
                 self.undoable = False
                 self._undo()
 
-    def undo_skipped_step(self) -> None:
+    def undo_skipped_step(self) -> float:
         """Takes the last average back if the ``GradScaler`` has lowered its scale and this optimizer has not stepped.
-        (An average that no optimizer has used may be in use elsewhere, such as by the user's own update.)"""
-        if self.scaler is not None and self.scaler.get_scale() < self.scale and not self.watch.stepped():
+        (An average that no optimizer has used may be in use elsewhere, such as by the user's own update.)
+
+        Returns the current loss scale. May synchronise a GPU.
+        """
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        if scale < self.scale and not self.watch.stepped():
             self.discard_step()
+        return scale
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
@@ -264,10 +250,9 @@ class Engine:
 
     def _begin_step(self) -> None:
         self._compare()
-        self.undo_skipped_step()
+        self.scale = self.undo_skipped_step()
         self.undoable = False
         self.ranks = self.collectives.size
-        self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
         self.stats.begin_step()
         for bucket in self.buckets:
             bucket.clear()
@@ -290,22 +275,6 @@ class Engine:
         for bucket in self.buckets:
             with bucket.order:
                 self.method.undo(bucket)
-
-    def _check_gradient(self, number: int, grad: Tensor, place: Place | None) -> None:
-        name = self.names[number]
-        if not grad.is_floating_point():
-            raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
-        if place is None:
-            return
-        if grad.dtype != self.parameters[number].dtype:
-            raise TypeError(
-                f"{name}: gradient of dtype {grad.dtype}, but the parameter is {self.parameters[number].dtype}"
-            )
-        if place.bucket.device != grad.device:
-            raise ValueError(
-                f"{name}: was on {place.bucket.device} when the compressor was built and its gradient is on "
-                f"{grad.device}; build the compressor after moving the model"
-            )
 
 
 class _Entered:

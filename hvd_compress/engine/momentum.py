@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..reference import usable
+from .dense_velocity import DenseVelocity
 from .engine import Engine
-from .state import Fixed, OptionalTensor, Tree
+from .state import Fixed, Tree
 
 
 class MomentumCorrection:
@@ -28,7 +28,7 @@ class MomentumCorrection:
         self.value = 0.0
         # The momentum that take() left in the optimizer because this process does not exchange gradients.
         self._left = 0.0
-        self._dense: dict[str, Tensor] = {}
+        self._dense = DenseVelocity(engine)
         #: Velocities outside the buckets' state, to be zeroed when the correction ends.
         self.other_velocities: list[Tensor] = []
         if momentum:
@@ -108,20 +108,9 @@ class MomentumCorrection:
     # Gradients that are not compressed.
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
-        """Replaces the averaged gradient of parameter ``number`` by its velocity, where the average is usable: the rest
-        stays as it is, for the user to see, and does not enter the velocity."""
-        if not self.value:
-            return
-        engine, name = self._engine, self._engine.names[number]
-        velocity = self._dense.get(name)
-        if velocity is None:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            velocity = self._dense[name] = torch.zeros_like(grad, dtype=wide)
-        scaled = engine.scale != 1.0
-        step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
-        fits, new = usable(step), (velocity * self.value).add_(step)
-        torch.where(fits, new, velocity, out=velocity)
-        grad.copy_(torch.where(fits, new * engine.scale if scaled else new, grad))
+        """Replaces the averaged gradient of parameter ``number`` by its velocity."""
+        if self.value:
+            self._dense.update(number, grad, self.value)
 
     def check_sparse(self, tensor: Tensor) -> None:
         """Raises ``ValueError`` for a sparse gradient, which bypasses the compressor."""
@@ -129,19 +118,13 @@ class MomentumCorrection:
             raise ValueError("sparse gradients would have no momentum: use sparse_as_dense=True, or no momentum here")
 
     def restart(self) -> None:
-        """The set of ranks has changed: new ranks have no velocity, so replicas would diverge."""
-        self._dense.clear()
+        """See :meth:`DenseVelocity.restart`."""
+        self._dense.restart()
 
     def state(self) -> dict[str, Tree]:
         """The saved state beyond the buckets'."""
         momentum: Tree = Fixed(self.value, "take_momentum() comes before load_state_dict()")
-        if not self.value:
-            return {"momentum": momentum}
-        compressed = {place.segment.name for place in self._engine.places}
-        named = zip(self._engine.names, self._engine.parameters, strict=True)
-        like = {n: p.to(torch.promote_types(p.dtype, torch.float32)) for n, p in named if n not in compressed}
-        velocities: Tree = {name: OptionalTensor(self._dense, name, p.detach()) for name, p in like.items()}
-        return {"momentum": momentum, "dense_velocity": velocities}
+        return {"momentum": momentum, **({"dense_velocity": self._dense.state()} if self.value else {})}
 
     def _enable(self, momentum: float) -> None:
         self.value = momentum
@@ -150,7 +133,7 @@ class MomentumCorrection:
                 bucket.add_state("velocity", per_rank=True)
 
     def _disable(self) -> None:
-        self._dense.clear()
+        self._dense.restart()
         for velocity in self.other_velocities:
             velocity.zero_()
         for bucket in self._engine.buckets:

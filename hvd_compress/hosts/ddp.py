@@ -10,7 +10,6 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 """
 
 import math
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, Request, allreduce
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
+from .polling import wait_until
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
 
@@ -170,14 +170,8 @@ class _TorchHandle:
         return self._on_stream
 
     def result(self, timeout: float = math.inf) -> Tensor:
-        if math.isinf(timeout):
-            self._work.wait()
-            return self._output
-        deadline = time.monotonic() + timeout
-        while not self._work.is_completed():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a collective of torch.distributed has not ended in {timeout:g} s")
-            time.sleep(100e-6)
+        if not math.isinf(timeout):
+            wait_until(self._work.is_completed, timeout, "torch.distributed")
         self._work.wait()
         return self._output
 

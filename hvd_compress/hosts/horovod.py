@@ -6,7 +6,6 @@ only after every gradient of the step has passed through ``compress``. Nothing i
 
 import math
 import os
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,8 +14,10 @@ from torch import Tensor
 
 from ..engine.collectives import Handle, Request
 from ..engine.dense import DenseGradient
-from ..engine.engine import Engine, Place
+from ..engine.engine import Engine
+from ..engine.places import Place
 from .lookup import GradientLookup
+from .polling import wait_until
 
 
 class HorovodHost:
@@ -82,11 +83,7 @@ class _HorovodHandle:
 
     def result(self, timeout: float = math.inf) -> Tensor:
         # hvd.synchronize() spins on a whole core: poll first.
-        deadline = time.monotonic() + timeout
-        while not self.done():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a collective of Horovod has not ended in {timeout:g} s")
-            time.sleep(50e-6)
+        wait_until(self.done, timeout, "Horovod")
         output = self._hvd.synchronize(self._number)
         # alltoall also returns the number of rows received from each rank; here they are all equal.
         result: Tensor = output[0] if isinstance(output, tuple) else output

@@ -21,6 +21,8 @@ class _Meeting:
         self.name, self.verb = name, verb
         self.given: list[torch.Tensor | None] = [None] * size
         self.results: list[torch.Tensor] | None = None
+        #: All ranks have started it, or one has failed.
+        self.ended = threading.Event()
 
 
 class _ThreadHandle:
@@ -34,7 +36,8 @@ class _ThreadHandle:
     def result(self, timeout: float = math.inf) -> torch.Tensor:
         self._timeout = min(self._timeout, timeout)
         while not self._arrived():
-            time.sleep(50e-6)
+            left = self._begin + self._timeout - time.monotonic()
+            self._world.wait(self._meeting.ended, None if math.isinf(left) else max(left, 0.0))
         assert self._meeting.results is not None
         return self._meeting.results[self._rank]
 
@@ -73,13 +76,18 @@ class ThreadWorld:
         timeout: seconds after which a wait raises ``TimeoutError`` and names the missing ranks.
         ordered: match collectives by the order of the calls, as torch.distributed does, and fail if their names differ;
             otherwise by name, in any order, as Horovod does.
+        in_turn: one rank computes at a time, until it waits for a collective: faster than ranks that compete for the
+            cores and the interpreter. Needs ``ordered``, where a rank waits without polling.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0, ordered: bool = False) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, ordered: bool = False, in_turn: bool = False) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
+        if in_turn and not ordered:
+            raise ValueError("in_turn=True needs ordered=True")
         self.size, self.timeout, self.ordered = size, timeout, ordered
         self._lock = threading.Lock()
+        self._turns = threading.Semaphore(1 if in_turn else size)
         self._open: dict[str, _Meeting] = {}
         self._failure: BaseException | None = None
 
@@ -92,11 +100,12 @@ class ThreadWorld:
         is raised."""
 
         def guarded(rank: int) -> T:
-            try:
-                return body(rank)
-            except BaseException as error:
-                self._failure = self._failure or error
-                raise
+            with self._turns:
+                try:
+                    return body(rank)
+                except BaseException as error:
+                    self._fail(error)
+                    raise
 
         with ThreadPoolExecutor(self.size) as pool:
             ranks = [pool.submit(guarded, rank) for rank in range(self.size)]
@@ -104,6 +113,20 @@ class ThreadWorld:
         if failure is not None:
             raise failure
         return [rank.result() for rank in ranks]
+
+    def wait(self, event: threading.Event, timeout: float | None) -> None:
+        """Waits for the event, or so many seconds; meanwhile another rank has the turn."""
+        self._turns.release()
+        try:
+            event.wait(timeout)
+        finally:
+            self._turns.acquire()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            for meeting in self._open.values():
+                meeting.ended.set()
 
     def check(self) -> None:
         """Raises ``RuntimeError`` if another rank has failed."""
@@ -113,6 +136,7 @@ class ThreadWorld:
     def join(self, request: Request, name: str, rank: int, number: int | None = None) -> Handle:
         """Starts a collective on one rank; ``number``: its place in the order of calls, or None."""
         with self._lock:
+            self.check()
             key = name if number is None else str(number)
             meeting = self._open.setdefault(key, _Meeting(name, request.verb, self.size))
             if meeting.name != name:
@@ -124,8 +148,9 @@ class ThreadWorld:
             # Not copied: as in Horovod, the tensor is read once all ranks have started, and must not change before.
             meeting.given[rank] = request.tensor.detach()
             if all(tensor is not None for tensor in meeting.given):
-                del self._open[key]
                 meeting.results = self._perform(request, name, meeting.given)
+                del self._open[key]
+                meeting.ended.set()
         return _ThreadHandle(meeting, rank, self, name)
 
     def _perform(self, request: Request, name: str, given: list[torch.Tensor | None]) -> list[torch.Tensor]:

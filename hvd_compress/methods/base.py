@@ -1,7 +1,6 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
 import abc
-import inspect
 from typing import Any, NoReturn
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine import checkpoint
-from ..engine.arguments import NamedParameters, integer_seed, named_pairs
+from ..engine.arguments import NamedParameters, check_common, integer_seed, named_pairs, shared_options
 from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import Collectives
 from ..engine.engine import Engine
@@ -18,9 +17,6 @@ from ..engine.state import Tree
 from ..hosts import default_collectives
 from ..hosts.ddp import DDPHost
 from ..hosts.horovod import HorovodHost
-
-# Arguments that may differ between ranks.
-_OF_A_RANK = ("process_set", "process_group", "grad_scaler", "collectives", "start_timeout")
 
 
 class Compressor(abc.ABC):
@@ -61,12 +57,7 @@ class Compressor(abc.ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = super().__new__(cls)
-        given = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
-        given.apply_defaults()
-        common = {name: p.default for name, p in inspect.signature(Compressor.__init__).parameters.items()}
-        common = {name: default for name, default in common.items() if isinstance(default, str | int | float)}
-        values = {**common, **given.arguments, **given.kwargs}.items()
-        self._options = {n: v for n, v in values if n not in _OF_A_RANK and isinstance(v, str | int | float | None)}
+        self._options = shared_options(cls.__init__, Compressor.__init__, (self, *args), kwargs)
         return self
 
     def __init__(
@@ -84,16 +75,7 @@ class Compressor(abc.ABC):
         collectives: Collectives | None = None,
     ) -> None:
         named = named_pairs(named_parameters)
-        if bucket_mb <= 0:
-            raise ValueError(f"bucket_mb must be above 0, got {bucket_mb}")
-        if dense_values not in ("fp16", "fp32"):
-            raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
-        if not start_timeout > 0.0:
-            raise ValueError(f"start_timeout must be above 0, got {start_timeout}")
-        if min_numel < 1:
-            raise ValueError(f"min_numel must be at least 1, got {min_numel}")
-        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
+        check_common(min_numel, bucket_mb, dense_values, grad_scaler, start_timeout)
         self.engine = Engine(
             self,
             named,
@@ -231,10 +213,7 @@ class Compressor(abc.ABC):
 
     def _refuse_local_steps(self) -> None:
         if self.engine.local_steps is not None:
-            raise RuntimeError(
-                "this compressor belongs to LocalSteps, which averages weights: use the plain model and optimizer, "
-                "without hvd.DistributedOptimizer and DistributedDataParallel"
-            )
+            raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
 
     def _horovod(self) -> HorovodHost:
         self._refuse_local_steps()

@@ -1,30 +1,25 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, codec
-from ..engine.arguments import NamedParameters, check_fraction
+from ..codecs import Codec
+from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket, Segment
 from ..engine.exchange import Exchange
 from ..reference import OVERFLOW, usable
-from ..selection.base import Scoring, Selection
-from ..selection.leaders import BlockLeaders, check_leaders, run_length
-from ..selection.per_rank import BlockPerRank, gather_codec
 from ..selection.schedule import Density
 from . import spectrum
-from .sparse import Plan, SparseMethod
+from .sparse import Plan
+from .transformed import TransformedMethod
 
-# The default codec of each exchange: what trained best at equal bytes (docs/results.md); the paper's.
-_EXCHANGES = {"ring": "lanes4", "gather": "range10-gather"}
 # From here on a gradient counts as infinite: a coefficient is less than 128 times the chunk's largest entry.
 _OVERFLOW = OVERFLOW / 128
 
 
-class FFT(SparseMethod):
+class FFT(TransformedMethod):
     r"""Frequency-domain sparsification: the largest Fourier coefficients are sent, the others stay in the residual.
 
     Implements the published idea of Wang et al., *FFT-based Gradient Sparsification for the Distributed Training of
@@ -58,6 +53,9 @@ class FFT(SparseMethod):
         Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
+    # What trained best at equal bytes (docs/results.md); the paper's.
+    codecs: ClassVar[dict[str, str]] = {"ring": "lanes4", "gather": "range10-gather"}
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -72,29 +70,11 @@ class FFT(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if exchange not in _EXCHANGES:
-            raise ValueError(f"exchange must be one of {', '.join(sorted(_EXCHANGES))}, got {exchange!r}")
-        values = codec(_EXCHANGES[exchange] if values is None else values)
-        if exchange == "gather":
-            gather_codec(values)
-        check_leaders(leaders)
-        check_fraction("explore", explore)
-        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
+        common.update(values=values, exchange=exchange, leaders=leaders, explore=explore)
+        common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)
-        self._exchange, self._leaders, self._explore = exchange, leaders, explore
         #: The gradient's coefficients before they are added to the residual, then those of the average.
         self._spectra = [torch.zeros_like(bucket.residual) for bucket in self.buckets]
-
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        if self._exchange == "gather":
-            return BlockPerRank(bucket, slots)
-        return BlockLeaders(bucket, slots, run_length(self._leaders, density, self.ranks), self.ranks, self.rank)
-
-    def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
-        return replace(super().scoring(bucket, plan), explore=self._explore)
-
-    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        return torch.stack([segment.of(bucket.residual).abs().sum(dtype=torch.float64) for segment in bucket.segments])
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         segment = bucket.segments[position]
@@ -124,15 +104,7 @@ class FFT(SparseMethod):
     def _coefficients(self, bucket: Bucket, segment: Segment) -> Tensor:
         return segment.of(self._spectra[bucket.index])[: spectrum.padded(segment.numel)]
 
-    # The state consists of coefficients.
-
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         flat = torch.empty(segment.numel, device=bucket.device)
         spectrum.inverse(bucket.residual_of(segment)[: spectrum.padded(segment.numel)], flat)
         return segment.reshaped(flat)
-
-    def saved(self, segment: Segment, flat: Tensor) -> Tensor:
-        return segment.of(flat)
-
-    def depends_on_memory_order(self) -> bool:
-        return True

@@ -63,7 +63,7 @@ class LocalSteps:
 
     Raises:
         TypeError: ``compression`` is not a compressor.
-        ValueError: an argument out of range; a compressor with momentum or ``grad_scaler``, or with local steps
+        ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, or with local steps
             already; an optimizer with unknown parameters, or Horovod's.
     """
 
@@ -98,6 +98,10 @@ class LocalSteps:
             raise ValueError(
                 "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
                 "with momentum=0 and without grad_scaler"
+            )
+        if compression.options().get("sign"):
+            raise ValueError(
+                "local steps move the weights by averages, not by signs: build the compressor with sign=False"
             )
         if hasattr(optimizer, "_compression"):
             raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
@@ -171,13 +175,13 @@ class LocalSteps:
     def options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
         return {
-            "local steps between exchanges (period)": self._period,
-            "unsent": self._unsent,
-            "decay": self._decay,
-            "outer_lr": self._outer_lr,
-            "outer_momentum": self._outer_momentum,
-            "local steps since the last exchange": self._since,
-            "hash of the weights before the first local step (were they broadcast?)": self._common.hash(),
+            "LocalSteps: period": self._period,
+            "LocalSteps: unsent": self._unsent,
+            "LocalSteps: decay": self._decay,
+            "LocalSteps: outer_lr": self._outer_lr,
+            "LocalSteps: outer_momentum": self._outer_momentum,
+            "LocalSteps: steps since the last exchange": self._since,
+            "LocalSteps: hash of the weights before the first step (were they broadcast?)": self._common.hash(),
         }
 
     def state(self) -> Tree:

@@ -140,7 +140,7 @@ class MIPD(SparseMethod):
         if self._compensation:
             self._apply_prediction(bucket, selection, targets, mean[:1].isfinite())
         sent = selection.skip_missing(targets, mean + prediction)
-        selection.scatter(targets, state.get("velocity"), Average(sent, error, self.scale))
+        selection.scatter(targets, state.get("velocity"), Average(sent, error, self.output()))
         share = 0.5 if selection.halves else 1.0
         self._history[bucket.index].update(selection, mean, self.step, smoothed * (share * self._compensation))
         plan.sent = True

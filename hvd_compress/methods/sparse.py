@@ -12,49 +12,24 @@ from torch.optim import Optimizer
 from ..codecs import Channel, Codec, codec
 from ..engine.arguments import NamedParameters
 from ..engine.block_means import BlockMeans
-from ..engine.bucket import Bucket, Segment
+from ..engine.bucket import Bucket, Segment, strides_of
 from ..engine.collectives import allreduce
 from ..engine.configuration import digest
 from ..engine.exchange import Exchange
 from ..engine.momentum import MomentumCorrection
 from ..engine.rng import derive
 from ..engine.state import Entry, Fixed, Foreign, Tree
-from ..selection.base import Average, Scoring, Selection, StepSeed, missing_targets
+from ..selection.base import Average, Output, Scoring, Selection, StepSeed, missing_targets
 from ..selection.budget import SPREAD, apportion, shares
 from ..selection.leaders import LeaderSelection
 from ..selection.per_rank import PerRankSelection, average_per_rank
 from ..selection.schedule import Density, WarmUp, check_density
 from ..selection.shared import AllEntries
 from .base import Compressor
+from .plan import Plan
 
 # On a GPU, ranks check every so many steps whether they have selected alike.
 _CHECK_INTERVAL = 100
-
-
-class Plan:
-    """What one bucket's exchanges consist of: the selection, the codec's channel, the block means if they are sent."""
-
-    def __init__(self, bucket: Bucket, channel: Channel, block_means: BlockMeans | None) -> None:
-        self.channel, self.block_means = channel, block_means
-        self.sizes = [segment.numel for segment in bucket.segments]
-        self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        self.disagree = torch.zeros(1, dtype=torch.bool, device=bucket.device)
-        self.selection: Selection
-        self.scoring: Scoring
-        #: What is sent: the selection's values, then the block means.
-        self.payload: Tensor
-        self.restart()
-
-    def restart(self) -> None:
-        """Forgets what was agreed with other ranks."""
-        #: Each parameter's share of the slots.
-        self.weights = [float(size) for size in self.sizes]
-        #: What the selection was built from.
-        self.layout: tuple[object, ...] = ()
-        #: Whether the values of the last exchange have left the residual: ``payload`` still holds them.
-        self.sent = False
-        self.unchecked = True
-        self.disagree.zero_()
 
 
 class SparseMethod(Compressor):
@@ -71,6 +46,8 @@ class SparseMethod(Compressor):
 
     #: Whether block means are sent (:mod:`hvd_compress.engine.block_means`); only with selections by leaders.
     _block_means = False
+    #: A hash of the options in this step.
+    _settings: int
 
     def __init__(
         self,
@@ -110,6 +87,10 @@ class SparseMethod(Compressor):
         """How entries are scored in this step; by default by magnitude."""
         return Scoring(None, 0.0, 1.0 / self.scale, self.momentum.value, plan.invalid, plan.disagree)
 
+    def output(self) -> Output:
+        """How averages become gradients; by default times the loss scale."""
+        return Output(self.scale)
+
     def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
         """The sum of each parameter's scores on this rank, for its share of the slots: float64, (segments,)."""
         sums = [plan.scoring.score(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]
@@ -130,6 +111,8 @@ class SparseMethod(Compressor):
     # A step.
 
     def begin(self, bucket: Bucket) -> None:
+        if bucket.index == 0:  # the step's first: options may have changed since the last one
+            self._settings = digest({"method": type(self).__name__, **self.options()})
         plan = self._plans[bucket.index]
         density = self._density(self.step)
         check_density(density)
@@ -142,8 +125,7 @@ class SparseMethod(Compressor):
         plan.scoring = self.scoring(bucket, plan)
         # Free on the CPU; on a GPU it synchronises, so only now and then.
         check = bucket.device.type == "cpu" or plan.unchecked or self.step % _CHECK_INTERVAL == 0
-        settings = digest({"method": type(self).__name__, **self.options()})
-        seed = StepSeed.draw(self.engine.seed, self.step, bucket.index, self.ranks, settings)
+        seed = StepSeed.draw(self.engine.seed, self.step, bucket.index, self.ranks, self._settings)
         plan.selection.begin_step(seed, check)
         plan.sent, plan.unchecked = False, False
 
@@ -186,7 +168,7 @@ class SparseMethod(Compressor):
         """The algorithm: agree on the entries, average their values, write the averages."""
         if isinstance(plan.selection, PerRankSelection):
             targets, velocity = self.targets(bucket, plan), bucket.state.get("velocity")
-            arguments = (plan.channel, plan.scoring, targets, velocity, self.scale)
+            arguments = (plan.channel, plan.scoring, targets, velocity, self.output())
             yield from average_per_rank(plan.selection, *arguments)
             plan.sent = True
             return
@@ -207,7 +189,7 @@ class SparseMethod(Compressor):
             means.keep_error(block_means, rest)
         self.averaged(bucket, plan, mean)
         mean, velocity = selection.skip_missing(targets, mean), bucket.state.get("velocity")
-        selection.scatter(targets, velocity, Average(mean, error, self.scale, block_means))
+        selection.scatter(targets, velocity, Average(mean, error, self.output(), block_means))
 
     def averaged(self, bucket: Bucket, plan: Plan, mean: Tensor) -> None:
         """Called by :meth:`exchange_values` with the averages, float32, (slots,), before they are written."""
@@ -219,7 +201,7 @@ class SparseMethod(Compressor):
             return
         # A mean of 0 with the sent values as quantization error: they return to the residual, no gradient is written.
         sent = plan.selection.values
-        average = Average(torch.zeros_like(sent), sent, 0.0)
+        average = Average(torch.zeros_like(sent), sent, Output(0.0))
         plan.selection.scatter(bucket.no_targets(), bucket.state.get("velocity"), average)
         if plan.block_means is not None:
             plan.block_means.undo(plan.payload[plan.selection.total :])
@@ -290,20 +272,14 @@ class SparseMethod(Compressor):
 
     def built_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
+        strides = {p.segment.name: list(strides_of(p.segment.parameter)) for p in self.engine.places}
         return {
             "block means": self._block_means,
-            "strides (use the same memory_format)": self._strides() if self.depends_on_memory_order() else None,
+            "strides (use the same memory_format)": strides if self.depends_on_memory_order() else None,
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
             "buckets (bucket_mb)": [[segment.name for segment in bucket.segments] for bucket in self.buckets],
-        }
-
-    def _strides(self) -> dict[str, list[int]]:
-        segments = [place.segment for place in self.engine.places]
-        # Strides of dimensions of size 1 are arbitrary.
-        return {
-            s.name: [d for d, n in zip(s.parameter.stride(), s.parameter.shape, strict=True) if n > 1] for s in segments
         }
 
     def method_state(self) -> dict[str, Tree]:

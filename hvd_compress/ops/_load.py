@@ -13,8 +13,8 @@ from .. import reference
 
 _PACKAGE = __package__.rpartition(".")[0]
 _OPERATORS = (
-    *("accumulate_select", "select", "gather", "scatter", "block_means_send", "block_means_keep", "moments"),
-    *("lanes_prepare", "lanes_update", "lanes_encode", "lanes_decode"),
+    *("accumulate_select", "select", "gather", "scatter", "hadamard", "block_means_send", "block_means_keep"),
+    *("moments", "lanes_prepare", "lanes_update", "lanes_encode", "lanes_decode"),
     *("codebook_encode", "codebook_decode", "range_encode", "range_decode"),
 )
 

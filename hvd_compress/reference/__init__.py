@@ -3,26 +3,14 @@
 The compiled operators (``csrc/``) are tested for bitwise equality with these functions. The package falls back to them
 if the extension is not built.
 
-``blocks``: error feedback, selection, gather and scatter. ``block_means``: blocks' means. ``codes``: quantized values.
-``scales``: the scales of quantized values.
+``blocks``: what all share. ``accumulate_select``: error feedback and selection. ``scatter``: gather and scatter.
+``hadamard``: a transform of blocks. ``block_means``: blocks' means. ``codes``: quantized values. ``scales``: the scales
+of quantized values.
 """
 
+from .accumulate_select import accumulate_select, select
 from .block_means import block_means_keep, block_means_send
-from .blocks import (
-    BLOCK,
-    OVERFLOW,
-    accumulate_select,
-    exponential,
-    flat_positions,
-    gather,
-    mix,
-    scatter,
-    scatter_at,
-    select,
-    slot_start,
-    slots_before,
-    usable,
-)
+from .blocks import BLOCK, OVERFLOW, exponential, mix, slot_start, slots_before, usable
 from .codes import (
     LANES,
     codebook_decode,
@@ -35,4 +23,6 @@ from .codes import (
     range_encode,
     unpack,
 )
+from .hadamard import GAIN, hadamard
 from .scales import lanes_prepare, lanes_update
+from .scatter import flat_positions, gather, scatter, scatter_at

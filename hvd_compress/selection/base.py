@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import ops, reference
 from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import Request
-from ..engine.deferred import with_nan
+from ..engine.deferred import NOT_DEFERRED, with_nan
 from ..engine.rng import derive, permutation
 from ..reference import BLOCK
 
@@ -50,12 +50,14 @@ class StepSeed:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How entries are scored: |residual| / (|weight| + floor), or |residual| if ``floors`` is None.
+    """How gradients enter the residual, and how its entries are scored: |residual| / (|weight| + floor), or |residual|
+    if ``floors`` is None.
 
     ``floors``: float32, (segments,). ``explore``: the share of blocks in which entries are drawn at random. ``scale``:
     factor of incoming gradients. ``momentum``: of momentum correction. ``invalid``: int32, (1,), set if a gradient is
     not finite. ``disagree``: bool, (1,), set if ranks have selected differently. ``block_means``: float32, (blocks,),
-    to which the blocks' means are added, or None.
+    to which the blocks' means are added, or None. ``decay``: the residual's factor. ``transform``: the residual holds
+    Walsh-Hadamard coefficients (:func:`hvd_compress.reference.hadamard`).
     """
 
     floors: Tensor | None
@@ -65,6 +67,8 @@ class Scoring:
     invalid: Tensor
     disagree: Tensor
     block_means: Tensor | None = None
+    decay: float = 1.0
+    transform: bool = False
 
     def score(self, bucket: Bucket, position: int) -> Tensor:
         """The scores of a segment's entries, in memory order: float32, (entries,)."""
@@ -76,16 +80,42 @@ class Scoring:
 
 
 @dataclass(frozen=True)
+class Output:
+    """How averages become gradients.
+
+    ``scale``: their factor. ``transform``: averages are Walsh-Hadamard coefficients
+    (:func:`hvd_compress.reference.hadamard`), of which gradients are the inverse transform. ``sign``: the transform's
+    result is replaced by its sign.
+    """
+
+    scale: float
+    transform: bool = False
+    sign: bool = False
+
+    def write(self, bucket: Bucket, mean: Tensor, targets: list[Tensor]) -> None:
+        """Writes averages of a whole bucket, float32, (blocks * 256,), to ``targets`` (one tensor per segment, or
+        empty). Overwrites ``mean``."""
+        if self.transform:
+            ops.hadamard(mean)
+            if self.sign:
+                mean = torch.where(mean.isnan(), mean, mean.sign())
+        for segment, target in zip(bucket.segments, targets, strict=True):
+            if target.numel():
+                flat = target.as_strided((target.numel(),), (1,))
+                flat.copy_(segment.of(mean)[: target.numel()] * self.scale)
+
+
+@dataclass(frozen=True)
 class Average:
     """The result of an exchange.
 
-    ``mean``: over ranks, float32, (slots,). ``error``: this rank's quantization error, float32, (slots,). ``scale``:
-    gradients become ``mean * scale``. ``block_means``: added to every entry of a block, float32, (blocks,), or None.
+    ``mean``: over ranks, float32, (slots,). ``error``: this rank's quantization error, float32, (slots,).
+    ``block_means``: added to every entry of a block, float32, (blocks,), or None.
     """
 
     mean: Tensor
     error: Tensor
-    scale: float
+    output: Output
     block_means: Tensor | None = None
 
 
@@ -165,7 +195,9 @@ class Selection(abc.ABC):
             self.position,
             self.key(position),
             int(scoring.explore * 2**32),
-            *(() if deferred is None else deferred.arguments(position)),
+            *(NOT_DEFERRED if deferred is None else deferred.arguments(position)),
+            scoring.decay,
+            scoring.transform,
         )
         if deferred is not None:
             deferred.mark_applied(position)

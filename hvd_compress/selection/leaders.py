@@ -74,8 +74,9 @@ class BlockLeaders(LeaderSelection):
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
         bucket, a = self.bucket, average
         bucket.drop_deferred()
-        residual, rows = bucket.state["residual"], self.segments
-        ops.scatter(targets, residual, None, self.indices, rows, a.mean, None, self.phase, a.scale, a.block_means)
+        residual, rows, out = bucket.state["residual"], self.segments, a.output
+        arguments = (targets, residual, None, self.indices, rows, a.mean, None, self.phase, out.scale, a.block_means)
+        ops.scatter(*arguments, out.transform, out.sign)
         spans = [self.span(position) for position in range(len(self.slots))]
         bucket.deferred = DeferredUpdate(self.indices, rows, spans, self.phase, a.mean, a.error)
 
@@ -114,8 +115,8 @@ class TopkLeaders(LeaderSelection):
         return torch.index_select(memory, 0, self.indices, out=self.values)
 
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
-        a, residual, where = average, self.bucket.residual, self.indices.long()
-        reference.scatter_at(targets, residual, velocity, where, self.segments, a.mean, a.error, a.scale, a.block_means)
+        a, residual, where, scale = average, self.bucket.residual, self.indices.long(), average.output.scale
+        reference.scatter_at(targets, residual, velocity, where, self.segments, a.mean, a.error, scale, a.block_means)
 
 
 #: By the name in ``selection=``.

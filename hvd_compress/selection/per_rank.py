@@ -14,7 +14,7 @@ from ..engine.bucket import Bucket
 from ..engine.collectives import allgather
 from ..engine.exchange import Exchange
 from ..reference import BLOCK, flat_positions
-from .base import Average, Scoring, StepSeed
+from .base import Average, Output, Scoring, StepSeed
 from .leaders import BlockLeaders, LeaderSelection, TopkLeaders
 
 
@@ -124,10 +124,10 @@ def average_per_rank(
     scoring: Scoring,
     targets: list[Tensor],
     velocity: Tensor | None,
-    scale: float,
+    output: Output,
 ) -> Exchange:
-    """An exchange of every rank's own entries: their mean over all ranks, with zeros where a rank did not send, times
-    ``scale`` is written to ``targets``, and what was sent leaves the residual."""
+    """An exchange of every rank's own entries: their mean over all ranks, with zeros where a rank did not send, is
+    written to ``targets``, and what was sent leaves the residual."""
     assert isinstance(channel, GatherChannel)
     bucket = selection.bucket
     gathered = yield allgather(selection.encode(scoring), "indices")
@@ -143,8 +143,6 @@ def average_per_rank(
     mean.masked_fill_(channel.any_invalid(gathered), float("nan"))
     # The residual: NaN keeps what was not sent after all.
     sent = torch.where(mean[:1].isfinite().expand(selection.total), 0.0, float("nan"))
-    average = Average(selection.skip_missing(targets, sent), channel.quantization_error, 0.0)
+    average = Average(selection.skip_missing(targets, sent), channel.quantization_error, Output(0.0))
     selection.scatter(bucket.no_targets(), velocity, average)
-    for segment, target in zip(bucket.segments, targets, strict=True):
-        if target.numel():
-            target.as_strided((target.numel(),), (1,)).copy_(segment.of(mean)[: target.numel()] * scale)
+    output.write(bucket, mean, targets)

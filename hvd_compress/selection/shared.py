@@ -58,10 +58,7 @@ class AllEntries(SharedSelection):
         residual.copy_(torch.where(mean.isfinite(), average.error, residual))
         if average.block_means is not None:
             mean = mean + average.block_means.repeat_interleave(BLOCK)
-        for segment, target in zip(self.bucket.segments, targets, strict=True):
-            if target.numel():
-                flat = target.as_strided((target.numel(),), (1,))
-                flat.copy_(segment.of(mean)[: target.numel()] * average.scale)
+        average.output.write(self.bucket, mean.clone(), targets)
 
     def read(self, memory: Tensor) -> Tensor:
         return memory.clone()
@@ -114,7 +111,7 @@ class ScoredSelection(SharedSelection):
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
         a, residual = average, self.bucket.residual
         parts = [r.of(t) if t.numel() else t for r, t in zip(self.ranges, targets, strict=True)]
-        ops.scatter(parts, residual, velocity, self.indices, self.rows, a.mean, a.error, self.phase, a.scale)
+        ops.scatter(parts, residual, velocity, self.indices, self.rows, a.mean, a.error, self.phase, a.output.scale)
 
     def read(self, memory: Tensor) -> Tensor:
         values = torch.empty(self.total, device=memory.device)
@@ -164,7 +161,7 @@ class RotatingSelection(SharedSelection):
         for position, (target, first) in enumerate(zip(targets, self.first, strict=True)):
             if target.numel():
                 entries = self._of(target.as_strided((target.numel(),), (1,)), position)
-                entries.copy_(mean[first : first + entries.numel()] * average.scale)
+                entries.copy_(mean[first : first + entries.numel()] * average.output.scale)
 
 
 def half(segment: Segment, turn: int) -> BlockRange:

@@ -57,6 +57,24 @@ def variants(labels: Iterable[str], options: Iterable[str]) -> list[Variant]:
     return [Variant(label, *compressors.method_and_host(label), own) for label, own in chosen.items()]
 
 
+def learning_rates(labels: Sequence[str], given: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """From ``--lrs RATES`` (of every row) and ``--lrs METHOD:RATES`` (of one): what each label is trained with, nothing
+    for train.py's default; ``ValueError`` says what does not fit."""
+    common, own = ("",), dict[str, tuple[str, ...]]()
+    for text in given:
+        label, _, rates = text.rpartition(":")
+        chosen = tuple(rates.split(","))
+        if label and label not in labels:
+            raise ValueError(f"--lrs {text!r}: expected RATES or METHOD:RATES with one of {', '.join(labels)}")
+        if not all(float(rate) > 0.0 for rate in chosen) or len(set(chosen)) < len(chosen):
+            raise ValueError(f"--lrs {text!r}: learning rates are above 0, and each only once")
+        if label:
+            own[label] = chosen
+        else:
+            common = chosen
+    return {label: own.get(label, common) for label in labels}
+
+
 def environments(labels: Sequence[str], settings: Sequence[str]) -> dict[str, dict[str, str]]:
     """From ``--environment METHOD:NAME=VALUE``: what each label's ranks get in addition to this program's environment;
     ``ValueError`` says what does not fit."""

@@ -32,7 +32,7 @@ class Method:
     summary: str
     paper: str
     name: str = ""  # of the class in hvd_compress; empty for what Horovod and torch bring along
-    hosts: tuple[str, ...] = ("horovod", "ddp")
+    hosts: tuple[str, ...] = ("horovod", "ddp", "threads")
 
     @property
     def kind(self) -> Any:
@@ -152,6 +152,23 @@ class Counted:
         return {"steps": self.steps, **self.wire.report(), "residual_norm": 0.0}
 
 
+@dataclass(frozen=True)
+class Cast:
+    """A compressor that sends gradients in a dtype; None: as they are."""
+
+    dtype: torch.dtype | None
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        return tensor.to(self.dtype or tensor.dtype), tensor.dtype
+
+    def decompress(self, tensor: Tensor, context: torch.dtype) -> Tensor:
+        return tensor.to(context)
+
+
+#: What Horovod has as hvd.Compression, for ranks without Horovod.
+STOCK = {"none": Cast(None), "fp16": Cast(torch.float16)}
+
+
 class CountedHook(Counted):
     """Byte accounting of one of torch's own communication hooks; ``state`` and ``hook`` are for ``register_comm_hook``.
     Without a hook, DDP allreduces float32."""
@@ -193,6 +210,8 @@ METHODS: dict[str, Method] = {
                   "Cheng & Xu, Importance Weighted Pruning on Ring AllReduce, 2019; arXiv 1901.01544", "IWP"),
     "fft": Method("the largest Fourier coefficients",
                   "Wang et al., FFT-based Gradient Sparsification, HPDC 2020; arXiv 1811.08596", "FFT"),
+    "demo": Method("the largest coefficients of each rank's momentum; weights move by the sign",
+                   "Peng et al., DeMo: Decoupled Momentum Optimization, 2024; arXiv 2411.19870", "DeMo"),
     "mipd": Method("entries that are significant by weights and past gradients: no indices",
                    "Zhang & Wang, MIPD, IEEE TPDS 33(11), 2022", "MIPD"),
     "slimdp": Method("a core of significant entries, and random other entries: no indices",

@@ -1,13 +1,16 @@
-"""What averages the gradients: Horovod's optimizer or torch's DistributedDataParallel, behind the same few calls.
+"""What averages the gradients, behind the same few calls: Horovod's optimizer, torch's DistributedDataParallel, or
+threads of one process.
 
-Neither host imports the other's library.
+No host imports another's library.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from experiment import compressors
+from hvd_compress.engine.collectives import allreduce
+from hvd_compress.hosts.horovod import HorovodHost
+from hvd_compress.hosts.threads import ThreadWorld
 
 
 class Horovod:
@@ -137,7 +143,77 @@ class Ddp(Horovod):
         os._exit(status)
 
 
-HOSTS = ("horovod", "ddp")
+class Threads(Horovod):
+    """One of several ranks in this process, which compute in turn. It passes gradients to a compressor as Horovod does;
+    what no compressor sends is summed in one message of each dtype.
+
+    Args:
+        world: all ranks; ordered.
+        board: a list of as many items as ranks, for :meth:`gather`.
+    """
+
+    def __init__(self, world: ThreadWorld, rank: int, board: list[Any]) -> None:
+        self._collectives, self._board = world.collectives(rank), board
+        self.rank, self.size, self.local_rank = rank, world.size, 0
+
+    def broadcast(self, model: nn.Module) -> None:
+        model.load_state_dict(self.gather(model.state_dict())[0])
+        self.any(False)  # rank 0 waits: its state is not a copy
+
+    def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
+        if compressors.METHODS[method].kind:
+            return compressors.METHODS[method].build(args, model, optimizer, collectives=self._collectives)
+        return compressors.Counted(compressors.STOCK[method], self.size)
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
+        counted = isinstance(compression, compressors.Counted)
+        self._protocol = compression if counted else HorovodHost(compression.engine)
+        self._pending: list[tuple[nn.Parameter, Tensor, Any]] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._compress)
+        return model, optimizer
+
+    def _compress(self, parameter: nn.Parameter) -> None:
+        self._pending.append((parameter, *self._protocol.compress(parameter.grad)))
+
+    def synchronize(self, optimizer: Any) -> None:
+        payloads = [payload for _, payload, _ in self._pending]
+        averages: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(payload.dtype for payload in payloads):
+            numbers = [i for i, payload in enumerate(payloads) if payload.dtype == dtype]
+            average = self.sum(torch.cat([payloads[i].flatten() for i in numbers])).div_(self.size)
+            parts = average.split([payloads[i].numel() for i in numbers])
+            averages |= {i: part.view_as(payloads[i]) for i, part in zip(numbers, parts, strict=True)}
+        for number, (parameter, _, context) in enumerate(self._pending):
+            parameter.grad = self._protocol.decompress(averages[number], context)
+        self._pending = []
+
+    def update(self, optimizer: Any) -> None:
+        optimizer.step()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._collectives.start(allreduce(tensor), "sum").result()
+
+    def gather(self, value: Any) -> list[Any]:
+        self._board[self.rank] = value
+        self.any(False)
+        values = list(self._board)
+        self.any(False)
+        return values
+
+    def close(self, status: int) -> int:
+        return status
+
+
+HOSTS = ("horovod", "ddp", "threads")
+
+
+def run(name: str, body: Callable[[Horovod], int], device: str = "cpu", ranks: int = 1) -> int:
+    """Calls ``body`` with the host of this process's rank, or of ``ranks`` ranks in turn; returns its status."""
+    if name != "threads":
+        return body(start(name, device))
+    world, board = ThreadWorld(ranks, timeout=math.inf, ordered=True, in_turn=True), [None] * ranks
+    return max(world.run(lambda rank: body(Threads(world, rank, board))))
 
 
 def start(name: str, device: str = "cpu") -> Horovod:

@@ -1,4 +1,4 @@
-"""What a run measures: accuracy over the ranks, equality of the replicas, and where it ran."""
+"""What a run measures beside its quality: means over the ranks, equality of the replicas, and where it ran."""
 
 import hashlib
 import importlib.metadata
@@ -7,46 +7,14 @@ import platform
 import re
 import shutil
 import subprocess
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experiment import data as datasets
 from experiment.hosts import Horovod
 from hvd_compress import ops
-
-
-def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 autocast on the device, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16) if kind == "bf16" else nullcontext()
-
-
-@torch.no_grad()
-def average_norm_statistics(model: nn.Module, host: Horovod) -> None:
-    """Running means and variances of the norms, averaged over ranks in one message: each rank has followed its own
-    shard. Training does not read these buffers."""
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if buffers:
-        flat = host.sum(torch.cat([buffer.flatten() for buffer in buffers])) / host.size
-        for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
-
-
-@torch.no_grad()
-def test_accuracy(model: nn.Module, data: datasets.Dataset, amp: str, host: Horovod, batch_size: int = 250) -> float:
-    """Share of the test images classified correctly; each rank tests a part, the counts are summed."""
-    average_norm_statistics(model, host)
-    model.eval()
-    device = data.test_labels.device
-    correct = torch.zeros(1, dtype=torch.int64, device=device)
-    with autocast(amp, device):
-        for images, labels in datasets.test_batches(data, batch_size, host.rank, host.size):
-            correct += (model(images).argmax(1) == labels).sum()
-    model.train()
-    return float(host.sum(correct)) / len(data.test_labels)
 
 
 def mean_over_ranks(values: dict[str, float], host: Horovod) -> dict[str, float]:

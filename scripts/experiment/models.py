@@ -2,17 +2,30 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiment.transformers import GPT, ViT
 
-def build(name: str, channels: int, size: int, classes: int) -> nn.Module:
-    """A fresh network for images (channels, size, size); it maps float (n, c, h, w) to logits (n, classes)."""
-    constructor, smallest = MODELS[name]
-    if size < smallest:
-        raise ValueError(f"model {name} needs images of at least {smallest} pixels, these have {size}")
-    return constructor(channels, size, classes)
+
+@dataclass(frozen=True)
+class Model:
+    constructor: Callable[..., nn.Module]
+    reads: str = "images"  # or "text"
+    smallest: int = 1  # pixels of a side
+
+
+def build(name: str, *shape: int) -> nn.Module:
+    """A fresh network for data of this shape, see :mod:`experiment.data`. For images (channels, size, classes): maps
+    float (n, c, size, size) to logits (n, classes). For text (vocabulary, context): maps int64 (n, length) to logits
+    (n, length, vocabulary)."""
+    model = MODELS[name]
+    if shape[1] < model.smallest:
+        raise ValueError(f"model {name} needs images of at least {model.smallest} pixels, these have {shape[1]}")
+    return model.constructor(*shape)
 
 
 def mlp(channels: int, size: int, classes: int) -> nn.Module:
@@ -94,10 +107,12 @@ def _initialised(model: nn.Module) -> nn.Module:
     return model
 
 
-# name -> (constructor, smallest image)
-MODELS: dict[str, tuple[Callable[[int, int, int], nn.Module], int]] = {
-    "mlp": (mlp, 1),
-    "cnn": (cnn, 4),
-    "resnet20": (resnet20, 4),
-    "vgg11": (vgg11, 32),
+MODELS: dict[str, Model] = {
+    "mlp": Model(mlp),
+    "cnn": Model(cnn, smallest=4),
+    "resnet20": Model(resnet20, smallest=4),
+    "vgg11": Model(vgg11, smallest=32),
+    "vit": Model(partial(ViT, patch=4, width=128, layers=4, heads=4), smallest=4),  # 0.55 M parameters
+    "gpt": Model(partial(GPT, width=96, layers=2, heads=4), reads="text"),  # 0.26 M
+    "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }

@@ -39,7 +39,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of an older run in today's terms: options were renamed, and options that did not exist had the
     values given here, or today's defaults."""
     method = config["compression"]
-    before: dict[str, Any] = {"extrapolate": None, "host": "horovod"}
+    before: dict[str, Any] = {"extrapolate": None, "host": "horovod", "optimizer": "sgd", "context": 64, "ranks": None}
     if compressors.METHODS[method].name:
         before |= {**compressors.METHODS[method].defaults(), "dense_values": "fp32", "bucket_mb": 16.0}
     if method == "iwp":
@@ -64,9 +64,12 @@ class Run:
         return self.file.stem
 
     def command(self) -> list[str]:
-        ddp = ("--ddp",) if self.configuration()["host"] == "ddp" else ()
-        launcher = self.launcher or ("bash", str(SCRIPTS / "run.sh"), *ddp, str(self.ranks))
-        return [*launcher, str(SCRIPTS / "train.py"), "--json", str(self.file), *self.arguments]
+        host = self.configuration()["host"]
+        train = (str(SCRIPTS / "train.py"), "--json", str(self.file), *self.arguments)
+        if host == "threads":
+            return [sys.executable, *train, "--ranks", str(self.ranks)]
+        ddp = ("--ddp",) if host == "ddp" else ()
+        return [*(self.launcher or ("bash", str(SCRIPTS / "run.sh"), *ddp, str(self.ranks))), *train]
 
     def configuration(self) -> dict[str, Any]:
         """All options, defaults included, as train.py records them. Wrong ones end the program, with a message."""

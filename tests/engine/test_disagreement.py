@@ -166,6 +166,16 @@ def test_ranks_compare_again_after_loading():
     assert_all_raise(world, ranks, "step: 0 on rank 0; 3 on rank 1")
 
 
+@pytest.mark.parametrize("name", ["iwp", "mipd", "topk"])
+def test_an_option_that_one_rank_changes_between_steps_raises_an_error(name):
+    """Later steps compare by hashes, which selections by leaders, by shared scores and by each rank send."""
+    world, ranks = replicas(2, METHODS[name])
+    random_steps(world, ranks, range(2))
+    ranks[1].compression.take_momentum(torch.optim.SGD(ranks[1].model.parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(RuntimeError, match="disagree"):
+        random_steps(world, ranks, [2])
+
+
 def test_a_disagreement_is_remembered_until_it_is_checked():
     """On a GPU it is not checked in every step."""
     bucket = Bucket(0, [Segment("w", torch.nn.Parameter(torch.zeros(512)), 0)], torch.device("cpu"))

@@ -15,8 +15,10 @@ class Scaler:
     """A GradScaler as far as a compressor sees it."""
 
     scale = 1.0
+    read = 0
 
     def get_scale(self):
+        self.read += 1
         return self.scale
 
 
@@ -99,6 +101,15 @@ def test_a_checkpoint_after_skipping_the_very_first_step_contains_all_gradients(
         for number, (key, p) in enumerate(rank.model.named_parameters()):
             if p.dim() > 1 and p.numel() >= 1024:
                 torch.testing.assert_close(residuals(rank)[key], mine[number], rtol=0, atol=1e-4)
+
+
+def test_a_step_reads_the_loss_scale_once():
+    """On a GPU, get_scale() waits for the device."""
+    scaler = Scaler()
+    _, (rank,) = replicas(1, partial(IWP, grad_scaler=scaler))
+    for step in range(3):
+        rank.exchange(gradients(rank.model, seed=step))
+        assert scaler.read == step + 1
 
 
 def test_an_applied_step_is_not_undone():

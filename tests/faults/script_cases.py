@@ -65,6 +65,22 @@ def loss_of(trained: Any, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(trained.forward(x), y)
 
 
+def train(trained: Any, steps: int = STEPS, after_step: Callable[[], object] = lambda: None) -> None:
+    """The plain training loop."""
+    for x, y in batches(steps):
+        trained.optimizer.zero_grad()
+        loss_of(trained, x, y).backward()
+        trained.optimizer.step()
+        after_step()
+
+
+def average(trained: Any, loss: Tensor) -> None:
+    """Makes every parameter's gradient the average over ranks."""
+    trained.optimizer.zero_grad()
+    loss.backward()
+    job.host.synchronize(trained)
+
+
 def apply(trained: Any, step: Callable[[Any], Any] = lambda optimizer: optimizer.step()) -> None:
     with job.host.synchronized(trained):
         step(trained.optimizer)
@@ -73,11 +89,7 @@ def apply(trained: Any, step: Callable[[Any], Any] = lambda optimizer: optimizer
 @same_as_stock
 def adamw(equip):
     model = network()
-    trained = equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
-    for x, y in batches():
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        trained.optimizer.step()
+    train(equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)))
     return weights(model)
 
 
@@ -103,9 +115,7 @@ def updates_of_ones_own(equip):
     model = network()
     trained = equip(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step, (x, y) in enumerate(batches()):
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        job.host.synchronize(trained)
+        average(trained, loss_of(trained, x, y))
         if step == 0:
             apply(trained)
             continue
@@ -121,9 +131,7 @@ def skipped_loss_spikes(equip):
     model = network()
     trained = equip(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step, (x, y) in enumerate(batches()):
-        trained.optimizer.zero_grad()
-        (loss_of(trained, x, y) * (1000.0 if step in (2, 3) else 1.0)).backward()
-        job.host.synchronize(trained)
+        average(trained, loss_of(trained, x, y) * (1000.0 if step in (2, 3) else 1.0))
         if nn.utils.get_total_norm([p.grad for p in model.parameters()]) < 100:
             apply(trained)
     return weights(model)
@@ -135,16 +143,12 @@ def sam(equip):
     model = network()
     trained = equip(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for x, y in batches():
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        job.host.synchronize(trained)
+        average(trained, loss_of(trained, x, y))
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         moves = [0.05 * p.grad / norm for p in model.parameters()]
         with torch.no_grad():
             torch._foreach_add_(list(model.parameters()), moves)
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        job.host.synchronize(trained)
+        average(trained, loss_of(trained, x, y))
         with torch.no_grad():
             torch._foreach_sub_(list(model.parameters()), moves)
         apply(trained)
@@ -165,15 +169,11 @@ def gan(equip):
     judge = _layers(d=nn.Linear(16, 64), e=nn.Tanh(), f=nn.Linear(64, 1)).to(DEVICE)
     maker, critic = (equip(m, torch.optim.Adam(m.parameters(), lr=1e-2)) for m in (make, judge))
     for real, _ in batches():
-        critic.optimizer.zero_grad()
-        loss = critic.forward(torch.cat([maker.forward(real[:, :8]).detach(), real])).sigmoid()
-        (loss[: len(real)].mean() - loss[len(real) :].mean()).backward()
-        job.host.synchronize(critic)
+        judged = critic.forward(torch.cat([maker.forward(real[:, :8]).detach(), real])).sigmoid()
+        average(critic, judged[: len(real)].mean() - judged[len(real) :].mean())
         apply(critic)
         critic.optimizer.zero_grad()
-        maker.optimizer.zero_grad()
-        (-critic.forward(maker.forward(real[:, :8])).sigmoid().mean()).backward()
-        job.host.synchronize(maker)
+        average(maker, -critic.forward(maker.forward(real[:, :8])).sigmoid().mean())
         job.host.synchronize(critic)  # dropped
         apply(maker)
     return weights(make) + weights(judge)
@@ -185,11 +185,7 @@ def average_of_the_weights(equip):
     model = network()
     trained = equip(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    for x, y in batches():
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        trained.optimizer.step()
-        ema.update_parameters(model)
+    train(trained, after_step=lambda: ema.update_parameters(model))
     return weights(ema)
 
 
@@ -205,11 +201,7 @@ class _Checkpointed(nn.Module):
 @same_as_stock
 def gradient_checkpointing(equip):
     model = _Checkpointed()
-    trained = equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for x, y in batches():
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        trained.optimizer.step()
+    train(equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
     return weights(model)
 
 
@@ -217,11 +209,7 @@ def gradient_checkpointing(equip):
 def compiled(equip):
     model = network()
     model.compile(backend="aot_eager")
-    trained = equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for x, y in batches(3):
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        trained.optimizer.step()
+    train(equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2)), steps=3)
     return weights(model)
 
 
@@ -240,11 +228,7 @@ class _Tied(nn.Module):
 def tied_weights(equip):
     model = _Tied().to(DEVICE)
     model.extra = nn.Linear(16, 16).to(DEVICE)  # unused
-    trained = equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2), unused=True)
-    for x, y in batches():
-        trained.optimizer.zero_grad()
-        loss_of(trained, x, y).backward()
-        trained.optimizer.step()
+    train(equip(model, torch.optim.AdamW(model.parameters(), lr=1e-2), unused=True))
     return weights(model)
 
 
@@ -256,10 +240,8 @@ def lbfgs(equip):
     for x, y in batches(3):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            trained.optimizer.zero_grad()
             loss = loss_of(trained, x, y)
-            loss.backward()
-            job.host.synchronize(trained)
+            average(trained, loss)
             return job.host.total(loss.detach()) / job.host.size()
 
         apply(trained, lambda optimizer, closure=closure: optimizer.step(closure))

@@ -37,10 +37,12 @@ def abuse(name, steps, size=3, host="horovod"):
             total[n] -= size * g.double()
     if name.partition("-")[0] in FORGETFUL:
         return
+    # PowerSGD sums float16: no rank knows the sums' rounding, so it stays in no residual.
+    each = 4e-3 if name == "powersgd" else 1e-3
     held = [residuals(r) for r in ranks]
     for n, p in ranks[0].model.named_parameters():
         if p.dim() >= 2 and p.numel() >= 1024:
-            torch.testing.assert_close(sum(h[n] for h in held), total[n], rtol=0, atol=1e-3 * steps**0.5)
+            torch.testing.assert_close(sum(h[n] for h in held), total[n], rtol=0, atol=each * steps**0.5)
 
 
 @pytest.mark.parametrize("host", ["horovod", "ddp"])

@@ -2,23 +2,17 @@
 
 import pytest
 import script_cases
-from launch import run_cases
+from launch import on_every_launch, run_cases
 from methods import EXACT
 
-LAUNCHES = {"mpi-2": ["2"], "gloo-2": ["--gloo", "2"], "ddp-2": ["--ddp", "2"]}
 
-
-@pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
+@on_every_launch
 def test_scripts_train_as_without_compression(ranks):
-    if "--ddp" not in ranks:
-        pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     run_cases(ranks, {"iwp": list(script_cases.CASES)}, timeout=200)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
+@on_every_launch
 @pytest.mark.parametrize("method", [name for name in EXACT if name not in ("iwp", "fft")])
 def test_scripts_with_every_method_that_can_send_everything(ranks, method):
-    if "--ddp" not in ranks:
-        pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     run_cases(ranks, {method: list(script_cases.CASES)}, timeout=300)

@@ -1,5 +1,7 @@
 """The ranks in threads that the tests run on."""
 
+import time
+
 import pytest
 import torch
 
@@ -31,9 +33,10 @@ def test_a_timeout_names_the_missing_ranks():
 
 
 def test_sums_of_different_shapes_raise_an_error():
-    world = ThreadWorld(2, timeout=5)
+    world, begin = ThreadWorld(2, timeout=60), time.monotonic()
     with pytest.raises(ValueError, match="different shapes"):
         world.run(lambda rank: world.collectives(rank).start(allreduce(torch.zeros(1 + rank)), "sum").result())
+    assert time.monotonic() - begin < 30, "the rank that waited was told"
 
 
 def test_ordered_collectives_in_different_orders_raise_an_error():
@@ -53,3 +56,25 @@ def test_ordered_handles_never_depend_on_timing():
     world = ThreadWorld(1, timeout=5, ordered=True)
     handle = world.collectives(0).start(allreduce(torch.ones(1)), "sum")
     assert not handle.done() and handle.result() == 1.0
+
+
+def test_ranks_in_turn_compute_one_at_a_time():
+    world, computing, most = ThreadWorld(4, timeout=20, ordered=True, in_turn=True), 0, 0
+
+    def body(rank):
+        nonlocal computing, most
+        collectives = world.collectives(rank)
+        for _ in range(3):
+            computing += 1
+            most = max(most, computing)
+            time.sleep(0.01)
+            computing -= 1
+            total = collectives.start(allreduce(torch.ones(1)), "sum").result()
+        return total.item()
+
+    assert world.run(body) == [4.0] * 4 and most == 1
+
+
+def test_ranks_in_turn_must_not_poll():
+    with pytest.raises(ValueError, match="needs ordered=True"):
+        ThreadWorld(2, in_turn=True)

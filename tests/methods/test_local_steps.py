@@ -19,7 +19,7 @@ from harness import (
 )
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
 
-from hvd_compress import IWP, LocalSteps, SlimDP, TopK
+from hvd_compress import IWP, DeMo, LocalSteps, SlimDP, TopK
 from hvd_compress.hosts.threads import ThreadWorld
 
 on_both_hosts = pytest.mark.parametrize("ordered", [False, True], ids=["horovod", "ddp"])
@@ -485,10 +485,10 @@ def test_training_works(name, options):
 
 def test_ranks_that_differ_raise_an_error():
     for options, says in (
-        ({"period": 4}, "period.: 3 on rank 0; 4 on rank 1"),
+        ({"period": 4}, "LocalSteps: period: 3 on rank 0; 4 on rank 1"),
         ({"unsent": "buffer"}, "unsent: weights on rank 0; buffer on rank 1"),
         ({"outer_lr": 0.5}, "outer_lr: 1 on rank 0; 0.5 on rank 1"),
-        ({"model": mixed_model(seed=1)}, "hash of the weights before the first local step .were they broadcast"),
+        ({"model": mixed_model(seed=1)}, "hash of the weights before the first step .were they broadcast"),
     ):
         world = ThreadWorld(2, timeout=20)
         group = [Worker(world, 0), Worker(world, 1, **options)]
@@ -509,6 +509,7 @@ def test_wrong_arguments_raise_an_error():
         (make(named), optimizer, {"unsent": "buffer", "decay": 1.5}, r"decay must lie in \[0, 1\], got 1.5"),
         (make(named), optimizer, {"outer_lr": 0.0}, "outer_lr must be above 0"),
         (make(named), optimizer, {"outer_momentum": 1.0}, r"outer_momentum must lie in \[0, 1\)"),
+        (DeMo(named, collectives=ThreadWorld(1).collectives(0)), optimizer, {}, "with sign=False"),
         (make(named, momentum=0.9), optimizer, {}, "build the compressor with momentum=0"),
         (make(named, grad_scaler=scaler), optimizer, {}, "without grad_scaler"),
         (make(named), sgd(other.parameters()), {}, "holds none of the compressor's parameters"),

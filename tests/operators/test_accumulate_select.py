@@ -1,4 +1,4 @@
-"""accumulate_select against hvd_compress/reference/blocks.py, bitwise."""
+"""accumulate_select against its reference, bitwise."""
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
+NO_DEFERRED = [None, None, None, 0, 0, 0]
 NAMES = ["grad", "residual", "weight", "velocity", "floor", "indices", "invalid", "block_means"]
 
 
@@ -49,18 +50,20 @@ def arguments(draw: st.DrawFn) -> list:
     run, ranks = draw(st.one_of(st.integers(1, 4), st.integers(1, 3000))), draw(st.integers(1, 8))
     position = draw(st.integers(0, ranks - 1))
     residual = torch.zeros(blocks * BLOCK)
-    residual[:n] = values(n, draw(st.sampled_from(["normal", "equal", "zero", "tiny", "huge"])), seed + 1)
+    transform = draw(st.integers(0, 2)) == 0
+    used = blocks * BLOCK if transform else n
+    residual[:used] = values(used, draw(st.sampled_from(["normal", "equal", "zero", "tiny", "huge"])), seed + 1)
     velocity = values(blocks * BLOCK, "normal", seed + 2) if draw(st.booleans()) else None
     last = int(reference.slots_before(torch.tensor(first_slot + slots), run, ranks, position))
     return [
         shaped(values(n, draw(kinds), seed).to(dtype), shape),
         residual,
-        shaped(values(n, draw(kinds), seed + 3).to(dtype), shape) if draw(st.booleans()) else None,
+        shaped(values(n, draw(kinds), seed + 3).to(dtype), shape) if not transform and draw(st.booleans()) else None,
         velocity,
         torch.tensor([draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))]),
         torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # the rest must not be written
         torch.tensor([draw(st.integers(0, 1))], dtype=torch.int32),
-        torch.full((blocks,), 3.0) if draw(st.booleans()) else None,
+        torch.full((blocks,), 3.0) if not transform and draw(st.booleans()) else None,
         draw(st.sampled_from([1.0, 0.3, 1 / 65536, 1e30])),
         draw(st.sampled_from([0.9, 0.0, 1.0])),
         slots,
@@ -74,8 +77,10 @@ def arguments(draw: st.DrawFn) -> list:
         *(
             deferred(draw(slot_counts(blocks)), draw(st.integers(0, 99)), draw(phases), seed + 4)
             if draw(st.booleans())
-            else []
+            else NO_DEFERRED
         ),
+        draw(st.sampled_from([1.0, 0.999, 0.5])),
+        transform,
     ]
 
 
@@ -83,7 +88,7 @@ def sample(device: str = "cpu") -> list:
     """Valid arguments: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
     tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
     tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(3)]
-    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *deferred(10, 2, 3, 1)])
+    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *deferred(10, 2, 3, 1), 0.9, False])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -210,6 +215,38 @@ def test_deferred_update_is_done_first(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_transform_is_orthonormal(device: str) -> None:
+    """The residual takes the coefficients of the padded gradient: Parseval, and the largest are selected."""
+    check_device(device)
+    grad = torch.zeros(600)
+    grad[260:264] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    grad[599] = 16.0
+    args = on(device, [grad.clone(), torch.ones(3 * BLOCK), None, None, torch.zeros(1)])
+    args += on(device, [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), None])
+    ops.accumulate_select(*args, 1.0, 0.0, 6, 0, 0, 1, 1, 0, 7, 0, *NO_DEFERRED, 0.5, True)
+    residual = args[1].cpu() - 0.5
+    assert torch.equal(residual[:BLOCK], torch.zeros(BLOCK))
+    assert residual[BLOCK : 2 * BLOCK].square().sum() == 4 and residual[2 * BLOCK :].square().sum() == 256
+    assert (residual[2 * BLOCK :].abs() == 1).all()
+    assert torch.equal(args[0].cpu(), grad), "scatter writes all of it"
+    # An alternating pattern: its coefficients are 0 where the lowest bit of the index is.
+    assert (args[5][2:4] % 2 == 1).all() and not residual[BLOCK : 2 * BLOCK : 2].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 2.0**60, -3e38])
+def test_what_cannot_be_transformed_does_not_spread(device: str, bad: float) -> None:
+    check_device(device)
+    grad = torch.zeros(600)
+    grad[3], grad[4] = bad, 8.0
+    args = on(device, [grad, torch.zeros(3 * BLOCK), None, None, torch.zeros(1), torch.zeros(0, dtype=torch.uint8)])
+    args += on(device, [torch.zeros(1, dtype=torch.int32), None])
+    ops.accumulate_select(*args, 1.0, 0.0, 0, 0, 0, 1, 1, 0, 7, 0, *NO_DEFERRED, 1.0, True)
+    assert args[6].item() == 1
+    assert (args[1][:BLOCK].abs() == 0.5).all() and not args[1][BLOCK:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
     torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)))
@@ -217,7 +254,10 @@ def test_opcheck(device: str) -> None:
         without = sample(device)
         without[optional] = None
         torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
-    torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)[:18]))
+    transformed = [*sample(device)[:18], *NO_DEFERRED, 0.9, True]
+    transformed[2] = transformed[7] = None
+    for args in (sample(device)[:18], transformed):
+        torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(args))
 
 
 BAD = {
@@ -245,6 +285,7 @@ BAD = {
     "deferred_error dtype": (20, lambda x: x.double(), "deferred_error must be Float, got Double"),
     "deferred_slots": (21, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
     "deferred_slots < 0": (21, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
+    "transform": (25, lambda x: True, "transform goes without weight and block_means"),
     "deferred_first_slot": (22, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
 }
 

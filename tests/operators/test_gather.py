@@ -1,4 +1,4 @@
-"""gather against hvd_compress/reference/blocks.py, bitwise."""
+"""gather against its reference, bitwise."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""scatter against hvd_compress/reference/blocks.py, bitwise."""
+"""scatter against its reference, bitwise."""
 
 import itertools
 
@@ -46,6 +46,7 @@ def gradients(draw: st.DrawFn, entries: int, seed: int) -> torch.Tensor:
 def arguments(draw: st.DrawFn) -> list:
     layout, seed = draw(layouts()), draw(seeds)
     n = layout.blocks * BLOCK
+    transform = draw(st.integers(0, 2)) == 0
     return [
         [draw(gradients(entries, seed + i)) for i, entries in enumerate(layout.entries)],
         values(n, draw(kinds), seed + 10),
@@ -57,8 +58,10 @@ def arguments(draw: st.DrawFn) -> list:
         draw(phases),
         draw(st.sampled_from([1.0, 0.25, 1 / 3])),
         values(layout.blocks, draw(st.sampled_from(["normal", "huge", "wild"])), seed + 15)
-        if draw(st.booleans())
+        if not transform and draw(st.booleans())
         else None,
+        transform,
+        transform and draw(st.booleans()),
     ]
 
 
@@ -72,7 +75,7 @@ def sample(device: str = "cpu") -> list:
     segments = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
     tensors = [torch.randn(3 * BLOCK), torch.randn(3 * BLOCK), torch.arange(13).to(torch.uint8), segments]
     tensors += [torch.randn(13), torch.randn(13)]
-    return on(device, [[torch.zeros(400), torch.zeros(256).bfloat16()], *tensors, 3, 0.5, torch.randn(3)])
+    return on(device, [[torch.zeros(400), torch.zeros(256).bfloat16()], *tensors, 3, 0.5, torch.randn(3), False, False])
 
 
 def check(args: list, device: str) -> None:
@@ -103,8 +106,8 @@ def test_many_blocks(device: str, dtype: torch.dtype) -> None:
         with threads(3):
             means = values(MANY.blocks, "normal", 6)
             for error in (None, values(slots, "normal", 5)):
-                for rest in (None, means):
-                    check([grads, *tensors, values(slots, "wild", 4), error, phase, 0.25, rest], device)
+                for rest in ([None], [means], [None, True, False], [None, True, True]):
+                    check([grads, *tensors, values(slots, "wild", 4), error, phase, 0.25, *rest], device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,14 +115,14 @@ def test_many_blocks(device: str, dtype: torch.dtype) -> None:
 def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
     """Views into larger tensors, above and below the size for non-temporal stores; nothing outside them is written."""
     check_device(device)
-    for blocks, means in itertools.product((3, 5000), (True, False)):
+    for blocks, writes in itertools.product((3, 5000), ("means", "entries", "transform")):
         memory = torch.zeros(blocks * BLOCK + 2, device=device).to(dtype)
         memory[0] = memory[-1] = 1
         slots = 2 * blocks
         indices = torch.randint(0, 256, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
         tensors = [values(blocks * BLOCK, "normal", 2), None, indices, torch.tensor([[0, blocks, 0, slots]])]
         more = [values(slots, "normal", 3), values(slots, "normal", 4), 1, 0.25]
-        more += [values(blocks, "normal", 5) if means else None]
+        more += [values(blocks, "normal", 5) if writes == "means" else None, writes == "transform"]
         want = [[memory[1:-1].cpu().clone()], *clone([*tensors, *more])]
         ops.scatter([memory[1:-1]], *on(device, [[], *tensors, *more])[1:])
         reference.scatter(*want)
@@ -140,6 +143,7 @@ def test_many_tensors(device: str) -> None:
     more = [values(slots, "wild", 3), values(slots, "normal", 4), 1, 0.25]
     check([grads, *tensors, *more], device)
     check([grads, *tensors, *more, values(count * 3, "normal", 5)], device)
+    check([grads, *tensors, *more, None, True, True], device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -160,11 +164,11 @@ def test_last_slot_of_an_entry_counts(device: str, slots: int) -> None:
 
 def test_scatter_at_does_not_synchronise() -> None:
     """On meta tensors, operations that would synchronise the GPU fail. The segments are on the host."""
-    grads, residual, velocity, indices, _, mean, error, phase, *rest = on("meta", sample())
+    grads, residual, velocity, indices, _, mean, error, phase, scale, means, *_ = on("meta", sample())
     segments = sample()[4]
     where = reference.flat_positions(indices, segments, phase)
     assert where.shape == mean.shape
-    reference.scatter_at(grads, residual, velocity, where, segments, mean, error, *rest)
+    reference.scatter_at(grads, residual, velocity, where, segments, mean, error, scale, means)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -213,6 +217,8 @@ BAD = {
     "quantization_error dtype": (6, lambda x: x.half(), "quantization_error must be Float, got Half"),
     "block_means dtype": (9, lambda x: x.double(), "block_means must be Float, got Double"),
     "block_means numel": (9, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
+    "transform": (10, lambda x: True, "transform goes without block_means"),
+    "sign": (11, lambda x: True, "sign goes with transform"),
     "quantization_error numel": (6, lambda x: x[:12].clone(), "quantization_error must have 13 entries, got 12"),
 }
 

@@ -1,4 +1,4 @@
-"""select against hvd_compress/reference/blocks.py, bitwise."""
+"""select against its reference, bitwise."""
 
 import pytest
 import torch

@@ -5,94 +5,19 @@ compressed, at a low density.
 """
 
 import copy
-import itertools
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import horovod.torch as hvd
 import job
 import torch
 from cases import Cases, register
 from job import DEVICE
-from methods import METHODS, fitting
+from optimizer_job import OPTIMIZERS, Accounts, assert_equal, batch, distributed, loss_of, network, step
 
 CASES: Cases = {}
 
 #: These select by weights, which must be the same on all ranks from the first step.
 NEED_EQUAL_WEIGHTS = ("mipd", "slimdp")
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": lambda p, **o: torch.optim.SGD(p, momentum=o.pop("decay", 0.9), nesterov=True, **o),
-    "Adam": lambda p, **o: torch.optim.Adam(p, betas=(o.pop("decay", 0.9), 0.99), **o),
-    "RMSprop": lambda p, **o: torch.optim.RMSprop(p, alpha=o.pop("decay", 0.9), **o),
-    "Adagrad": lambda p, **o: torch.optim.Adagrad(p, lr_decay=o.pop("decay", 0.9), **o),
-}
-
-
-def distributed(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: bool = True, **arguments: Any
-) -> tuple[Any, Any]:
-    """Horovod's optimizer with the method under test, and the compressor; None for "stock"."""
-    named, compression = list(model.named_parameters()), None
-    if job.method != "stock":
-        method = METHODS[job.method]
-        compression = method(named, min_numel=1, **fitting(method, {"density": 1 / 32}))
-        arguments["compression"] = compression
-    if names:
-        arguments["named_parameters"] = named
-    return hvd.DistributedOptimizer(optimizer, **arguments), compression
-
-
-def network(*sizes: int, same: bool = True) -> torch.nn.Module:
-    """Linear layers; with other weights on each rank unless ``same``."""
-    torch.manual_seed(1 if same else 10 + hvd.rank())
-    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
-    return torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.Tanh())][:-1]).to(DEVICE)
-
-
-def batch(*shape: int) -> torch.Tensor:
-    """Other data on each rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 + hvd.rank())).to(DEVICE)
-
-
-def step(optimizer: Any, loss: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
-def assert_equal(*tensors: torch.Tensor) -> None:
-    """On all ranks."""
-    mine = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-    assert mine.isfinite().all()
-    everyone = hvd.allgather(mine[None], name="check.equal")
-    assert all(torch.equal(everyone[0], other) for other in everyone)
-
-
-class Accounts:
-    """Of each parameter: what all ranks gave, and what was averaged. Nothing is lost between them."""
-
-    def __init__(self, model: torch.nn.Module, compression: Any) -> None:
-        self.parameters, self.compression = dict(model.named_parameters()), compression
-        self.given = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.parameters.items()}
-        self.averages = copy.deepcopy(self.given)
-
-    def give(self, loss: torch.Tensor) -> None:
-        grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
-        for total, grad in zip(self.given.values(), grads, strict=True):
-            total += grad
-
-    def take(self) -> None:
-        for name, p in self.parameters.items():
-            self.averages[name] += p.grad
-
-    def check(self) -> None:
-        for name, given in self.given.items():
-            held = 0.0 if self.compression is None else self.compression.residual(name)
-            everyone = hvd.allreduce(given - held, op=hvd.Sum, name="check.accounts")
-            scale = float(given.abs().max()) + 1.0
-            torch.testing.assert_close(hvd.size() * self.averages[name], everyone, rtol=0, atol=1e-4 * scale)
-            assert self.averages[name].any(), f"nothing of {name} was ever applied"
 
 
 @register(CASES, named=True)
@@ -134,13 +59,13 @@ def broadcast_state_options() -> None:
         model = network(20, 10, 10)
         options = dict(lr=0.1, decay=0.8) if hvd.rank() == 0 else dict(lr=0.2, decay=0.9)
         optimizer, _ = distributed(model, make(model.parameters(), **options))
-        step(optimizer, model(batch(8, 20)).square().mean())
+        step(optimizer, loss_of(model))
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         group = optimizer.param_groups[0]
         assert abs(group["lr"] - 0.1) < 1e-6
         assert any(abs(v - 0.8) < 1e-6 for v in (*group.get("betas", ()), *group.values()) if isinstance(v, float))
-        step(optimizer, model(batch(8, 20)).square().mean())
+        step(optimizer, loss_of(model))
         assert_equal(*model.parameters())
 
 
@@ -151,7 +76,7 @@ def broadcast_state() -> None:
         model = network(20, 10, 10)
         optimizer, _ = distributed(model, make(model.parameters(), lr=0.05))
         for _ in range(2):
-            step(optimizer, model(batch(8, 20)).square().mean())
+            step(optimizer, loss_of(model))
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         model = network(20, 10, 10, same=False)
         optimizer, _ = distributed(model, make(model.parameters(), lr=0.05))
@@ -162,7 +87,7 @@ def broadcast_state() -> None:
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), saved[0].values(), strict=True))
         assert_equal(*[x for s in optimizer.state_dict()["state"].values() for x in s.values() if torch.is_tensor(x)])
-        step(optimizer, model(batch(8, 20)).square().mean())
+        step(optimizer, loss_of(model))
         assert_equal(*model.parameters())
 
 
@@ -192,10 +117,10 @@ def broadcast_without_gradients() -> None:
 def weights_that_differ() -> None:
     """Horovod averages gradients of unequal weights; a method that selects by weights raises an error on every rank."""
     model = network(20, 10, 10, same=False)
-    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, _ = distributed(model)
     try:
         for _ in range(3):
-            step(optimizer, model(batch(8, 20)).square().mean())
+            step(optimizer, loss_of(model))
     except RuntimeError as error:
         assert job.method in NEED_EQUAL_WEIGHTS and "broadcast" in str(error), error
     else:
@@ -219,11 +144,11 @@ def forced_allreduce() -> None:
 def gradient_clipping() -> None:
     """``synchronize()``, clipping of the averages, ``skip_synchronize()``."""
     model = network(20, 10, 10)
-    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, _ = distributed(model)
     for _ in range(3):
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
-        (1000.0 * model(batch(8, 20)).square().mean()).backward()
+        (1000.0 * loss_of(model)).backward()
         optimizer.synchronize()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         assert_equal(norm, *[p.grad for p in model.parameters()])
@@ -238,9 +163,9 @@ def gradient_clipping() -> None:
 def synchronize_warning() -> None:
     """``step()`` after ``synchronize()`` without ``skip_synchronize()``: Horovod warns, and averages again."""
     model = network(4, 4)
-    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, _ = distributed(model)
     optimizer.zero_grad()
-    model(batch(8, 4)).square().mean().backward()
+    loss_of(model, 4).backward()
     optimizer.synchronize()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -253,15 +178,14 @@ def synchronize_warning() -> None:
 def parameter_names() -> None:
     """No names are fine; names of some parameters only, or duplicates, are not."""
     model = network(8, 6, 4)
-    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), names=False)
+    optimizer, _ = distributed(model, names=False)
     for _ in range(3):
-        step(optimizer, model(batch(8, 8)).square().mean())
+        step(optimizer, loss_of(model, 8))
     assert_equal(*model.parameters())
     twice = [("weight", p) for p in model.parameters()]
     for named in (list(model.named_parameters())[:1], twice):
         try:
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            distributed(model, plain, names=False, named_parameters=named)
+            distributed(model, names=False, named_parameters=named)
         except ValueError:
             continue
         raise AssertionError("a ValueError was expected")
@@ -273,11 +197,9 @@ def groups() -> None:
     for lists in (False, True):
         model = network(20, 16, 12, 8)
         parameters = list(model.parameters())
-        optimizer, _ = distributed(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), groups=[parameters[:3]] if lists else 2
-        )
+        optimizer, _ = distributed(model, groups=[parameters[:3]] if lists else 2)
         for _ in range(4):
-            step(optimizer, model(batch(8, 20)).square().mean())
+            step(optimizer, loss_of(model))
         assert_equal(*model.parameters())
 
 
@@ -295,7 +217,7 @@ def several_backward_passes() -> None:
             optimizer.set_backward_passes_per_step(2)
         optimizer.zero_grad()
         for _ in range(passes):
-            loss = model(batch(8, 20)).square().mean()
+            loss = loss_of(model)
             accounts.give(loss)
             loss.backward()
         optimizer.synchronize()
@@ -310,11 +232,11 @@ def several_backward_passes() -> None:
 def beside_other_collectives() -> None:
     """Asynchronous collectives of the user are in progress during the exchange."""
     model = network(20, 10, 10)
-    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, _ = distributed(model)
     for turn in range(3):
         own = [torch.full((i + 1,), float(hvd.rank())) for i in range(20)]
         handles = [hvd.allreduce_async(x, op=hvd.Sum, name=f"own.{turn}.{i}") for i, x in enumerate(own)]
-        step(optimizer, model(batch(8, 20)).square().mean())
+        step(optimizer, loss_of(model))
         total = float(sum(range(hvd.size())))
         assert all(bool((hvd.synchronize(handle) == total).all()) for handle in handles)
     assert_equal(*model.parameters())
@@ -325,7 +247,7 @@ def sparse_gradients() -> None:
     """They bypass the compressor."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 4)).to(DEVICE)
-    optimizer, _ = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, _ = distributed(model)
     for _ in range(3):
         step(optimizer, model(torch.tensor([[1, 2, 4 + hvd.rank()]], device=DEVICE)).square().mean())
     assert_equal(*model.parameters())
@@ -337,8 +259,8 @@ def adasum() -> None:
     if not hvd.mpi_enabled():
         return
     model = network(20, 10, 10)
-    optimizer, compression = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    optimizer, compression = distributed(model, op=hvd.Adasum)
     for _ in range(3):
-        step(optimizer, model(batch(8, 20)).square().mean())
+        step(optimizer, loss_of(model))
     assert_equal(*model.parameters())
     assert compression is None or compression.stats()["steps"] == 0

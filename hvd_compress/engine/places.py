@@ -1,0 +1,49 @@
+"""Which parameters are compressed, where they lie, and which gradients they can have."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket, Segment, is_dense
+
+# float64 is used for gradient checks, not for training over a slow network: it is not compressed.
+_COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Place(NamedTuple):
+    """Where a compressed parameter lies: ``bucket.segments[position]``."""
+
+    bucket: Bucket
+    position: int
+
+    @property
+    def segment(self) -> Segment:
+        return self.bucket.segments[self.position]
+
+
+def compressed(named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int) -> list[tuple[str, torch.nn.Parameter]]:
+    """Those of the ``(name, parameter)`` pairs that are compressed."""
+    return [
+        (name, p)
+        for name, p in named
+        if p.requires_grad and p.dtype in _COMPRESSED_DTYPES and p.dim() >= 2 and p.numel() >= min_numel
+        if is_dense(p)
+    ]
+
+
+def check_gradient(name: str, parameter: Tensor, grad: Tensor, place: Place | None) -> None:
+    """Raises ``TypeError`` if the gradient's dtype does not fit its parameter, ``ValueError`` if the parameter has
+    moved to another device than its place's. ``place``: None if the parameter is not compressed."""
+    if not grad.is_floating_point():
+        raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
+    if place is None:
+        return
+    if grad.dtype != parameter.dtype:
+        raise TypeError(f"{name}: gradient of dtype {grad.dtype}, but the parameter is {parameter.dtype}")
+    if place.bucket.device != grad.device:
+        raise ValueError(
+            f"{name}: was on {place.bucket.device} when the compressor was built and its gradient is on {grad.device}; "
+            "build the compressor after moving the model"
+        )

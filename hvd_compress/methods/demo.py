@@ -1,0 +1,170 @@
+"""Decoupled momentum (Peng, Quesnelle & Kingma, DeMo, arXiv 2411.19870), also on a ring."""
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import ops
+from ..codecs import Codec
+from ..engine.arguments import NamedParameters
+from ..engine.bucket import Bucket, Segment
+from ..engine.dense_velocity import DenseVelocity
+from ..engine.state import Tree
+from ..selection.base import Output, Scoring
+from ..selection.schedule import Density
+from .sparse import Plan
+from .transformed import TransformedMethod
+
+
+class DeMo(TransformedMethod):
+    r"""Decoupled momentum: what is large in each rank's momentum is sent and leaves it; weights move by its sign.
+
+    Implements the published idea of Peng, Quesnelle & Kingma, *DeMo: Decoupled Momentum Optimization* (2024; arXiv
+    2411.19870). It replaces AdamW: the momentum is in this object, the optimizer is ``torch.optim.SGD`` without
+    momentum, whose weight decay is then decoupled, as AdamW's. On rank i, with momentum m (of coefficients) and
+    gradient g::
+
+        m_i = decay m_i + H g_i                          Walsh-Hadamard transform in blocks of 256 entries
+        S   = union over leaders of their largest |m_i|  one allgather, one byte an index
+        q   = mean_i m_i[S] on S, else 0                 one ring allreduce
+        m_i = m_i - what was sent
+        w   = w - lr (sign(H q) + weight_decay w)        by the optimizer: H is its own inverse
+
+    The paper's: the momentum that each rank keeps for itself, of which only fast components are sent, the transform,
+    the sign. Ours: leaders and the ring, whose bytes do not grow with the ranks; integers of 4 bits; the
+    Walsh-Hadamard transform in place of a DCT. With ``exchange="gather"``, as in the paper, every rank selects its own
+    coefficients and sends them to all.
+
+    Uncompressed gradients are replaced by the sign of a momentum of their own.
+
+    Do not clip gradients: after the exchange they are signs, whose norm says nothing. This raises a warning. Learning
+    rates are as for AdamW.
+
+    Args:
+        density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule
+            (:mod:`hvd_compress.schedule`).
+        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
+            ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
+        exchange: ``"ring"`` or ``"gather"``.
+        leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
+        explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
+        decay: of each rank's momentum, in (0, 1].
+        sign: replace averaged gradients by their signs. Without it, averages are sums of gradients that have waited,
+            for an optimizer of your choice; uncompressed gradients are plain averages.
+        dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
+        budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
+            equal.
+        warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
+        momentum: see :class:`~hvd_compress.IWP`. Without ``sign`` only.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Raises:
+        ValueError: also, with ``sign``, an optimizer with momentum, and a single process, for which Horovod calls no
+            compressor.
+    """
+
+    codecs: ClassVar[dict[str, str]] = {"ring": "lanes4", "gather": "range10-gather"}
+
+    def __init__(
+        self,
+        named_parameters: NamedParameters,
+        density: float | Density = 1 / 16,
+        *,
+        values: str | Codec | None = None,
+        exchange: str = "ring",
+        leaders: int | None = None,
+        explore: float = 0.0,
+        decay: float = 0.999,
+        sign: bool = True,
+        dense_momentum: float = 0.9,
+        budget_interval: int = 0,
+        warmup_steps: int = 0,
+        momentum: float = 0.0,
+        **common: Any,
+    ) -> None:
+        if not 0.0 < decay <= 1.0:
+            raise ValueError(f"decay must lie in (0, 1], got {decay}")
+        if not 0.0 <= dense_momentum < 1.0:
+            raise ValueError(f"dense_momentum must lie in [0, 1), got {dense_momentum}")
+        if sign and momentum:
+            raise ValueError("momentum goes with sign=False: with sign, the momentum is what was not sent")
+        common.update(values=values, exchange=exchange, leaders=leaders, explore=explore)
+        common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
+        super().__init__(named_parameters, density, **common)
+        self._decay, self._sign, self._dense_momentum = decay, sign, dense_momentum
+        self._dense = DenseVelocity(self.engine)
+        #: Whether the optimizer was seen to receive signs.
+        self._signs_seen = not sign
+
+    def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
+        return replace(super().scoring(bucket, plan), decay=self._decay, transform=True)
+
+    def output(self) -> Output:
+        return Output(self.scale, transform=True, sign=self._sign)
+
+    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
+        entries = bucket.residual_of(segment).clone()
+        ops.hadamard(entries)
+        return segment.reshaped(entries)
+
+    # Uncompressed gradients.
+
+    def dense_averaged(self, number: int, grad: Tensor) -> None:
+        if self._sign:
+            self._dense.update(number, grad, self._dense_momentum, sign=True)
+        else:
+            super().dense_averaged(number, grad)
+
+    def passed(self, tensor: Tensor) -> Tensor:
+        if tensor.is_sparse and self._sign:
+            raise ValueError("sparse gradients have no sign here: use sparse_as_dense=True, or sign=False")
+        return super().passed(tensor)
+
+    def restart(self, bucket: Bucket) -> None:
+        super().restart(bucket)
+        self._dense.restart()
+
+    def method_state(self) -> dict[str, Tree]:
+        dense = {"dense_velocity": self._dense.state()} if self._sign else {}
+        return {**super().method_state(), **dense}
+
+    # The optimizer.
+
+    def take_momentum(self, optimizer: Optimizer) -> float:
+        """With ``sign=False``: see :class:`~hvd_compress.IWP`. Raises ``ValueError`` otherwise."""
+        if self._sign:
+            raise ValueError("DeMo's momentum is what was not sent: give the optimizer none, momentum=0")
+        return super().take_momentum(optimizer)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        super().check_optimizer(optimizer)
+        if not self._sign:
+            return
+        if not self.engine.collectives.active:
+            raise ValueError(
+                "with one process, Horovod calls no compressor, and the gradients would be no signs: use AdamW"
+            )
+        for group in optimizer.param_groups:
+            if own := group.get("momentum") or (group.get("betas") or (0.0,))[0]:
+                raise ValueError(
+                    f"momentum would count twice: DeMo has one of its own, and {type(optimizer).__name__} one of "
+                    f"{own:g}; use torch.optim.SGD(parameters, lr, weight_decay=...) without momentum, with the "
+                    "learning rate of AdamW"
+                )
+        if not self._signs_seen and self.step:
+            self._signs_seen = True
+            self._check_signs()
+
+    def _check_signs(self) -> None:
+        """Warns if somebody has scaled the gradients since the exchange."""
+        parameters = [place.segment.parameter for place in self.engine.places]
+        largest = max((float(p.grad.abs().max()) for p in parameters if p.grad is not None), default=0.0)
+        units = (1.0, self.scale)
+        if math.isfinite(largest) and largest and not any(math.isclose(largest, u, rel_tol=1e-3) for u in units):
+            self.engine.warn(
+                f"the gradients were signs after the exchange, and their largest entry is {largest:.3g} now: clipping "
+                "or scaling them only changes the learning rate; leave it out"
+            )

@@ -1,0 +1,73 @@
+"""Small transformers: pre-norm blocks (Radford et al. 2019) as a language model and as a vision transformer."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each after a norm and added to its input: (n, length, width)."""
+
+    def __init__(self, width: int, heads: int, hidden: int, causal: bool):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1, self.attention, self.output = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.attention(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (n, heads, length, width / heads)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A language model with learnt positions; the head is the embedding. Maps tokens int64 (n, length), at most
+    ``context`` long, to logits (n, length, vocabulary) of the tokens that follow."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.empty(context, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, 4 * width, causal=True) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        _initialise(self, layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.positions[: tokens.shape[1]]
+        return F.linear(self.norm(self.blocks(x)), self.words.weight)
+
+
+class ViT(nn.Module):
+    """A vision transformer with learnt positions, whose head reads the mean of all patches. Maps (n, c, size, size) to
+    logits (n, classes)."""
+
+    def __init__(self, channels: int, size: int, classes: int, patch: int, width: int, layers: int, heads: int):
+        super().__init__()
+        if size % patch:
+            raise ValueError(f"a ViT with patches of {patch} pixels needs a multiple of them, these images have {size}")
+        self.patches = nn.Conv2d(channels, width, patch, stride=patch)
+        self.positions = nn.Parameter(torch.empty((size // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, 2 * width, causal=False) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        _initialise(self, layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+def _initialise(model: nn.Module, layers: int) -> None:
+    """As GPT-2: matrices normal with standard deviation 0.02, smaller where a block adds to its input."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            added = name.endswith(("output.weight", "down.weight"))
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if added else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)

@@ -1,0 +1,191 @@
+"""DeMo with its decay and its sign; as an exchange without them it is among the methods of the invariants."""
+
+import io
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from harness import HOSTS, Rank, compressed, equal, gradients, random_steps, replicas, together, toy_model, train
+from methods import SMALL
+
+from hvd_compress import DeMo, reference
+from hvd_compress.reference import BLOCK
+
+EXCHANGES = ("ring", "gather")
+
+
+def coefficients(grad: torch.Tensor) -> torch.Tensor:
+    """The transform of a gradient: (blocks, 256)."""
+    flat = torch.nn.functional.pad(grad.reshape(-1), (0, -grad.numel() % BLOCK))
+    reference.hadamard(flat)
+    return flat.view(-1, BLOCK)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_one_parameter_against_the_paper(exchange: str) -> None:
+    """Two ranks and exact values, step by step, in plain torch. The ring's leaders send the same coefficients from both
+    ranks, the gather every rank's own."""
+    model = torch.nn.Linear(64, 48, bias=False)
+    options = dict(density=1 / 32, values="fp32" if exchange == "ring" else "fp32-gather", exchange=exchange, decay=0.9)
+    world, ranks = replicas(2, DeMo, model=model, **options)
+    momenta = [torch.zeros(12, BLOCK) for _ in ranks]
+    for step in range(6):
+        grads = [gradients(r.model, seed=100 * step + r.rank)[0] for r in ranks]
+        momenta = [m * 0.9 + coefficients(g) for m, g in zip(momenta, grads, strict=True)]
+        applied = together(world, ranks, [[g.clone()] for g in grads])
+        # Which coefficients were sent: those that have left the momentum.
+        after = [coefficients(r.compression.residual("weight")) for r in ranks]
+        sent = [(a - m).abs() > 1e-4 for a, m in zip(after, momenta, strict=True)]
+        largest = [torch.zeros_like(sent[0]).scatter_(1, m.abs().topk(8).indices, True) for m in momenta]
+        if exchange == "gather":
+            assert equal(sent, largest)
+        else:
+            assert torch.equal(*sent) and not (sent[0] & ~(largest[0] | largest[1])).any()
+            assert (sent[0].sum(1) >= 4).all() and (sent[0].sum(1) <= 8).all(), "4 slots for each leader, some shared"
+        mean = sum(m * s for m, s in zip(momenta, sent, strict=True)) / 2
+        want = coefficients(mean).view(48, 64)
+        clear = want.abs() > 1e-4
+        assert clear.float().mean() > 0.95
+        for result in applied:
+            assert torch.equal(result[0][clear], want.sign()[clear])
+        momenta = [m.masked_fill(s, 0.0) for m, s in zip(momenta, sent, strict=True)]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_replicas_are_equal_and_gradients_are_signs(exchange: str, host: str) -> None:
+    world, ranks = replicas(3, partial(DeMo, exchange=exchange, **SMALL), host=host)
+    results = random_steps(world, ranks, range(5))
+    assert all(equal(results[0], other) for other in results)
+    for grad in results[0]:
+        assert set(grad.unique().tolist()) <= {-1.0, 0.0, 1.0}
+
+
+def test_uncompressed_gradients_are_signs_of_a_momentum() -> None:
+    world, ranks = replicas(2, DeMo, dense_momentum=0.5)
+    velocity = None
+    for step in range(4):
+        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
+        means = [(a + b) / 2 for a, b in zip(*grads, strict=True)]
+        velocity = means if velocity is None else [v * 0.5 + g for v, g in zip(velocity, means, strict=True)]
+        applied = together(world, ranks, [[g.clone() for g in mine] for mine in grads])
+        for p, got, want in zip(ranks[0].model.parameters(), applied[0], velocity, strict=True):
+            if not compressed(p):
+                assert torch.equal(got, want.sign())
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_what_is_not_finite_reaches_all_ranks_and_no_momentum(exchange: str) -> None:
+    world, ranks = replicas(2, DeMo, exchange=exchange, **SMALL)
+    random_steps(world, ranks, range(2))
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    for grad in grads[1]:
+        grad[(0,) * grad.dim()] = float("inf")
+    applied = together(world, ranks, grads)
+    for p, one, other in zip(ranks[0].model.parameters(), *applied, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert one.isnan().all() if compressed(p) else not one.isfinite().all()
+    later = random_steps(world, ranks, range(3, 5))
+    assert all(grad.isfinite().all() for grad in later[0]) and equal(*later)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_checkpoint_resumes_bit_exactly(exchange: str) -> None:
+    method = partial(DeMo, exchange=exchange, budget_interval=3, **SMALL)
+    world, ranks = replicas(2, method)
+    random_steps(world, ranks, range(4))
+    files = []
+    for rank in ranks:
+        files.append(io.BytesIO())
+        torch.save(rank.compression.state_dict(), files[-1])
+    want = random_steps(world, ranks, range(4, 8))
+    world, again = replicas(2, method)
+    for rank, file in zip(again, files, strict=True):
+        file.seek(0)
+        rank.compression.load_state_dict(torch.load(file, weights_only=True))
+    assert equal(random_steps(world, again, range(4, 8))[0], want[0])
+
+
+class Scaler:
+    def get_scale(self) -> float:
+        return 1024.0
+
+
+def test_signs_are_scaled_and_a_discarded_step_returns() -> None:
+    """Signs times the loss scale, momentum in unscaled units."""
+    world, ranks = replicas(2, DeMo, grad_scaler=Scaler(), values="fp32")
+    plain_world, plain = replicas(2, DeMo, values="fp32")
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    applied = together(world, ranks, [[g * 1024.0 for g in mine] for mine in grads])
+    wanted = together(plain_world, plain, [[g.clone() for g in mine] for mine in grads])
+    assert equal(applied[0], [grad * 1024.0 for grad in wanted[0]])
+    for name, p in ranks[0].model.named_parameters():
+        if compressed(p):
+            assert torch.equal(ranks[0].compression.residual(name), plain[0].compression.residual(name))
+    ranks[0].compression.discard_step()
+    for (name, p), grad in zip(ranks[0].model.named_parameters(), grads[0], strict=True):
+        if compressed(p):
+            torch.testing.assert_close(ranks[0].compression.residual(name), grad, rtol=0, atol=1e-5)
+
+
+def test_it_trains_without_another_momentum() -> None:
+    world, ranks = replicas(2, DeMo, model=toy_model())
+    losses = train(world, ranks, 300)
+    assert max(losses) < 0.15  # 0.5 before
+    assert equal(*(list(r.model.parameters()) for r in ranks))
+
+
+def optimizer_step(rank: Rank, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_pre_hook(lambda optimizer, *_: rank.compression.check_optimizer(optimizer))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+    ],
+)
+def test_refuses_a_second_momentum(build) -> None:
+    world, ranks = replicas(2, DeMo)
+    random_steps(world, ranks, range(1))
+    with pytest.raises(ValueError, match="momentum would count twice: DeMo has one"):
+        optimizer_step(ranks[0], build(ranks[0].model.parameters()))
+    with pytest.raises(ValueError, match="momentum is what was not sent"):
+        ranks[0].compression.take_momentum(torch.optim.SGD(ranks[0].model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_warns_of_clipped_signs() -> None:
+    world, ranks = replicas(2, DeMo)
+    random_steps(world, ranks, range(1))
+    torch.nn.utils.clip_grad_norm_(ranks[0].model.parameters(), 1.0)
+    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1, weight_decay=0.1) for r in ranks]
+    with pytest.warns(UserWarning, match="signs after the exchange, and their largest entry is 0.0"):
+        optimizer_step(ranks[0], optimizers[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer_step(ranks[1], optimizers[1])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
+        (dict(decay=1.5), "decay must lie"),
+        (dict(dense_momentum=1.0), "dense_momentum must lie in"),
+        (dict(momentum=0.9), "momentum goes with sign=False"),
+        (dict(exchange="star"), "exchange must be one of gather, ring"),
+        (dict(exchange="gather", values="fp16"), "values have to be gathered"),
+    ],
+)
+def test_refuses_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replicas(1, DeMo, **options)
+
+
+def test_sparse_gradients_have_no_sign() -> None:
+    _, (rank,) = replicas(1, DeMo)
+    with pytest.raises(ValueError, match="sparse gradients have no sign"):
+        rank.compression.passed(torch.eye(3).to_sparse())
