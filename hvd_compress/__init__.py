@@ -8,6 +8,7 @@ from .methods.base import Compressor
 from .methods.demo import DeMo
 from .methods.fft import FFT
 from .methods.iwp import IWP
+from .methods.local_steps import LocalSteps
 from .methods.mipd import MIPD
 from .methods.mp2 import MP2
 from .methods.powersgd import PowerSGD
@@ -24,6 +25,7 @@ __all__ = [
     "QSGD",
     "Compressor",
     "DeMo",
+    "LocalSteps",
     "PowerSGD",
     "SlimDP",
     "TernGrad",

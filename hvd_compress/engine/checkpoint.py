@@ -65,7 +65,7 @@ def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     Raises:
         ValueError: not the states of ranks 0 to N - 1 of N, in this order and of one step; or the ranks differ in
-            something that cannot be averaged: with ``SlimDP(mode="local")`` the ranks' parameters, unless
+            something that cannot be averaged: with :class:`~hvd_compress.LocalSteps` the ranks' parameters, unless
             ``finish()`` was called before saving.
     """
     first: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def _description(engine: Engine) -> Tree:
             for p in engine.places
         }
 
-    body: Tree = {
+    body: dict[str, Tree] = {
         "parameters": {place.segment.name: Fixed(list(place.segment.parameter.shape)) for place in engine.places},
         "extra": method.method_state(),
         "tensors": by_name(method.saved),
@@ -127,6 +127,8 @@ def _description(engine: Engine) -> Tree:
         "padding": by_name(lambda segment, flat: segment.padding(flat)),
         "wire_stats": engine.stats.state(),
     }
+    if engine.local_steps is not None:
+        body["local_steps"] = engine.local_steps.state()
     return {
         "format": Fixed(_FORMAT, "the state is of another version of hvd_compress"),
         "method": Fixed(type(method).__name__),

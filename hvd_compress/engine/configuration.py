@@ -36,6 +36,7 @@ def configuration(engine: Any) -> dict[str, object]:
         "version of hvd_compress": __version__,
         "method": type(method).__name__,
         **method.options(),
+        **({} if engine.local_steps is None else engine.local_steps.options()),
         "grad_scaler": engine.scaler is not None,
         "seed": engine.seed,
         "step": engine.step,

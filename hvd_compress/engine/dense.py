@@ -1,11 +1,14 @@
 """Gradients that are allreduced without compression: small tensors, biases, norms."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .bucket import in_order_of, is_dense
+from .collectives import Collectives, Handle, allreduce
 
 
 @dataclass(frozen=True)
@@ -41,3 +44,37 @@ def dense_gradient(number: int, parameter: Tensor, grad: Tensor, half: bool, sca
         if ordered.dtype == torch.bfloat16:  # Horovod cannot sum it
             ordered = ordered.float()
     return DenseGradient(number, grad, ordered.as_strided((ordered.numel(),), (1,)), ordered.stride(), scale)
+
+
+class Averaging:
+    """The averages over ranks of many flat tensors, by few allreduces, which are started at once.
+
+    Args:
+        tensors: the same shapes on all ranks, in the same order; not modified before :meth:`results`.
+        label: of the collectives' names.
+    """
+
+    #: Entries of one allreduce, unless a single tensor has more.
+    CAPACITY = 2**22
+
+    def __init__(self, collectives: Collectives, tensors: Sequence[Tensor], label: str) -> None:
+        self._sizes, self._ranks = [tensor.numel() for tensor in tensors], collectives.size
+        groups = defaultdict[object, list[list[int]]](list)
+        for number, tensor in enumerate(tensors):
+            alike = groups[tensor.dtype, tensor.device]
+            if not alike or sum(self._sizes[n] for n in alike[-1]) + tensor.numel() > self.CAPACITY:
+                alike.append([])
+            alike[-1].append(number)
+        self._started: list[tuple[list[int], Handle]] = []
+        for group in (group for alike in groups.values() for group in alike):
+            payload = torch.cat([tensors[number] for number in group])
+            handle = collectives.start(allreduce(payload, "dense_tensor"), f"{label}.{len(self._started)}")
+            self._started.append((group, handle))
+
+    def results(self) -> list[Tensor]:
+        """Waits for the averages, in the order of the tensors."""
+        results: dict[int, Tensor] = {}
+        for group, handle in self._started:
+            average = handle.result() / self._ranks
+            results.update(zip(group, torch.split(average, [self._sizes[number] for number in group]), strict=True))
+        return [results[number] for number in range(len(self._sizes))]

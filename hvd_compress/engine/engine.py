@@ -70,6 +70,8 @@ class Engine:
         label = f"hvd_compress.{zlib.crc32(shapes.encode()):08x}"
         self.exchanges = Exchanges(collectives, self.stats, label)
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
+        #: The :class:`hvd_compress.LocalSteps` that runs the steps instead of a host, if any.
+        self.local_steps: Any = None
         #: Whether the ranks have compared their configurations.
         self.compared = False
         #: The number of parameters of the optimizer whose groups changed most recently, or None.
@@ -216,6 +218,8 @@ class Engine:
         self.step, self.compared, self.undoable, self.regrouped = 0, False, False, None
         for bucket in self.buckets:
             self.method.restart(bucket)
+        if self.local_steps is not None:
+            self.local_steps.restart()
         return True
 
     def unknown_parameters(self, optimizer: Optimizer) -> int:
@@ -228,31 +232,24 @@ class Engine:
             self._warned.add(text)
             warnings.warn(f"{type(self.method).__name__}: {text}", stacklevel=4)
 
-    # For methods that exchange without a host's gradients (Slim-DP's local steps).
-
     @contextmanager
-    def manual_step(self, gradients: int = 0) -> Iterator[None]:
-        """A step whose exchanges the body launches; they are finished after it. In the statistics it replaces
-        ``gradients`` dense exchanges of all parameters."""
+    def outside_steps(self) -> Iterator[None]:
+        """For a host's collectives between two steps, which the body counts in the statistics."""
         with self.entered():
-            try:
-                self._begin_step()
-                for parameter in self.parameters:
-                    if parameter.requires_grad:
-                        self.stats.count_gradient(gradients * parameter.numel(), self.ranks)
-                yield
-                self.exchanges.finish()
-            except BaseException:
-                self.reset()
-                raise
-            self._end_step()
+            self._compare()
+            self.stats.begin_step()
+            yield
+            self.stats.end_step()
 
     # A step.
 
-    def _begin_step(self) -> None:
+    def _compare(self) -> None:
         if not self.compared:
             compare_ranks(self, self._start_timeout)
             self.compared = True
+
+    def _begin_step(self) -> None:
+        self._compare()
         self.scale = self.undo_skipped_step()
         self.undoable = False
         self.ranks = self.collectives.size

@@ -39,7 +39,7 @@ class Exchanges:
     """
 
     def __init__(self, collectives: Collectives, stats: WireStats, label: str) -> None:
-        self._collectives, self._stats, self._label = collectives, stats, label
+        self._collectives, self._stats, self.label = collectives, stats, label
         self._running: list[_Running] = []
         #: Seconds spent waiting so far.
         self.seconds_waited = 0.0
@@ -88,7 +88,7 @@ class Exchanges:
                 self._running.remove(running)
                 return
             self._stats.count_request(request, self._collectives.size)
-            name = f"{self._label}.{bucket.index}.{request.name}.{running.stages[request.name]}"
+            name = f"{self.label}.{bucket.index}.{request.name}.{running.stages[request.name]}"
             running.handle = self._collectives.start(request, name)
             running.stages[request.name] += 1
 

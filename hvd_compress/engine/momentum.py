@@ -36,6 +36,8 @@ class MomentumCorrection:
 
     def take(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.take_momentum`."""
+        if self._engine.local_steps is not None:
+            raise ValueError("take_momentum: with LocalSteps, momentum stays in the optimizer")
         if not isinstance(optimizer, torch.optim.SGD):
             raise TypeError(f"take_momentum knows the momentum of torch.optim.SGD, not of {type(optimizer).__name__}")
         found: set[float | None] = {group.get("momentum") for group in optimizer.param_groups}

@@ -121,6 +121,10 @@ class Compressor(abc.ABC):
         """The residual of a parameter, in its shape: float32."""
         return segment.reshaped(bucket.residual_of(segment))
 
+    def scale_residual(self, bucket: Bucket, factor: float) -> None:
+        """Multiplies the residual by ``factor``, in [0, 1]. Called between steps."""
+        bucket.residual.mul_(factor)
+
     def saved(self, segment: Segment, flat: Tensor) -> Tensor:
         """The part of a bucket-wide state tensor that a checkpoint contains for a parameter: a view."""
         return segment.shaped(flat)
@@ -199,6 +203,7 @@ class Compressor(abc.ABC):
     @property
     def ddp_host(self) -> DDPHost:
         """For :func:`hvd_compress.ddp_hook`."""
+        self._refuse_local_steps()
         if self._ddp_host is None:
             raise RuntimeError(
                 "this compressor is bound to Horovod; for DistributedDataParallel build it with process_group= or in a "
@@ -206,7 +211,12 @@ class Compressor(abc.ABC):
             )
         return self._ddp_host
 
+    def _refuse_local_steps(self) -> None:
+        if self.engine.local_steps is not None:
+            raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
+
     def _horovod(self) -> HorovodHost:
+        self._refuse_local_steps()
         if self._horovod_host is None:
             raise RuntimeError(
                 "this compressor is bound to torch.distributed: use model.register_comm_hook(compression, "

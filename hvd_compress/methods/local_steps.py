@@ -1,166 +1,265 @@
-"""Local steps: several optimizer steps of each rank between two exchanges of parameters.
+"""Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
-The ``anchor`` holds the common parameters after the last exchange; the residual is a rank's difference to it. The
-entries that are sent are averaged and added to the anchor; the rest of the difference stays in the rank's parameters
-and is part of the next difference.
-"""
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.bucket import Bucket, is_dense, make_buckets
+from ..engine.arguments import check_fraction
 from ..engine.collectives import allreduce
-from ..engine.exchange import Exchange
-from ..engine.state import Entry, Recorded, TensorLeaf, Tree
-from ..reference import usable
+from ..engine.dense import Averaging, DenseGradient, dense_gradient
+from ..engine.engine import Engine
+from ..engine.state import Entry, Tree
+from .base import Compressor
+from .common_weights import CommonWeights, scale_residuals
 
-if TYPE_CHECKING:
-    from .sparse import SparseMethod
+# After so many optimizer steps without step() a warning says that it may have been forgotten.
+_FORGOTTEN = 100
 
 
 class LocalSteps:
-    """Runs a method's exchanges from an optimizer's steps instead of from gradients."""
+    r"""Local steps of any optimizer; every ``period`` of them, a compressor exchanges how far the weights have come.
 
-    def __init__(self, method: "SparseMethod", period: int) -> None:
-        self._method, self._period = method, period
-        self._count = 0
-        self._begun = False
-        self._wrapped: Optimizer | None = None
-        self._buckets = method.buckets
-        engine = method.engine
-        sent = {id(place.segment.parameter) for place in engine.places}
-        named = zip(engine.names, engine.parameters, strict=True)
-        rest = [(name, p) for name, p in named if id(p) not in sent and p.requires_grad]
-        for name, p in rest:
-            if p.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not is_dense(p):
-                raise ValueError(
-                    f'{name}: mode="local" needs a floating dtype of at most 32 bits and memory without gaps'
-                )
-        #: Parameters that are averaged completely: norms, biases, small tensors.
-        self._rest = make_buckets(rest, 2**24)
-        for bucket in self._rest:
-            bucket.index += len(self._buckets)
-        for bucket in [*self._buckets, *self._rest]:
-            bucket.add_state("anchor", finite=False)  # as the parameters
-        self._averages = [torch.zeros_like(bucket.residual) for bucket in self._buckets]
+    Implements local SGD (Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019) with the selection,
+    codec and exchange of any compressor; with ``outer_lr`` and ``outer_momentum``, DiLoCo (Douillard et al., arXiv
+    2311.08105); with ``unsent="buffer"``, SparseLoCo's error feedback (Sarfi et al., arXiv 2508.15706). A are the
+    common weights, w_i the weights of rank i after its local steps, r_i the compressor's residual::
 
-    def wrap(self, optimizer: Optimizer) -> Optimizer:
-        """See :meth:`hvd_compress.SlimDP.wrap`."""
-        if self._wrapped is not None:
-            raise ValueError("this compressor wraps an optimizer already")
-        ours = {id(segment.parameter) for bucket in [*self._buckets, *self._rest] for segment in bucket.segments}
-        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("wrap: the optimizer holds none of this compressor's parameters")
+        d_i = w_i - (A + r_i)                     the local progress   (unsent="buffer": w_i - A)
+        a_i = r_i + d_i                           = w_i - A            (unsent="buffer": decay r_i + d_i)
+        u   = mean_i of what the compressor sends of a_i
+        r_i = a_i - what was sent
+        A   = A + outer_lr u                      with outer_momentum, a step of Nesterov's
+        w_i = A + r_i                                                  (unsent="buffer": A)
+
+    Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer::
+
+        compression = hvd_compress.IWP(model.named_parameters(), density=1 / 4)
+        local = hvd_compress.LocalSteps(compression, optimizer, period=16)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+            local.step()
+        local.finish(model)
+
+    All ranks must begin with the same parameters, which the first exchange checks, and call :meth:`step` equally often.
+    The gradients, their clipping and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.
+    Checkpoints: ``compression.state_dict()`` contains this object's state.
+
+    Args:
+        compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its
+            steps (of schedules, ``warmup_steps``, ``budget_interval``) are exchanges.
+        optimizer: the optimizer that takes the local steps. It must hold no trained parameter that the compressor was
+            not given.
+        period: calls of :meth:`step` between two exchanges, at least 1.
+        unsent: where the part of the difference stays that was not sent: in the rank's own ``"weights"``, or in an
+            error-feedback ``"buffer"``, so that all ranks have the same weights after an exchange.
+        decay: factor of that buffer before each exchange, in [0, 1]; SparseLoCo's is 0.95. Only with
+            ``unsent="buffer"``.
+        outer_lr: factor of the averaged difference, above 0; 1 is plain averaging, DiLoCo's is 0.7.
+        outer_momentum: Nesterov momentum of the common weights, in [0, 1); DiLoCo's is 0.9.
+
+    Raises:
+        TypeError: ``compression`` is not a compressor.
+        ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, or with local steps
+            already; an optimizer with unknown parameters, or Horovod's.
+    """
+
+    def __init__(
+        self,
+        compression: Compressor,
+        optimizer: Optimizer,
+        period: int,
+        *,
+        unsent: str = "weights",
+        decay: float = 1.0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+    ) -> None:
+        if not isinstance(compression, Compressor):
+            raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
+        if period < 1:
+            raise ValueError(f"period must be at least 1, got {period}")
+        if unsent not in ("weights", "buffer"):
+            raise ValueError(f"unsent must be weights or buffer, got {unsent!r}")
+        check_fraction("decay", decay)
+        if decay != 1.0 and unsent == "weights":
+            raise ValueError('decay is of the error-feedback buffer: it goes with unsent="buffer"')
+        if not outer_lr > 0.0:
+            raise ValueError(f"outer_lr must be above 0, got {outer_lr}")
+        if not 0.0 <= outer_momentum < 1.0:
+            raise ValueError(f"outer_momentum must lie in [0, 1), got {outer_momentum}")
+        engine = compression.engine
+        if engine.local_steps is not None:
+            raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
+        if compression.options().get("momentum") or engine.scaler is not None:
+            raise ValueError(
+                "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
+                "with momentum=0 and without grad_scaler"
+            )
+        if compression.options().get("sign"):
+            raise ValueError(
+                "local steps move the weights by averages, not by signs: build the compressor with sign=False"
+            )
         if hasattr(optimizer, "_compression"):
-            raise ValueError("wrap takes the plain optimizer, not Horovod's")
-        self._wrapped = optimizer
+            raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
+        self._compression, self._optimizer, self._period, self._unsent = compression, optimizer, period, unsent
+        self._decay, self._outer_lr, self._outer_momentum = decay, outer_lr, outer_momentum
+        self._common = CommonWeights(engine, unsent, outer_lr, outer_momentum)
+        self._check_optimizer()
+        #: Calls of step() since the last exchange, and optimizer steps since the last call.
+        self._since, self._unseen = 0, 0
+        #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
+        self._taken, self._begun = False, False
+        engine.local_steps = self
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        return optimizer
 
-    def anchors(self, bucket: Bucket) -> list[Tensor]:
-        """The common parameters, by segment, in memory order: float32, (entries,)."""
-        return [segment.of(bucket.state["anchor"])[: segment.numel] for segment in bucket.segments]
-
-    def targets(self, bucket: Bucket) -> list[Tensor]:
-        """Where a bucket's averages are written, by segment."""
-        average = self._averages[bucket.index]
-        return [segment.of(average)[: segment.numel] for segment in bucket.segments]
-
-    def restart(self) -> None:
-        """The set of ranks has changed: the parameters at the next step become the anchor."""
-        self._begun = False
-
-    def state(self) -> Tree:
-        """The saved state beyond the method's buckets.
-
-        A rank's difference to the anchor is in its parameters, which the user saves: while the parameters differ,
-        :func:`hvd_compress.reshard` must refuse the states.
-        """
-        return {
-            "count": Entry(vars(self), "_count", int, low=0),
-            "begun": Entry(vars(self), "_begun", bool),
-            "anchors": {
-                s.name: TensorLeaf(s.shaped(b.state["anchor"]), **b.rules["anchor"])
-                for b in self._rest
-                for s in b.segments
-            },
-            "digest of the parameters (call finish() before saving)": Recorded(self._digest),
-        }
-
-    def _digest(self) -> int:
-        """Equal on all ranks if their parameters are."""
-        total = 0
-        for bucket in [*self._buckets, *self._rest]:
-            for segment in bucket.segments:
-                bits = segment.flat_weight().float().view(torch.int32).long()
-                place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
-                total = (total * 31 + int((bits * place).sum())) % 2**61
-        return total
+    # What the user calls.
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Averages all parameters."""
-        with self._method.engine.manual_step():
-            for bucket in [*self._buckets, *self._rest]:
-                self._method.engine.exchanges.launch(bucket, self._whole(bucket))
-        self._begun = True
+    def step(self) -> bool:
+        """Call it after each ``optimizer.step()`` or ``scaler.step(optimizer)``, also if the scaler skips that step.
+        Every ``period``-th call exchanges, and returns True. All ranks must call it equally often: the others wait."""
+        self._begin()
+        self._begun, self._unseen, self._since = True, 0, self._since + 1
+        if self._since < self._period:
+            return False
+        if self._engine.collectives.active:
+            self._exchange()
+        self._since = 0
+        return True
+
+    @torch.no_grad()
+    def finish(self, model: torch.nn.Module | None = None) -> None:
+        """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
+
+        With ``unsent="weights"`` nothing unsent is left afterwards; a ``"buffer"`` is kept. The outer optimizer takes
+        no part. All ranks must call it.
+
+        Args:
+            model: its floating-point buffers, such as BatchNorm's statistics, are averaged, too; others are not
+                touched.
+        """
+        self._begin()
+        engine, weights = self._engine, self._common.weights
+        if not engine.collectives.active:
+            return
+        with engine.outside_steps():
+            whole = [
+                dense_gradient(w.number, w.parameter, w.parameter.to(w.common.dtype, copy=True), False, 1.0)
+                for w in weights
+            ]
+            buffers = [b for b in model.buffers() if b.is_floating_point()] if model is not None else []
+            # In double precision the mean of equal values is that value.
+            payloads = [*(w.payload for w in whole), *(b.double().flatten() for b in buffers)]
+            for payload in payloads:
+                engine.stats.count_request(allreduce(payload, "dense_tensor"), engine.collectives.size)
+            self._count_gradients(self._since)
+            averages = iter(Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results())
+            for weight in whole:
+                weight.store(next(averages))
+            self._common.replace(weight.grad for weight in whole)
+            for buffer in buffers:
+                buffer.copy_(next(averages).view(buffer.shape))
+        self._since = 0
+
+    # What the engine calls.
+
+    def restart(self) -> None:
+        """The set of ranks has changed: the parameters before the next local step become the common weights."""
+        self._taken = self._begun = False
+        self._since = 0
+
+    def options(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {
+            "LocalSteps: period": self._period,
+            "LocalSteps: unsent": self._unsent,
+            "LocalSteps: decay": self._decay,
+            "LocalSteps: outer_lr": self._outer_lr,
+            "LocalSteps: outer_momentum": self._outer_momentum,
+            "LocalSteps: steps since the last exchange": self._since,
+            "LocalSteps: hash of the weights before the first step (were they broadcast?)": self._common.hash(),
+        }
+
+    def state(self) -> Tree:
+        """The saved state, beside the compressor's."""
+        return {
+            **self._common.state(),
+            "since": Entry(vars(self), "_since", int, low=0),
+            "taken": Entry(vars(self), "_taken", bool),
+            "begun": Entry(vars(self), "_begun", bool),
+        }
+
+    # Local steps.
+
+    @property
+    def _engine(self) -> Engine:
+        return self._compression.engine
+
+    def _check_optimizer(self) -> None:
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in self._common.ids for p in held):
+            raise ValueError("the optimizer holds none of the compressor's parameters")
+        if unknown := sum(p.requires_grad and id(p) not in self._common.ids for p in held):
+            raise ValueError(
+                f"{unknown} of the optimizer's parameters would never be averaged: the compressor was not given them, "
+                "or they were frozen when LocalSteps was built"
+            )
 
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
-        if self._method.engine.check_generation() or not self._begun:
-            # All ranks start with the same parameters (after an elastic reset, by Horovod's state.sync()).
-            self._count = 0
-            for bucket in [*self._buckets, *self._rest]:
-                for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
-                    anchor.copy_(segment.flat_weight())
-            self._begun = True
+        self._engine.check_generation()
+        if not self._begun:
+            # Again before each step up to the first call of step(): hvd.broadcast_optimizer_state() may step before the
+            # parameters are broadcast.
+            self._taken = False
+        self._begin()
+        self._unseen += 1
+        if self._unseen == _FORGOTTEN:
+            self._engine.warn(f"{_FORGOTTEN} optimizer steps without LocalSteps.step(): call it after each one")
 
-    def _after_step(self, *_: object) -> None:
-        self._count += 1
-        if self._count % self._period == 0:
-            self._exchange()
+    def _begin(self) -> None:
+        self._engine.check_generation()
+        if not self._taken:
+            self._common.take()
+            self._taken = True
 
-    @torch.no_grad()
     def _exchange(self) -> None:
-        with self._method.engine.manual_step(self._period):
-            for bucket in self._buckets:
-                self._load_difference(bucket)
-                self._method.engine.exchanges.launch(bucket, self._averaged(bucket))
-            for bucket in self._rest:
-                self._method.engine.exchanges.launch(bucket, self._whole(bucket))
+        self._check_optimizer()
+        with self._engine.entered():
+            differences = self._common.differences()
+            try:
+                self._average(differences)
+            except BaseException:
+                self._engine.reset()  # the compressed differences are in the residual, and zero here
+                self._common.put_back(differences)
+                raise
+            self._common.move(differences)
 
-    def _load_difference(self, bucket: Bucket) -> None:
-        for segment, anchor in zip(bucket.segments, self.anchors(bucket), strict=True):
-            difference = segment.of(bucket.residual)[: segment.numel]
-            torch.sub(segment.flat_weight().float(), anchor, out=difference)
-            fits = usable(difference)
-            self._method.invalidate(bucket, ~fits.all())
-            difference.masked_fill_(~fits, 0.0)
+    def _average(self, differences: list[Tensor]) -> None:
+        """Replaces the differences by their averages over the ranks, as far as the compressor sends them."""
+        engine, dense = self._engine, list[DenseGradient]()
+        if self._decay != 1.0:
+            scale_residuals(engine, self._decay)
+        # The last parameters first: their buckets come first.
+        for weight, difference in reversed(list(zip(self._common.weights, differences, strict=True))):
+            arrived = engine.arrive(weight.number, difference)
+            if isinstance(arrived, DenseGradient):
+                dense.append(arrived)
+        self._count_gradients(self._since - 1)  # arrive() has counted one
+        averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.local")
+        engine.finish_step()
+        engine.undoable = False
+        for gradient, average in zip(dense, averaging.results(), strict=True):
+            gradient.store(average)
+            engine.method.dense_averaged(gradient.number, gradient.grad)
+        for bucket in engine.buckets:
+            bucket.apply_deferred()
 
-    def _averaged(self, bucket: Bucket) -> Exchange:
-        average, anchor = self._averages[bucket.index].zero_(), bucket.state["anchor"]
-        yield from self._method.exchange(bucket)
-        self._set_parameters(bucket, anchor + average)
-
-    def _whole(self, bucket: Bucket) -> Exchange:
-        weights = torch.cat([segment.flat_weight().float() for segment in bucket.segments])
-        total = yield allreduce(weights, "dense_tensor", "whole")
-        common = torch.zeros_like(bucket.state["anchor"])
-        sizes = [segment.numel for segment in bucket.segments]
-        for segment, part in zip(bucket.segments, torch.split(total * (1.0 / self._method.ranks), sizes), strict=True):
-            segment.of(common)[: segment.numel] = part
-        bucket.residual.zero_()
-        self._set_parameters(bucket, common)
-
-    def _set_parameters(self, bucket: Bucket, common: Tensor) -> None:
-        """The anchor becomes ``common``, where that is finite, and the parameters ``common`` plus the part of the
-        difference that was not sent. All ranks see a parameter that is not finite; the next exchange is valid again if
-        the user then restores it."""
-        anchor = bucket.state["anchor"]
-        anchor.copy_(torch.where(common.isfinite(), common, anchor))
-        for segment in bucket.segments:
-            segment.flat_weight().copy_(segment.of(common + bucket.residual)[: segment.numel])
+    def _count_gradients(self, steps: int) -> None:
+        """In the statistics: a dense exchange of the gradients of so many steps."""
+        for weight in self._common.weights:
+            self._engine.stats.count_gradient(steps * weight.parameter.numel(), self._engine.collectives.size)

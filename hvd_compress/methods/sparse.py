@@ -261,6 +261,11 @@ class SparseMethod(Compressor):
             return super().held(bucket, segment)
         return segment.reshaped(bucket.residual_of(segment) + means.residual_of(segment))
 
+    def scale_residual(self, bucket: Bucket, factor: float) -> None:
+        super().scale_residual(bucket, factor)
+        if (means := self._plans[bucket.index].block_means) is not None:
+            means.unsent.mul_(factor)
+
     def depends_on_memory_order(self) -> bool:
         """Whether the state depends on the order in which parameters lie in memory."""
         return self._block_means

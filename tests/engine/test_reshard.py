@@ -10,7 +10,7 @@ from methods import FORGETFUL, METHODS, SMALL, TRAINED
 from torch import Tensor
 
 import hvd_compress
-from hvd_compress import IWP, SlimDP
+from hvd_compress import IWP
 from hvd_compress.hosts.threads import ThreadWorld
 
 
@@ -160,11 +160,10 @@ def test_wrong_states_raise_an_error():
             hvd_compress.reshard(wrong)
 
 
-def test_local_steps_are_converted_after_finish_only():
+@pytest.mark.parametrize("unsent", ["weights", "buffer"])
+def test_local_steps_are_converted_after_finish_only(unsent):
     """Between exchanges each rank's parameters differ, and they are in the user's model."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(64, 64)
-    build = partial(SlimDP, mode="local", density=1 / 8, period=3)
 
     def steps(world, ranks, count, seed):
         def body(i):
@@ -173,36 +172,36 @@ def test_local_steps_are_converted_after_finish_only():
                 for p in ranks[i].model.parameters():
                     p.grad = torch.randn(p.shape, generator=generator)
                 ranks[i].optimizer.step()
+                ranks[i].local.step()
 
         world.run(body)
 
-    def wrapped(size, model):
-        world, ranks = replicas(size, build, model=model)
+    def local(size, model):
+        world, ranks = replicas(size, partial(hvd_compress.SlimDP, density=1 / 8), model=model)
         for r in ranks:
-            r.optimizer = r.compression.wrap(torch.optim.SGD(r.model.parameters(), lr=0.1))
+            r.optimizer = torch.optim.SGD(r.model.parameters(), lr=0.1)
+            r.local = hvd_compress.LocalSteps(r.compression, r.optimizer, 3, unsent=unsent, outer_momentum=0.5)
         return world, ranks
 
-    world, ranks = wrapped(2, model)
+    world, ranks = local(2, torch.nn.Linear(64, 64))
     steps(world, ranks, 4, 0)
-    says = r"shared.extra.local.digest of the parameters \(call finish\(\) before saving\): differs between rank 0"
+    says = r"local_steps.hash of the weights \(call finish\(\) before saving\): differs between rank 0 and rank 1"
     with pytest.raises(ValueError, match=says):
         hvd_compress.reshard([r.compression.state_dict() for r in ranks])
-    world.run(lambda i: ranks[i].compression.finish())
+    world.run(lambda i: ranks[i].local.finish())
     state = hvd_compress.reshard([r.compression.state_dict() for r in ranks])
-    steps(world, ranks, 1, 100)  # in the middle of a period
-    with pytest.raises(ValueError, match=says):
-        hvd_compress.reshard([r.compression.state_dict() for r in ranks])
-    world.run(lambda i: ranks[i].compression.finish())
+    held = torch.stack([r.compression.residual("weight") for r in ranks]).mean(0)
+    assert held.any() == (unsent == "buffer")
 
-    world, fresh = wrapped(3, ranks[0].model)
-    state = hvd_compress.reshard([r.compression.state_dict() for r in ranks])
+    world, fresh = local(3, ranks[0].model)
     for r in fresh:
         r.compression.load_state_dict(state)
+        torch.testing.assert_close(r.compression.residual("weight"), held, rtol=0, atol=1e-6)
     steps(world, fresh, 5, 200)
-    anchors = [r.compression.buckets[0].state["anchor"] for r in fresh]
-    assert all(torch.equal(anchors[0], other) for other in anchors[1:])
-    assert not torch.equal(anchors[0][: 64 * 64].view(64, 64), ranks[0].model.weight)
-    world.run(lambda i: fresh[i].compression.finish())
+    common = [r.local._common.weights[0].common for r in fresh]
+    assert all(torch.equal(common[0], other) for other in common[1:])
+    assert not torch.equal(common[0], ranks[0].model.weight)
+    world.run(lambda i: fresh[i].local.finish())
     assert all(torch.equal(fresh[0].model.weight, r.model.weight) for r in fresh)
 
 

@@ -15,13 +15,20 @@ from harness import Rank, random_steps, replicas
 from methods import METHODS, SMALL, TRAINED, fitting
 from torch import Tensor
 
-from hvd_compress import SlimDP
+from hvd_compress import LocalSteps, SlimDP
 from hvd_compress.engine.state import same
 from hvd_compress.hosts.threads import ThreadWorld
 
 MISSING = object()
-LOCAL = partial(SlimDP, density=1 / 8, mode="local", period=2)
 STEPS = 4
+
+
+def with_local_steps(named_parameters: Any, **options: Any) -> SlimDP:
+    """A compressor that serves local steps, which are in its state."""
+    named = list(named_parameters)
+    compression = SlimDP(named, density=1 / 8, **options)
+    LocalSteps(compression, torch.optim.SGD([p for _, p in named], lr=0.1), 2, outer_momentum=0.5)
+    return compression
 
 
 class Damage(NamedTuple):
@@ -127,19 +134,17 @@ def trained(build: Any) -> tuple[ThreadWorld, list[Rank]]:
 
 def go_on(world: ThreadWorld, ranks: list[Rank], steps: range) -> list[Tensor]:
     """More steps: the first rank's averages, or its parameters with local steps."""
-    if ranks[0].compression.options().get("mode") != "local":
+    if ranks[0].compression.engine.local_steps is None:
         return random_steps(world, ranks, steps)[0]
 
     def body(i: int) -> None:
-        optimizer = torch.optim.SGD(ranks[i].model.parameters(), lr=0.1)
-        # Once: a second optimizer would count its steps, too.
-        if not hasattr(ranks[i], "optimizer"):
-            ranks[i].optimizer = ranks[i].compression.wrap(optimizer)
+        local = ranks[i].compression.engine.local_steps
         for step in steps:
             for number, p in enumerate(ranks[i].model.parameters()):
                 generator = torch.Generator().manual_seed(100 * step + 10 * i + number)
                 p.grad = torch.randn(p.shape, generator=generator)
-            ranks[i].optimizer.step()
+            local._optimizer.step()
+            local.step()
 
     world.run(body)
     return list(ranks[0].model.parameters())
@@ -171,17 +176,17 @@ def check(build: Any, share: int = 1) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "slimdp-local"])
+@pytest.mark.parametrize("name", [*TRAINED, "local-steps"])
 def test_damaged_states_are_refused(name):
     """One of each class, a fifth of the damages; test_all_damaged_states_are_refused has all."""
-    check({**TRAINED, "slimdp-local": LOCAL}[name], share=5)
+    check({**TRAINED, "local-steps": with_local_steps}[name], share=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("name", [*METHODS, "slimdp-local"])
+@pytest.mark.parametrize("name", [*METHODS, "local-steps"])
 def test_all_damaged_states_are_refused(name, momentum):
-    build = {**METHODS, "slimdp-local": LOCAL}[name]
-    if name != "slimdp-local":
+    build = {**METHODS, "local-steps": with_local_steps}[name]
+    if name != "local-steps":
         build = partial(build, **fitting(build, {"momentum": momentum}))
     check(build)

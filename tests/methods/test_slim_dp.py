@@ -90,10 +90,6 @@ def test_the_explorer_is_drawn_after_the_density_falls_from_one():
         ({"reselect": 0}, "reselect must be at least 1"),
         ({"gradient_weight": -1.0}, "gradient_weight must not be negative"),
         ({"smoothing": 1.0}, "smoothing must lie in"),
-        ({"mode": "remote"}, "mode must be gradient or local"),
-        ({"period": 2}, "period must be at least 1"),
-        ({"mode": "local", "dense_values": "fp16"}, "leave dense_values out"),
-        ({"mode": "local", "momentum": 0.9}, "momentum and grad_scaler stay with the optimizer"),
     ],
 )
 def test_wrong_arguments_raise_an_error(options, says):

@@ -43,10 +43,6 @@ def is_demo(method: str) -> bool:
     return method.partition("-")[0] == "demo"
 
 
-def is_slim_dp(method: str) -> bool:
-    return method == "slimdp"
-
-
 def names_of(cases: Cases, method: str) -> list[str]:
     """The cases to run for a method if the plan names none."""
     return [n for n, c in cases.items() if not c.named and c.applies(method) and (method == "iwp" or not c.once)]

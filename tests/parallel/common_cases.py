@@ -7,7 +7,7 @@ from pathlib import Path
 
 import job
 import torch
-from cases import Cases, has_exact_options, has_momentum, is_demo, is_slim_dp, register
+from cases import Cases, has_exact_options, has_momentum, is_demo, register
 from job import DEVICE, Branches, Job
 from methods import EXACT, FORGETFUL, METHODS, TRAINED
 
@@ -172,27 +172,52 @@ def checkpoint():
         assert torch.equal(a, b)
 
 
-@register(CASES, applies=is_slim_dp)
+@register(CASES, named=True)
 def local_steps():
-    """Slim-DP around a plain optimizer: between exchanges, parameters that were not sent differ between ranks."""
-    torch.manual_seed(0)
-    model = Branches().to(DEVICE)
-    options = dict(mode="local", period=4, density=1 / 8, bucket_mb=0.02)
-    compression = hvd_compress.SlimDP(model.named_parameters(), **options)
-    optimizer = compression.wrap(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    data = torch.Generator().manual_seed(job.host.rank())
-    for _ in range(24):
-        x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x, range(6)), x.mean((1, 2, 3)).gt(0).long()).backward()
-        optimizer.step()
-    before = job.host.gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert not torch.equal(before[0], before[1])
-    compression.finish()
-    assert compression.stats()["steps"] == 24 // 4 + 1
-    after = job.host.gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert all(torch.equal(after[0], other) for other in after)
-    torch.testing.assert_close(after[0], before.mean(0), rtol=0, atol=1e-5)
+    """The plain model and optimizer: common weights are equal after each exchange, and nothing is lost. At the end all
+    ranks have the same parameters and BatchNorm statistics."""
+    for unsent in ("weights", "buffer"):
+        torch.manual_seed(0)
+        model = Branches().to(DEVICE)
+        compression = job.build(model.named_parameters(), density=1 / 8, bucket_mb=0.02)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        local = hvd_compress.LocalSteps(compression, optimizer, 4, unsent=unsent)
+        data = torch.Generator().manual_seed(job.host.rank())
+
+        def everyone(tensors):
+            return job.host.gather(torch.cat([t.detach().double().flatten() for t in tensors]).cpu())
+
+        for _ in range(16):
+            x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x, range(6)), x.mean((1, 2, 3)).gt(0).long()).backward()
+            optimizer.step()
+            before = _with_residuals(model, compression, unsent)
+            if local.step():
+                common = everyone(weight.common for weight in local._common.weights)
+                assert all(torch.equal(common[0], other) for other in common)
+                after = everyone(_with_residuals(model, compression, unsent))
+                if job.method not in FORGETFUL:
+                    atol = 1e-2 if "fp16" in METHODS[job.method].keywords.values() else 1e-5
+                    torch.testing.assert_close(after.mean(0), everyone(before).mean(0), rtol=0, atol=atol)
+        mine = everyone(model.parameters())
+        assert torch.equal(mine[0], mine[1]) == (unsent == "buffer" or job.method in FORGETFUL)
+        statistics = everyone([model.norm.running_mean, model.norm.running_var])
+        assert not torch.equal(statistics[0], statistics[1])
+        local.finish(model)
+        assert compression.stats()["steps"] == 16 // 4
+        after = everyone(model.parameters())
+        assert all(torch.equal(after[0], other) for other in after)
+        torch.testing.assert_close(after[0], mine.mean(0), rtol=0, atol=1e-5)
+        after = everyone([model.norm.running_mean, model.norm.running_var])
+        torch.testing.assert_close(after, statistics.mean(0).expand_as(after), rtol=1e-6, atol=1e-6)
+        job.host.barrier()
+
+
+def _with_residuals(model, compression, unsent):
+    """What an exchange keeps the mean of."""
+    named = [(name, p.detach().double().cpu()) for name, p in model.named_parameters()]
+    return [p if unsent == "weights" else p + compression.residual(name).double().cpu() for name, p in named]
 
 
 @register(CASES, named=True)

@@ -18,15 +18,16 @@ def all_cases(method):
 
 def test_all_cases():
     plan = {name: ["accumulation", "bfloat16_parameters", "checkpoint"] for name in TRAINED}
+    plan["fft"] += ["local_steps"]
     plan["slimdp"] += ["local_steps"]
-    run_cases(["--ddp", "2"], {**plan, "iwp": [*all_cases("iwp"), "checkpoint"]}, timeout=300, steps=15)
+    run_cases(["--ddp", "2"], {**plan, "iwp": [*all_cases("iwp"), "checkpoint", "local_steps"]}, timeout=300, steps=15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
 @pytest.mark.parametrize("family", GROUPS)
 def test_all_cases_of_every_method(ranks, family):
-    plan = {method: [*all_cases(method), "checkpoint"] for method in GROUPS[family]}
+    plan = {method: [*all_cases(method), "checkpoint", "local_steps"] for method in GROUPS[family]}
     run_cases(ranks, plan, timeout=1200, steps=20)
 
 

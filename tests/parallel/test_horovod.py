@@ -29,12 +29,14 @@ def test_one_process_trains_as_without_compression():
 def test_all_cases_with_mpi():
     plan = {name: ["accumulation", "bfloat16_parameters"] for name in OTHERS}
     plan["slimdp"] += ["local_steps"]
-    run_cases(["2"], {"iwp": all_cases("iwp"), **plan}, timeout=300, steps=15)
+    run_cases(["2"], {"iwp": [*all_cases("iwp"), "local_steps"], **plan}, timeout=300, steps=15)
 
 
 def test_three_ranks_with_gloo():
     names = ("iwp", "iwp-lloyd4", "fft-gather", "mipd", "mp2", "terngrad", "powersgd")
-    run_cases(["--gloo", "3"], {name: ["plain", "process_set"] for name in names}, timeout=300, steps=15)
+    plan = {name: ["plain", "process_set"] for name in names}
+    plan["mipd"] += ["local_steps"]
+    run_cases(["--gloo", "3"], plan, timeout=300, steps=15)
 
 
 def test_a_checkpoint_resumes_bit_exactly():
@@ -46,7 +48,7 @@ def test_a_checkpoint_resumes_bit_exactly():
 @on_every_launch
 @pytest.mark.parametrize("method", WHOLE)
 def test_all_cases(ranks, method):
-    run_cases(ranks, {method: [*all_cases(method), "thousand_steps"]}, timeout=600)
+    run_cases(ranks, {method: [*all_cases(method), "local_steps", "thousand_steps"]}, timeout=600)
 
 
 @pytest.mark.slow
@@ -64,8 +66,7 @@ def test_every_other_method(ranks, method):
     # More ranks than cores: fewer steps.
     cases = [*FEW, "thousand_steps" if ranks == ["2"] else "hundreds_of_steps"]
     cases += ["dense_at_density_one"] if method in EXACT else []
-    cases += ["local_steps"] if method == "slimdp" else []
-    run_cases(ranks, {method: cases}, timeout=600)
+    run_cases(ranks, {method: [*cases, "local_steps"]}, timeout=600)
 
 
 @pytest.mark.slow

@@ -1,0 +1,153 @@
+"""The weights that all ranks share between local steps, and each rank's own weights relative to them."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.engine import Engine, Place
+from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
+from ..reference import usable
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter and what all ranks share of it, in its shape and memory order.
+
+    ``common``: the common weights, float32 or wider. ``velocity``: of the outer momentum, if there is any. ``place``:
+    where the compressor keeps it, or None if it is not compressed.
+    """
+
+    number: int
+    name: str
+    parameter: torch.nn.Parameter
+    place: Place | None
+    common: Tensor
+    velocity: Tensor | None
+
+    @property
+    def order(self) -> Any:
+        """The stream order of the work on it."""
+        return nullcontext() if self.place is None else self.place.bucket.order
+
+
+class CommonWeights:
+    """The common weights of an engine's trained parameters, and the outer optimizer that moves them.
+
+    Args:
+        engine: of the compressor.
+        unsent: ``"weights"``: the compressor's residual is a part of the rank's weights; ``"buffer"``: it is not.
+        lr, momentum: of the outer optimizer, see :class:`hvd_compress.LocalSteps`.
+    """
+
+    def __init__(self, engine: Engine, unsent: str, lr: float, momentum: float) -> None:
+        self._engine, self._unsent, self._lr, self._momentum = engine, unsent, lr, momentum
+        self.weights: list[Weight] = []
+        for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
+            place = engine.place_of(number)
+            if not p.requires_grad and place is None:
+                continue
+            if not p.is_floating_point():
+                raise ValueError(f"{name}: local steps need a floating dtype, got {p.dtype}")
+            common = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+            velocity = torch.zeros_like(common) if momentum else None
+            self.weights.append(Weight(number, name, p, place, common, velocity))
+        self.ids = {id(weight.parameter) for weight in self.weights}
+
+    def take(self) -> None:
+        """The parameters become the common weights. They must be the same on all ranks."""
+        for weight in self.weights:
+            weight.common.copy_(weight.parameter)
+            if weight.velocity is not None:
+                weight.velocity.zero_()
+        self._forget_unsent()
+
+    def replace(self, average: Iterable[Tensor]) -> None:
+        """The average of all ranks' weights becomes the common weights, where it is usable, and the parameters."""
+        for weight, mean in zip(self.weights, average, strict=True):
+            weight.common.copy_(torch.where(usable(mean), mean, weight.common))
+            weight.parameter.copy_(mean)
+        self._forget_unsent()
+
+    def differences(self) -> list[Tensor]:
+        """How far each parameter has come since the last exchange. Leaves the common weights in the parameters:
+        compressors that select by weights need the same on all ranks."""
+        differences = []
+        for weight in self.weights:
+            p, wide = weight.parameter, weight.common.dtype
+            with weight.order:
+                difference = p.to(wide) - self._start(weight).to(p.dtype).to(wide)
+                p.copy_(weight.common)
+            # A compressed gradient has the parameter's dtype.
+            differences.append(difference if weight.place is None else difference.to(p.dtype))
+        return differences
+
+    def move(self, averages: list[Tensor]) -> None:
+        """Moves the common weights by the averaged differences, where these are usable, which become 0; then
+        :meth:`put_back`. All operations are rounded by IEEE 754: the result is the same on all processors."""
+        for weight, average in zip(self.weights, averages, strict=True):
+            with weight.order:
+                fits = usable(average)
+                step = average.masked_fill(~fits, 0.0).to(weight.common.dtype)
+                if weight.velocity is not None:
+                    weight.velocity.mul_(self._momentum).add_(step)
+                    step = step + weight.velocity * self._momentum
+                weight.common.add_(step if self._lr == 1.0 else step * self._lr)
+                average.masked_fill_(fits, 0.0)
+        self.put_back(averages)
+
+    def put_back(self, rest: list[Tensor]) -> None:
+        """Writes this rank's weights to the parameters: the common weights, the part of the difference that was not
+        sent, and ``rest``. So all ranks see what is not finite, and the next exchange is valid again if the user
+        restores the parameters."""
+        for weight, more in zip(self.weights, rest, strict=True):
+            with weight.order:
+                weight.parameter.copy_(self._start(weight) + more)
+
+    def hash(self) -> int:
+        """Of the common weights."""
+        return _hash(weight.common for weight in self.weights)
+
+    def state(self) -> dict[str, Tree]:
+        """The saved state. A rank's own weights are in the model, which the user saves: while they differ between
+        ranks, :func:`hvd_compress.reshard` must refuse the states."""
+        return {
+            "made_with": {"unsent": Fixed(self._unsent), "outer momentum": Fixed(bool(self._momentum))},
+            "common": {w.name: TensorLeaf(w.common) for w in self.weights},
+            "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},
+            "hash of the weights (call finish() before saving)": Recorded(
+                lambda: _hash(w.parameter.detach().to(w.common.dtype) for w in self.weights)
+            ),
+        }
+
+    def _start(self, weight: Weight) -> Tensor:
+        """This rank's weights after an exchange, in the dtype of the common weights."""
+        if weight.place is None or self._unsent == "buffer":
+            return weight.common
+        unsent: Tensor = self._engine.method.held(weight.place.bucket, weight.place.segment)
+        return weight.common + unsent
+
+    def _forget_unsent(self) -> None:
+        """The parameters have changed: the residual is no part of them."""
+        if self._unsent == "weights":
+            scale_residuals(self._engine, 0.0)
+
+
+def scale_residuals(engine: Engine, factor: float) -> None:
+    """Multiplies all residuals by ``factor``."""
+    for bucket in engine.buckets:
+        with bucket.order:
+            engine.method.scale_residual(bucket, factor)
+
+
+def _hash(tensors: Iterable[Tensor]) -> int:
+    """Equal for equal bits."""
+    total = 0
+    for tensor in tensors:
+        bits = tensor.flatten().view(torch.int32 if tensor.element_size() == 4 else torch.int64).long()
+        place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        total = (total * 31 + int((bits * place).sum())) % 2**61
+    return total
