@@ -34,7 +34,7 @@ class DeMo(TransformedMethod):
         w   = w - lr (sign(H q) + weight_decay w)        by the optimizer: H is its own inverse
 
     The paper's: the momentum that each rank keeps for itself, of which only fast components are sent, the transform,
-    the sign. Ours: leaders and the ring, whose bytes do not grow with the ranks; integers of 4 bits; the
+    the sign. Ours: leaders and the ring, whose bytes do not grow with the ranks; codebooks of 4 bits; the
     Walsh-Hadamard transform in place of a DCT. With ``exchange="gather"``, as in the paper, every rank selects its own
     coefficients and sends them to all.
 
@@ -47,7 +47,7 @@ class DeMo(TransformedMethod):
         density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule
             (:mod:`hvd_compress.schedule`).
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
-            ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
+            ``"lloyd4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
         exchange: ``"ring"`` or ``"gather"``.
         leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
         explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
@@ -66,7 +66,7 @@ class DeMo(TransformedMethod):
             compressor.
     """
 
-    codecs: ClassVar[dict[str, str]] = {"ring": "lanes4", "gather": "range10-gather"}
+    codecs: ClassVar[dict[str, str]] = {"ring": "lloyd4", "gather": "range10-gather"}
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class DeMo(TransformedMethod):
         decay: float = 0.999,
         sign: bool = True,
         dense_momentum: float = 0.9,
-        budget_interval: int = 0,
+        budget_interval: int = 100,
         warmup_steps: int = 0,
         momentum: float = 0.0,
         **common: Any,

@@ -8,17 +8,15 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each after a norm and added to its input: (n, length, width)."""
+    """Attention and a two-layer network, each after a norm and added to its input: (n, length, width). Without biases,
+    as is usual today: they would travel uncompressed."""
 
     def __init__(self, width: int, heads: int, hidden: int, causal: bool):
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.norm1, self.attention, self.output = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.attention, self.output = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.attention(self.norm1(x)).unflatten(2, (3, self.heads, -1))
@@ -36,7 +34,7 @@ class GPT(nn.Module):
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.empty(context, width))
         self.blocks = nn.Sequential(*(Block(width, heads, 4 * width, causal=True) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width, bias=False)
         _initialise(self, layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -55,7 +53,7 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.positions = nn.Parameter(torch.empty((size // patch) ** 2, width))
         self.blocks = nn.Sequential(*(Block(width, heads, 2 * width, causal=False) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, classes)
         _initialise(self, layers)
 
     def forward(self, images: Tensor) -> Tensor:
