@@ -20,7 +20,7 @@ import table
 import torch
 from experiment.files import script_parser, write_json
 
-from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, SlimDP, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, DeMo, SlimDP, TernGrad, TopK
 from hvd_compress.hosts.threads import ThreadWorld
 
 COUNTED, MODELLED, PRINTED = (2, 4, 8, 16), (64, 256, 1024), (2, 4, 16, 64, 1024)
@@ -92,10 +92,12 @@ METHODS: dict[str, tuple[Callable[..., Compressor], float | None, Callable[[Wire
     "IWP": (IWP, 1 / 32, lambda w: w.leaders() + w.with_means().lanes4() + w.rest()),
     "IWP, lloyd4": (_lloyd4, 1 / 32, lambda w: w.leaders() + w.with_means().lloyd4() + w.rest()),
     "FFT": (FFT, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
+    "DeMo": (DeMo, 1 / 16, lambda w: w.leaders() + w.lloyd4() + w.rest()),
     "MIPD": (MIPD, 1 / 64, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "SlimDP": (SlimDP, 1 / 32, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "MP2": (MP2, 1 / 9, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "FFT, gather": (_gathered, 1 / 32, lambda w: w.frequencies() + w.rest()),
+    "DeMo, gather": (partial(DeMo, exchange="gather"), 1 / 64, lambda w: w.frequencies() + w.rest()),
     "TopK": (TopK, 1 / 256, lambda w: w.per_rank() + w.rest()),
     "DGC": (DGC, 1 / 1000, lambda w: w.per_rank() + w.rest()),
     "QSGD": (QSGD, None, lambda w: w.agreed() + w.levels() + w.rest()),
