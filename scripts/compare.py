@@ -131,9 +131,10 @@ class Comparison:
         """Of train.py, where later ones win: a variant's own options override what is compared, those after -- do
         not."""
         args, own = self.args, ["--compression", variant.method, "--host", variant.host, "--seed", str(seed)]
-        own += ["--optimizer", "plain"] if compressors.METHODS[variant.method].optimizer == "plain" else []
+        has_own_momentum = compressors.METHODS[variant.method].optimizer == "plain"
+        own += ["--optimizer", "plain"] if has_own_momentum else []
         if args.momentum_correction:
-            own += ["--momentum-correction"] if variant.has("momentum_correction") else []
+            own += ["--momentum-correction"] if variant.has("momentum_correction") and not has_own_momentum else []
             own += ["--dense-values", "fp16"] if variant.has("dense_values") else []
         common = ["--data", args.data, "--model", args.model, "--epochs", str(args.epochs)]
         return (*args.train, *common, *own, *variant.options)

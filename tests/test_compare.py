@@ -52,7 +52,7 @@ def test_list_names_every_method_and_its_paper(capsys):
 
 
 def test_variants_have_their_own_options_and_methods_only_those_they_know():
-    given = ["--methods", "none,iwp,iwp@one,ddp-qsgd", "--momentum-correction", "--epochs", "3"]
+    given = ["--methods", "none,iwp,iwp@one,ddp-qsgd,demo", "--momentum-correction", "--epochs", "3"]
     args = compare.parse([*given, "--option", "iwp@one:--leaders 1", "--", "--lr", "0.2"])
     of = {variant.label: compare.Comparison(args).arguments(variant, 7) for variant in args.variants}
     common = ("--lr", "0.2", "--data", "digits", "--model", "cnn", "--epochs", "3")
@@ -60,6 +60,8 @@ def test_variants_have_their_own_options_and_methods_only_those_they_know():
     assert of["none"] == (*common, "--compression", "none", "--host", "horovod", "--seed", "7")
     assert of["iwp"] == (*common, "--compression", "iwp", "--host", "horovod", "--seed", "7", *ours)
     assert of["iwp@one"] == (*of["iwp"], "--leaders", "1")
+    own = ("--optimizer", "plain", "--dense-values", "fp16")
+    assert of["demo"] == (*common, "--compression", "demo", "--host", "horovod", "--seed", "7", *own)
     assert of["ddp-qsgd"] == (*common, "--compression", "qsgd", "--host", "ddp", "--seed", "7", *ours)
 
 
