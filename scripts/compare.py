@@ -85,6 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.variants = comparison.variants(args.methods, args.option)
         args.rates = comparison.learning_rates(args.methods, args.lrs)
         if args.simulate:
+            if other := [variant.label for variant in args.variants if variant.host != "horovod"]:
+                raise ValueError(f"--simulate replaces Horovod, not torch DDP: {', '.join(other)}")
             args.variants = [replace(variant, host="threads") for variant in args.variants]
         if not all(0 < Fraction(text) <= 1 for text in args.budgets):
             raise ValueError(f"a budget is a share of the dense bytes, as 1/64; got {','.join(args.budgets)}")

@@ -76,6 +76,7 @@ def test_variants_have_their_own_options_and_methods_only_those_they_know():
         ("--methods iwp --lrs fft:0.1", "expected RATES or METHOD:RATES"),
         ("--methods iwp --lrs 0.1,0", "above 0"),
         ("--methods iwp --lrs 0.1,0.1", "only once"),
+        ("--methods iwp,ddp-iwp --simulate", "not torch DDP: ddp-iwp"),
         ("--methods iwp --budgets 1/0", "Fraction"),
         ("--methods iwp --budgets 1/64 --option iwp:--density=1/8", "determined by the budget"),
     ],
