@@ -20,7 +20,7 @@ from .transformed import TransformedMethod
 
 
 class DeMo(TransformedMethod):
-    r"""Decoupled momentum: what is large in each rank's momentum is sent and leaves it; weights move by its sign.
+    r"""Decoupled momentum: each rank sends the largest coefficients of its momentum; weights move by averages' signs.
 
     Implements the published idea of Peng, Quesnelle & Kingma, *DeMo: Decoupled Momentum Optimization* (2024; arXiv
     2411.19870). It replaces AdamW: the momentum is in this object, the optimizer is ``torch.optim.SGD`` without
@@ -52,8 +52,9 @@ class DeMo(TransformedMethod):
         leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
         explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
         decay: of each rank's momentum, in (0, 1].
-        sign: replace averaged gradients by their signs. Without it, averages are sums of gradients that have waited,
-            for an optimizer of your choice; uncompressed gradients are plain averages.
+        sign: replace averaged gradients by their signs. Without it, a gradient is the average of what was sent, which
+            contains gradients of earlier steps, for an optimizer of your choice; uncompressed gradients are plain
+            averages.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
