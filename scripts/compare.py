@@ -85,6 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.variants = comparison.variants(args.methods, args.option)
         args.rates = comparison.learning_rates(args.methods, args.lrs)
         if args.simulate:
+            if other := [variant.label for variant in args.variants if variant.host != "horovod"]:
+                raise ValueError(f"--simulate replaces Horovod, not torch DDP: {', '.join(other)}")
             args.variants = [replace(variant, host="threads") for variant in args.variants]
         if not all(0 < Fraction(text) <= 1 for text in args.budgets):
             raise ValueError(f"a budget is a share of the dense bytes, as 1/64; got {','.join(args.budgets)}")
@@ -131,9 +133,10 @@ class Comparison:
         """Of train.py, where later ones win: a variant's own options override what is compared, those after -- do
         not."""
         args, own = self.args, ["--compression", variant.method, "--host", variant.host, "--seed", str(seed)]
-        own += ["--optimizer", "plain"] if compressors.METHODS[variant.method].optimizer == "plain" else []
+        has_own_momentum = compressors.METHODS[variant.method].optimizer == "plain"
+        own += ["--optimizer", "plain"] if has_own_momentum else []
         if args.momentum_correction:
-            own += ["--momentum-correction"] if variant.has("momentum_correction") else []
+            own += ["--momentum-correction"] if variant.has("momentum_correction") and not has_own_momentum else []
             own += ["--dense-values", "fp16"] if variant.has("dense_values") else []
         common = ["--data", args.data, "--model", args.model, "--epochs", str(args.epochs)]
         return (*args.train, *common, *own, *variant.options)

@@ -52,7 +52,7 @@ def test_list_names_every_method_and_its_paper(capsys):
 
 
 def test_variants_have_their_own_options_and_methods_only_those_they_know():
-    given = ["--methods", "none,iwp,iwp@one,ddp-qsgd", "--momentum-correction", "--epochs", "3"]
+    given = ["--methods", "none,iwp,iwp@one,ddp-qsgd,demo", "--momentum-correction", "--epochs", "3"]
     args = compare.parse([*given, "--option", "iwp@one:--leaders 1", "--", "--lr", "0.2"])
     of = {variant.label: compare.Comparison(args).arguments(variant, 7) for variant in args.variants}
     common = ("--lr", "0.2", "--data", "digits", "--model", "cnn", "--epochs", "3")
@@ -60,6 +60,8 @@ def test_variants_have_their_own_options_and_methods_only_those_they_know():
     assert of["none"] == (*common, "--compression", "none", "--host", "horovod", "--seed", "7")
     assert of["iwp"] == (*common, "--compression", "iwp", "--host", "horovod", "--seed", "7", *ours)
     assert of["iwp@one"] == (*of["iwp"], "--leaders", "1")
+    own = ("--optimizer", "plain", "--dense-values", "fp16")
+    assert of["demo"] == (*common, "--compression", "demo", "--host", "horovod", "--seed", "7", *own)
     assert of["ddp-qsgd"] == (*common, "--compression", "qsgd", "--host", "ddp", "--seed", "7", *ours)
 
 
@@ -74,6 +76,7 @@ def test_variants_have_their_own_options_and_methods_only_those_they_know():
         ("--methods iwp --lrs fft:0.1", "expected RATES or METHOD:RATES"),
         ("--methods iwp --lrs 0.1,0", "above 0"),
         ("--methods iwp --lrs 0.1,0.1", "only once"),
+        ("--methods iwp,ddp-iwp --simulate", "not torch DDP: ddp-iwp"),
         ("--methods iwp --budgets 1/0", "Fraction"),
         ("--methods iwp --budgets 1/64 --option iwp:--density=1/8", "determined by the budget"),
     ],

@@ -14,8 +14,9 @@ struct Normalised {
   HVD_BODY float operator()(float value) const { return value * (1.0f / kGain); }
 };
 
-// The sums and differences of two bits of the positions. Reads groups of four adjacent values and
-// writes them a quarter of a block apart, so that the same loop serves all bits in turn.
+// Two of the transform's eight stages, those of the two lowest bits of the position. The results
+// are written a quarter of a block apart, which rotates the position by two bits: the same loop
+// serves all stages.
 template <typename To, typename Finish>
 HVD_BODY void combine_two_bits(const float* __restrict from, To* __restrict to, Finish finish) {
   constexpr int kQuarter = kBlock / 4;

@@ -17,8 +17,8 @@ class DenseVelocity:
 
     def update(self, number: int, grad: Tensor, momentum: float, sign: bool = False) -> None:
         """Replaces the averaged gradient of parameter ``number`` by ``momentum * velocity + gradient``, or by its
-        ``sign``, where the average is usable: the rest stays as it is, for the user to see, and does not enter the
-        velocity."""
+        ``sign``. Entries that are not usable stay in the gradient, for the user to see, and do not enter the velocity.
+        """
         engine, name = self._engine, self._engine.names[number]
         velocity = self._velocities.get(name)
         if velocity is None:

@@ -20,7 +20,7 @@ from .transformed import TransformedMethod
 
 
 class DeMo(TransformedMethod):
-    r"""Decoupled momentum: what is large in each rank's momentum is sent and leaves it; weights move by its sign.
+    r"""Decoupled momentum: each rank sends the largest coefficients of its momentum; weights move by averages' signs.
 
     Implements the published idea of Peng, Quesnelle & Kingma, *DeMo: Decoupled Momentum Optimization* (2024; arXiv
     2411.19870). It replaces AdamW: the momentum is in this object, the optimizer is ``torch.optim.SGD`` without
@@ -52,8 +52,9 @@ class DeMo(TransformedMethod):
         leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
         explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
         decay: of each rank's momentum, in (0, 1].
-        sign: replace averaged gradients by their signs. Without it, averages are sums of gradients that have waited,
-            for an optimizer of your choice; uncompressed gradients are plain averages.
+        sign: replace averaged gradients by their signs. Without it, a gradient is the average of what was sent, which
+            contains gradients of earlier steps, for an optimizer of your choice; uncompressed gradients are plain
+            averages.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
@@ -62,8 +63,9 @@ class DeMo(TransformedMethod):
         Others, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
-        ValueError: also, with ``sign``, an optimizer with momentum, and a single process, for which Horovod calls no
-            compressor.
+        ValueError: also, with ``sign``, in the optimizer's step: an optimizer with momentum, or with parameters that
+            this compressor was not given; Horovod's optimizer without this compressor; a single process, for which
+            Horovod calls no compressor.
     """
 
     codecs: ClassVar[dict[str, str]] = {"ring": "lloyd4", "gather": "range10-gather"}
@@ -96,7 +98,7 @@ class DeMo(TransformedMethod):
         super().__init__(named_parameters, density, **common)
         self._decay, self._sign, self._dense_momentum = decay, sign, dense_momentum
         self._dense = DenseVelocity(self.engine)
-        #: Whether the optimizer was seen to receive signs.
+        #: Whether a step has shown which gradients the optimizer receives.
         self._signs_seen = not sign
 
     def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
@@ -140,12 +142,29 @@ class DeMo(TransformedMethod):
         return super().take_momentum(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self._sign:
+            self._check_receives_signs(optimizer)
         super().check_optimizer(optimizer)
-        if not self._sign:
-            return
-        if not self.engine.collectives.active:
+        # An average that no optimizer has used: Horovod's optimizer calls this before it has one.
+        if not self._signs_seen and self.engine.undoable:
+            self._check_signs()
+
+    def _check_receives_signs(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` for an optimizer that has a momentum or receives other gradients than signs."""
+        engine, given = self.engine, getattr(optimizer, "_compression", None)
+        if given not in (None, self):
             raise ValueError(
-                "with one process, Horovod calls no compressor, and the gradients would be no signs: use AdamW"
+                "DistributedOptimizer was not given this compressor, so its gradients are not signs: pass compression="
+            )
+        if not engine.collectives.active:
+            raise ValueError(
+                "with one process, or outside the process set, Horovod calls no compressor, so the gradients are not "
+                "signs: use AdamW there"
+            )
+        if (engine.collectives.ordered or given is self) and (unknown := engine.unknown_parameters(optimizer)):
+            raise ValueError(
+                f"{unknown} of the optimizer's parameters were not given to this compressor, so their gradients are "
+                "not signs: give it all of the optimizer's named parameters"
             )
         for group in optimizer.param_groups:
             if own := group.get("momentum") or (group.get("betas") or (0.0,))[0]:
@@ -154,17 +173,17 @@ class DeMo(TransformedMethod):
                     f"{own:g}; use torch.optim.SGD(parameters, lr, weight_decay=...) without momentum, with the "
                     "learning rate of AdamW"
                 )
-        if not self._signs_seen and self.step:
-            self._signs_seen = True
-            self._check_signs()
 
     def _check_signs(self) -> None:
-        """Warns if somebody has scaled the gradients since the exchange."""
+        """Warns if somebody has scaled the gradients since the exchange. Waits for a GPU: until one step has shown."""
         parameters = [place.segment.parameter for place in self.engine.places]
         largest = max((float(p.grad.abs().max()) for p in parameters if p.grad is not None), default=0.0)
-        units = (1.0, self.scale)
-        if math.isfinite(largest) and largest and not any(math.isclose(largest, u, rel_tol=1e-3) for u in units):
+        if not math.isfinite(largest) or not largest:
+            return
+        self._signs_seen = True
+        if not any(math.isclose(largest, unit, rel_tol=1e-3) for unit in (1.0, self.scale)):
             self.engine.warn(
-                f"the gradients were signs after the exchange, and their largest entry is {largest:.3g} now: clipping "
-                "or scaling them only changes the learning rate; leave it out"
+                f"the gradients were signs after the exchange, and their largest entry is {largest:.3g} now: do not "
+                "clip or scale them, which only changes the learning rate, and give a GradScaler to the compressor "
+                "(grad_scaler=)"
             )

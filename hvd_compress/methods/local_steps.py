@@ -258,6 +258,7 @@ class LocalSteps:
             engine.method.dense_averaged(gradient.number, gradient.grad)
         for bucket in engine.buckets:
             bucket.apply_deferred()
+            bucket.clear()  # or it would hold the differences until the next exchange
 
     def _count_gradients(self, steps: int) -> None:
         """In the statistics: a dense exchange of the gradients of so many steps."""

@@ -3,6 +3,7 @@
 import io
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,39 @@ def test_warns_of_clipped_signs() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer_step(ranks[1], optimizers[1])
+
+
+def test_no_warning_before_the_exchange() -> None:
+    """Horovod's optimizer begins its step with this rank's own gradients, and a job that is resumed has steps."""
+    world, ranks = replicas(2, DeMo)
+    random_steps(world, ranks, range(1))
+    world, again = replicas(2, DeMo)
+    for old, new in zip(ranks, again, strict=True):
+        new.compression.load_state_dict(old.compression.state_dict())
+    optimizer = torch.optim.SGD(again[0].model.parameters(), lr=0.1)
+    for p, grad in zip(again[0].model.parameters(), gradients(again[0].model, seed=1, scale=0.01), strict=True):
+        p.grad = grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    random_steps(world, again, range(1, 2))
+    torch.nn.utils.clip_grad_norm_(again[0].model.parameters(), 1.0)
+    with pytest.warns(UserWarning, match="signs after the exchange"):
+        optimizer.step()
+
+
+def test_refuses_an_optimizer_whose_gradients_are_not_signs() -> None:
+    _, (rank, _) = replicas(2, DeMo)
+    head = torch.nn.Linear(64, 2)
+    optimizer: Any = torch.optim.SGD([*rank.model.parameters(), *head.parameters()], lr=0.1)
+    optimizer._compression = object()
+    with pytest.raises(ValueError, match="was not given this compressor"):
+        optimizer.step()
+    optimizer._compression = rank.compression
+    with pytest.raises(ValueError, match="2 of the optimizer's parameters were not given"):
+        optimizer.step()
+    head.requires_grad_(False)
+    optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -557,3 +557,9 @@ def test_the_last_average_cannot_be_taken_back():
     before = group[0].with_residuals()
     group[0].compression.discard_step()
     assert equal(before, group[0].with_residuals())
+
+
+def test_no_differences_are_held_between_exchanges():
+    world, group = workers(2, period=2)
+    world.run(lambda i: group[i].train(2))
+    assert all(original is None for bucket in group[0].compression.buckets for original in bucket.originals)
