@@ -129,6 +129,9 @@ class DeMo(TransformedMethod):
         super().restart(bucket)
         self._dense.restart()
 
+    def built_with(self) -> dict[str, Any]:
+        return {**super().built_with(), "sign": self._sign}
+
     def method_state(self) -> dict[str, Tree]:
         dense = {"dense_velocity": self._dense.state()} if self._sign else {}
         return {**super().method_state(), **dense}

@@ -103,6 +103,10 @@ class LocalSteps:
             raise ValueError(
                 "local steps move the weights by averages, not by signs: build the compressor with sign=False"
             )
+        if unsent == "weights" and compression.options().get("decay", 1.0) != 1.0:
+            raise ValueError(
+                'what stays in the weights cannot decay: build the compressor with decay=1, or use unsent="buffer"'
+            )
         if hasattr(optimizer, "_compression"):
             raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
         self._compression, self._optimizer, self._period, self._unsent = compression, optimizer, period, unsent

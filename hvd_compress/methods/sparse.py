@@ -25,6 +25,7 @@ from ..selection.leaders import LeaderSelection
 from ..selection.per_rank import PerRankSelection, average_per_rank
 from ..selection.schedule import Density, WarmUp, check_density
 from ..selection.shared import AllEntries
+from .adam_advice import warn_of_adam
 from .base import Compressor
 from .plan import Plan
 
@@ -245,6 +246,7 @@ class SparseMethod(Compressor):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         self.momentum.check(optimizer)
         super().check_optimizer(optimizer)
+        warn_of_adam(self.engine, optimizer, self._density(self.step))
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         self.momentum.dense_averaged(number, grad)
