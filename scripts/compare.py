@@ -38,8 +38,9 @@ from experiment.models import MODELS
 from experiment.quality import metric_of
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
-# A probe counts bytes, without what a method sends once in a hundred steps (budgets, checks), which is little.
-PROBE = ("--max-steps", "20", "--eval-every", "1000000")
+# A probe counts bytes, without what a method sends once in a hundred steps (budgets, checks), which is little. With
+# local steps it has at least this many periods.
+PROBE_STEPS, PROBE_PERIODS = 20, 2
 # The densities of the first two probes: low enough for the budgets that matter, and far apart.
 PROBES = (1 / 64, 1 / 8)
 
@@ -154,7 +155,10 @@ class Comparison:
         """What the variant sends at this density, as a share of the dense bytes."""
         # At its final density: a warm-up is not part of the budget.
         steady = ("--warmup-steps", "0") if variant.has("warmup_steps") else ()
-        arguments = (*self.arguments(variant, self.args.seeds[0]), *steady, *PROBE, "--density", f"{density:.6g}")
+        arguments = (*self.arguments(variant, self.args.seeds[0]), *steady, "--density", f"{density:.6g}")
+        period = Run(self.args.out, self.args.ranks, arguments).configuration()["local_steps"] or 1
+        steps = max(PROBE_STEPS, PROBE_PERIODS * period)
+        arguments = (*arguments, "--max-steps", str(steps), "--eval-every", "1000000")
         result = self.execute("probes", f"{variant.label}-{density:.6g}", arguments)
         return float(result["wire_bytes_per_step"] / result["dense_bytes_per_step"])
 

@@ -10,7 +10,7 @@
 #   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-times  the same for 60 steps, for their step times
 #   cifar10-vgg11    MP2 and dense, 2 ranks
 # Bits per byte on text, 4 simulated ranks, AdamW:
-#   gpt-adamw        every method at 1/8, 1/16 and 1/64 of the bytes, each at its best of three learning rates
+#   gpt-adamw        every method and local steps at 1/45 and 1/150 of the bytes, each at its best of three learning rates
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange         dense, fp16, IWP and DDP                       exchange-ring      Horovod by the ring of Open MPI, and IWP
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-methods   every method at 1 Gbit/s
@@ -190,9 +190,36 @@ case $experiment in
     "$python" scripts/table.py "$out"/long-*.json
     ;;
   gpt-adamw)
-    "$python" scripts/compare.py --simulate --out "$out" --data text --model gpt --ranks 4 --epochs 15 \
-      --methods none,fp16,powersgd,iwp,fft,mipd,slimdp,mp2,topk,dgc --option 'dgc:--no-momentum-correction' \
-      --budgets 1/8,1/16,1/64 --lrs 1e-3,3e-3,6e-3 -- --optimizer adamw --batch-size 8
+    # 1,500 steps. Rows without a density: PowerSGD 1/81 and 1/52, QSGD 1/4, TernGrad 1/8, local SGD 1/50 and 1/150.
+    diloco="--outer-lr 0.7 --outer-momentum 0.9"
+    half="--dense-values fp16"
+    declare -A option=(
+      [demo]="$half" [demo@gather]="$half --exchange gather"
+      [iwp]="$half" [fft]="$half" [topk]="$half" [dgc]="$half --no-momentum-correction"
+      [powersgd@1]="$half --rank 1" [powersgd@2]="$half --rank 2" [qsgd]="$half --bits 4" [terngrad]="$half"
+      [fp16@local-25]="--local-steps 25" [fp16@local-75]="--local-steps 75"
+      [none@diloco-50]="--local-steps 50 $diloco" [none@diloco-150]="--local-steps 150 $diloco"
+      [iwp@local]="$half --local-steps 5" [iwp@sparseloco]="$half --local-steps 10 --unsent buffer --buffer-decay 0.95"
+    )
+    # The optimum lies within these.
+    declare -A rates=([none]=3e-3,6e-3,1e-2,2e-2 [demo]=3e-3,4e-3,6e-3 [demo@gather]=3e-3,4e-3,6e-3)
+    compare() {  # ROW...
+      local row given=()
+      for row in "$@"; do
+        [[ -z ${option[$row]:-} ]] || given+=(--option "$row:${option[$row]}")
+        [[ -z ${rates[$row]:-} ]] || given+=(--lrs "$row:${rates[$row]}")
+      done
+      "$python" scripts/compare.py --simulate --out "$out" --data text --model gpt --ranks 4 --epochs 15 \
+        --methods "$(IFS=,; echo "$*")" --budgets 1/45,1/150 --lrs 3e-3,6e-3,1e-2 "${given[@]}" -- \
+        --optimizer adamw --batch-size 8 --context 64 --eval-every 2.5
+    }
+    # A core for each half of the rows; then the page, and again what has failed.
+    one=(none demo iwp fft fp16@local-25 fp16@local-75 iwp@local qsgd)
+    other=(demo@gather topk dgc powersgd@1 powersgd@2 terngrad none@diloco-50 none@diloco-150 iwp@sparseloco)
+    trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+    compare "${one[@]}" >/dev/null & compare "${other[@]}" >/dev/null &
+    wait
+    compare "${one[@]}" "${other[@]}"
     ;;
   exchange)
     for method in none fp16 iwp; do having "$method@sleep" "${sleep[@]}"; done

@@ -5,10 +5,14 @@ ranks in one process, in turn, which needs neither.
     bash scripts/run.sh 4 scripts/train.py --data digits --model cnn --compression iwp --density 1/64
     bash scripts/run.sh --ddp 4 scripts/train.py --host ddp --compression iwp
     .venv/bin/python scripts/train.py --host threads --ranks 8 --data text --model gpt --optimizer adamw --epochs 6
+    bash scripts/run.sh 4 scripts/train.py --compression iwp --density 1/4 --local-steps 16 --optimizer adamw
 
 Data is images, tested by accuracy, or text: the source files of Python's standard library as bytes, a tenth of the
 files held out, tested by bits per byte. An epoch of text is 100 steps. The learning rate rises and falls within the
 steps that are run, as --epochs and --max-steps say.
+
+Bytes and their ratio are those of the training's exchanges. With --local-steps, a step's bytes are the mean over a
+period, and its time, too; the average of all weights at the end is not among them (`dense_bytes_per_step`, once).
 
 `train.py --compression METHOD --help` also shows the options of that method.
 """
@@ -19,15 +23,17 @@ import os
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from experiment import compressors, hosts, metrics, models, optimizers, quality
+from experiment import compressors, hosts, local_training, metrics, models, optimizers, quality
 from experiment import data as datasets
 from experiment.files import plain, script_parser, write_json
 from experiment.images import CIFAR_FOLDER
+from experiment.local_training import LocalTraining
 from experiment.trace import Trace
 
 from hvd_compress.methods import extrapolation
@@ -52,6 +58,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images, or windows of text, per rank")
     optimizers.add_arguments(parser)
+    local_training.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--extrapolate",
@@ -73,6 +80,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
         args.ranks = 4
     try:
         optimizers.complete(args)
+        local_training.complete(args)
         check(args)
     except ValueError as error:
         parser.error(str(error))
@@ -81,7 +89,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
 
 def check(args: argparse.Namespace) -> None:
     """``ValueError`` for options that do not fit."""
-    for name in ("epochs", "batch_size", "ranks", "context"):
+    for name in ("epochs", "batch_size", "ranks", "context", "local_steps"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not args.eval_every > 0:
@@ -96,8 +104,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--model {args.model} reads {reads}, and --data {args.data} is {given}")
     if args.channels_last and given == "text":
         raise ValueError("--channels-last is for images")
-    if args.trace and (args.device != "cpu" or args.host != "horovod"):
-        raise ValueError("--trace needs --host horovod --device cpu")
+    if args.trace and (args.device != "cpu" or args.host != "horovod" or args.local_steps):
+        raise ValueError("--trace needs --host horovod --device cpu, without --local-steps")
 
 
 class Run:
@@ -105,6 +113,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, host: hosts.Horovod) -> None:
         self.args, self.host = args, host
+        self.period: int = args.local_steps or 1
+        self.coupling = LocalTraining(args, host) if args.local_steps else host
         self.device = torch.device(f"cuda:{host.local_rank}" if args.device == "cuda" else "cpu")
         data = datasets.load(args.data, args.data_dir, args.context)
         self.data = (data.limited(args.limit_train) if args.limit_train else data).to(self.device)
@@ -122,7 +132,7 @@ class Run:
         self.trace = Trace(range(20, 23) if args.trace else range(0))
         if args.trace:
             self.trace.watch(self.compression)
-        self.module, self.optimizer = host.wrap(self.model, optimizer, self.compression)
+        self.module, self.optimizer = self.coupling.wrap(self.model, optimizer, self.compression)
         self.extrapolation = EXTRAPOLATIONS[args.extrapolate](self.model.parameters()) if args.extrapolate else None
 
         self.step = 0
@@ -130,7 +140,7 @@ class Run:
         self.data_seconds: list[float] = []
 
     def build_compression(self, optimizer: torch.optim.Optimizer) -> Any:
-        return self.host.compression(self.args, self.args.compression, self.model, optimizer)
+        return self.coupling.compression(self.args, self.args.compression, self.model, optimizer)
 
     def train_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward, backward, exchange, update; the loss, still on the device."""
@@ -147,8 +157,8 @@ class Run:
         with self.trace.span(Trace.MODEL, "backward"):
             loss.backward()
         with self.trace.span(Trace.MODEL, "synchronize and update"):
-            self.host.synchronize(self.optimizer)
-            self.host.update(self.optimizer)
+            self.coupling.synchronize(self.optimizer)
+            self.coupling.update(self.optimizer)
         self.step += 1
         return loss.detach()
 
@@ -176,7 +186,7 @@ class Run:
             if self.extrapolation is not None and end % per_epoch == 0 and end < total:
                 self.extrapolation.epoch_end()
             seconds = time.perf_counter() - begin - testing
-            tested = quality.test(self.model, self.data, args.amp, host) if end in tests else None
+            tested = self.test() if end in tests else None
             testing = time.perf_counter() - begin - seconds
             sent = self.compression.stats()["total"]["wire_bytes"]
             means = metrics.mean_over_ranks({"train_loss": float(losses) / (end - begun), "wire_bytes": sent}, host)
@@ -193,9 +203,16 @@ class Run:
                 break
         return self.result(history)
 
+    def test(self) -> float:
+        with quality.averaged_weights(self.model, self.host) if self.args.local_steps else nullcontext():
+            return quality.test(self.model, self.data, self.args.amp, self.host)
+
     def result(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         stats = self.compression.stats()
-        steps = max(stats["steps"], 1)  # 0 with a single rank: Horovod then calls no compressor
+        # The compressor counts exchanges: none with a single rank, for which Horovod does not call it.
+        steps = self.period * max(stats["steps"], 1)
+        count, taken = self.period, self.step_seconds
+        seconds = [statistics.fmean(taken[begin : begin + count]) for begin in range(0, len(taken), count)]
         means = metrics.mean_over_ranks(
             {
                 "wire_bytes_per_step": stats["total"]["wire_bytes"] / steps,
@@ -203,7 +220,7 @@ class Run:
                 "wire_ratio": stats["total"]["wire_ratio"],
                 "wire_ratio_last": stats["last"]["wire_ratio"],
                 "residual_norm": stats["residual_norm"],
-                "step_ms_median": 1000 * statistics.median(self.step_seconds),
+                "step_ms_median": 1000 * statistics.median(seconds),
                 "compress_ms_median": stats["compress_ms"],
                 "data_ms_median": 1000 * statistics.median(self.data_seconds),
             },
@@ -218,7 +235,7 @@ class Run:
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "seconds": history[-1]["seconds"],
             **means,
-            "replicas_equal": metrics.replicas_equal(self.model, self.host),
+            "replicas_equal": metrics.replicas_equal(self.coupling.replicas(self.model), self.host),
             "history": history,
             "config": {**plain(vars(self.args)), **metrics.environment()},
         }

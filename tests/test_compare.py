@@ -154,6 +154,21 @@ def test_runs_follow_the_densities_found(tmp_path, monkeypatch):
     assert "0.02925 | 1/64.00 (+0.0 %) |" in page and "- none at 1/64: it has no density" in page
 
 
+def test_a_row_may_take_local_steps_and_its_probes_hold_whole_periods(tmp_path, monkeypatch):
+    executed = []
+
+    def execute(self, timeout):
+        executed.append(self.configuration())
+        return result("topk", wire=1000 + 5e5 * executed[-1]["density"])
+
+    monkeypatch.setattr(runs.Run, "execute", execute)
+    given = ["--methods", "topk,topk@local", "--option", "topk@local:--local-steps 30 --unsent buffer", "--epochs", "4"]
+    of = compare.Comparison(compare.parse([*given, "--budgets", "1/64", "--out", str(tmp_path)]))
+    of.train(of.decide())
+    steps = [(config["local_steps"], config["unsent"], config["max_steps"]) for config in executed]
+    assert steps == [(None, None, 20)] * 3 + [(30, "buffer", 60)] * 3 + [(None, None, None), (30, "buffer", None)]
+
+
 # Learning rates.
 
 

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from experiment import compressors
-from hvd_compress.engine.collectives import allreduce
+from hvd_compress.engine.collectives import Collectives, allreduce
 from hvd_compress.hosts.horovod import HorovodHost
 from hvd_compress.hosts.threads import ThreadWorld
 
 
 class Horovod:
     """The unmodified ``hvd.DistributedOptimizer``."""
+
+    #: For a compressor that is not to find the host's own.
+    collectives: Collectives | None = None
 
     def __init__(self) -> None:
         import horovod.torch as hvd
@@ -40,7 +43,7 @@ class Horovod:
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         """The object that compresses and has ``stats()``."""
         if compressors.METHODS[method].kind:
-            return compressors.METHODS[method].build(args, model, optimizer)
+            return compressors.METHODS[method].build(args, model, optimizer, collectives=self.collectives)
         return self.stock(method, model, optimizer)
 
     def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
@@ -60,6 +63,10 @@ class Horovod:
         """The optimizer's step, after :meth:`synchronize`."""
         with optimizer.skip_synchronize():
             optimizer.step()
+
+    def replicas(self, model: nn.Module) -> list[Tensor]:
+        """Ends the training: what must then be the same on all ranks."""
+        return list(model.parameters())
 
     def sum(self, tensor: Tensor) -> Tensor:
         handle = self._hvd.allreduce_async(tensor, name=f"sum.{tensor.dtype}.{tensor.numel()}", op=self._hvd.Sum)
@@ -97,7 +104,8 @@ class Ddp(Horovod):
         self.device, self.rank, self.size = torch.device(device), dist.get_rank(), dist.get_world_size()
 
     def broadcast(self, model: nn.Module) -> None:
-        """DistributedDataParallel does it."""
+        for tensor in model.state_dict().values():
+            self._dist.broadcast(tensor, 0)
 
     def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         return compressors.CountedHook(method, model, optimizer, self.size)
@@ -153,16 +161,14 @@ class Threads(Horovod):
     """
 
     def __init__(self, world: ThreadWorld, rank: int, board: list[Any]) -> None:
-        self._collectives, self._board = world.collectives(rank), board
+        self.collectives, self._board = world.collectives(rank), board
         self.rank, self.size, self.local_rank = rank, world.size, 0
 
     def broadcast(self, model: nn.Module) -> None:
         model.load_state_dict(self.gather(model.state_dict())[0])
         self.any(False)  # rank 0 waits: its state is not a copy
 
-    def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
-        if compressors.METHODS[method].kind:
-            return compressors.METHODS[method].build(args, model, optimizer, collectives=self._collectives)
+    def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         return compressors.Counted(compressors.STOCK[method], self.size)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
@@ -192,7 +198,7 @@ class Threads(Horovod):
         optimizer.step()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._collectives.start(allreduce(tensor), "sum").result()
+        return self.collectives.start(allreduce(tensor), "sum").result()
 
     def gather(self, value: Any) -> list[Any]:
         self._board[self.rank] = value

@@ -7,11 +7,12 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiment.hosts import Horovod
 from hvd_compress import ops
@@ -29,9 +30,9 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
-def replicas_equal(model: nn.Module, host: Horovod) -> bool:
-    """Whether all parameters have the same bits on every rank."""
-    mine = [digest(parameter) for parameter in model.parameters()]
+def replicas_equal(tensors: Iterable[Tensor], host: Horovod) -> bool:
+    """Whether all tensors have the same bits on every rank."""
+    mine = [digest(tensor) for tensor in tensors]
     return all(theirs == mine for theirs in host.gather(mine))
 
 

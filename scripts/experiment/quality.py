@@ -1,8 +1,8 @@
 """How a network is tested: by accuracy on images, by bits per byte on text."""
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,20 +53,34 @@ def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def average_norm_statistics(model: nn.Module, host: Any) -> None:
-    """Running means and variances of the norms, averaged over ranks in one message: each rank has followed its own
-    shard. Training does not read these buffers."""
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if buffers:
-        flat = host.sum(torch.cat([buffer.flatten() for buffer in buffers])) / host.size
-        for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+def average(tensors: Iterable[Tensor], host: Any) -> None:
+    """Averages floating-point tensors over the ranks, in place and in one message; others are left alone."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if floats:
+        flat = host.sum(torch.cat([tensor.flatten() for tensor in floats])) / host.size
+        for tensor, mean in zip(floats, flat.split([tensor.numel() for tensor in floats]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+
+@contextmanager
+def averaged_weights(model: nn.Module, host: Any) -> Iterator[None]:
+    """In the block, the parameters hold their averages over the ranks; afterwards, each rank's own again."""
+    own = [parameter.detach().clone() for parameter in model.parameters()]
+    average(model.parameters(), host)
+    yield
+    with torch.no_grad():
+        for parameter, weights in zip(model.parameters(), own, strict=True):
+            parameter.copy_(weights)
 
 
 @torch.no_grad()
 def test(model: nn.Module, data: Any, amp: str, host: Any, batch_size: int = 250) -> float:
-    """The metric of the data (:class:`experiment.data.Data`) on its test set; each rank tests a part."""
-    average_norm_statistics(model, host)
+    """The metric of the data (:class:`experiment.data.Data`) on its test set; each rank tests a part.
+
+    Before, the running means and variances of norms are averaged, since each rank has followed its own shard: training
+    does not read them.
+    """
+    average(model.buffers(), host)
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)  # scores, targets
     for inputs, targets in data.test_batches(batch_size, host.rank, host.size):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiment import compressors
+from experiment import compressors, local_training
 from experiment.files import plain, write_json
 
 Result = dict[str, Any]
@@ -40,6 +40,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     values given here, or today's defaults."""
     method = config["compression"]
     before: dict[str, Any] = {"extrapolate": None, "host": "horovod", "optimizer": "sgd", "context": 64, "ranks": None}
+    before |= dict.fromkeys(("local_steps", *local_training.OPTIONS))
     if compressors.METHODS[method].name:
         before |= {**compressors.METHODS[method].defaults(), "dense_values": "fp32", "bucket_mb": 16.0}
     if method == "iwp":

@@ -1,0 +1,40 @@
+"""scripts/record_gradients.py."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+record = importlib.import_module("record_gradients")
+
+
+def test_recorder_keeps_the_local_gradients_of_large_parameters(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Flatten(), torch.nn.Linear(64, 5))
+    model.to(memory_format=torch.channels_last)
+    weight = model[0].weight
+    recorder = record.Recorder(model)
+    recorder.on = True
+    model(torch.randn(2, 8, 4, 4)).sum().backward()
+    before = weight.grad.clone()
+    weight.grad.zero_()
+    torch.save(recorder.content(7), tmp_path / "file.pt")
+    kept = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert kept["step"] == 7 and list(kept["gradients"]) == ["0.weight"]  # 5 * 64 entries are too few
+    shape, stride = kept["shapes"]["0.weight"], kept["strides"]["0.weight"]
+    assert torch.equal(kept["gradients"]["0.weight"].as_strided(shape, stride), before)
+    assert torch.equal(kept["gradients"]["0.weight"], before.permute(0, 2, 3, 1).flatten())  # memory order
+
+
+def test_recording_takes_the_options_of_train_and_its_own(capsys):
+    args = record.parse(["--out", "there", "--model", "mlp", "--moments", "0,1"])
+    assert (args.out, args.model, args.moments) == (Path("there"), "mlp", [0.0, 1.0])
+    assert record.parse(["--out", "there"]).moments == [0.05, 0.5, 0.95]
+    for wrong in (["--moments", "2"], ["--compression", "fp16"], ["--moments", "late"]):
+        with pytest.raises(SystemExit):
+            record.parse(["--out", "there", *wrong])
+    capsys.readouterr()

@@ -1,0 +1,71 @@
+"""Text of the experiments: files, windows, and the test in bits per byte."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+datasets = importlib.import_module("experiment.data")
+quality = importlib.import_module("experiment.quality")
+text = importlib.import_module("experiment.text")
+
+
+@pytest.fixture(scope="module")
+def library():
+    return datasets.load("text", context=32)
+
+
+def test_text_is_source_code_split_by_files(library):
+    names = text.source_files(Path(text.__file__).parents[1])
+    assert "experiment/text.py" in names and "train.py" in names and names == sorted(names)
+    names = text.source_files(Path(os.__file__).parent)
+    assert "os.py" in names and not any("/test" in name or "site-packages" in name for name in names)
+    held_out = [name for name in names if text.is_held_out(name)]
+    assert 0.05 < len(held_out) / len(names) < 0.15
+    root = Path(os.__file__).parent
+    assert len(library.held_out) == sum((root / name).stat().st_size for name in held_out)
+    content, large = bytes(library.train.tolist()), [name for name in held_out if (root / name).stat().st_size > 2000]
+    assert len(content) > 5e6 and all((root / name).read_bytes() not in content for name in large[:20])
+    again = text.standard_library(32)
+    assert torch.equal(again.train, library.train) and torch.equal(again.held_out, library.held_out)
+
+
+def test_windows_predict_the_next_byte_and_do_not_depend_on_the_ranks(library):
+    def first(batch_size, rank, ranks, seed=0, epoch=1):
+        return next(library.train_batches(batch_size, rank, ranks, seed, epoch))
+
+    inputs, targets = first(8, 0, 1)
+    assert inputs.shape == targets.shape == (8, 32) and torch.equal(inputs[:, 1:], targets[:, :-1])
+    parts = [first(2, rank, 4)[0] for rank in range(4)]
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), inputs)
+    assert not torch.equal(first(8, 0, 1, seed=1)[0], inputs) and not torch.equal(first(8, 0, 1, epoch=2)[0], inputs)
+    assert len(list(library.train_batches(1, 0, 2, 0, 1))) == library.steps_per_epoch(1, 2) == 100
+
+
+def test_text_is_tested_on_the_same_windows_whatever_the_ranks(library):
+    alone = torch.cat([targets for _, targets in library.test_batches(50, 0, 1)])
+    shared = [torch.cat([targets for _, targets in library.test_batches(50, rank, 3)]) for rank in range(3)]
+    assert alone.numel() == text.TESTED and sum(map(len, shared)) == len(alone)
+    assert all(torch.equal(part, alone[rank::3]) for rank, part in enumerate(shared))
+
+
+def test_bits_per_byte_are_cross_entropy_to_the_base_two():
+    class Uniform(torch.nn.Module):
+        def forward(self, tokens):
+            return torch.zeros(*tokens.shape, 256)
+
+    class Alone:
+        rank, size = 0, 1
+
+        def sum(self, tensor):
+            return tensor
+
+    assert quality.test(Uniform(), datasets.load("text"), "off", Alone()) == pytest.approx(8.0)
+    assert quality.BITS_PER_BYTE.best([2.0, float("nan"), 1.0]) == 2
+    assert quality.ACCURACY.best([0.5, 0.9, float("nan")]) == 1

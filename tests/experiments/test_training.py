@@ -1,0 +1,141 @@
+"""Trainings by train.py on every host."""
+
+import importlib
+import json
+import os
+import sys
+
+import pytest
+import torch
+from launch import ROOT, launch
+
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+hosts = importlib.import_module("experiment.hosts")
+quality = importlib.import_module("experiment.quality")
+train = importlib.import_module("train")
+
+
+def trained(launcher, arguments, file):
+    launch("run.sh", [*launcher, "2", str(SCRIPTS / "train.py"), *SHORT, *arguments, "--json", str(file)], timeout=120)
+    return json.loads(file.read_text())
+
+
+TEXT = ["--data", "text", "--model", "gpt", "--optimizer", "adamw"]
+SHORT = ["--data", "digits", "--model", "cnn", "--epochs", "1", "--max-steps", "4", "--limit-train", "256"]
+
+
+def simulated(arguments, file):
+    """The same with all ranks in this process."""
+    threads = torch.get_num_threads()
+    assert train.main(train.parse([*SHORT, "--host", "threads", "--ranks", "2", *arguments, "--json", str(file)])) == 0
+    torch.set_num_threads(threads)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("method", ["none", "iwp"])
+def test_a_language_model_learns_with_adamw(method, tmp_path):
+    given = [*TEXT, "--compression", method, "--limit-train", "9999"]
+    given += ["--max-steps", "12", "--eval-every", "0.06", "--lr-warmup-epochs", "0", "--batch-size", "4"]
+    found = simulated(given, tmp_path / "result.json")
+    tests = [entry["test_bits_per_byte"] for entry in found["history"]]
+    assert len(tests) == 2 and 8 > tests[0] > tests[1] == found["test_bits_per_byte"]
+    assert found["replicas_equal"] and found["ranks"] == 2 and "test_accuracy" not in found
+    assert found["wire_ratio"] == 1 if method == "none" else found["wire_ratio"] > 20
+
+
+def test_a_rank_that_cannot_start_ends_a_simulation(tmp_path, capsys):
+    given = ["--host", "threads", "--ranks", "3", "--data", "cifar10", "--data-dir", str(tmp_path)]
+    assert train.main(train.parse(given)) == 2
+    assert "rank 2: no CIFAR-10 at" in capsys.readouterr().err
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param("none", marks=slow), pytest.param("fp16", marks=slow), "iwp", "ddp-powersgd"]
+)
+def test_ddp_trains_without_horovod(method, tmp_path, monkeypatch):
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('Horovod is not installed')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    found = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "result.json")
+    assert found["replicas_equal"] and found["steps"] == 4 and found["config"]["host"] == "ddp"
+    if method != "ddp-powersgd":  # with two ranks there is one order to sum in
+        alike = simulated(["--compression", method], tmp_path / "simulated.json")
+        for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
+            assert alike[key] == found[key], key
+    assert found["wire_ratio"] == pytest.approx({"none": 1, "fp16": 2}.get(method, found["wire_ratio"]))
+    assert found["wire_ratio"] > (1.5 if method != "none" else 0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["none", "iwp"])
+def test_both_hosts_train_alike(method, tmp_path):
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    ddp = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "ddp.json")
+    horovod = trained([], ["--compression", method], tmp_path / "horovod.json")
+    assert ddp["train_loss"] == pytest.approx(horovod["train_loss"], rel=1e-5)
+    assert ddp["wire_bytes_per_step"] == pytest.approx(horovod["wire_bytes_per_step"], rel=1e-3)
+    threads = simulated(["--compression", method], tmp_path / "threads.json")
+    for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
+        assert threads[key] == horovod[key], key
+
+
+# Local steps.
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--compression none",
+        "--compression iwp --density 1/4",
+        "--compression iwp --density 1/4 --unsent buffer --buffer-decay 0.95 --outer-lr 0.9 --outer-momentum 0.5",
+    ],
+)
+def test_tests_between_exchanges_neither_change_nor_count(given, tmp_path):
+    given = [*given.split(), "--local-steps", "4", "--optimizer", "adamw", "--epochs", "4", "--max-steps", "14"]
+    once = simulated([*given, "--eval-every", "99"], tmp_path / "once.json")
+    often = simulated([*given, "--eval-every", "1.25"], tmp_path / "often.json")
+    tests = [entry["step"] for entry in often["history"] if entry["test_accuracy"] is not None]
+    assert tests == [5, 10, 14]
+    for key in ("test_accuracy", "train_loss", "wire_bytes_per_step", "residual_norm"):
+        assert often[key] == once[key], key
+    assert once["replicas_equal"] and once["history"][-1]["wire_bytes"] == 12 * once["wire_bytes_per_step"]
+    assert once["dense_bytes_per_step"] == 4 * once["parameters"]  # 2 (N - 1) / N times four bytes
+    assert once["wire_ratio"] == 4 if "none" in given else once["wire_ratio"] > 40
+
+
+def test_local_steps_of_fp16_send_half_the_bytes(tmp_path):
+    found = simulated(["--compression", "fp16", "--local-steps", "2"], tmp_path / "result.json")
+    assert found["wire_ratio"] == 4 and found["replicas_equal"]
+
+
+def test_weights_are_averaged_for_a_test_only():
+    def body(host):
+        model = torch.nn.BatchNorm1d(3)
+        torch.nn.init.constant_(model.weight, 0.1 * host.rank)
+        own = model.weight.detach().clone()
+        with quality.averaged_weights(model, host):
+            torch.testing.assert_close(model.weight.detach(), torch.full((3,), 0.1))
+        return 0 if torch.equal(model.weight, own) else 1
+
+    assert hosts.run("threads", body, ranks=3) == 0
+
+
+@pytest.mark.parametrize("launcher", [["--ddp"], []], ids=["ddp", "mpi"])
+def test_local_steps_on_real_ranks_lower_the_loss_as_simulated_ones_do(launcher, tmp_path):
+    if not launcher:
+        pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    given = ["--compression", "iwp", "--density", "1/4", "--local-steps", "2", "--optimizer", "adamw"]
+    given += ["--epochs", "4", "--max-steps", "16", "--lr-warmup-epochs", "0"]
+    host = ["--host", "ddp"] if launcher else []
+    found = trained(launcher, [*given, *host], tmp_path / "result.json")
+    alike = simulated(given, tmp_path / "simulated.json")
+    for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
+        assert alike[key] == found[key], key
+    losses = [entry["train_loss"] for entry in found["history"]]
+    assert found["replicas_equal"] and len(losses) == 4 and losses[-1] < 0.9 * losses[0]
+    assert found["wire_ratio"] > 2 * 8
