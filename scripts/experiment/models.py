@@ -112,7 +112,7 @@ MODELS: dict[str, Model] = {
     "cnn": Model(cnn, smallest=4),
     "resnet20": Model(resnet20, smallest=4),
     "vgg11": Model(vgg11, smallest=32),
-    "vit": Model(partial(ViT, patch=4, width=128, layers=4, heads=4), smallest=4),  # 0.55 M parameters
+    "vit": Model(partial(ViT, patch=4, width=128, layers=4, heads=4), smallest=4),  # 0.54 M parameters
     "gpt": Model(partial(GPT, width=96, layers=2, heads=4), reads="text"),  # 0.26 M
     "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }
