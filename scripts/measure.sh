@@ -191,17 +191,14 @@ case $experiment in
     ;;
   gpt-adamw)
     # 1,500 steps. Rows without a density: PowerSGD 1/81 and 1/52, QSGD 1/4, TernGrad 1/8, local SGD 1/50 and 1/150.
-    diloco="--outer-lr 0.7 --outer-momentum 0.9"
-    half="--dense-values fp16"
+    half="--dense-values fp16" diloco="--outer-lr 0.7 --outer-momentum 0.9"
     declare -A option=(
-      [demo]="$half" [demo@gather]="$half --exchange gather"
-      [iwp]="$half" [fft]="$half" [topk]="$half" [dgc]="$half --no-momentum-correction"
-      [powersgd@1]="$half --rank 1" [powersgd@2]="$half --rank 2" [qsgd]="$half --bits 4" [terngrad]="$half"
-      [fp16@local-25]="--local-steps 25" [fp16@local-75]="--local-steps 75"
+      [demo]="$half" [demo@gather]="$half --exchange gather" [dgc]="$half --no-momentum-correction"
+      [iwp]="$half" [fft]="$half" [topk]="$half" [powersgd@1]="$half --rank 1" [powersgd@2]="$half --rank 2"
+      [qsgd]="$half --bits 4" [terngrad]="$half" [fp16@local-25]="--local-steps 25" [fp16@local-75]="--local-steps 75"
       [none@diloco-50]="--local-steps 50 $diloco" [none@diloco-150]="--local-steps 150 $diloco"
       [iwp@local]="$half --local-steps 5" [iwp@sparseloco]="$half --local-steps 10 --unsent buffer --buffer-decay 0.95"
     )
-    # The optimum lies within these.
     declare -A rates=([none]=3e-3,6e-3,1e-2,2e-2 [demo]=3e-3,4e-3,6e-3 [demo@gather]=3e-3,4e-3,6e-3)
     compare() {  # ROW...
       local row given=()
@@ -217,8 +214,7 @@ case $experiment in
     one=(none demo iwp fft fp16@local-25 fp16@local-75 iwp@local qsgd)
     other=(demo@gather topk dgc powersgd@1 powersgd@2 terngrad none@diloco-50 none@diloco-150 iwp@sparseloco)
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-    compare "${one[@]}" >/dev/null & compare "${other[@]}" >/dev/null &
-    wait
+    compare "${one[@]}" >/dev/null & compare "${other[@]}" >/dev/null & wait
     compare "${one[@]}" "${other[@]}"
     ;;
   exchange)
@@ -287,8 +283,7 @@ case $experiment in
     ;;
   timeline)
     # Two hosts for two cores: with more, a rank waits for a core.
-    export "${sleep[@]}"
-    trace=$(mktemp)
+    export "${sleep[@]}"; trace=$(mktemp)
     trap 'bash scripts/netlab.sh --lab tl down; rm -f "$trace"' EXIT
     bash scripts/netlab.sh --lab tl up 2 1gbit
     bash scripts/netlab.sh --lab tl run 2 scripts/train.py "${resnet20[@]}" --model vgg11 --batch-size 64 --epochs 2 --lr 0.1 \
