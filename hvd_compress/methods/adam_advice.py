@@ -5,9 +5,9 @@ from torch.optim import Adam, Optimizer
 from ..engine.engine import Engine
 
 
-def warn_of_adam(engine: Engine, optimizer: Optimizer, density: float) -> None:
-    """Warns if an optimizer of Adam's family receives gradients of which a step has only a share, ``density``."""
-    if isinstance(optimizer, Adam) and density < 1.0 and engine.local_steps is None:
+def warn_of_adam(engine: Engine, optimizer: Optimizer, sparse: bool) -> None:
+    """Warns if an optimizer of Adam's family receives ``sparse`` gradients: of which a step has only a share."""
+    if isinstance(optimizer, Adam) and sparse and engine.local_steps is None:
         engine.warn(
             "Adam trains badly on sparse gradients: an entry that has waited arrives as one burst, and Adam scales its "
             "steps by bursts (docs/choosing.md); use hvd_compress.DeMo with torch.optim.SGD, or "

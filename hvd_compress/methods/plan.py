@@ -23,6 +23,11 @@ class Plan:
         self.payload: Tensor
         self.restart()
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the last step that began has a density below 1."""
+        return self.layout[:1] not in ((), (1.0,))
+
     def restart(self) -> None:
         """Forgets what was agreed with other ranks."""
         #: Each parameter's share of the slots.

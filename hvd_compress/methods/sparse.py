@@ -246,7 +246,7 @@ class SparseMethod(Compressor):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         self.momentum.check(optimizer)
         super().check_optimizer(optimizer)
-        warn_of_adam(self.engine, optimizer, self._density(self.step))
+        warn_of_adam(self.engine, optimizer, any(plan.sparse for plan in self._plans))
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         self.momentum.dense_averaged(number, grad)
