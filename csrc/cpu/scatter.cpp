@@ -81,19 +81,25 @@ struct Transformed {
     const uint8_t* indices = args->bucket.indices;
     SlotIterator iterator(*segment, first, args->bucket.phase);
     Coefficient<kSign, T> finish{args->scale};
-    alignas(64) float coefficients[kBlock] = {};
+    alignas(64) float coefficients[2][kBlock];
     alignas(64) T values[kBlock];
+    auto place = [&](int64_t block) {
+      float* these = coefficients[block % 2];
+      std::fill(these, these + kBlock, 0.0f);
+      auto [slot, end] = iterator.next();
+      for (; slot < end; ++slot) these[indices[slot]] = mean[slot];
+    };
+    place(first);
     for (int64_t block = first; block < last; ++block) {
-      auto [slots, end] = iterator.next();
-      for (int64_t slot = slots; slot < end; ++slot) coefficients[indices[slot]] = mean[slot];
+      // One block ahead: what was just stored in parts cannot be loaded as a whole vector at once.
+      if (block + 1 < last) place(block + 1);
       int64_t begin = block * kBlock;
       if (begin + kBlock <= entries) {
-        hadamard_block(coefficients, grad + begin, finish);
+        hadamard_block(coefficients[block % 2], grad + begin, finish);
       } else {  // with padding
-        hadamard_block(coefficients, values, finish);
+        hadamard_block(coefficients[block % 2], values, finish);
         for (int i = 0; begin + i < entries; ++i) grad[begin + i] = values[i];
       }
-      for (int64_t slot = slots; slot < end; ++slot) coefficients[indices[slot]] = 0.0f;
     }
   }
 };
