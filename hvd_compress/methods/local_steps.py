@@ -27,9 +27,9 @@ class LocalSteps:
     common weights, w_i the weights of rank i after its local steps, r_i the compressor's residual::
 
         d_i = w_i - (A + r_i)                     the local progress   (unsent="buffer": w_i - A)
-        a_i = r_i + d_i                           = w_i - A            (unsent="buffer": decay r_i + d_i)
+        a_i = r_i + d_i                           = w_i - A
         u   = mean_i of what the compressor sends of a_i
-        r_i = a_i - what was sent
+        r_i = a_i - what was sent                                      (unsent="buffer": times decay)
         A   = A + outer_lr u                      with outer_momentum, a step of Nesterov's
         w_i = A + r_i                                                  (unsent="buffer": A)
 
@@ -56,7 +56,7 @@ class LocalSteps:
         period: calls of :meth:`step` between two exchanges, at least 1.
         unsent: where the part of the difference stays that was not sent: in the rank's own ``"weights"``, or in an
             error-feedback ``"buffer"``, so that all ranks have the same weights after an exchange.
-        decay: factor of that buffer before each exchange, in [0, 1]; SparseLoCo's is 0.95. Only with
+        decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95. Only with
             ``unsent="buffer"``.
         outer_lr: factor of the averaged difference, above 0; 1 is plain averaging, DiLoCo's is 0.7.
         outer_momentum: Nesterov momentum of the common weights, in [0, 1); DiLoCo's is 0.9.
@@ -242,12 +242,12 @@ class LocalSteps:
                 self._common.put_back(differences)
                 raise
             self._common.move(differences)
+            if self._decay != 1.0:
+                scale_residuals(self._engine, self._decay)
 
     def _average(self, differences: list[Tensor]) -> None:
         """Replaces the differences by their averages over the ranks, as far as the compressor sends them."""
         engine, dense = self._engine, list[DenseGradient]()
-        if self._decay != 1.0:
-            scale_residuals(engine, self._decay)
         # The last parameters first: their buckets come first.
         for weight, difference in reversed(list(zip(self._common.weights, differences, strict=True))):
             arrived = engine.arrive(weight.number, difference)

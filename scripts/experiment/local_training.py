@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--local-steps", type=int, metavar="PERIOD", help="optimizer steps between two exchanges")
     group.add_argument("--unsent", choices=("weights", "buffer"), help="where stays what was not sent")
-    group.add_argument("--buffer-decay", type=float, help="of the buffer, before each exchange; SparseLoCo: 0.95")
+    group.add_argument("--buffer-decay", type=float, help="of the buffer, after each exchange; SparseLoCo: 0.95")
     group.add_argument("--outer-lr", type=float, help="of the averaged differences; DiLoCo: 0.7")
     group.add_argument("--outer-momentum", type=float, help="Nesterov's, of the common weights; DiLoCo: 0.9")
 
