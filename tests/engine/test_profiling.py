@@ -48,9 +48,7 @@ def test_ranges_do_not_contain_one_another():
     assert any("accumulate_select" in child.name for e in events for child in e.cpu_children)
 
 
-@pytest.mark.parametrize(
-    "build, middle", [(partial(IWP, values="lloyd4"), "reduce"), (PowerSGD, "encode")]
-)
+@pytest.mark.parametrize("build, middle", [(partial(IWP, values="lloyd4"), "reduce"), (PowerSGD, "encode")])
 def test_methods_of_several_collectives_have_a_stage_between(build, middle):
     events, rank = ranges("ddp", build)
     count = Counter(e.name.removeprefix("hvd_compress.") for e in events)
