@@ -49,7 +49,7 @@ class _TernaryChannel(Channel):
             limit = torch.repeat_interleave(scale.float(), self.edges.diff(), output_size=self.count)
             clipped = torch.minimum(torch.maximum(values, -limit), limit)
         scale = bounded(scale).masked_fill(invalid != 0, float("nan")).float()
-        gathered = yield allgather(scale.view(torch.uint8), "values")
+        gathered = yield allgather(scale.view(torch.uint8), "values", then="encode")
         theirs = floats(gathered).view(self.ranks, -1)
         step = bounded(theirs.nan_to_num(nan=0.0).amax(0)).float()
         # Integers of 2 bits are -1, 0 and 1.

@@ -10,8 +10,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from .profiling import Stage
+
 Verb = Literal["allreduce", "allgather", "alltoall"]
 Kind = Literal["values", "indices", "dense_tensor", "budget"]
+
+# The stage that a result usually begins.
+_THEN: dict[Kind, Stage] = {"values": "apply", "indices": "encode", "dense_tensor": "apply", "budget": "encode"}
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,15 @@ class Request:
     """One collective on ``tensor``, and the category in which ``stats()`` counts its bytes.
 
     ``name``: a collective that is not issued in every step needs its own; otherwise it would renumber the others. The
-    shape under one name should be constant (Horovod's response cache).
+    shape under one name should be constant (Horovod's response cache). ``then``: what the exchange does with the
+    result, for profiles.
     """
 
     verb: Verb
     tensor: torch.Tensor
     kind: Kind
     name: str = "step"
+    then: Stage = "apply"
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends with the ring algorithm, without transport headers."""
@@ -40,19 +47,19 @@ def ring_bytes(verb: Verb, size: int, ranks: int) -> float:
     return 2 * share * size if verb == "allreduce" else share * size
 
 
-def allreduce(tensor: torch.Tensor, kind: Kind = "values", name: str = "step") -> Request:
+def allreduce(tensor: torch.Tensor, kind: Kind = "values", name: str = "step", then: Stage | None = None) -> Request:
     """The sum over ranks. float16, float32, float64, int32 or int64, of one shape on all ranks; not modified."""
-    return Request("allreduce", tensor, kind, name)
+    return Request("allreduce", tensor, kind, name, then or _THEN[kind])
 
 
-def allgather(tensor: torch.Tensor, kind: Kind = "indices") -> Request:
+def allgather(tensor: torch.Tensor, kind: Kind = "indices", then: Stage | None = None) -> Request:
     """The tensors of all ranks, concatenated along the first dimension. Any dtype, of one shape on all ranks."""
-    return Request("allgather", tensor, kind)
+    return Request("allgather", tensor, kind, then=then or _THEN[kind])
 
 
-def alltoall(tensor: torch.Tensor, kind: Kind = "values") -> Request:
+def alltoall(tensor: torch.Tensor, kind: Kind = "values", then: Stage = "reduce") -> Request:
     """Rank r receives the r-th part of every rank's tensor, in rank order. The length is a multiple of the ranks."""
-    return Request("alltoall", tensor, kind)
+    return Request("alltoall", tensor, kind, then=then)
 
 
 class Handle(Protocol):

@@ -28,6 +28,7 @@ from .dense import DenseGradient, dense_gradient
 from .exchange import Exchange, Exchanges
 from .optimizer_watch import OptimizerWatch
 from .places import Place, check_gradient, compressed
+from .profiling import stage
 from .wire_stats import WireStats
 
 
@@ -112,7 +113,8 @@ class Engine:
         if not self.collecting:
             self._begin_step()
         if place is None:
-            dense = dense_gradient(number, self.parameters[number], grad, self.dense_half, self.scale)
+            with stage("dense"):
+                dense = dense_gradient(number, self.parameters[number], grad, self.dense_half, self.scale)
             self.stats.count_dense(grad.numel(), dense.payload.nbytes, self.ranks)
             return dense
         bucket, position = place
@@ -122,7 +124,7 @@ class Engine:
             )
         self.stats.count_gradient(grad.numel(), self.ranks)
         try:
-            with bucket.order:
+            with bucket.order, stage("accumulate"):
                 self.method.receive(bucket, position, bucket.add_gradient(position, grad))
                 bucket.mark_accumulated(position)
             if bucket.full:

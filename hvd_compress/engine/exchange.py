@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .bucket import Bucket
 from .collectives import Collectives, Handle, Request
+from .profiling import Stage, stage
 from .wire_stats import WireStats
 
 # Seconds between polls. Horovod looks for new work every millisecond; polling much faster only costs CPU time.
@@ -24,7 +25,9 @@ class _Running:
     bucket: Bucket
     exchange: Exchange
     handle: Handle | None = None
-    stages: Counter[str] = field(default_factory=Counter)
+    #: What the exchange does when it is resumed.
+    stage: Stage = "select"
+    collectives: Counter[str] = field(default_factory=Counter)
 
 
 class Exchanges:
@@ -66,9 +69,7 @@ class Exchanges:
                 for running in list(self._running):
                     self._resume(running)
             elif not self.advance():
-                begin = time.perf_counter()
-                time.sleep(_POLL_INTERVAL)
-                self.seconds_waited += time.perf_counter() - begin
+                self._wait_for_any()
 
     def abandon(self) -> None:
         """Drops the exchanges in progress, after a failure or when their handles are void."""
@@ -82,18 +83,28 @@ class Exchanges:
         with bucket.order.exchange_stream():
             result = None if running.handle is None else self._wait(running.handle)
             try:
-                with bucket.order:
+                with bucket.order, stage(running.stage):
                     request = running.exchange.send(result)  # type: ignore[arg-type]
             except StopIteration:
                 self._running.remove(running)
                 return
             self._stats.count_request(request, self._collectives.size)
-            name = f"{self.label}.{bucket.index}.{request.name}.{running.stages[request.name]}"
-            running.handle = self._collectives.start(request, name)
-            running.stages[request.name] += 1
+            name = f"{self.label}.{bucket.index}.{request.name}.{running.collectives[request.name]}"
+            with stage("exchange"):
+                running.handle = self._collectives.start(request, name)
+            running.stage = request.then
+            running.collectives[request.name] += 1
+
+    def _wait_for_any(self) -> None:
+        begin = time.perf_counter()
+        with stage("wait"):
+            while not any(running.handle and running.handle.done() for running in self._running):
+                time.sleep(_POLL_INTERVAL)
+        self.seconds_waited += time.perf_counter() - begin
 
     def _wait(self, handle: Handle) -> Tensor:
         begin = time.perf_counter()
-        result = handle.result()
+        with stage("wait"):
+            result = handle.result()
         self.seconds_waited += time.perf_counter() - begin
         return result

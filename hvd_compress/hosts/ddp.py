@@ -22,6 +22,7 @@ from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, Request, allreduce
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
+from ..engine.profiling import stage
 from .polling import wait_until
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
@@ -108,21 +109,18 @@ class DDPHost:
             if isinstance(arrived, DenseGradient):
                 dense.append(arrived)
         if dense:
-            payload = torch.cat([_payload(d).flatten() for d in dense])
-            self._dense.append((dense, engine.collectives.start(allreduce(payload), "dense")))
+            with stage("dense"):
+                payload = torch.cat([_payload(d).flatten() for d in dense])
+                self._dense.append((dense, engine.collectives.start(allreduce(payload), "dense")))
 
     def _finish(self) -> None:
         engine = self._engine
         engine.finish_step()
         for gradients, handle in self._dense:
-            average = handle.result() * (1.0 / engine.collectives.size)
-            parts = torch.split(average, [_payload(g).numel() for g in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                if isinstance(gradient, DenseGradient):
-                    gradient.store(part)
-                    engine.method.dense_averaged(gradient.number, gradient.grad)
-                else:
-                    gradient.copy_(part.view_as(gradient))
+            with stage("wait"):
+                total = handle.result()
+            with stage("dense"):
+                self._store(gradients, total * (1.0 / engine.collectives.size))
         for place in engine.places:
             if place.bucket.originals[place.position] is not None:
                 place.bucket.result(place.position)
@@ -132,6 +130,15 @@ class DDPHost:
         results, queue = self._results, torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: _fill_unused(results)))
         self._clear()
+
+    def _store(self, gradients: list[DenseGradient | Tensor], average: Tensor) -> None:
+        parts = torch.split(average, [_payload(g).numel() for g in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            if isinstance(gradient, DenseGradient):
+                gradient.store(part)
+                self._engine.method.dense_averaged(gradient.number, gradient.grad)
+            else:
+                gradient.copy_(part.view_as(gradient))
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager[Any]:
         """On a GPU, a stream that waits for the gradients: exchanges do not delay the rest of backward."""

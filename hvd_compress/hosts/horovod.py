@@ -16,6 +16,7 @@ from ..engine.collectives import Handle, Request
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.places import Place
+from ..engine.profiling import stage
 from .lookup import GradientLookup
 from .polling import wait_until
 
@@ -51,7 +52,7 @@ class HorovodHost:
                 self._lookup.forget()
             if isinstance(ctx, Place):
                 return ctx.bucket.result(ctx.position)
-            with _no_grad():
+            with _no_grad(), stage("dense"):
                 ctx.store(tensor)
                 engine.method.dense_averaged(ctx.number, ctx.grad)
             return ctx.grad

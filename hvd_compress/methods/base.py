@@ -3,7 +3,6 @@
 import abc
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,9 +16,10 @@ from ..engine.state import Tree
 from ..hosts import default_collectives
 from ..hosts.ddp import DDPHost
 from ..hosts.horovod import HorovodHost
+from .reporting import Reporting
 
 
-class Compressor(abc.ABC):
+class Compressor(Reporting, abc.ABC):
     """Base class of all methods.
 
     Give an instance to ``horovod.torch.DistributedOptimizer(compression=...)``, or to
@@ -224,34 +224,7 @@ class Compressor(abc.ABC):
             )
         return self._horovod_host
 
-    # The user's view.
-
-    def residual(self, name: str) -> Tensor:
-        """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape;
-        zeros for an uncompressed parameter. Raises ``KeyError`` for an unknown name."""
-        for bucket, position in self.engine.places:
-            segment = bucket.segments[position]
-            if segment.name == name:
-                with bucket.order:
-                    return self.held(bucket, segment).clone()
-        parameter = dict(zip(self.engine.names, self.engine.parameters, strict=True))[name]
-        return torch.zeros_like(parameter, dtype=torch.float32)
-
-    def stats(self) -> dict[str, Any]:
-        """What crossed the network: the bytes that this rank sent in the last step and in total, everything included
-        except sparse gradients and those of parameters that were not given to this compressor.
-
-        ``last`` and ``total`` contain ``dense_bytes`` (a float32 ring allreduce of the gradients), ``wire_bytes`` and
-        its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, and ``wire_ratio =
-        dense_bytes / wire_bytes``. ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over
-        recent steps of the time spent in the compressor without waiting.
-        """
-        norms = []
-        for bucket, position in self.engine.places:
-            with bucket.order:
-                norms.append(self.held(bucket, bucket.segments[position]).norm())
-        norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
-        return {"steps": self.step, **self.engine.stats.report(), "residual_norm": norm}
+    # Between steps.
 
     def discard_step(self) -> None:
         """The last average is not applied: what it sent returns to the residuals and is sent later.

@@ -90,7 +90,8 @@ class PowerSGD(Compressor):
         products = [m if q is None else m @ torch.nn.functional.normalize(q, dim=0) for m, q in pairs]
         flag = torch.where(self._invalid[bucket.index], torch.nan, 0.0).view(1)
         payload = self._pack([flag, *products])
-        valid, *p = self._unpack((yield allreduce(payload)), [flag, *products], 1.0 / self.ranks)
+        sums = yield allreduce(payload, then="encode")
+        valid, *p = self._unpack(sums, [flag, *products], 1.0 / self.ranks)
         valid, own = valid.isfinite(), self._unpack(payload, [flag, *products])[1:]
         p = [x if q is None else torch.linalg.qr(x)[0] for x, q in zip(p, old_q, strict=True)]
         new_q = old_q

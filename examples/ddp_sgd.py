@@ -1,0 +1,71 @@
+"""DistributedDataParallel, SGD with momentum, IWP at density 1/64.
+
+    torchrun --nproc-per-node 2 examples/ddp_sgd.py --steps 200 --checkpoints /tmp/ddp_sgd
+
+Every rank saves its own checkpoint at the end. If the folder has checkpoints, training resumes from them, bit-exactly.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hvd_compress
+
+
+def batch(seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """64 random points and their classes: which of the first ten numbers is the largest."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed))
+    return x.to(device), x[:, :10].argmax(1).to(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    options = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    distributed.init_process_group("nccl" if cuda else "gloo")
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    ddp = DistributedDataParallel(model)
+    compression = hvd_compress.IWP(model.named_parameters(), density=1 / 64)
+    compression.take_momentum(optimizer)
+    ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
+    first, file = 0, options.checkpoints / f"rank-{rank}.pt"
+    if file.exists():
+        saved = torch.load(file, weights_only=True)
+        first = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        compression.load_state_dict(saved["compression"])
+
+    for step in range(first, options.steps):
+        x, y = batch(step * ranks + rank, device)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+
+    options.checkpoints.mkdir(parents=True, exist_ok=True)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "compression": compression.state_dict()}
+    torch.save({"step": options.steps, **state}, file)
+
+    with torch.no_grad():
+        x, y = batch(10**6, device)
+        loss = nn.functional.cross_entropy(model(x), y)
+    ratio = compression.stats()["total"]["wire_ratio"]
+    print(f"rank {rank}: {options.steps} steps from {first}, loss {loss:.8f}, {ratio:.1f} times fewer bytes")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

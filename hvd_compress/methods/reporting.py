@@ -1,0 +1,76 @@
+"""What a compressor tells its user: residuals, what crossed the network, and the same as metrics for a logger."""
+
+import abc
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.bucket import Bucket, Segment
+from ..engine.engine import Engine
+
+
+class Reporting(abc.ABC):
+    """The part of :class:`hvd_compress.Compressor` that reports."""
+
+    engine: Engine
+
+    @abc.abstractmethod
+    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
+        """The residual of a parameter, in its shape: float32."""
+
+    def residual(self, name: str) -> Tensor:
+        """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape;
+        zeros for an uncompressed parameter. Raises ``KeyError`` for an unknown name."""
+        for bucket, position in self.engine.places:
+            segment = bucket.segments[position]
+            if segment.name == name:
+                with bucket.order:
+                    return self.held(bucket, segment).clone()
+        parameter = dict(zip(self.engine.names, self.engine.parameters, strict=True))[name]
+        return torch.zeros_like(parameter, dtype=torch.float32)
+
+    def stats(self) -> dict[str, Any]:
+        """What crossed the network: the bytes that this rank sent in the last step and in total, everything included
+        except sparse gradients and those of parameters that were not given to this compressor.
+
+        ``last`` and ``total`` contain ``dense_bytes`` (a float32 ring allreduce of the gradients), ``wire_bytes`` and
+        its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, and ``wire_ratio =
+        dense_bytes / wire_bytes``. ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over
+        recent steps of the time spent in the compressor without waiting.
+        """
+        norms = []
+        for bucket, position in self.engine.places:
+            with bucket.order:
+                norms.append(self.held(bucket, bucket.segments[position]).norm())
+        norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
+        return {"steps": self.engine.step, **self.engine.stats.report(), "residual_norm": norm}
+
+    def metrics(self) -> dict[str, float]:
+        """:meth:`stats` as a flat dict of finite numbers, for a logger such as ``wandb.log(compression.metrics())``.
+
+        The names are those of ``stats()`` behind ``hvd_compress/``; those of the last step are used as they are, those
+        in total are ``hvd_compress/total_wire_bytes`` and so on. A ``wire_ratio`` is missing while nothing was sent.
+
+        It reads all residuals, and synchronises a GPU: call it every 50 steps, not in each.
+        """
+        stats = self.stats()
+        last, total = stats.pop("last"), stats.pop("total")
+        named = {**stats, **last, **{f"total_{key}": value for key, value in total.items()}}
+        return {f"hvd_compress/{key}": float(value) for key, value in named.items() if math.isfinite(value)}
+
+    def log_to(self, writer: Any, step: int) -> None:
+        """Writes :meth:`metrics` to a ``torch.utils.tensorboard.SummaryWriter``.
+
+        Args:
+            writer: anything with a method ``add_scalar(name, value, step)``.
+            step: of the training, the horizontal axis.
+
+        Raises:
+            TypeError: ``writer`` has no such method.
+        """
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"writer must have add_scalar(name, value, step), as SummaryWriter has; got {writer!r:.80}")
+        for name, value in self.metrics().items():
+            writer.add_scalar(name, value, step)
