@@ -24,8 +24,8 @@ BELOW = {
     "ops": {"reference"},
     "reference": set(),
 }
-#: Modules outside hosts that may import Horovod and torch.distributed: a program that is launched as a rank.
-RANKS = {"cli.ranks"}
+#: Modules outside hosts that may import Horovod and torch.distributed: they start ranks of their own.
+RANKS = {"cli.ranks", "cli.transport"}
 MOST_LINES = 300
 MOST_CLASSES_BETWEEN = 2
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiment.shapes import Named
+from hvd_compress.cli.shapes import Named
 
 #: Every step reads the noise from another offset: gradients change without being computed.
 SLACK = 1 << 20
