@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Column, Table
 
 app = typer.Typer(
@@ -21,6 +23,7 @@ app = typer.Typer(
 )
 console = Console()
 _COLUMNS = ("sent MB", "compress ms", "exchange ms", "step ms", "break-even")
+_MEASURED = ("step ms", "compress ms", "sent MB", "speed-up", "replicas")
 
 
 @app.callback()
@@ -103,3 +106,74 @@ def estimate(
     if json_file:
         rows = [asdict(one) for one in found]
         json_file.write_text(json.dumps({"winner": best.method, "rows": rows}, indent=1) + "\n")
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="resnet50, vgg16, bert-base, gpt2 or PATH.py:FUNCTION.")] = "resnet50",
+    ranks: Annotated[int, typer.Option(min=2, help="How many, unless the launcher says so itself.")] = 2,
+    methods: Annotated[
+        str, typer.Option(help="Names as estimate prints them, joined by ;")
+    ] = "dense;fp16;IWP;DeMo;FFT",
+    launcher: Annotated[
+        str,
+        typer.Option(
+            help="torchrun (DDP), mpirun or horovodrun (Horovod), or a command that takes the arguments of a "
+            "Python, as 'srun -n 8 python'."
+        ),
+    ] = "torchrun",
+    host: Annotated[Literal["ddp", "horovod"], typer.Option(help="Of a launcher that is a command.")] = "ddp",
+    hosts: Annotated[str, typer.Option(help="Of mpirun, as a:1,b:1; by default this machine.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Measured of each method.")] = 7,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for all.")] = 1800,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them here (matplotlib).")] = None,
+) -> None:
+    """Measures whole steps on real ranks, method by method, with gradients of the model's shapes.
+
+    Forward is left out: what is measured is the exchange. Exit status 1 if a launch fails or replicas differ.
+    """
+    from . import bench as measurement
+    from . import shapes
+    from .processes import Failed
+    from .wire import METHODS
+
+    names = methods.split(";")
+    if unknown := [name for name in names if name not in METHODS]:
+        raise typer.BadParameter(f"unknown method {unknown[0]!r}; known: {'; '.join(METHODS)}")
+    if hosts and launcher != "mpirun":
+        raise typer.BadParameter("--hosts is for --launcher mpirun")
+    try:
+        shapes.named(model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    host = measurement.LAUNCHERS.get(launcher, host)  # type: ignore[assignment]
+    try:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task("measuring", total=len(names))
+            first, rows = measurement.measure(
+                model, names, ranks, launcher, host, hosts, steps, timeout=timeout,
+                progress=lambda done: bar.update(task, completed=done, description=[*names, "closing"][done]),
+            )  # fmt: skip
+    except (Failed, OSError) as error:
+        console.print(f"[red]failed:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    table = Table("method", *(Column(text, justify="right") for text in _MEASURED))
+    for row in rows:
+        low, high = row["step_ms_spread"]
+        numbers = [f"{row['step_ms']:,.1f} ({low:,.1f} to {high:,.1f})", f"{row['compress_ms']:,.1f}"]
+        speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
+        state = "[green]ok[/]" if row["replicas_equal"] else "[red]wrong[/]"
+        table.add_row(row["method"], *numbers, f"{row['sent_bytes'] / 1e6:,.2f}", speedup, state)
+    console.print(
+        f"{model}, {first['ranks']} ranks of {host} by {launcher}; without exchange {first['alone_ms']:.1f} ms"
+    )
+    console.print(table)
+    if json_file:
+        json_file.write_text(json.dumps({**first, "model": model, "host": host, "rows": rows}, indent=1) + "\n")
+    if plot_file:
+        try:
+            measurement.plot(rows, f"{model}, {first['ranks']} ranks of {host}", plot_file)
+        except ModuleNotFoundError:
+            console.print(f"No figure without matplotlib: {sys.executable} -m pip install matplotlib", highlight=False)
+    raise typer.Exit(0 if all(row["replicas_equal"] for row in rows) else 1)
