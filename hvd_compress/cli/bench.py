@@ -40,8 +40,9 @@ def measure(
         progress: called with the number of methods that are measured.
 
     Returns:
-        ``ranks`` and ``alone_ms`` (backward and update without exchange), and a row per method, with
-        ``speedup``, over the faster of dense and fp16 if both were measured, else None.
+        ``ranks``, ``alone_ms`` (backward and update without exchange) and ``alone_processor_ms``, and a row per method
+        (:meth:`hvd_compress.cli.bench_rank.Bench.measure`), with ``speedup``, over the faster of dense and fp16 if both
+        were measured, else None.
 
     Raises:
         Failed: the launch failed or took too long.

@@ -36,8 +36,8 @@ class Bench:
         self.args, self.ranks = args, start(args.host)
         self.named = shapes.named(args.model)
 
-    def alone(self) -> float:
-        """Milliseconds of backward and update without exchange, of the slowest rank."""
+    def alone(self) -> dict[str, float]:
+        """Backward and update without exchange: of the slowest rank, and the processor's time, in ms."""
         model = Synthetic(self.named, self.ranks.rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
 
@@ -46,7 +46,12 @@ class Bench:
             optimizer.step()
             optimizer.zero_grad()
 
-        return self._slowest([seconds for seconds, _ in self._steps(step)])[0]
+        found = self._steps(step)
+        cpu = self.ranks.gather(statistics.median(cpu for _, cpu in found))
+        return {
+            "alone_ms": self._slowest([seconds for seconds, _ in found])[0],
+            "alone_processor_ms": 1e3 * statistics.mean(cpu),
+        }
 
     def measure(self, method: str) -> dict[str, Any]:
         """One method's figures, in ms: the steps of the slowest rank; the processor's time of a step, and that in the
@@ -104,7 +109,7 @@ def main() -> None:
     torch.set_num_threads(1)
     bench = Bench(args)
     host: Horovod = bench.ranks
-    first = {"ranks": host.size, "alone_ms": bench.alone()}
+    first = {"ranks": host.size, **bench.alone()}
     lines = [first]
     for method in args.methods:
         _append(args.result, host, lines.pop())

@@ -58,7 +58,7 @@ def step_seconds(model: Model, network: Network, sent_messages: Messages, compre
     idle = exchange - busy
     behind_backward = BACKWARD * model.compute * (1 - 1 / buckets)
     hidden = min(idle, min(work, idle) / 2 + behind_backward)
-    return model.compute + work + exchange - hidden
+    return model.compute + work + exchange - hidden + buckets * network.turns(sent_messages)
 
 
 def estimates(model: Model, network: Network, kernels: Mapping[str, float], optimizer: str) -> list[Estimate]:

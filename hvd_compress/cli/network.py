@@ -10,6 +10,8 @@ from .wire import Message, sent
 
 #: What Ethernet, IP and TCP leave of a link: 1448 of 1538 bytes.
 PAYLOAD = 0.94
+#: Seconds for which Linux lets a rank compute before another one on its core has its turn.
+SLICE = 3e-3
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -64,6 +66,10 @@ class Network:
     def wire(self, messages: Sequence[Message]) -> float:
         """Seconds for which the link is busy."""
         return 8 * sent(messages, self.ranks) / (self.bits * PAYLOAD)
+
+    def turns(self, messages: Sequence[Message]) -> float:
+        """Seconds of waiting for ranks that wait for their core: a slice for each collective and rank too many."""
+        return SLICE * (self.ranks_per_core - 1) * len(messages)
 
     def hops(self, messages: Sequence[Message]) -> float:
         """Seconds of messages that are as small as may be."""
