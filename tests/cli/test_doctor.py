@@ -37,7 +37,15 @@ def test_a_fault_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(ops, "MISSING", "the extension is not built")
     done = run("doctor", "--no-exchange")
     assert done.exit_code == 1
-    assert "the extension is not built" in done.output and "pip install --force-reinstall" in done.output
+    assert "the extension is not built" in done.output and doctor.build() in done.output
+
+
+def test_operators_are_built_where_the_package_comes_from(monkeypatch, tmp_path):
+    file = tmp_path / "hvd_compress" / "cli" / "doctor.py"
+    monkeypatch.setattr(doctor, "__file__", str(file))
+    assert doctor.build("A=1").startswith(f"A=1 {sys.executable} -m pip install --force-reinstall")
+    (tmp_path / "setup.py").touch()
+    assert doctor.build("A=1") == f"cd {tmp_path} && A=1 {sys.executable} setup.py build_ext --inplace"
 
 
 def test_old_versions_are_faults(monkeypatch):
