@@ -42,8 +42,9 @@ from experiment import comparison, compressors, lab
 from experiment.comparison import Variant, texts
 from experiment.files import plain, script_parser, write_json
 from experiment.runs import SCRIPTS, Failed, exit_on_signals, run_group
-from experiment.shapes import SHAPES
 
+from hvd_compress.cli.network import bandwidth
+from hvd_compress.cli.shapes import SHAPES
 from hvd_compress.engine.collectives import ring_bytes
 
 Row = dict[str, Any]
@@ -74,7 +75,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
     try:
-        args.rate.sort(key=lab.bandwidth, reverse=True)
+        args.rate.sort(key=bandwidth, reverse=True)
         args.variants = comparison.variants(args.methods, args.option)
         args.environments = comparison.environments(args.methods, args.environment)
     except ValueError as error:

@@ -30,48 +30,10 @@ from experiment.comparison import texts
 from experiment.compressors import METHODS
 from experiment.files import script_parser, write_json
 
-from hvd_compress.engine.collectives import Request
+from hvd_compress.hosts.mirror import Mirror
 
 LAYER = 1000, 1000
 SLACK = 1 << 20
-
-
-class _Done:
-    def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> torch.Tensor:
-        return self._result
-
-
-class Mirror:
-    """The collectives of rank 0 of ``size`` ranks that all send the same."""
-
-    rank, active, ordered = 0, True, False
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.seconds = 0.0
-
-    def generation(self) -> object:
-        return Mirror
-
-    def check_optimizer(self, optimizer: object) -> None:
-        """Accepts all."""
-
-    def start(self, request: Request, name: str) -> _Done:
-        begin, given = time.perf_counter(), request.tensor
-        if request.verb == "allreduce":
-            result = given * self.size
-        elif request.verb == "allgather":
-            result = given.repeat(self.size, *[1] * (given.dim() - 1))
-        else:  # its own part, from every rank
-            result = given.view(self.size, -1)[0].repeat(self.size)
-        self.seconds += time.perf_counter() - begin
-        return _Done(result)
 
 
 def resident(what: str) -> int:

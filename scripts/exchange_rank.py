@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from experiment import compressors, hosts, metrics, soundness
 from experiment.files import write_json
-from experiment.shapes import SHAPES
-from experiment.synthetic import Synthetic
+
+from hvd_compress.cli.shapes import SHAPES
+from hvd_compress.cli.synthetic import Synthetic
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of a netlab host
 #: At least so many steps are measured, if they were asked for, however slow the network.

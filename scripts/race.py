@@ -33,6 +33,8 @@ from experiment.files import script_parser
 from experiment.quality import metric_of
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
+from hvd_compress.cli.network import bandwidth
+
 #: Results by the rate of the links and the variant's label; each with its ``backend`` in addition to train.py's output.
 Results = dict[str, dict[str, Result]]
 
@@ -58,7 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if not args.races and (args.target is None or args.out is None):
             raise ValueError("--target and --out are required")
         args.variants = comparison.variants(args.methods, args.option)
-        args.rates.sort(key=lab.bandwidth)
+        args.rates.sort(key=bandwidth)
         args.environments = comparison.environments(args.methods, args.environment)
     except ValueError as error:
         parser.error(str(error))
@@ -103,7 +105,7 @@ def read(text: str) -> tuple[str, float, Results]:
         raise ValueError(f"{folder} holds results of several networks: {', '.join(sorted(networks))}")
     ordered = {
         rate: dict(sorted(found[rate].items(), key=lambda item: (item[0] != "none", item[0])))
-        for rate in sorted(found, key=lab.bandwidth)
+        for rate in sorted(found, key=bandwidth)
     }
     return networks.pop(), float(target), ordered
 

@@ -16,9 +16,9 @@ from launch import ROOT, end, finish, needs_hosts, start
 sys.path.insert(0, str(ROOT / "scripts"))
 
 bench = importlib.import_module("bench_exchange")
-shapes = importlib.import_module("experiment.shapes")
+shapes = importlib.import_module("hvd_compress.cli.shapes")
 soundness = importlib.import_module("experiment.soundness")
-synthetic = importlib.import_module("experiment.synthetic")
+synthetic = importlib.import_module("hvd_compress.cli.synthetic")
 
 SCRIPT = ROOT / "scripts" / "bench_exchange.py"
 ROW = {"method", "step_ms", "backward_ms", "exchange_ms", "compress_ms", "tx_bytes", "wire_ratio", "wrong"}

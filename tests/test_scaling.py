@@ -24,7 +24,7 @@ def model():
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("method", list(scaling.METHODS))
 def test_formulas_are_what_is_counted(method, ranks, model):
-    density = scaling.METHODS[method][1]
+    density = scaling.METHODS[method].density
     # Also frequencies as a bitmap.
     for share in (density, density and 1 / 5):
         want = scaling.counted(method, model, share, ranks)
@@ -35,7 +35,7 @@ def test_shared_indices_stay_flat_and_gathers_grow():
     model = scaling.network()
 
     def growth(method):
-        few, many = (scaling.modelled(method, model, scaling.METHODS[method][1], n) for n in (4, 64))
+        few, many = (scaling.modelled(method, model, scaling.METHODS[method].density, n) for n in (4, 64))
         return many / few
 
     # The ring sends 2 (N - 1) / N: 1.3 times as much; a gather N - 1: 21 times.

@@ -28,6 +28,15 @@ from .polling import wait_until
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
 
 
+def backends() -> list[str]:
+    """The backends that this torch can use here."""
+    if not distributed.is_available():
+        return []
+    found = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
+    found |= {"mpi": distributed.is_mpi_available, "ucc": distributed.is_ucc_available}
+    return [name for name, available in found.items() if available()]
+
+
 def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook for ``DistributedDataParallel.register_comm_hook(compression, ddp_hook)``.
 

@@ -2,7 +2,8 @@
 
 If the extension is not built, the specification runs instead, slowly, and a warning is given at import. ``COMPILED``
 and ``COMPILED_CUDA`` tell whether the operators for CPU and CUDA tensors are compiled, ``CPU_CAPABILITY`` names the
-instruction set in use, and :func:`check_device` raises if the CUDA operators were not built for a GPU.
+instruction set in use, and :func:`check_device` raises if the CUDA operators were not built for a GPU. ``MISSING`` and
+``MISSING_CUDA`` say why operators are not in use; ``OPERATORS`` are their names.
 
 Every operator writes to its arguments and returns None. All tensors are on one device. The compiled operators raise
 ``RuntimeError`` for a wrong dtype, device, size or range; the reference checks nothing. The contents of index tensors
@@ -15,7 +16,17 @@ from functools import wraps
 from typing import ParamSpec
 
 from .. import reference
-from ._load import COMPILED, COMPILED_CUDA, CPU_CAPABILITY, check_device, implementation
+from ._load import (
+    COMPILED,
+    COMPILED_CUDA,
+    CPU_CAPABILITY,
+    MISSING,
+    MISSING_CUDA,
+    OPERATORS,
+    check_device,
+    implementation,
+    is_current,
+)
 
 P = ParamSpec("P")
 

@@ -12,7 +12,8 @@ import torch
 from .. import reference
 
 _PACKAGE = __package__.rpartition(".")[0]
-_OPERATORS = (
+#: Names of all operators.
+OPERATORS = (
     *("accumulate_select", "select", "gather", "scatter", "hadamard", "block_means_send", "block_means_keep"),
     *("moments", "lanes_prepare", "lanes_update", "lanes_encode", "lanes_decode"),
     *("codebook_encode", "codebook_decode", "range_encode", "range_decode"),
@@ -44,7 +45,7 @@ def _load(module: str, key: str) -> str | None:
         loader.load_library(spec.origin)
     except OSError as error:
         return str(error)
-    if not all(is_current(name, key) for name in _OPERATORS):
+    if not all(is_current(name, key) for name in OPERATORS):
         return "the extension was built from other sources: build it again"
     return None
 
@@ -78,22 +79,23 @@ def _fake(*args: Any) -> None:
     """Shapes of the results: there are none, the operators mutate their arguments."""
 
 
-_missing = _load("_C", "CPU")
-_missing_cuda = _missing or _load("_C_cuda", "CUDA")
-COMPILED: bool = _missing is None
-COMPILED_CUDA: bool = _missing_cuda is None
+#: Why the operators for CPU and for CUDA tensors cannot be used; None if they can.
+MISSING = _load("_C", "CPU")
+MISSING_CUDA = MISSING or _load("_C_cuda", "CUDA")
+COMPILED: bool = MISSING is None
+COMPILED_CUDA: bool = MISSING_CUDA is None
 implementation: Any = torch.ops.hvd_compress if COMPILED else reference
 #: The instruction set of the CPU operators. torch's variable ``ATEN_CPU_CAPABILITY`` can lower it.
 CPU_CAPABILITY: str = {4: "AVX-512", 3: "AVX2", 0: "portable"}[implementation.cpu_level()] if COMPILED else "torch"
 
-if _missing is not None:
-    warnings.warn(f"hvd_compress: slow PyTorch code for all tensors ({_missing})", RuntimeWarning, stacklevel=2)
+if MISSING is not None:
+    warnings.warn(f"hvd_compress: slow PyTorch code for all tensors ({MISSING})", RuntimeWarning, stacklevel=2)
 
 
 # The operators' fakes, and the reference for CUDA tensors if the CUDA extension is missing.
 if COMPILED:
-    for _name in _OPERATORS:
+    for _name in OPERATORS:
         torch.library.register_fake(f"hvd_compress::{_name}", _fake)
-        if _missing_cuda is not None:
-            _kernel = _slow_cuda(getattr(reference, _name), _missing_cuda)
+        if MISSING_CUDA is not None:
+            _kernel = _slow_cuda(getattr(reference, _name), MISSING_CUDA)
             torch.library.register_kernel(f"hvd_compress::{_name}", "cuda", _kernel)

@@ -1,7 +1,6 @@
 """Where ranks run: on this machine's loopback, or on the hosts of a netlab that exists as long as the run."""
 
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -10,19 +9,10 @@ from contextlib import contextmanager
 from experiment.runs import SCRIPTS
 
 LAUNCHERS = {"mpi": (), "gloo": ("--gloo",), "ddp": ("--ddp",)}  # options of run.sh and of netlab.sh run
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 class NoLab(Exception):
     """The hosts could not be made; says why."""
-
-
-def bandwidth(text: str) -> float:
-    """Bits per second from a text such as ``100mbit``; infinity for none. ``ValueError`` for another text."""
-    match = re.fullmatch(r"([0-9.]+)([kmg]bit)", text.strip().lower())
-    if text != "none" and (not match or not float(match[1]) > 0):
-        raise ValueError(f"a bandwidth is none, or a number and kbit, mbit or gbit, as 100mbit; got {text!r}")
-    return float(match[1]) * _UNITS[match[2]] if match else float("inf")
 
 
 def loopback(ranks: int, launcher: str) -> tuple[str, ...]:

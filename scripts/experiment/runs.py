@@ -6,9 +6,7 @@ as a whole without touching anything else.
 
 import json
 import math
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from typing import Any
 
 from experiment import compressors, local_training
 from experiment.files import plain, write_json
+from hvd_compress.cli.processes import Failed, last_lines, run_group
 
 Result = dict[str, Any]
 
@@ -29,10 +28,6 @@ GONE = {"progress", "warmup_epochs", "diminishing", "no_augment", "backward_pass
 
 class OtherConfiguration(Exception):
     """The result's file was written by a run with other options."""
-
-
-class Failed(Exception):
-    """A run that ended badly, with its last lines."""
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
@@ -114,50 +109,11 @@ class Run:
         return result
 
 
-def run_group(
-    command: list[str], timeout: float, log: Path, environment: Mapping[str, str], name: str, check: bool = True
-) -> None:
-    """Runs a command as the leader of a process group, with ``environment`` in addition to this program's. ``Failed``
-    if it took too long and the group was killed or, with ``check``, if its exit status is not 0."""
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"{name} was killed after {timeout:g} s\n{last_lines(log)}") from None
-        finally:  # also when this program is interrupted: the child's session does not receive Ctrl-C
-            if process.poll() is None:
-                end_group(process)
-    if check and status:
-        raise Failed(f"{name} ended with status {status}\n{last_lines(log)}")
-
-
-def end_group(process: subprocess.Popen[bytes], grace: float = 10.0) -> None:
-    """Terminates the group, then kills it: on SIGTERM, mpirun also ends its ranks, which lead groups of their own."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(grace)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def complaint(result: Result) -> str | None:
     """What is wrong with a run that came to its end, if anything."""
     if not math.isfinite(result["train_loss"]):
         return f"its loss is {result['train_loss']}"
     return None if result["replicas_equal"] else "its replicas differ"
-
-
-def last_lines(file: Path, count: int = 15) -> str:
-    return "\n".join(f"    {line}" for line in file.read_text(errors="replace").splitlines()[-count:])
 
 
 def exit_on_signals() -> None:

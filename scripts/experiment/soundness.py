@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from experiment.metrics import digest
-from experiment.synthetic import Synthetic
+from hvd_compress.cli.synthetic import Synthetic
 
 #: Of each tensor, about so many entries are followed, evenly spread.
 ENTRIES = 1 << 12

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="the extension is not b
 
 def test_every_operator_is_checked():
     operators = {name for name, value in vars(ops).items() if hasattr(value, "__wrapped__")} - {"check_device"}
-    assert sorted(_load._OPERATORS) == sorted(operators)
-    assert all(_load.is_current(name, "CPU") for name in _load._OPERATORS)
+    assert sorted(_load.OPERATORS) == sorted(operators)
+    assert all(_load.is_current(name, "CPU") for name in _load.OPERATORS)
 
 
 def test_other_arguments(monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiment.shapes import Named
+from .shapes import Named
 
 #: Every step reads the noise from another offset: gradients change without being computed.
 SLACK = 1 << 20
@@ -57,5 +57,5 @@ class Synthetic(nn.Module):
         ]
         x = torch.zeros(())
         for parameter, gradient in zip(self.parameters(), self.prepared, strict=True):
-            x = _HandOut.apply(x, parameter, gradient)
+            x = _HandOut.apply(x, parameter, gradient)  # type: ignore[no-untyped-call]
         return x

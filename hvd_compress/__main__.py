@@ -1,0 +1,5 @@
+"""``python -m hvd_compress``: the command line."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,16 @@
+"""The command line ``hvd-compress``: what works here (``doctor``), what a method would gain (``estimate``), what it
+gains (``bench``). It needs typer and rich: ``pip install 'hvd-compress[cli]'``."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line; exit status 1 without typer and rich."""
+    try:
+        import rich
+        import typer
+    except ModuleNotFoundError as error:
+        sys.exit(f"hvd-compress needs {error.name}: {sys.executable} -m pip install 'hvd-compress[cli]'")
+    from .app import app
+
+    app(prog_name="hvd-compress")

@@ -1,0 +1,179 @@
+"""The commands and their options."""
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Column, Table
+
+app = typer.Typer(
+    name="hvd-compress",
+    help="Gradient compression for Horovod and torch DDP: does it work here, and does it help here?",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+_COLUMNS = ("sent MB", "compress ms", "exchange ms", "step ms", "break-even")
+_MEASURED = ("step ms", "compress ms", "sent MB", "speed-up", "replicas")
+
+
+@app.callback()
+def _main() -> None:
+    """Gives every command a name, also while there is only one."""
+
+
+@app.command()
+def doctor(
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each launch of two ranks.")] = 120,
+    exchange: Annotated[bool, typer.Option(help="Launch two ranks.")] = True,
+) -> None:
+    """Checks the installation: versions, operators, backends, and whether two ranks exchange.
+
+    Exit status 1 if anything is wrong; each fault comes with the command that mends it.
+    """
+    from .doctor import examine
+
+    with console.status("looking"):
+        findings = list(examine(timeout, exchange))
+    table = Table("", "found", "")
+    for finding in findings:
+        table.add_row(finding.item, escape(finding.found), "[red]wrong[/]" if finding.fault else "[green]ok[/]")
+    console.print(table)
+    faults = [finding for finding in findings if finding.fault]
+    for finding in faults:
+        console.print(f"[red]{finding.item}:[/] {escape(finding.fault)}", highlight=False)
+        console.print(f"  [bold]{escape(finding.cure)}[/]", highlight=False, soft_wrap=True)
+    console.print("Something is wrong." if faults else "All is well.")
+    raise typer.Exit(1 if faults else 0)
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Option(help="resnet50, vgg16, bert-base, gpt2 or PATH.py:FUNCTION.")],
+    ranks: Annotated[int, typer.Option(min=2, max=4096)],
+    bandwidth: Annotated[str, typer.Option(help="Of each host's link, as 100mbit or 10gbit; none: unlimited.")],
+    latency: Annotated[str, typer.Option(help="From one host to the next, as 50us.")] = "50us",
+    optimizer: Annotated[Literal["sgd", "adamw"], typer.Option(help="Leaves out what trains badly with it.")] = "sgd",
+    compute_ms: Annotated[float, typer.Option(min=0, help="Forward, backward and update of a step, in ms.")] = 0,
+    hosts_share_cores: Annotated[bool, typer.Option(help="All ranks run on this machine's cores (netlab).")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+) -> None:
+    """Step time of dense, fp16 and every method: does compression help on this network, and which?
+
+    Computation is measured now, on this machine's CPU; the network is a model. Exchange is by Gloo.
+    """
+    from . import estimate as model_of
+    from . import network, shapes, transport
+    from .kernels import Kernels
+    from .wire import METHODS
+
+    try:
+        named = shapes.named(model)
+        bits, seconds = network.bandwidth(bandwidth), network.duration(latency)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    sizes = [shape for _, shape in named]
+    cores = len(os.sched_getaffinity(0)) if hosts_share_cores else None
+    kernels, measured = Kernels(sizes, min(cores or 1, ranks)), {}
+    with console.status("measuring Gloo") as status:
+        net = network.Network(ranks, bits, seconds, transport.measure(), cores)
+        for method in METHODS:
+            status.update(f"measuring {method}")
+            measured[method] = kernels.seconds(method, ranks)
+    found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer)
+    table = Table("method", *(Column(text, justify="right") for text in _COLUMNS))
+    best = model_of.winner(found)
+    for one in found:
+        numbers = [1e3 * one.compress, 1e3 * one.exchange, 1e3 * one.step]
+        cells = [f"{one.bytes / 1e6:,.2f}", *(f"{number:,.1f}" for number in numbers), model_of.rate(one.break_even)]
+        name = one.method if one.allowed else f"{one.method} *"
+        table.add_row(name, *cells, style="bold" if one is best else "" if one.allowed else "dim")
+    parameters = sum(math.prod(shape) for shape in sizes)
+    console.print(f"{model}: {parameters:,} parameters, {ranks} ranks, {bandwidth}, latency {latency}, {optimizer}")
+    console.print(table)
+    if optimizer == "adamw":
+        console.print("* trains badly with AdamW (docs/choosing.md)", style="dim")
+    console.print(model_of.verdict(found, optimizer), highlight=False)
+    if json_file:
+        rows = [asdict(one) for one in found]
+        json_file.write_text(json.dumps({"winner": best.method, "rows": rows}, indent=1) + "\n")
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="resnet50, vgg16, bert-base, gpt2 or PATH.py:FUNCTION.")] = "resnet50",
+    ranks: Annotated[int, typer.Option(min=2, help="How many, unless the launcher says so itself.")] = 2,
+    methods: Annotated[
+        str, typer.Option(help="Names as estimate prints them, joined by ;")
+    ] = "dense;fp16;IWP;DeMo;FFT",
+    launcher: Annotated[
+        str,
+        typer.Option(
+            help="torchrun (DDP), mpirun or horovodrun (Horovod), or a command that takes the arguments of a "
+            "Python, as 'srun -n 8 python'."
+        ),
+    ] = "torchrun",
+    host: Annotated[Literal["ddp", "horovod"], typer.Option(help="Of a launcher that is a command.")] = "ddp",
+    hosts: Annotated[str, typer.Option(help="Of mpirun, as a:1,b:1; by default this machine.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Measured of each method.")] = 7,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for all.")] = 1800,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them here (matplotlib).")] = None,
+) -> None:
+    """Measures whole steps on real ranks, method by method, with gradients of the model's shapes.
+
+    Forward is left out: what is measured is the exchange. Exit status 1 if a launch fails or replicas differ.
+    """
+    from . import bench as measurement
+    from . import shapes
+    from .processes import Failed
+    from .wire import METHODS
+
+    names = methods.split(";")
+    if unknown := [name for name in names if name not in METHODS]:
+        raise typer.BadParameter(f"unknown method {unknown[0]!r}; known: {'; '.join(METHODS)}")
+    if hosts and launcher != "mpirun":
+        raise typer.BadParameter("--hosts is for --launcher mpirun")
+    try:
+        shapes.named(model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    host = measurement.LAUNCHERS.get(launcher, host)  # type: ignore[assignment]
+    try:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task("measuring", total=len(names))
+            first, rows = measurement.measure(
+                model, names, ranks, launcher, host, hosts, steps, timeout=timeout,
+                progress=lambda done: bar.update(task, completed=done, description=[*names, "closing"][done]),
+            )  # fmt: skip
+    except (Failed, OSError) as error:
+        console.print(f"[red]failed:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    table = Table("method", *(Column(text, justify="right") for text in _MEASURED))
+    for row in rows:
+        low, high = row["step_ms_spread"]
+        numbers = [f"{row['step_ms']:,.1f} ({low:,.1f} to {high:,.1f})", f"{row['compress_ms']:,.1f}"]
+        speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
+        state = "[green]ok[/]" if row["replicas_equal"] else "[red]wrong[/]"
+        table.add_row(row["method"], *numbers, f"{row['sent_bytes'] / 1e6:,.2f}", speedup, state)
+    console.print(
+        f"{model}, {first['ranks']} ranks of {host} by {launcher}; without exchange {first['alone_ms']:.1f} ms"
+    )
+    console.print(table)
+    if json_file:
+        json_file.write_text(json.dumps({**first, "model": model, "host": host, "rows": rows}, indent=1) + "\n")
+    if plot_file:
+        try:
+            measurement.plot(rows, f"{model}, {first['ranks']} ranks of {host}", plot_file)
+        except ModuleNotFoundError:
+            console.print(f"No figure without matplotlib: {sys.executable} -m pip install matplotlib", highlight=False)
+    raise typer.Exit(0 if all(row["replicas_equal"] for row in rows) else 1)

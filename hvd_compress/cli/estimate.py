@@ -1,0 +1,131 @@
+"""``hvd-compress estimate``: step times by method, from kernels measured here and a model of the network.
+
+A step takes the user's own computation, the compressor's, and the exchange. While a link is busy and the processor is
+not, the processor computes: the exchange of one bucket hides half of the compressor's work on the others, and of
+backward what is not needed for the last bucket.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .kernels import Shape
+from .network import Network
+from .wire import BASELINES, METHODS, Messages, is_compressed, messages, sent
+
+BUCKET = 16 << 20  # the default bucket_mb, in bytes
+BACKWARD = 2 / 3  # of forward and backward
+#: A method is recommended from such a speed-up over dense and fp16 on; less is within the model's error.
+WORTH = 1.15
+SLOWEST, FASTEST = 1e6, 1e12  # bits per second, between which a break-even is looked for
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One method. ``bytes``: sent by a rank in a step. Seconds: of the compressor, of the exchange beyond it, of a
+    step. ``break_even``: the bandwidth in bits per second below which it beats dense and fp16; 0 for none that was
+    looked at, infinity for all, None for dense and fp16. ``allowed``: trains well with the optimizer."""
+
+    method: str
+    bytes: float
+    compress: float
+    exchange: float
+    step: float
+    break_even: float | None
+    allowed: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameter shapes, and the seconds of a step's forward, backward and update."""
+
+    shapes: Sequence[Shape]
+    compute: float
+
+    def buckets(self) -> int:
+        entries = sum(math.prod(shape) for shape in self.shapes if is_compressed(shape))
+        return max(1, math.ceil(4 * entries / BUCKET))
+
+    def messages(self, method: str, ranks: int) -> Messages:
+        return messages(method, [tuple(s) for s in self.shapes], METHODS[method].density, ranks)
+
+
+def step_seconds(model: Model, network: Network, sent_messages: Messages, compress: float) -> float:
+    """Of a step whose compressor takes ``compress`` seconds of a core."""
+    work, buckets = compress * network.ranks_per_core, model.buckets()
+    busy = network.processor(sent_messages)
+    exchange = max(network.wire(sent_messages), busy) + buckets * network.hops(sent_messages)
+    idle = exchange - busy
+    behind_backward = BACKWARD * model.compute * (1 - 1 / buckets)
+    hidden = min(idle, min(work, idle) / 2 + behind_backward)
+    return model.compute + work + exchange - hidden + buckets * network.turns(sent_messages)
+
+
+def estimates(model: Model, network: Network, kernels: Mapping[str, float], optimizer: str) -> list[Estimate]:
+    """Of every method in ``kernels`` (seconds of its computation), fastest first."""
+    sends = {method: model.messages(method, network.ranks) for method in kernels}
+
+    def step(method: str, bits: float) -> float:
+        return step_seconds(model, replace(network, bits=bits), sends[method], kernels[method])
+
+    def gain(method: str, bits: float) -> float:
+        return min(step(base, bits) for base in BASELINES) - step(method, bits)
+
+    def break_even(method: str) -> float:
+        """The gain falls with the bandwidth: halve the interval of its logarithm."""
+        if gain(method, SLOWEST) <= 0:
+            return 0.0
+        if gain(method, math.inf) > 0:
+            return math.inf
+        low, high = math.log(SLOWEST), math.log(FASTEST)
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if gain(method, math.exp(middle)) > 0 else (low, middle)
+        return math.exp(low)
+
+    found = []
+    for method, seconds in kernels.items():
+        total, work = step(method, network.bits), seconds * network.ranks_per_core
+        found.append(
+            Estimate(
+                method,
+                sent(sends[method], network.ranks),
+                work,
+                total - model.compute - work,
+                total,
+                None if method in BASELINES else break_even(method),
+                optimizer == "sgd" or METHODS[method].adam,
+            )
+        )
+    return sorted(found, key=lambda one: one.step)
+
+
+def winner(found: Sequence[Estimate]) -> Estimate:
+    """The fastest of those that train well with the optimizer."""
+    return min((one for one in found if one.allowed), key=lambda one: one.step)
+
+
+def verdict(found: Sequence[Estimate], optimizer: str) -> str:
+    """Which method to use, or that none is worth its while here."""
+    best, base = winner(found), min((one for one in found if one.method in BASELINES), key=lambda one: one.step)
+    if best.step * WORTH > base.step:
+        faster = f"{best.method} would be {base.step / best.step:.2f} times as fast" if best is not base else ""
+        tail = f" ({faster}: within the error of this estimate)" if faster else ""
+        return f"Do not use compression here: {base.method} is enough{tail}."
+    text = f"Use {best.method}: {base.step / best.step:.1f} times as fast as {base.method}"
+    if best.break_even is not None and best.break_even < math.inf:
+        text += f", worth it below {rate(best.break_even)}"
+    if best.method.startswith("DeMo") and optimizer == "adamw":
+        text += "; with torch.optim.SGD in place of AdamW, docs/demo.md"
+    return text + "."
+
+
+def rate(bits: float | None) -> str:
+    """A bandwidth as text; ``none`` and ``any`` where there is no break-even."""
+    if bits is None:
+        return "-"
+    if bits == 0:
+        return "none"
+    if math.isinf(bits):
+        return "any"
+    return f"{bits / 1e9:.2g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -1,0 +1,119 @@
+"""What a method's computation costs one rank on this machine: its real compressor, with ranks that are simulated."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ..hosts.mirror import Mirror
+from .wire import BASELINES, METHODS, is_compressed
+
+Shape = tuple[int, ...]
+
+#: Larger models are sampled: so many entries are two buckets, more than the caches hold.
+MOST = 8_000_000
+#: More ranks are extrapolated from half as many and these.
+MOST_RANKS = 8
+WARMUP, STEPS = 2, 5
+SLACK = 1 << 16
+
+
+def sample(shapes: Sequence[Shape]) -> tuple[list[Shape], float]:
+    """Some of the compressed tensors, of every size, with at most about MOST entries, and the factor by which the whole
+    model has more. Tensors that are larger than half of that are cut along their first dimension."""
+    large = sorted((shape for shape in shapes if is_compressed(shape)), key=math.prod)
+    total = sum(map(math.prod, large))
+    if not total:
+        return [], 1.0
+    cut = [_cut(shape, MOST // 2) for shape in large]
+    stride = max(1, round(sum(map(math.prod, cut)) / MOST))
+    chosen = cut[::-1][::stride]
+    return chosen, total / sum(map(math.prod, chosen))
+
+
+def _cut(shape: Shape, most: int) -> Shape:
+    rows = max(1, most // math.prod(shape[1:]))
+    return (min(shape[0], rows), *shape[1:])
+
+
+class Kernels:
+    """Measures methods on the compressed tensors of a model.
+
+    Args:
+        shapes: of all parameters.
+        cores: that compute at once, each a rank of one thread: they share the memory's bandwidth.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], cores: int = 1) -> None:
+        chosen, self._factor = sample(shapes)
+        self._total = sum(map(math.prod, shapes))
+        self._ranks = [_Rank(chosen) for _ in range(cores)] if chosen else []
+        self._cores = cores
+
+    def seconds(self, method: str, ranks: int) -> float:
+        """Of one rank's computation in a step, without network, on a core of its own: the method's, and the copy of all
+        gradients into and out of a host's buffers. Processor time, so that other programs disturb it little."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            host = self._together(lambda _: _copies(min(self._total, MOST), method)) * self._total
+            host /= min(self._total, MOST)
+            if method in BASELINES or not self._ranks:
+                return host
+            few = self._together(lambda i: self._ranks[i].seconds(method, min(ranks, MOST_RANKS))) * self._factor
+            if ranks <= MOST_RANKS:
+                return host + few
+            half = self._together(lambda i: self._ranks[i].seconds(method, MOST_RANKS // 2)) * self._factor
+            growth = (few - half) / (MOST_RANKS - MOST_RANKS // 2)
+            return host + few + max(0.0, growth) * (ranks - MOST_RANKS)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _together(self, measure: Callable[[int], list[float]]) -> float:
+        """The median of what is measured on all cores at once."""
+        with ThreadPoolExecutor(self._cores) as pool:
+            return statistics.median(x for found in pool.map(measure, range(self._cores)) for x in found)
+
+
+class _Rank:
+    """The parameters of one rank."""
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._parameters = [torch.nn.Parameter(torch.randn(s, generator=generator) * 0.02) for s in shapes]
+        self._noise = torch.randn(max(map(math.prod, shapes)) + SLACK, generator=generator) * 0.01
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def seconds(self, method: str, ranks: int) -> list[float]:
+        """Of each step."""
+        mirror = Mirror(ranks, time.thread_time)
+        named = [(str(number), parameter) for number, parameter in enumerate(self._parameters)]
+        compression = METHODS[method].build(named, collectives=mirror)
+        found = []
+        for step in range(WARMUP + STEPS):
+            grads: list[torch.Tensor] = [p.grad for p in self._parameters]  # type: ignore[misc]
+            for number, grad in enumerate(grads):
+                offset = (step * 10007 + number) * 2654435761 % SLACK
+                grad.copy_(self._noise[offset : offset + grad.numel()].view_as(grad))
+            begin, idle = time.thread_time(), mirror.seconds
+            for payload, context in [compression.compress(grad) for grad in reversed(grads)]:
+                compression.decompress(payload, context)
+            found.append(time.thread_time() - begin - (mirror.seconds - idle))
+        return found[WARMUP:]
+
+
+def _copies(size: int, method: str) -> list[float]:
+    """Seconds for what DDP and Horovod do with ``size`` entries in every step: copy them and divide; with float16, cast
+    them there and back."""
+    source, target, found = torch.ones(size), torch.ones(size), []
+    for _ in range(WARMUP + STEPS):
+        begin = time.thread_time()
+        torch.mul(source, 0.5, out=target)
+        if method == "fp16":
+            target.copy_(target.half().div_(2))
+        found.append(time.thread_time() - begin)
+    return found[WARMUP:]

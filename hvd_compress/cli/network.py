@@ -1,0 +1,77 @@
+"""A network and the hosts on it: how long the collectives of a step take."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .transport import Transport
+from .wire import Message, sent
+
+#: What Ethernet, IP and TCP leave of a link: 1448 of 1538 bytes.
+PAYLOAD = 0.94
+#: Seconds for which Linux lets a rank compute before another one on its core has its turn.
+SLICE = 3e-3
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def bandwidth(text: str) -> float:
+    """Bits per second from a text such as ``100mbit``; infinity for none. ``ValueError`` for another text."""
+    match = re.fullmatch(r"([0-9.]+)([kmg]bit)", text.strip().lower())
+    if text != "none" and (not match or not _number(match[1]) > 0):
+        raise ValueError(f"a bandwidth is none, or a number and kbit, mbit or gbit, as 100mbit; got {text!r}")
+    return _number(match[1]) * _BITS[match[2]] if match else math.inf
+
+
+def duration(text: str) -> float:
+    """Seconds from a text such as ``50us``. ``ValueError`` for another text."""
+    match = re.fullmatch(r"([0-9.]+)(us|ms|s)", text.strip().lower())
+    if not match or not _number(match[1]) >= 0:
+        raise ValueError(f"a duration is a number and us, ms or s, as 50us; got {text!r}")
+    return _number(match[1]) * _SECONDS[match[2]]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+@dataclass(frozen=True)
+class Network:
+    """``ranks`` hosts in a ring.
+
+    Args:
+        bits: per second, of each host's link.
+        latency: seconds from one host to the next, in addition to the processor's share of a message.
+        cores: that all ranks share, as the hosts of scripts/netlab.sh do; None if each rank has a core of its own.
+    """
+
+    ranks: int
+    bits: float
+    latency: float
+    transport: Transport
+    cores: int | None = None
+
+    @property
+    def ranks_per_core(self) -> float:
+        return 1.0 if self.cores is None else max(1.0, self.ranks / self.cores)
+
+    def processor(self, messages: Sequence[Message]) -> float:
+        """Seconds for which the processor is busy with messages."""
+        return self.ranks_per_core * sum(self.transport.seconds(message, self.ranks) for message in messages)
+
+    def wire(self, messages: Sequence[Message]) -> float:
+        """Seconds for which the link is busy."""
+        return 8 * sent(messages, self.ranks) / (self.bits * PAYLOAD)
+
+    def turns(self, messages: Sequence[Message]) -> float:
+        """Seconds of waiting for ranks that wait for their core: a slice for each collective and rank too many."""
+        return SLICE * (self.ranks_per_core - 1) * len(messages)
+
+    def hops(self, messages: Sequence[Message]) -> float:
+        """Seconds of messages that are as small as may be."""
+        hops = sum(2 * (self.ranks - 1) if m.verb == "allreduce" else self.ranks - 1 for m in messages)
+        return hops * (self.latency + self.transport.per_hop * self.ranks_per_core)

@@ -1,0 +1,110 @@
+"""A launched rank of ``doctor`` or ``bench``: of Horovod, or of torch.distributed with Gloo."""
+
+import os
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..hosts.ddp import ddp_hook
+
+HOSTS = ("ddp", "horovod")
+
+
+class Horovod:
+    """The unmodified ``hvd.DistributedOptimizer``."""
+
+    def __init__(self) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self._hvd = hvd
+        self.rank, self.size = int(hvd.rank()), int(hvd.size())
+
+    def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
+        """The module to call and the optimizer to step.
+
+        Args:
+            compression: a :class:`hvd_compress.Compressor`, ``"fp16"`` for the host's own, or None.
+        """
+        stock = self._hvd.Compression.fp16 if compression == "fp16" else self._hvd.Compression.none
+        given = compression if compression not in ("fp16", None) else stock
+        named = model.named_parameters()
+        return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=given)
+
+    def synchronize(self, optimizer: Any) -> None:
+        """The averaged gradients are in ``p.grad`` afterwards."""
+        optimizer.synchronize()
+
+    def update(self, optimizer: Any) -> None:
+        """The optimizer's step, after :meth:`synchronize`."""
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def barrier(self) -> None:
+        """Waits for all ranks, without taking a core from those that are still computing."""
+        handle = self._hvd.allreduce_async(torch.zeros(1), name="barrier")
+        while not self._hvd.poll(handle):
+            time.sleep(1e-4)
+        self._hvd.synchronize(handle)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        return list(self._hvd.allgather_object(value, name="gather"))
+
+    def close(self, status: int = 0) -> None:
+        """Leaves the job and ends the process."""
+        self._hvd.shutdown()
+        sys.exit(status)
+
+
+class Ddp(Horovod):
+    """``DistributedDataParallel`` over Gloo, for ranks started by torchrun or with its variables."""
+
+    def __init__(self) -> None:
+        from torch import distributed
+
+        distributed.init_process_group("gloo")
+        self._dist = distributed
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+
+    def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the option's new name does not exist in torch 2.11
+            module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        if compression == "fp16":
+            module.register_comm_hook(None, fp16_compress_hook)
+        elif compression is not None:
+            module.register_comm_hook(compression, ddp_hook)
+        return module, optimizer
+
+    def synchronize(self, optimizer: Any) -> None:
+        """The backward pass has done it."""
+
+    def update(self, optimizer: Any) -> None:
+        optimizer.step()
+
+    def barrier(self) -> None:
+        self._dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        everyone = [None] * self.size
+        self._dist.all_gather_object(everyone, value)
+        return everyone
+
+    def close(self, status: int = 0) -> None:
+        self._dist.destroy_process_group()
+        # Gloo's threads may outlive the group and then abort the interpreter's shutdown: skip the shutdown.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def start(host: str) -> Horovod:
+    """This process's rank. ``host``: one of HOSTS."""
+    return Ddp() if host == "ddp" else Horovod()

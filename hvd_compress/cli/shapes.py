@@ -1,0 +1,114 @@
+"""The parameters of well-known networks as (name, shape), in the order of the model: backward goes from the end."""
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+Named = tuple[str, tuple[int, ...]]
+
+
+def resnet50() -> Iterator[Named]:
+    """ResNet-50 for ImageNet: 25.6 M parameters in 161 tensors."""
+    yield "stem.weight", (64, 3, 7, 7)
+    yield from _affine("stem.norm", 64)
+    inputs = 64
+    for stage, (width, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+        for number in range(depth):
+            layers = [(inputs, width, 1), (width, width, 3), (width, 4 * width, 1)]
+            # The first block of a stage projects its shortcut.
+            for layer, (before, after, kernel) in enumerate(layers + [(inputs, 4 * width, 1)] * (number == 0)):
+                yield f"stage{stage}.{number}.conv{layer}.weight", (after, before, kernel, kernel)
+                yield from _affine(f"stage{stage}.{number}.norm{layer}", after)
+            inputs = 4 * width
+    yield from _affine("linear", 1000, inputs)
+
+
+def vgg16() -> Iterator[Named]:
+    """VGG-16 for ImageNet: 138 M parameters in 32 tensors."""
+    inputs = 3
+    for number, width in enumerate((64, 64, 128, 128, 256, 256, 256, *[512] * 6)):
+        yield from _affine(f"conv{number}", width, inputs, 3, 3)
+        inputs = width
+    for number, (inputs, width) in enumerate(((25088, 4096), (4096, 4096), (4096, 1000))):
+        yield from _affine(f"linear{number}", width, inputs)
+
+
+def bert_base() -> Iterator[Named]:
+    """BERT-base, uncased (Devlin et al. 2019), with its pooler: 109 M parameters in 199 tensors."""
+    width = 768
+    yield "words", (30522, width)
+    yield "positions", (512, width)
+    yield "types", (2, width)
+    yield from _affine("norm", width)
+    for number in range(12):
+        for name, *shape in (
+            ("query", width, width), ("key", width, width), ("value", width, width), ("output", width, width),
+            ("norm1", width), ("up", 4 * width, width), ("down", width, 4 * width), ("norm2", width),
+        ):  # fmt: skip
+            yield from _affine(f"layer{number}.{name}", *shape)
+    yield from _affine("pooler", width, width)
+
+
+def gpt2() -> Iterator[Named]:
+    """GPT-2 small (Radford et al. 2019); the head is the word embedding: 124 M."""
+    width = 768
+    yield "words", (50257, width)
+    yield "positions", (1024, width)
+    for number in range(12):
+        for name, *shape in (
+            ("norm1", width), ("attention", 3 * width, width), ("output", width, width),
+            ("norm2", width), ("up", 4 * width, width), ("down", width, 4 * width),
+        ):  # fmt: skip
+            yield from _affine(f"layer{number}.{name}", *shape)
+    yield from _affine("norm", width)
+
+
+def tiny() -> Iterator[Named]:
+    """For tests: a convolution, a norm, layers with and without padding, one too small to be compressed."""
+    for name, *shape in (
+        ("conv", 32, 16, 3, 3),
+        ("norm", 32),
+        ("wide", 301, 288),
+        ("deep", 256, 301),
+        ("head", 3, 256),
+    ):
+        yield from _affine(name, *shape)
+
+
+SHAPES: dict[str, Callable[[], Iterator[Named]]] = {
+    "resnet50": resnet50, "vgg16": vgg16, "bert-base": bert_base, "gpt2": gpt2, "tiny": tiny,
+}  # fmt: skip
+
+
+def named(model: str) -> list[Named]:
+    """The parameters of ``model``: a name of SHAPES, or ``PATH.py:FUNCTION``, a function of no arguments that returns a
+    ``torch.nn.Module``, which is built without memory for its weights where it allows that.
+
+    Raises:
+        ValueError: an unknown name, a missing file or function, or one that returns something else.
+    """
+    if model in SHAPES:
+        return list(SHAPES[model]())
+    path, colon, name = model.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise ValueError(f"a model is {', '.join(k for k in SHAPES if k != 'tiny')} or PATH.py:FUNCTION, got {model!r}")
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    function = runpy.run_path(path).get(name)
+    if not callable(function):
+        raise ValueError(f"{path} has no function {name}")
+    try:
+        with torch.device("meta"):
+            module = function()
+    except (NotImplementedError, RuntimeError):  # it reads its weights
+        module = function()
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(f"{name} of {path} returns {type(module).__name__}, not a torch.nn.Module")
+    return [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def _affine(name: str, *shape: int) -> Iterator[Named]:
+    yield f"{name}.weight", shape
+    yield f"{name}.bias", shape[:1]

@@ -1,0 +1,72 @@
+"""hvd-compress bench: a real launch on this machine, its rows, and wrong arguments."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("typer", reason="the extra [cli] is not installed")
+
+from typer.testing import CliRunner
+
+from hvd_compress.cli import bench, launchers, shapes, wire
+from hvd_compress.cli.app import app
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", *arguments])
+
+
+def test_a_real_call(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    methods = "dense;fp16;IWP;DeMo;TopK"
+    done = run(
+        "--model", "tiny", "--methods", methods, "--steps", "3", "--json", str(files[0]), "--plot", str(files[1])
+    )
+    assert done.exit_code == 0, done.output
+    content = json.loads(files[0].read_text())
+    assert content["ranks"] == 2 and [row["method"] for row in content["rows"]] == methods.split(";")
+    sizes = [shape for _, shape in shapes.named("tiny")]
+    for row in content["rows"]:
+        low, high = row["step_ms_spread"]
+        assert low <= row["step_ms"] <= high and row["step_ms"] > 0 < row["processor_ms"] and row["replicas_equal"]
+        density = wire.METHODS[row["method"]].density
+        # What was counted is what the formula says.
+        assert row["sent_bytes"] == pytest.approx(
+            wire.sent(wire.messages(row["method"], sizes, density, 2), 2), rel=1e-3
+        )
+    best = min(row["step_ms"] for row in content["rows"][:2])
+    assert [row["speedup"] for row in content["rows"]] == pytest.approx([best / r["step_ms"] for r in content["rows"]])
+    assert files[1].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_launch_that_fails_says_why():
+    done = run("--model", "tiny", "--launcher", f"{sys.executable} -c 'raise SystemExit(\"no such partition\")'")
+    assert done.exit_code == 1 and "no such partition" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--methods", "dense;zip"], "unknown method 'zip'"),
+        (["--hosts", "a:1,b:1"], "--hosts is for --launcher mpirun"),
+        (["--model", "x"], "PATH.py:FUNCTION"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, says):
+    done = run(*arguments)
+    assert done.exit_code == 2 and says in done.output
+
+
+def test_other_hosts_get_the_environment():
+    command, environment = launchers.mpirun(4, "a.module", hosts="a:2,b:2")
+    assert command[command.index("-H") + 1] == "a:2,b:2" and "--oversubscribe" not in command
+    exported = [command[i + 1] for i, part in enumerate(command) if part == "-x"]
+    assert exported == [*environment, "PYTHONPATH"] and command[-2:] == ["-m", "a.module"]
+    assert "-x" not in launchers.mpirun(2, "a.module")[0]
+
+
+def test_the_users_own_launcher():
+    command, _ = bench._command("srun -n 8 python", 2, "", "a.module", "--x=1")
+    assert command == ["srun", "-n", "8", "python", "-m", "a.module", "--x=1"]

@@ -1,0 +1,100 @@
+"""hvd-compress doctor: a real launch of two ranks, and the faults that it finds."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("typer", reason="the extra [cli] is not installed")
+
+from typer.testing import CliRunner
+
+from hvd_compress import ops
+from hvd_compress.cli import doctor, launchers
+from hvd_compress.cli.app import app
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+
+
+def test_two_ranks_of_every_host_exchange():
+    done = run("doctor")
+    assert done.exit_code == 0, done.output
+    try:
+        importlib.metadata.version("horovod")
+        hosts = 2
+    except importlib.metadata.PackageNotFoundError:
+        hosts = 1
+    assert done.output.count("two ranks exchange") == hosts
+    assert ops.CPU_CAPABILITY in done.output and "16 of 16 compiled" in done.output
+
+
+def test_a_fault_is_named_with_its_cure(monkeypatch):
+    monkeypatch.setattr(ops, "MISSING", "the extension is not built")
+    done = run("doctor", "--no-exchange")
+    assert done.exit_code == 1
+    assert "the extension is not built" in done.output and doctor.build() in done.output
+
+
+def test_operators_are_built_where_the_package_comes_from(monkeypatch, tmp_path):
+    file = tmp_path / "hvd_compress" / "cli" / "doctor.py"
+    monkeypatch.setattr(doctor, "__file__", str(file))
+    assert doctor.build("A=1").startswith(f"A=1 {sys.executable} -m pip install --force-reinstall")
+    (tmp_path / "setup.py").touch()
+    assert doctor.build("A=1") == f"cd {tmp_path} && A=1 {sys.executable} setup.py build_ext --inplace"
+
+
+def test_old_versions_are_faults(monkeypatch):
+    assert doctor.python((3, 9, 18)).fault and not doctor.python((3, 10, 0)).fault
+    monkeypatch.setattr("torch.__version__", "2.9.1+cu130")
+    assert [bool(finding.fault) for finding in doctor.torch_and_cuda()] == [True, False]
+    monkeypatch.setattr("torch.__version__", "2.11.0")
+    assert not any(finding.fault for finding in doctor.torch_and_cuda())
+
+
+def test_a_missing_horovod_is_no_fault_and_a_broken_one_is(tmp_path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", missing)
+        (found,) = doctor.horovod(60, False)
+        assert "not installed" in found.found and not found.fault
+    broken = tmp_path / "horovod"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('undefined symbol: of another torch')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
+    (found,) = doctor.horovod(60, False)
+    assert "undefined symbol: of another torch" in found.fault and "HOROVOD_WITH_PYTORCH=1" in found.cure
+
+
+def test_ranks_that_hang_are_killed(tmp_path):
+    pid = tmp_path / "pid"
+
+    def hanging(ranks, *module):
+        return ["bash", "-c", f"sleep 1000 & echo $! > {pid}; wait"], {}
+
+    begin = time.monotonic()
+    found = doctor.two_ranks("x", hanging, "ddp", 1.0)
+    assert time.monotonic() - begin < 30 and "killed after 1 s" in found.fault
+    # A zombie of an init that does not reap counts as dead.
+    state = subprocess.run(["ps", "-o", "stat=", "-p", pid.read_text()], capture_output=True, text=True, check=False)
+    assert state.stdout.strip()[:1] in ("", "Z")
+
+
+def test_a_rank_alone_does_not_exchange():
+    found = doctor.two_ranks("x", lambda _, *module: launchers.torchrun(1, *module), "ddp", 100)
+    assert "single ranks" in found.fault and "hvd_compress.cli.pair" in found.cure
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(name):
+    script = f"import sys, runpy; sys.modules['{name}'] = None; runpy.run_module('hvd_compress', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"needs {name}: {sys.executable} -m pip install 'hvd-compress[cli]'" in done.stderr

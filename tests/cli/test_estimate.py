@@ -1,0 +1,137 @@
+"""hvd-compress estimate: shapes, the model of a step, its verdict, and a real call."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("typer", reason="the extra [cli] is not installed")
+
+from typer.testing import CliRunner
+
+from hvd_compress.cli import estimate, kernels, network, shapes, transport, wire
+from hvd_compress.cli.app import app
+
+FREE = transport.Transport(
+    dict.fromkeys(("allreduce fp32", "allreduce fp16", "allreduce int64", "allgather"), 0.0), 0.0
+)
+FREE.per_byte["alltoall"] = 0.0
+MODEL = estimate.Model([shape for _, shape in shapes.resnet50()], 0.1)
+SECONDS = {"dense": 0.0, "fp16": 0.01, "IWP": 0.05, "DeMo": 0.08}
+
+
+def on(bits, ranks=4, **more):
+    return network.Network(ranks, bits, 0.0, FREE, **more)
+
+
+@pytest.mark.parametrize("name, entries, tensors", [("vgg16", 138_357_544, 32), ("bert-base", 109_482_240, 199)])
+def test_shapes_are_those_of_the_networks(name, entries, tensors):
+    named = shapes.named(name)
+    assert sum(math.prod(shape) for _, shape in named) == entries
+    assert len(named) == len({name for name, _ in named}) == tensors
+
+
+def test_a_model_of_the_users_own(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("import torch\ndef net():\n    return torch.nn.Linear(7, 5)\ndef no():\n    return 3\n")
+    assert shapes.named(f"{file}:net") == [("weight", (5, 7)), ("bias", (5,))]
+    for model, says in (
+        (f"{file}:no", "returns int"),
+        (f"{file}:other", "no function other"),
+        (f"{tmp_path}/missing.py:net", "no such file"),
+        ("resnet51", "PATH.py:FUNCTION"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            shapes.named(model)
+
+
+def test_a_sample_stands_for_the_whole_model():
+    for model in ("resnet50", "gpt2", "tiny"):
+        sizes = [shape for _, shape in shapes.named(model)]
+        chosen, factor = kernels.sample(sizes)
+        whole = sum(math.prod(shape) for shape in sizes if wire.is_compressed(shape))
+        assert factor * sum(map(math.prod, chosen)) == pytest.approx(whole)
+        assert sum(map(math.prod, chosen)) < 2 * kernels.MOST
+
+
+def test_texts():
+    assert network.bandwidth("2.5gbit") == 2.5e9 and network.bandwidth("none") == math.inf
+    assert network.duration("50us") == pytest.approx(5e-5)
+    for text in ("fast", "1..2gbit", "0mbit", "gbit"):
+        with pytest.raises(ValueError, match="a bandwidth is"):
+            network.bandwidth(text)
+    with pytest.raises(ValueError, match="a duration is"):
+        network.duration("50")
+
+
+def test_a_slow_link_takes_the_time_of_its_bytes_and_a_fast_one_none():
+    slow, fast = (
+        estimate.estimates(MODEL, on(1e8), SECONDS, "sgd"),
+        estimate.estimates(MODEL, on(math.inf), SECONDS, "sgd"),
+    )
+    dense = next(one for one in slow if one.method == "dense")
+    # 2 (N - 1) / N times 4 bytes an entry.
+    assert dense.bytes == pytest.approx(1.5 * 4 * 25_557_032)
+    whole = 8 * dense.bytes / (1e8 * network.PAYLOAD)
+    assert whole < dense.step < whole + 0.1
+    for one in fast:
+        assert one.step == pytest.approx(0.1 + SECONDS[one.method])
+
+
+def test_ranks_that_share_cores_take_turns():
+    shared = {one.method: one.step for one in estimate.estimates(MODEL, on(math.inf, cores=2), SECONDS, "sgd")}
+    # Two ranks a core: a collective waits for one turn.
+    waits = {m: MODEL.buckets() * network.SLICE * len(MODEL.messages(m, 4)) for m in SECONDS}
+    assert shared == pytest.approx({m: 0.1 + 2 * SECONDS[m] + waits[m] for m in SECONDS})
+    assert 0 < waits["dense"] < waits["IWP"] < 0.1
+    busy = replace(FREE, per_byte={key: 1e-9 for key in FREE.per_byte})
+    alone = network.Network(4, math.inf, 0.0, busy)
+    dense = MODEL.messages("dense", 4)
+    assert alone.processor(dense) == pytest.approx(1e-9 * 1.5 * 4 * 25_557_032)
+    assert replace(alone, cores=1).processor(dense) == pytest.approx(4 * alone.processor(dense))
+
+
+def test_break_even_is_where_both_take_as_long():
+    found = {one.method: one for one in estimate.estimates(MODEL, on(1e9), SECONDS, "sgd")}
+    bits = found["IWP"].break_even
+    assert 1e9 < bits < 1e12 and found["dense"].break_even is None
+    there = {one.method: one.step for one in estimate.estimates(MODEL, on(bits), SECONDS, "sgd")}
+    assert there["IWP"] == pytest.approx(min(there["dense"], there["fp16"]), rel=1e-3)
+    slow = estimate.estimates(MODEL, on(1e9), SECONDS | {"IWP": 1e4}, "sgd")
+    assert next(one for one in slow if one.method == "IWP").break_even == 0
+
+
+def test_the_verdict_depends_on_link_and_optimizer():
+    def says(bits, optimizer):
+        return estimate.verdict(estimate.estimates(MODEL, on(bits), SECONDS, optimizer), optimizer)
+
+    assert says(1e8, "sgd").startswith("Use IWP: ")
+    assert says(1e8, "adamw").startswith("Use DeMo: ") and "in place of AdamW" in says(1e8, "adamw")
+    assert says(1e11, "sgd").startswith("Do not use compression here: ")
+
+
+def test_latency_counts_for_every_collective():
+    near, far = on(1e9), replace(on(1e9), latency=1e-3)
+    # An index gather of 3 hops, a ring of 6, and a ring for what is not compressed.
+    assert far.hops(MODEL.messages("IWP", 4)) - near.hops(MODEL.messages("IWP", 4)) == pytest.approx(15e-3)
+
+
+def test_a_real_call(tmp_path):
+    file = tmp_path / "out.json"
+    arguments = f"estimate --model tiny --ranks 4 --bandwidth 10mbit --optimizer adamw --json {file}".split()
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    content = json.loads(file.read_text())
+    rows = {row["method"]: row for row in content["rows"]}
+    assert set(rows) == set(wire.METHODS) and all(row["compress"] > 0 for row in rows.values())
+    assert not rows["IWP"]["allowed"] and rows["DeMo"]["allowed"]
+    # 230 kB take 0.2 s, what DeMo sends a fiftieth.
+    assert content["winner"].startswith("DeMo") and "Use DeMo" in done.output
+
+
+def test_a_wrong_argument_is_named():
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["estimate", "--model", "x", "--ranks", "2", "--bandwidth", "1gbit"]
+    )
+    assert done.exit_code == 2 and "PATH.py:FUNCTION" in done.output
