@@ -18,6 +18,7 @@ from pathlib import Path
 import pandas as pd
 import table
 import torch
+from experiment import metrics
 from experiment.files import script_parser, write_json
 
 from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, DeMo, SlimDP, TernGrad, TopK
@@ -168,7 +169,7 @@ def main() -> None:
     )
     print(f"N = {' and '.join(map(str, MODELLED))} by formula\n\n{table.markdown(rows)}")
     print("\nLargest relative difference of formula and count: " + ", ".join(f"N = {n} {worst[n]:.4%}" for n in worst))
-    write_json(args.json, {"counted": COUNTED, "difference": worst, "methods": found})
+    write_json(args.json, {"config": metrics.environment(), "counted": COUNTED, "difference": worst, "methods": found})
     if args.plot:
         plot(pd.DataFrame({method: result["bytes"] for method, result in found.items()}), args.plot)
     sys.exit(max(worst.values()) >= ALLOWED)

@@ -164,7 +164,7 @@ class MP2(SparseMethod):
 
     def predict(self, bucket: Bucket, position: int, windows: Tensor, seen: Tensor) -> Tensor:
         """The predicted gradients per step of some ``windows`` of a segment, int64 (n,): float32 (n, 256), in units of
-        the layer's root mean square. ``seen``: their inputs, see :func:`hvd_compress.methods.predictor.fields`."""
+        the layer's root mean square. ``seen``: their inputs, see ``hvd_compress/methods/predictor.py``."""
         return predict(self._predictor or shipped(bucket.device), seen)
 
     def undo(self, bucket: Bucket) -> None:
