@@ -54,7 +54,7 @@ class MP2(SparseMethod):
             training oscillate; random ones do not.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         prediction: predict what is not sent. Off by default: it costs time, and the shipped predictor gains little
-            (docs/results.md).
+            (docs/mp2.md).
         gate: the smallest cosine at which predictions are used, in [-1, 1].
         smoothing: weight of the past in smoothed gradients, in [0, 1).
         floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.
