@@ -5,8 +5,6 @@ from hvd_compress import __version__
 project = "hvd_compress"
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# Tables that scripts write beside their JSON: linked to as files.
-exclude_patterns = ["results/**"]
 html_theme = "furo"
 html_title = f"hvd_compress {version}"
 html_show_sphinx = False

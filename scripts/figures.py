@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""All figures of the documentation, from the JSON files in docs/results, in one style.
+"""All figures of the documentation, and README's table of steps, from the JSON files in docs/results.
 
     figures.py [--results docs/results] [--out docs/figures]
 
-A figure whose results are missing is an error. Each has at most six curves, or six bars a group.
+One style for all; at most six curves, or six bars a group. Where results are missing, that is an error.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ TEXT = {
     "AdamW + DGC": ("gpt-sparse", "dgc"),
 }
 
+BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
+#: What README's table of steps stands between.
+MARK, END = "<!-- steps: written by scripts/figures.py -->", "<!-- end -->"
 #: What has one look, a place in table.COLOURS and its like, in all figures: the first whose word is in the label.
 LOOKS = ("dense", "fp16", "1/16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
 PLACES = (0, 1, 4, 2, 3, 3, 4, 4, 5, 6, 6)
@@ -174,10 +177,16 @@ FIGURE: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def sources(results: Path) -> Iterable[Path]:
-    """The folders and files that the figures are drawn from."""
-    names = ["cifar10-budgets", *RACES, "scaling.json", "exchange-ring", "gpt-demo", "gpt-sparse", "gpt-adamw"]
-    return [results / name for name in names if (results / name).exists()]
+def readme(page: str, results: Path) -> str:
+    """README with the table of steps as the results are now."""
+    times = steps(results)
+    rows = [
+        {"links": links, **{label: f"{ms:,.0f}" for label, ms in row.items()}}
+        | {f"IWP over {label}": f"{row[column] / row['IWP']:.2g}" for label, column in BASELINES.items()}
+        for links, row in times.iterrows()
+    ]
+    before, rest = page.split(MARK)
+    return f"{before}{MARK}\n{table.markdown(rows)}\n{END}{rest.split(END, 1)[1]}"
 
 
 def main() -> None:
@@ -185,6 +194,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=FIGURES)
     args = parser.parse_args()
+    page = ROOT / "README.md"
+    page.write_text(readme(page.read_text(), args.results))
     for name, draw in FIGURE.items():
         draw(args.results, args.out / f"{name}.png")
 
