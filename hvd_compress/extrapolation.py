@@ -1,3 +1,4 @@
-"""Extrapolation of the weights: see :mod:`hvd_compress.methods.extrapolation`."""
+"""Extrapolation of the weights from the last epochs: :class:`~hvd_compress.extrapolation.Line` and
+:class:`~hvd_compress.extrapolation.WNN`."""
 
 from .methods.extrapolation import WNN, Extrapolation, Line, Nowcaster

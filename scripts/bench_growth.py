@@ -26,6 +26,7 @@ from typing import Any
 
 import table
 import torch
+from experiment import metrics
 from experiment.comparison import texts
 from experiment.compressors import METHODS
 from experiment.files import script_parser, write_json
@@ -117,7 +118,7 @@ def main() -> int:
                 print(f"{method}, {millions} M, {ranks} ranks: {rows[-1]['ms']:.2f} ms", file=sys.stderr, flush=True)
     shown = [{key: value for key, value in row.items() if key != "ms_spread"} for row in rows]
     print(table.markdown([{k: f"{v:,.2f}" if isinstance(v, float) else str(v) for k, v in r.items()} for r in shown]))
-    write_json(args.json, {"torch": torch.__version__, "rows": rows})
+    write_json(args.json, {"config": metrics.environment(), "rows": rows})
     return 0
 
 

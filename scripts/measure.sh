@@ -1,22 +1,20 @@
 #!/usr/bin/env bash
-# The measurements of docs/results.md and docs/speed.md: mostly trainings of 4 ranks under mpirun, one JSON file a run, then a
-# table. A run whose file exists is not repeated. OUT is docs/results/EXPERIMENT unless given; DATA_DIR holds cifar-10-batches-py/.
+# The measurements of docs/benchmarks.md: mostly trainings of 4 ranks under mpirun, one JSON file a run, then a table.
+# A run whose file exists is not repeated. OUT is docs/results/EXPERIMENT unless given; DATA_DIR holds cifar-10-batches-py/.
+# Afterwards figures.py draws the figures from the JSON.
 #   usage: measure.sh EXPERIMENT [DATA_DIR] [OUT]
 # Accuracy on digits:
 #   digits           dense, fp16 and three methods                  digits-mp2     MP2, its prediction, and baselines
-#   digits-slimdp    core, explorer and both, at equal bytes
 # Accuracy on CIFAR-10 (DATA_DIR):
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64
-#   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-times  the same for 60 steps, for their step times
-#   cifar10-vgg11    MP2 and dense, 2 ranks
+#   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-vgg11  MP2 and dense, 2 ranks
 # Bits per byte on text, 4 simulated ranks, AdamW:
 #   gpt-adamw        every method and local steps at 1/45 and 1/150 of the bytes, each at its best of three learning rates
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
-#   exchange         dense, fp16, IWP and DDP                       exchange-ring      Horovod by the ring of Open MPI, and IWP
-#   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-methods   every method at 1 Gbit/s
-#   exchange-buckets IWP with other bucket sizes                    exchange-settings  settings of Horovod and Open MPI
+#   exchange-ring    Horovod by the ring of Open MPI, and IWP       exchange-methods   every method at 1 Gbit/s
+#   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
 # Time to an accuracy on four hosts with slow links (root, DATA_DIR):
-#   race-resnet20, race-vgg11                                       races              both in one plot (no DATA_DIR)
+#   race-resnet20, race-vgg11
 # Others:
 #   growth           time and memory as network and ranks grow      timeline   overlap with backward, two hosts (root, DATA_DIR)
 #   gradients        errors against bits, on recorded gradients (DATA_DIR)
@@ -25,11 +23,10 @@ cd "$(dirname "$0")/.."
 experiment=${1:-}
 case $experiment in
   cifar10* | race-*) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
-  timeline) data=${2:?DATA_DIR} out=${3:-docs/results} ;;
+  timeline) data=${2:?DATA_DIR} out=${3:-results/timeline} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  races) out=${2:-docs/results} ;;
-  *) sed -n '2,24s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,20s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -107,7 +104,6 @@ case $experiment in
     one mp2-9 mp2 "${ours[@]}"
     one fp16 fp16
     "$python" scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain,mp2-9}.json
-    "$python" scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,mp2-9}.json --plot "$out/accuracy.png"
     ;;
   cifar10-short)
     common=("${resnet20[@]}" --epochs 4)
@@ -146,12 +142,6 @@ case $experiment in
     one mp2-9-prediction mp2 "${ours[@]}" --prediction
     one mp2-9-rotation mp2 "${ours[@]}" --choice rotation
     "$python" scripts/table.py "$out"/{none*,fp16,qsgd-4,terngrad,mp2-*,64-*,16-*}.json
-    "$python" scripts/table.py "$out"/{none,64-iwp-lanes4,64-fft,64-mipd,64-slimdp,64-topk}.json --plot "$out/accuracy.png"
-    ;;
-  cifar10-times)
-    common=("${resnet20[@]}" --epochs 4 --lr 0.3 --max-steps 60 --eval-every 1000000)
-    at_equal_bytes
-    "$python" scripts/table.py "$out"/{none,fp16,qsgd-4,terngrad,64-*,16-*}.json
     ;;
   cifar10-vgg11)
     ranks=2
@@ -173,21 +163,6 @@ case $experiment in
       one "dgc-$seed" dgc "${ours[@]}" --density 1/256
     done
     "$python" scripts/table.py "$out"/*.json
-    ;;
-  digits-slimdp)
-    "$python" scripts/compare.py --out "$out" --data digits --model cnn --ranks 4 --epochs 4 --seeds 0,1,2 \
-      --methods slimdp@mix,slimdp@tenth,slimdp@quarter,slimdp@explorer,slimdp@core --option 'slimdp@tenth:--core 0.1' \
-      --option 'slimdp@quarter:--core 0.25' --option 'slimdp@explorer:--core 0' --option 'slimdp@core:--core 1' \
-      --budgets 1/64,1/128 --momentum-correction -- --batch-size 16 --lr 0.1
-    # Three times as long, at the density of 1/128, and with a core that is selected more often.
-    for seed in 0 1 2 3 4; do
-      common=(--data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 --seed "$seed")
-      for pair in "0 20" "0.25 5" "0.25 2" "0.5 20" "0.5 5" "0.5 2"; do
-        read -r core steps <<<"$pair"
-        one "long-core-$core-$steps-$seed" slimdp --core "$core" --reselect "$steps" --density 0.02629 "${ours[@]}"
-      done
-    done
-    "$python" scripts/table.py "$out"/long-*.json
     ;;
   gpt-adamw)
     # 1,500 steps. Rows without a density: PowerSGD 1/81 and 1/52, QSGD 1/4, TernGrad 1/8, local SGD 1/50 and 1/150.
@@ -217,10 +192,6 @@ case $experiment in
     compare "${one[@]}" >/dev/null & compare "${other[@]}" >/dev/null & wait
     compare "${one[@]}" "${other[@]}"
     ;;
-  exchange)
-    for method in none fp16 iwp; do having "$method@sleep" "${sleep[@]}"; done
-    steps_by_rate --methods none,none@sleep,fp16,fp16@sleep,iwp,iwp@sleep,ddp-fp16 --backend mpi,gloo
-    ;;
   exchange-ring)
     having iwp@sleep "${sleep[@]}"
     having none@ring "${ring[@]}"
@@ -235,23 +206,6 @@ case $experiment in
     export "${sleep[@]}"
     exchange --rate 1gbit --json "$out/mpi.json"
     ;;
-  exchange-settings)
-    export "${sleep[@]}"
-    methods=()
-    for method in none iwp; do
-      methods+=("$method")
-      for setting in yield:OMPI_MCA_threads_pthreads_yield_strategy=sched_yield spin:OMPI_MCA_mpi_yield_when_idle=0 \
-        cycle-0.2:HOROVOD_CYCLE_TIME=0.2 cycle-5:HOROVOD_CYCLE_TIME=5 fusion-1MB:HOROVOD_FUSION_THRESHOLD=1048576 \
-        no-cache:HOROVOD_CACHE_CAPACITY=0 ring:"${ring[1]}" \
-        segmented-ring:OMPI_MCA_coll_tuned_allreduce_algorithm=5 rabenseifner:OMPI_MCA_coll_tuned_allreduce_algorithm=6; do
-        label=$method@${setting%%:*}
-        methods+=("$label")
-        having "$label" "${setting#*:}"
-        [[ $setting != *coll_tuned* ]] || having "$label" "${ring[0]}"
-      done
-    done
-    exchange --rate 1gbit --runs 2 --steps 5 --methods "$(IFS=,; echo "${methods[*]}")" --json "$out/mpi.json"
-    ;;
   exchange-buckets)
     export "${sleep[@]}"
     options=()
@@ -260,8 +214,6 @@ case $experiment in
     ;;
   growth)
     "$python" scripts/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/entries.json"
-    "$python" scripts/bench_growth.py --methods iwp --millions 1,5,25,50,100,200 --ranks 4 --json "$out/iwp.json"
-    "$python" scripts/bench_growth.py --millions 25 --ranks 2,4,8 --json "$out/ranks.json"
     ;;
   race-*)
     # IWP also with four or five times as many bytes. Settings are those that short trials found fastest; for vgg11 the ring,
@@ -276,10 +228,6 @@ case $experiment in
     fi
     "$python" scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${options[@]}" "${environments[@]}" \
       --target "${target[$experiment]}" --out "$out" -- "${resnet20[@]}" "${training[@]}" --eval-every 0.25
-    ;;
-  races)
-    "$python" scripts/race.py --plot "$out/races.png" \
-      --report "docs/results/race-resnet20:${target[race-resnet20]}" "docs/results/race-vgg11:${target[race-vgg11]}"
     ;;
   timeline)
     # Two hosts for two cores: with more, a rank waits for a core.

@@ -4,7 +4,7 @@ links. (root)
 
     race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp --option 'iwp:--density 1/29.3' --target 0.7 \\
         --out docs/results/race-resnet20 -- --data cifar10 --data-dir DATA_DIR --model resnet20 --epochs 4 --lr 0.3
-    race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6 --plot docs/results/races.png
+    race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6 --plot races.png
 
 Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). The arguments after -- go to
 train.py in every run. OUT gets every run's JSON and race.md. A run whose result lies in OUT is not repeated,
@@ -161,7 +161,7 @@ def plot(races: Sequence[tuple[str, float, Results]], file: Path) -> None:
     frame = pd.DataFrame.from_dict(seconds, orient="index")
     with table.chart(file, ylabel="seconds to the target") as axes:
         frame.plot.bar(ax=axes, width=0.8, rot=0)
-        for bars, hatch in zip(axes.containers, itertools.cycle(("", "//", "..", "xx", "\\\\", "oo"))):
+        for bars, hatch in zip(axes.containers, itertools.cycle(table.HATCHES)):
             axes.bar_label(bars, [f"{value:.0f}" if value > 0 else "" for value in bars.datavalues], fontsize="small")
             for bar in bars:
                 bar.set_hatch(hatch)

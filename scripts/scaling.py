@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Bytes that a rank sends in a step, from 2 to 1024 ranks: counted up to 16, and by formulas that the counts verify.
 
-    python scripts/scaling.py --json docs/results/scaling.json --plot docs/results/scaling.png
+    python scripts/scaling.py --json docs/results/scaling.json
 
 Ranks are threads of this process. Counted is ``stats()["last"]["wire_bytes"]`` of rank 0's third step: every tensor
 that it hands to a collective, times what the collective's algorithm sends of it. More ranks are computed by the
@@ -12,9 +12,9 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-import pandas as pd
 import table
 import torch
+from experiment import metrics
 from experiment.files import script_parser, write_json
 
 from hvd_compress.cli.wire import METHODS, messages, sent
@@ -22,7 +22,6 @@ from hvd_compress.hosts.threads import ThreadWorld
 
 COUNTED, MODELLED, PRINTED = (2, 4, 8, 16), (64, 256, 1024), (2, 4, 16, 64, 1024)
 ALLOWED = 0.01
-PLOTTED = ("dense", "IWP", "SlimDP", "TopK", "QSGD", "TernGrad")
 
 
 def modelled(method: str, model: torch.nn.Module, density: float | None, ranks: int) -> float:
@@ -55,19 +54,10 @@ def network() -> torch.nn.Module:
     )
 
 
-def plot(sent: pd.DataFrame, file: Path) -> None:
-    about = {"xlabel": f"ranks (up to {COUNTED[-1]}: counted)", "ylabel": "bytes a rank sends in a step"}
-    with table.chart(file, **about) as axes:
-        for method in PLOTTED:
-            axes.loglog(sent.index, sent[method], label=method)
-        axes.set_xticks(sent.index, labels=map(str, sent.index))
-
-
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--density", type=lambda text: float(Fraction(text)), help="for all; else each one's default")
     parser.add_argument("--json", type=Path, metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -88,9 +78,7 @@ def main() -> None:
     )
     print(f"N = {' and '.join(map(str, MODELLED))} by formula\n\n{table.markdown(rows)}")
     print("\nLargest relative difference of formula and count: " + ", ".join(f"N = {n} {worst[n]:.4%}" for n in worst))
-    write_json(args.json, {"counted": COUNTED, "difference": worst, "methods": found})
-    if args.plot:
-        plot(pd.DataFrame({method: result["bytes"] for method, result in found.items()}), args.plot)
+    write_json(args.json, {"config": metrics.environment(), "counted": COUNTED, "difference": worst, "methods": found})
     sys.exit(max(worst.values()) >= ALLOWED)
 
 

@@ -2,7 +2,7 @@
 """What overlaps with backward in a step: a table and a plot of the last step of a trace.
 
     run.sh 4 scripts/train.py --model vgg11 ... --compression iwp --max-steps 30 --trace trace.json
-    timeline.py trace.json --plot docs/results/timeline.png
+    timeline.py trace.json --plot timeline.png
 
 The trace itself opens in chrome://tracing or ui.perfetto.dev. "in flight" is the time of all messages, summed over
 buckets, from their start until the compressor polled them as done; "hidden" is the part of it during backward;

@@ -63,7 +63,7 @@ class Lloyd(Code):
 @dataclass(frozen=True)
 class Plain(Code):
     """Floats of 16 or 32 bits, for messages that are not summed on the way. A value beyond their range is sent in
-    several steps, see :func:`~hvd_compress.codecs.base.drop_excess`."""
+    up to 65 steps; what would take more is dropped."""
 
     bits: int
     peak = True

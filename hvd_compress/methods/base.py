@@ -130,7 +130,7 @@ class Compressor(Reporting, abc.ABC):
         return segment.shaped(flat)
 
     def method_state(self) -> dict[str, Tree]:
-        """Describes the saved state beyond ``bucket.state`` (:mod:`hvd_compress.engine.state`), by parameter name where
+        """Describes the saved state beyond ``bucket.state`` (``hvd_compress/engine/state.py``), by parameter name where
         it belongs to a parameter, and the options that a state depends on. Called to save, to check and to load; before
         loading, :meth:`restart` is called."""
         return {}

@@ -53,7 +53,7 @@ class FFT(TransformedMethod):
         Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    # What trained best at equal bytes (docs/results.md); the paper's.
+    # What trained best at equal bytes (docs/benchmarks.md); the paper's.
     codecs: ClassVar[dict[str, str]] = {"ring": "lanes4", "gather": "range10-gather"}
 
     def __init__(

@@ -48,9 +48,8 @@ class IWP(SparseMethod):
             slow).
         leaders: how many ranks, on average, select the entries of one block; None for all.
         explore: share of the blocks in which entries are drawn at random in proportion to importance, in [0, 1].
-        block_means: send the mean of every block in each step, one more value per 256 entries
-            (:mod:`hvd_compress.engine.block_means`).
-        floor: the constant added to the weights, in units of mean|w|; above 0.
+        block_means: send the mean of every block in each step, one more value per 256 entries (``docs/iwp.md``).
+        floor: the constant added to the weights, in units of ``mean|w|``; above 0.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by importance (each within
             1/4 and 4 times the density); 0 keeps the shares equal.
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.

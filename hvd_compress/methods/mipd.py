@@ -37,8 +37,8 @@ class MIPD(SparseMethod):
         e   = smoothing e + (1 - smoothing) (what arrived / t)  on S
 
     The paper's: significance by interpretability, layer-wise budgets and encoding, half of the parameters a step,
-    smoothing. Ours: |w e| (first-order attribution) as significance, from shared state; the factor t; halves as first
-    and last blocks of a layer; the residual beside the smoothing; the codecs.
+    smoothing. Ours: ``|w e|`` (first-order attribution) as significance, from shared state; the factor t; halves as
+    first and last blocks of a layer; the residual beside the smoothing; the codecs.
 
     Args:
         density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;
@@ -46,15 +46,15 @@ class MIPD(SparseMethod):
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`). Lanes and Lloyd-Max
             codebooks fit each layer's distribution.
         layerwise: encode each layer by its own distribution; False encodes a bucket by one (the paper's baseline).
-        significance: ``"taylor"``, |w e|, or ``"fisher"``, e^2.
+        significance: ``"taylor"``, ``|w e|``, or ``"fisher"``, ``e^2``.
         compensation: the share of the smoothed gradient that is applied where nothing was sent, in [0, 1].
         smoothing: weight of the past in e, in [0, 1).
-        floor: the constant under |w| and |e|, in units of their root mean square; above 0.
+        floor: the constant under ``|w|`` and ``|e|``, in units of their root mean square; above 0.
         explore: share of the blocks in which entries are drawn at random in proportion to significance, in [0, 1].
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by significance (each
-            within 1/4 and 4 times the density); 0 keeps the shares equal. warmup_steps, momentum: see
-            :class:`~hvd_compress.IWP`. seed, min_numel, bucket_mb, dense_values, process_set, process_group,
-            grad_scaler, collectives: see :class:`~hvd_compress.Compressor`.
+            within 1/4 and 4 times the density); 0 keeps the shares equal.
+        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
+        Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(

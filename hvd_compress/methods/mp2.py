@@ -54,7 +54,7 @@ class MP2(SparseMethod):
             training oscillate; random ones do not.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         prediction: predict what is not sent. Off by default: it costs time, and the shipped predictor gains little
-            (docs/results.md).
+            (docs/mp2.md).
         gate: the smallest cosine at which predictions are used, in [-1, 1].
         smoothing: weight of the past in smoothed gradients, in [0, 1).
         floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.
@@ -164,7 +164,7 @@ class MP2(SparseMethod):
 
     def predict(self, bucket: Bucket, position: int, windows: Tensor, seen: Tensor) -> Tensor:
         """The predicted gradients per step of some ``windows`` of a segment, int64 (n,): float32 (n, 256), in units of
-        the layer's root mean square. ``seen``: their inputs, see :func:`hvd_compress.methods.predictor.fields`."""
+        the layer's root mean square. ``seen``: their inputs, see ``hvd_compress/methods/predictor.py``."""
         return predict(self._predictor or shipped(bucket.device), seen)
 
     def undo(self, bucket: Bucket) -> None:

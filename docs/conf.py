@@ -1,0 +1,26 @@
+"""The documentation site: `bash scripts/docs.sh` builds it, without a network, into build/docs."""
+
+from hvd_compress import __version__
+
+project = "hvd_compress"
+release = version = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"hvd_compress {version}"
+html_show_sphinx = False
+html_copy_source = False
+
+myst_heading_anchors = 4
+# Pages that a toctree names by a pattern may be missing.
+suppress_warnings = ["toc.empty_glob"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autoclass_content = "class"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_param = True
+
+# A reference to one of our own names that does not exist is an error; other projects' names are not looked up.
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(?!hvd_compress).*")]

@@ -1,0 +1,82 @@
+"""README is short, its links lead somewhere, and its figures come from results that name a commit."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+figures = importlib.import_module("figures")
+README = (ROOT / "README.md").read_text()
+#: Where README's figures are from: its tables and its picture.
+SOURCES = ("exchange-ring", "gpt-adamw", "gpt-demo", "gpt-sparse", *figures.RACES)
+
+
+def words(page: str) -> int:
+    """What a reader reads, code and tables included, without addresses and comments."""
+    page = re.sub(r"<!--.*?-->", "", re.sub(r"\]\([^)]*\)", "]", page), flags=re.DOTALL)
+    return sum(bool(re.search(r"\w", word)) for word in page.split())
+
+
+def test_is_short():
+    assert words("# One\n| two | [three four](address.md#x) |\n<!-- no\nmore --> `five` ─► ...") == 5
+    assert words(README) <= 600
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)]+)\)", README)
+    assert len(targets) > 10
+    assert [target for target in targets if "://" not in target and not (ROOT / target.split("#")[0]).exists()] == []
+
+
+def test_table_of_steps_is_current():
+    assert figures.readme(README, figures.RESULTS) == README, "run scripts/figures.py"
+
+
+def evidence() -> set[float]:
+    """What the results say, rounded as README may print it."""
+    steps, races = figures.steps(figures.RESULTS), figures.races(figures.RESULTS)
+    ratios = [steps[column] / steps["IWP"] for column in figures.BASELINES.values()]
+    finals = [json.loads(f.read_text())["test_accuracy"] for f in (figures.RESULTS / "race-vgg11").glob("*.json")]
+    points = [point for line in figures.text(figures.RESULTS).values() for point in line]
+    return {
+        *(round(x) for x in races.stack().dropna()),
+        *(float(f"{x:.2g}") for ratio in ratios for x in ratio),
+        *(round(x, 2) for x in finals),
+        *(round(bits, 3) for _, bits in points),
+        *(ratio for ratio, _ in points),
+        *(target for _, target in figures.RACES.values()),
+    }
+
+
+def test_does_it_help_me_says_what_was_measured():
+    rows = [line.strip("| ").split(" | ") for line in README.splitlines() if line.startswith("| ")]
+    measured = [row[4] for row in rows if len(row) == 5 and row[0] != "links"]
+    numbers = {float(text) for cell in measured for text in re.findall(r"\d+(?:\.\d+)?", cell.replace("fp16", ""))}
+    assert len(numbers) > 10
+    assert numbers <= evidence(), f"not in the results: {sorted(numbers - evidence())}"
+
+
+def results():
+    return [f for name in SOURCES for f in (figures.RESULTS / name).rglob("*.json")]
+
+
+def test_results_name_a_commit():
+    assert len(results()) > 20
+    for file in results():
+        commit = json.loads(file.read_text())["config"]["git_commit"]
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit), f"{file}: {commit}"
+
+
+def test_commits_are_of_this_repository():
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
+        pytest.skip("not a git checkout")
+    for commit in {json.loads(f.read_text())["config"]["git_commit"].removesuffix("-dirty") for f in results()}:
+        ancestor = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+        assert subprocess.run(ancestor, cwd=ROOT, capture_output=True, check=False).returncode == 0, commit

@@ -1,0 +1,96 @@
+"""The documentation site builds without a warning; it documents every public name, and its links lead somewhere."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+import hvd_compress
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    out = tmp_path_factory.mktemp("site")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(ROOT / "scripts" / "docs.sh"), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+class Page(HTMLParser):
+    """The ids of a page, and what it links to or shows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.targets = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.ids.add(attributes.get("id"))
+        self.targets |= {attributes[name] for name in ("href", "src") if attributes.get(name)}
+
+
+def broken(site):
+    pages = {file: Page(file.read_text()) for file in site.rglob("*.html")}
+    found = []
+    for file, page in pages.items():
+        for target in page.targets:
+            url = urlsplit(target)
+            if url.scheme or url.netloc:
+                continue
+            there = (file.parent / unquote(url.path)).resolve() if url.path else file
+            anchor = unquote(url.fragment)
+            if not there.exists() or (anchor and there in pages and anchor not in pages[there].ids):
+                found.append(f"{file.relative_to(site)}: {target}")
+    return found
+
+
+def test_links_lead_somewhere(site):
+    assert (site / "quickstart_ddp.html").exists()
+    assert not broken(site)
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "a.html").write_text('<h1 id="here"></h1><a href="#here"/><a href="b.html#gone"/><a href="c.html"/>')
+    (tmp_path / "b.html").write_text('<a href="a.html#here"/><a href="https://example.org/#x"/>')
+    assert sorted(broken(tmp_path)) == ["a.html: b.html#gone", "a.html: c.html"]
+
+
+def public_names():
+    """Every public name of the package's public modules; for classes, the public attributes, at the class of ours that
+    introduced them."""
+    modules = [hvd_compress, *(importlib.import_module(f"hvd_compress.{m}") for m in ("schedule", "extrapolation"))]
+    for module in modules:
+        for name in getattr(module, "__all__", None) or vars(module):
+            value = getattr(module, name)
+            if inspect.ismodule(value) or (name.startswith("_") and name != "__version__"):
+                continue
+            yield f"{module.__name__}.{name}"
+            for attribute in dir(value) if inspect.isclass(value) else ():
+                owners = [base for base in value.__mro__ if attribute in vars(base)]
+                first = owners[-1]
+                # A dataclass's fields are its arguments.
+                field = attribute in getattr(value, "__dataclass_fields__", ())
+                if field or attribute.startswith("_") or not first.__module__.startswith("hvd_compress."):
+                    continue
+                yield first.__name__, attribute
+
+
+def test_every_public_name_is_documented(site):
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    documented = {name for kind, names in inventory.data.items() if kind.startswith("py:") for name in names}
+    ends = {tuple(name.split(".")[-2:]) for name in documented}
+    missing = {name for name in public_names() if name not in documented and name not in ends}
+    assert not missing
+    assert ("Compressor", "state_dict") in ends and ("Compressor", "no_such_method") not in ends
