@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="the extension is not b
 def test_operators_equal_the_reference_at_every_level(capability):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/operators", "-k", "not opcheck"]
     command += ["--ignore", "tests/operators/test_instruction_sets.py", "--ignore", "tests/operators/test_load.py"]
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "TEST_EXAMPLES": "0.3"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
 

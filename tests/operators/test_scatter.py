@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     DEVICES,
+    EMULATED,
     MANY,
     bounded,
     check_device,
@@ -99,7 +100,7 @@ def test_equals_reference(device: str, args: list) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_blocks(device: str, dtype: torch.dtype) -> None:
-    for phase in (0, 1, -77, 2500, 2**40):
+    for phase in (1,) if EMULATED else (0, 1, -77, 2500, 2**40):
         grads = [torch.zeros(entries).to(dtype) for entries in MANY.entries]
         n, slots = MANY.blocks * BLOCK, MANY.slots
         tensors = [values(n, "normal", 1), values(n, "normal", 2), random_indices(MANY, 3, 256), MANY.tensor("cpu")]
