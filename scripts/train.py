@@ -71,6 +71,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--limit-train", type=int, metavar="N", help="train on N images only, or N bytes")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N steps")
     parser.add_argument("--eval-every", type=float, default=1, metavar="EPOCHS", help="between tests, e.g. 0.25")
+    parser.add_argument("--until", type=float, metavar="VALUE", help="stop at the first test that reaches this result")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of rank 0's steps 21 to 23 here")
     chosen.add_arguments(parser)
@@ -200,6 +201,8 @@ class Run:
                 )
             if not math.isfinite(means["train_loss"]):  # the same mean on every rank, so all of them leave
                 print(f"rank {host.rank}: the loss is not finite after step {end}; stopping", file=sys.stderr)
+                break
+            if args.until is not None and tested is not None and metric.reached(tested, args.until):
                 break
         return self.result(history)
 

@@ -45,6 +45,13 @@ def test_a_language_model_learns_with_adamw(method, tmp_path):
     assert found["wire_ratio"] == 1 if method == "none" else found["wire_ratio"] > 20
 
 
+@pytest.mark.parametrize(("until", "tests"), [(8.0, 1), (0.1, 2)])
+def test_a_run_ends_at_the_first_test_that_reaches_its_target(until, tests, tmp_path):
+    given = [*TEXT, "--limit-train", "9999", "--eval-every", "0.02", "--batch-size", "4", "--until", str(until)]
+    found = simulated(given, tmp_path / "result.json")
+    assert len(found["history"]) == tests and found["steps"] == 2 * tests
+
+
 def test_a_rank_that_cannot_start_ends_a_simulation(tmp_path, capsys):
     given = ["--host", "threads", "--ranks", "3", "--data", "cifar10", "--data-dir", str(tmp_path)]
     assert train.main(train.parse(given)) == 2
