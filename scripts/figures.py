@@ -23,25 +23,26 @@ RESULTS, FIGURES = ROOT / "docs" / "results", ROOT / "docs" / "figures"
 LINKS = {"none": "no limit", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 #: The figure of accuracy: label, and runs, of which seeds have a number more in their names.
 ACCURACY = {
-    "dense": "none",
-    "fp16": "fp16",
-    "IWP, 1/64 of the bytes": "64-iwp-lanes4",
-    "FFT, 1/64": "64-fft",
-    "TernGrad, 1/8": "terngrad",
-    "TopK, 1/64": "64-topk",
+    "dense": "cifar10-budgets/none",
+    "fp16": "cifar10-budgets/fp16",
+    "IWP, 1/64 of the bytes": "cifar10-budgets/64-iwp-lanes4",
+    "FFT, 1/64": "cifar10-budgets/64-fft",
+    "DeMo, 1/64": "cifar10-signs/4/runs/demo-1of64-1e-2-0",
+    "TopK, 1/64": "cifar10-budgets/64-topk",
 }
 SCALING = ("dense", "IWP", "SlimDP", "TopK", "QSGD", "TernGrad")
 #: The figure of steps: label, and method in exchange-ring.
 STEPS = {"dense, ring": "none@ring", "fp16, ring": "fp16@ring", "IWP": "iwp@sleep"}
 RACES = {"race-vgg11": ("vgg11 to 0.6", 0.6), "race-resnet20": ("resnet20 to 0.7", 0.7)}
 RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT", "iwp@16": "IWP, 1/16"}
-#: The figure of text: label, folder and method. gpt-adamw, where it exists, takes the place of the other two.
+#: The figure of text: label, and method in gpt-adamw.
 TEXT = {
-    "AdamW, dense": ("gpt-demo", "none"),
-    "DeMo": ("gpt-demo", "demo"),
-    "AdamW + IWP": ("gpt-sparse", "iwp"),
-    "AdamW + TopK": ("gpt-sparse", "topk"),
-    "AdamW + DGC": ("gpt-sparse", "dgc"),
+    "AdamW, dense": "none",
+    "DeMo": "demo",
+    "AdamW + IWP": "iwp",
+    "AdamW + FFT": "fft",
+    "AdamW + TopK": "topk",
+    "AdamW + DGC": "dgc",
 }
 
 BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
@@ -60,9 +61,8 @@ def read(file: Path) -> Json:
 
 
 def seeds(results: Path, name: str) -> list[Json]:
-    """The runs of a row in cifar10-budgets: ``name`` and its further seeds."""
-    folder = results / "cifar10-budgets"
-    files = [folder / f"{name}.json", *(folder / f"{name}-{seed}.json" for seed in (1, 2))]
+    """A row of the figure of accuracy: the run ``name`` and its further seeds."""
+    files = [results / f"{name}.json", *(results / f"{name}-{seed}.json" for seed in (1, 2))]
     return [read(file) for file in files if file.exists()]
 
 
@@ -89,11 +89,11 @@ def races(results: Path) -> pd.DataFrame:
 def text(results: Path) -> dict[str, list[tuple[float, float]]]:
     """For each method (times fewer bytes, bits per byte): the mean of its seeds at the learning rate that was best with
     the first of them."""
-    newer, found = results / "gpt-adamw", {}
-    for label, (folder, method) in TEXT.items():
-        files = sorted((newer if newer.is_dir() else results / folder).rglob(f"{method}-*.json"))
+    folder, found = results / "gpt-adamw" / "runs", {}
+    for label, method in TEXT.items():
+        files = sorted(folder.glob(f"{method}-*.json"))
         if not files:
-            raise FileNotFoundError(f"no runs of {method} in {newer if newer.is_dir() else results / folder}")
+            raise FileNotFoundError(f"no runs of {method} in {folder}")
         runs: dict[int, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for run in map(read, files):
             runs[round(run["wire_ratio"])][run["config"]["lr"]][run["config"]["seed"]] = run["test_bits_per_byte"]

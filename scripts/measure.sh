@@ -8,8 +8,9 @@
 # Accuracy on CIFAR-10 (DATA_DIR):
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64
 #   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-vgg11  MP2 and dense, 2 ranks
+#   cifar10-signs    DeMo for 4, 10 and 30 epochs                     vit        a vision transformer with AdamW, and DeMo
 # Bits per byte on text, 4 simulated ranks, AdamW:
-#   gpt-adamw        every method and local steps at 1/45 and 1/150 of the bytes, each at its best of three learning rates
+#   gpt-adamw        every method and local steps, learning rates     gpt-ranks  dense and DeMo with 8 and 16 ranks
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by the ring of Open MPI, and IWP       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
@@ -22,11 +23,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${1:-}
 case $experiment in
-  cifar10* | race-*) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
+  cifar10* | vit | race-*) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   timeline) data=${2:?DATA_DIR} out=${3:-results/timeline} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,20s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,21s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -79,6 +80,22 @@ at_equal_bytes() {  # densities such that all bytes together, uncompressed tenso
   one qsgd-4 qsgd "${ours[@]}" --bits 4
   one terngrad terngrad "${ours[@]}"
 }
+
+simulate() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: a row by compare.py; its ranks in one process, on one core
+  local row=$1 rates=$2 budgets=$3 options=$4; shift 4
+  "$python" scripts/compare.py --simulate --ranks "${ranks:-4}" --out "${folder:-$out}" --methods "$row" --lrs "$rates" \
+    ${budgets:+--budgets "$budgets"} ${options:+--option "$row:$options"} "$@" >/dev/null
+}
+
+gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
+  simulate "$@" --data text --model gpt --epochs 15 -- --optimizer adamw --batch-size "${batch:-8}" --eval-every 5
+}
+
+report() {  # FOLDER
+  { printf '# %s\n\n' "$(realpath --relative-to "$out/.." "$1")"; "$python" scripts/table.py "$1"/runs/*.json; } >"$1/table.md"
+}
+
+images=(--data-dir "${data:-}" --batch-size 32 --amp bf16)
 
 resnet20=(--data cifar10 --data-dir "${data:-}" --model resnet20 --channels-last --amp bf16)
 case $experiment in
@@ -165,32 +182,53 @@ case $experiment in
     "$python" scripts/table.py "$out"/*.json
     ;;
   gpt-adamw)
-    # 1,500 steps. Rows without a density: PowerSGD 1/81 and 1/52, QSGD 1/4, TernGrad 1/8, local SGD 1/50 and 1/150.
-    half="--dense-values fp16" diloco="--outer-lr 0.7 --outer-momentum 0.9"
-    declare -A option=(
-      [demo]="$half" [demo@gather]="$half --exchange gather" [dgc]="$half --no-momentum-correction"
-      [iwp]="$half" [fft]="$half" [topk]="$half" [powersgd@1]="$half --rank 1" [powersgd@2]="$half --rank 2"
-      [qsgd]="$half --bits 4" [terngrad]="$half" [fp16@local-25]="--local-steps 25" [fp16@local-75]="--local-steps 75"
-      [none@diloco-50]="--local-steps 50 $diloco" [none@diloco-150]="--local-steps 150 $diloco"
-      [iwp@local]="$half --local-steps 5" [iwp@sparseloco]="$half --local-steps 10 --unsent buffer --buffer-decay 0.95"
-    )
-    declare -A rates=([none]=3e-3,6e-3,1e-2,2e-2 [demo]=3e-3,4e-3,6e-3 [demo@gather]=3e-3,4e-3,6e-3)
-    compare() {  # ROW...
-      local row given=()
-      for row in "$@"; do
-        [[ -z ${option[$row]:-} ]] || given+=(--option "$row:${option[$row]}")
-        [[ -z ${rates[$row]:-} ]] || given+=(--lrs "$row:${rates[$row]}")
-      done
-      "$python" scripts/compare.py --simulate --out "$out" --data text --model gpt --ranks 4 --epochs 15 \
-        --methods "$(IFS=,; echo "$*")" --budgets 1/45,1/150 --lrs 3e-3,6e-3,1e-2 "${given[@]}" -- \
-        --optimizer adamw --batch-size 8 --context 64 --eval-every 2.5
-    }
-    # A core for each half of the rows; then the page, and again what has failed.
-    one=(none demo iwp fft fp16@local-25 fp16@local-75 iwp@local qsgd)
-    other=(demo@gather topk dgc powersgd@1 powersgd@2 terngrad none@diloco-50 none@diloco-150 iwp@sparseloco)
-    trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-    compare "${one[@]}" >/dev/null & compare "${other[@]}" >/dev/null & wait
-    compare "${one[@]}" "${other[@]}"
+    half="--dense-values fp16" diloco="--local-steps 50 --outer-lr 0.7 --outer-momentum 0.9"
+    gpt none 6e-3,1e-2,1.4e-2 "" "" --seeds 0,1,2
+    gpt demo 3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
+    gpt demo@gather 3e-3,4e-3,6e-3 1/45 "$half --exchange gather" --seeds 0,1,2
+    for method in iwp fft topk; do gpt "$method" 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half"; done
+    gpt dgc 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half --no-momentum-correction"
+    gpt iwp@local 3e-3,6e-3,1e-2 1/45 "$half --local-steps 5"
+    gpt iwp@sparseloco 3e-3,6e-3,1e-2 1/45 "$half --local-steps 10 --unsent buffer --buffer-decay 0.95"
+    # Without a density: 1/4, 1/8, 1/66, 1/50 and 1/50 of the bytes.
+    gpt qsgd 3e-3,6e-3,1e-2 "" "$half --bits 4"
+    gpt terngrad 3e-3,6e-3,1e-2 "" "$half"
+    gpt powersgd@2 3e-3,6e-3,1e-2 "" "$half --rank 2"
+    gpt fp16@local-25 3e-3,6e-3,1e-2 "" "--local-steps 25"
+    gpt none@diloco-50 3e-3,6e-3,1e-2 "" "$diloco"
+    report "$out"
+    ;;
+  gpt-ranks)
+    for ranks in 8 16; do
+      folder=$out/$ranks batch=$((32 / ranks))
+      gpt none 6e-3 "" ""
+      gpt demo 3e-3 1/45 "--dense-values fp16"
+      gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
+      report "$folder"
+    done
+    ;;
+  vit)
+    training=(--data cifar10 --model vit --epochs 3 -- --optimizer adamw "${images[@]}")
+    simulate none 1e-3,3e-3,6e-3 "" "" "${training[@]}"
+    simulate demo 1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
+    report "$out"
+    ;;
+  cifar10-signs)
+    signs="--dense-values fp16 --weight-decay 0.1"
+    for epochs in 4 10 30; do
+      folder=$out/$epochs training=(--data cifar10 --model resnet20 --epochs "$epochs")
+      rates=1e-2 seeds=0
+      if ((epochs == 4)); then rates=5e-3,1e-2,2e-2; elif ((epochs == 10)); then rates=5e-3,7e-3,1e-2 seeds=0,1,2; fi
+      settings=(--seeds "$seeds" -- "${images[@]}" --channels-last)
+      simulate demo "$rates" 1/64 "$signs" "${training[@]}" "${settings[@]}"
+      if ((epochs == 4)); then
+        simulate demo@99 1e-2 1/64 "$signs --decay 0.99" "${training[@]}" "${settings[@]}"
+        simulate demo@raw 0.1 1/64 "--dense-values fp16 --no-sign --optimizer sgd" "${training[@]}" "${settings[@]}"
+        report "$folder"; continue
+      fi
+      simulate none 0.3 "" "" "${training[@]}" "${settings[@]}"
+      report "$folder"
+    done
     ;;
   exchange-ring)
     having iwp@sleep "${sleep[@]}"

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 figures = importlib.import_module("figures")
 README = (ROOT / "README.md").read_text()
 #: Where README's figures are from: its tables and its picture.
-SOURCES = ("exchange-ring", "gpt-adamw", "gpt-demo", "gpt-sparse", *figures.RACES)
+SOURCES = ("exchange-ring", "gpt-adamw", *figures.RACES)
 
 
 def words(page: str) -> int:
