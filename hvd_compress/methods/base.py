@@ -139,6 +139,11 @@ class Compressor(Reporting, abc.ABC):
         """Called before each step of the optimizer. Raises ``ValueError`` if it does not fit this compressor."""
         engine = self.engine
         engine.collectives.check_optimizer(optimizer)
+        if self._ddp_host is not None and engine.step == 0 and engine.local_steps is None:
+            engine.warn(
+                f"no gradient has arrived before the first step of {type(optimizer).__name__}: is "
+                "model.register_comm_hook(compression, hvd_compress.ddp_hook) missing?"
+            )
         ours = engine.collectives.ordered or getattr(optimizer, "_compression", None) is self
         if ours and (unknown := engine.unknown_parameters(optimizer)):
             engine.warn(

@@ -45,6 +45,13 @@ def test_a_compressor_of_one_host_cannot_be_used_with_the_other():
         ddp_hook(other.compression, None)
 
 
+def test_a_forgotten_hook_is_a_warning():
+    _, (rank,) = ddp(1, IWP)
+    optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"register_comm_hook\(compression, hvd_compress.ddp_hook\) missing"):
+        optimizer.step()
+
+
 def test_no_future_is_completed_before_the_last_hook():
     """And every bucket's future has the bucket's own buffer, all of which is averaged."""
     _, (rank,) = ddp(1, IWP, density=1.0, values="fp32")
