@@ -33,8 +33,13 @@ ACCURACY = {
 SCALING = ("dense", "IWP", "SlimDP", "TopK", "QSGD", "TernGrad")
 #: The figure of steps: label, and method in exchange-ring.
 STEPS = {"dense, ring": "none@ring", "fp16, ring": "fp16@ring", "IWP": "iwp@sleep"}
-RACES = {"race-vgg11": ("vgg11 to 0.6", 0.6), "race-resnet20": ("resnet20 to 0.7", 0.7)}
-RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT", "iwp@16": "IWP, 1/16"}
+#: Accuracies, and of gpt bits per byte.
+RACES = {
+    "race-vgg11": ("vgg11 to 0.6", 0.6),
+    "race-resnet20": ("resnet20 to 0.7", 0.7),
+    "race-gpt": ("gpt to 3.2", 3.2),
+}
+RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT", "demo": "DeMo"}
 #: The figure of text: label, and method in gpt-adamw.
 TEXT = {
     "AdamW, dense": "none",
@@ -49,8 +54,8 @@ BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
 #: What README's table of steps stands between.
 MARK, END = "<!-- steps: written by scripts/figures.py -->", "<!-- end -->"
 #: What has one look, a place in table.COLOURS and its like, in all figures: the first whose word is in the label.
-LOOKS = ("dense", "fp16", "1/16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
-PLACES = (0, 1, 4, 2, 3, 3, 4, 4, 5, 6, 6)
+LOOKS = ("dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
+PLACES = (0, 1, 2, 3, 3, 4, 4, 5, 6, 6)
 
 Json = dict[str, Any]
 
@@ -84,6 +89,12 @@ def races(results: Path) -> pd.DataFrame:
             times = {label: race.reached(found[method], target) for method, label in RACERS.items() if method in found}
             rows[f"{name}\n{LINKS[rate]}"] = {label: there[1] for label, there in times.items() if there}
     return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=list(RACERS.values()))
+
+
+def break_even(results: Path) -> list[float]:
+    """Gbit/s below which the saved bytes are worth IWP's time, at each rate of the figure of steps."""
+    files = sorted((results / "exchange-ring").glob("*.json"))
+    return [row["break_even_gbit_s"] for file in files for row in read(file)["rows"] if row["method"] == STEPS["IWP"]]
 
 
 def text(results: Path) -> dict[str, list[tuple[float, float]]]:
@@ -130,7 +141,7 @@ def draw_steps(results: Path, file: Path) -> None:
 
 
 def draw_races(results: Path, file: Path) -> None:
-    bars(races(results), file, "seconds to the accuracy")
+    bars(races(results), file, "seconds to the target")
 
 
 def draw_scaling(results: Path, file: Path) -> None:

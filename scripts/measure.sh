@@ -8,14 +8,15 @@
 # Accuracy on CIFAR-10 (DATA_DIR):
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64
 #   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-vgg11  MP2 and dense, 2 ranks
-#   cifar10-signs    DeMo for 4, 10 and 30 epochs                     vit        a vision transformer with AdamW, and DeMo
+#   cifar10-signs    DeMo for 4, 10 and 30 epochs                   vit            a vision transformer with AdamW, and DeMo
 # Bits per byte on text, 4 simulated ranks, AdamW:
-#   gpt-adamw        every method and local steps, learning rates     gpt-ranks  dense and DeMo with 8 and 16 ranks
+#   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by the ring of Open MPI, and IWP       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
-# Time to an accuracy on four hosts with slow links (root, DATA_DIR):
-#   race-resnet20, race-vgg11
+#   exchange-demo    DeMo and IWP
+# Time to an accuracy, or to bits per byte, on four hosts with slow links (root; DATA_DIR for the images):
+#   race-resnet20, race-vgg11                                       race-gpt
 # Others:
 #   growth           time and memory as network and ranks grow      timeline   overlap with backward, two hosts (root, DATA_DIR)
 #   gradients        errors against bits, on recorded gradients (DATA_DIR)
@@ -23,11 +24,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${1:-}
 case $experiment in
-  cifar10* | vit | race-*) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
+  cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   timeline) data=${2:?DATA_DIR} out=${3:-results/timeline} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
-  digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,21s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
+  *) sed -n '2,22s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -39,7 +40,7 @@ ours=(--momentum-correction --dense-values fp16)
 sleep=(OMPI_MCA_threads_pthreads_yield_strategy=nanosleep OMPI_MCA_threads_pthreads_nanosleep_time=100000)
 # Open MPI ignores the algorithm without the first.
 ring=(OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_allreduce_algorithm=4)
-# Accuracies that dense reaches in the few epochs of a race.
+# Accuracies that dense reaches in the few epochs of a race of images.
 declare -A target=([race-resnet20]=0.7 [race-vgg11]=0.6)
 
 common=()
@@ -244,6 +245,10 @@ case $experiment in
     export "${sleep[@]}"
     exchange --rate 1gbit --json "$out/mpi.json"
     ;;
+  exchange-demo)
+    export "${sleep[@]}"
+    exchange --rate 1gbit,100mbit --methods none,fp16,iwp,demo --max-seconds 60 --json "$out/mpi.json"
+    ;;
   exchange-buckets)
     export "${sleep[@]}"
     options=()
@@ -252,6 +257,14 @@ case $experiment in
     ;;
   growth)
     "$python" scripts/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/entries.json"
+    ;;
+  race-gpt)
+    for method in none fp16 demo; do having "$method" "${sleep[@]}"; done
+    for method in none fp16; do having "$method" "${ring[@]}"; done
+    "$python" scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,demo "${environments[@]}" \
+      --option "none:--optimizer adamw --lr 3e-3" --option "fp16:--optimizer adamw --lr 3e-3" \
+      --option "demo:--density 1/4 --dense-values fp16 --lr 2e-3" --target 3.2 --out "$out" -- \
+      --data text --model gpt-5m --epochs 3 --batch-size 8 --eval-every 0.1 --until 3.2
     ;;
   race-*)
     # IWP also with four or five times as many bytes. Settings are those that short trials found fastest; for vgg11 the ring,
