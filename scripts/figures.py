@@ -32,7 +32,7 @@ ACCURACY = {
 }
 SCALING = ("dense", "IWP", "SlimDP", "TopK", "QSGD", "TernGrad")
 #: The figure of steps: label, and method in exchange-ring.
-STEPS = {"dense, ring": "none@ring", "fp16, ring": "fp16@ring", "IWP": "iwp@sleep"}
+STEPS = {"dense, ring": "none", "fp16, ring": "fp16", "IWP": "iwp", "DeMo": "demo"}
 #: Accuracies, and of gpt bits per byte.
 RACES = {
     "race-vgg11": ("vgg11 to 0.6", 0.6),

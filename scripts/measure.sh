@@ -12,9 +12,8 @@
 # Bits per byte on text, 4 simulated ranks, AdamW:
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
-#   exchange-ring    Horovod by the ring of Open MPI, and IWP       exchange-methods   every method at 1 Gbit/s
+#   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
-#   exchange-demo    DeMo and IWP
 # Time to an accuracy, or to bits per byte, on four hosts with slow links (root; DATA_DIR for the images):
 #   race-resnet20, race-vgg11                                       race-gpt
 # Others:
@@ -28,7 +27,7 @@ case $experiment in
   timeline) data=${2:?DATA_DIR} out=${3:-results/timeline} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,22s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,21s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -184,8 +183,8 @@ case $experiment in
     ;;
   gpt-adamw)
     half="--dense-values fp16" diloco="--local-steps 50 --outer-lr 0.7 --outer-momentum 0.9"
-    gpt none 6e-3,1e-2,1.4e-2 "" "" --seeds 0,1,2
-    gpt demo 3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
+    gpt none 3e-3,6e-3,1e-2,1.4e-2 "" "" --seeds 0,1,2
+    gpt demo 2e-3,3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
     gpt demo@gather 3e-3,4e-3,6e-3 1/45 "$half --exchange gather" --seeds 0,1,2
     for method in iwp fft topk; do gpt "$method" 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half"; done
     gpt dgc 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half --no-momentum-correction"
@@ -210,8 +209,8 @@ case $experiment in
     ;;
   vit)
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer adamw "${images[@]}")
-    simulate none 1e-3,3e-3,6e-3 "" "" "${training[@]}"
-    simulate demo 1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
+    simulate none 5e-4,1e-3,3e-3,6e-3 "" "" "${training[@]}"
+    simulate demo 5e-4,1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
     report "$out"
     ;;
   cifar10-signs)
@@ -232,10 +231,9 @@ case $experiment in
     done
     ;;
   exchange-ring)
-    having iwp@sleep "${sleep[@]}"
-    having none@ring "${ring[@]}"
-    having fp16@ring "${ring[@]}"
-    steps_by_rate --methods none,none@ring,fp16,fp16@ring,iwp,iwp@sleep
+    export "${sleep[@]}"
+    for method in none fp16; do having "$method" "${ring[@]}"; done
+    steps_by_rate --methods none,fp16,iwp,demo
     ;;
   exchange-ddp)
     export "${sleep[@]}"
@@ -244,10 +242,6 @@ case $experiment in
   exchange-methods)
     export "${sleep[@]}"
     exchange --rate 1gbit --json "$out/mpi.json"
-    ;;
-  exchange-demo)
-    export "${sleep[@]}"
-    exchange --rate 1gbit,100mbit --methods none,fp16,iwp,demo --max-seconds 60 --json "$out/mpi.json"
     ;;
   exchange-buckets)
     export "${sleep[@]}"
