@@ -9,7 +9,6 @@ first hook of all, to compare configurations, when no exchange is open. This wai
 
 import threading
 import time
-import warnings
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from .exchange import Exchange, Exchanges
 from .optimizer_watch import OptimizerWatch
 from .places import Place, check_gradient, compressed
 from .profiling import stage
+from .user_warning import warn_user
 from .wire_stats import WireStats
 
 
@@ -232,7 +232,7 @@ class Engine:
         """Warns once per text."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(f"{type(self.method).__name__}: {text}", stacklevel=4)
+            warn_user(f"{type(self.method).__name__}: {text}")
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
@@ -261,7 +261,7 @@ class Engine:
             with bucket.order:
                 self.method.begin(bucket)
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
-        self.collecting = True
+        self.collecting, self.watch.may_be_bypassed = True, False
 
     def _end_step(self) -> None:
         self.stats.end_step()

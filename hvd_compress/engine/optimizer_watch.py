@@ -27,6 +27,8 @@ class OptimizerWatch:
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
+        #: False after the first gradient in this process, and after :meth:`bypassed_by` has been true.
+        self.may_be_bypassed = True
         self.forget_step()
         _register(self)
 
@@ -57,6 +59,23 @@ class OptimizerWatch:
             # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
             found_inf = getattr(optimizer, "found_inf", None)
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
+
+    def bypassed_by(self, optimizer: Optimizer) -> bool:
+        """Whether this step of the optimizer applies gradients although the compressor has received none in this
+        process. True at most once. Synchronises a GPU until then, or until the first gradient arrives."""
+        if not self.may_be_bypassed or not self._applies_gradients(optimizer):
+            return False
+        self.may_be_bypassed = False
+        return True
+
+    def _applies_gradients(self, optimizer: Optimizer) -> bool:
+        """A step that only creates the optimizer's state does not: ``torch.distributed.checkpoint`` takes one with
+        gradients and learning rate 0, ``hvd.broadcast_optimizer_state()`` with gradients 0."""
+        return any(
+            group.get("lr") != 0
+            and any(id(p) in self.ids and p.grad is not None and p.grad.any() for p in group["params"])
+            for group in optimizer.param_groups
+        )
 
     def stepped(self) -> bool:
         """Whether an optimizer has changed the parameters since :meth:`forget_step`. May synchronise a GPU."""

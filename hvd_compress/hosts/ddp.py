@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import GradBucket
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, Request, allreduce
@@ -88,6 +89,14 @@ class DDPHost:
                 self._abandon()
                 raise
         return future
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Warns if the optimizer's step applies gradients and none has passed through the hook."""
+        if self._engine.watch.bypassed_by(optimizer):
+            self._engine.warn(
+                f"{type(optimizer).__name__} steps, but this compressor has received no gradient: is "
+                "model.register_comm_hook(compression, hvd_compress.ddp_hook) missing?"
+            )
 
     def _abandon(self) -> None:
         self._engine.reset()

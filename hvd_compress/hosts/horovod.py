@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..engine.collectives import Handle, Request
 from ..engine.dense import DenseGradient
@@ -56,6 +57,15 @@ class HorovodHost:
                 ctx.store(tensor)
                 engine.method.dense_averaged(ctx.number, ctx.grad)
             return ctx.grad
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
+        optimizers may have other reasons to step."""
+        given = getattr(optimizer, "_compression", None)
+        if given not in (None, self._engine.method) and self._engine.watch.bypassed_by(optimizer):
+            self._engine.warn(
+                "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
+            )
 
     def _explain(self, tensor: Tensor) -> None:
         """Warns about a tensor that is not compressed, and counts it if it comes in the middle of a step."""

@@ -88,8 +88,7 @@ class Compressor(Reporting, abc.ABC):
             start_timeout=start_timeout,
         )
         ordered = self.engine.collectives.ordered
-        self._horovod_host = None if ordered else HorovodHost(self.engine)
-        self._ddp_host = DDPHost(self.engine) if ordered else None
+        self._host: DDPHost | HorovodHost = DDPHost(self.engine) if ordered else HorovodHost(self.engine)
 
     # What a method implements.
 
@@ -139,11 +138,8 @@ class Compressor(Reporting, abc.ABC):
         """Called before each step of the optimizer. Raises ``ValueError`` if it does not fit this compressor."""
         engine = self.engine
         engine.collectives.check_optimizer(optimizer)
-        if self._ddp_host is not None and engine.step == 0 and engine.local_steps is None:
-            engine.warn(
-                f"no gradient has arrived before the first step of {type(optimizer).__name__}: is "
-                "model.register_comm_hook(compression, hvd_compress.ddp_hook) missing?"
-            )
+        if engine.local_steps is None and engine.collectives.active:
+            self._host.check_optimizer(optimizer)
         ours = engine.collectives.ordered or getattr(optimizer, "_compression", None) is self
         if ours and (unknown := engine.unknown_parameters(optimizer)):
             engine.warn(
@@ -209,12 +205,12 @@ class Compressor(Reporting, abc.ABC):
     def ddp_host(self) -> DDPHost:
         """For :func:`hvd_compress.ddp_hook`."""
         self._refuse_local_steps()
-        if self._ddp_host is None:
+        if not isinstance(self._host, DDPHost):
             raise RuntimeError(
                 "this compressor is bound to Horovod; for DistributedDataParallel build it with process_group= or in a "
                 "program that initialises torch.distributed only"
             )
-        return self._ddp_host
+        return self._host
 
     def _refuse_local_steps(self) -> None:
         if self.engine.local_steps is not None:
@@ -222,12 +218,12 @@ class Compressor(Reporting, abc.ABC):
 
     def _horovod(self) -> HorovodHost:
         self._refuse_local_steps()
-        if self._horovod_host is None:
+        if not isinstance(self._host, HorovodHost):
             raise RuntimeError(
                 "this compressor is bound to torch.distributed: use model.register_comm_hook(compression, "
                 "hvd_compress.ddp_hook); for Horovod build it with process_set="
             )
-        return self._horovod_host
+        return self._host
 
     # Between steps.
 

@@ -1,6 +1,8 @@
 """DistributedDataParallel's hook, without processes."""
 
 import gc
+import linecache
+import warnings
 import weakref
 from functools import partial
 
@@ -20,8 +22,9 @@ from harness import (
     together,
 )
 from methods import FORGETFUL, METHODS, SMALL, TRAINED
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from hvd_compress import IWP, ddp_hook
+from hvd_compress import IWP, QSGD, LocalSteps, ddp_hook
 from hvd_compress.hosts.threads import ThreadWorld
 
 ddp = partial(replicas, host="ddp")
@@ -45,11 +48,71 @@ def test_a_compressor_of_one_host_cannot_be_used_with_the_other():
         ddp_hook(other.compression, None)
 
 
-def test_a_forgotten_hook_is_a_warning():
+def _step_without_hook(rank):
+    """One optimizer step with gradients that no hook has passed on. Returns its warnings."""
+    for p in rank.model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    return caught
+
+
+def test_a_forgotten_hook_is_one_warning_that_points_at_the_users_line():
+    _, (rank,) = ddp(1, IWP)
+    (warning,) = _step_without_hook(rank)
+    assert warning.filename == __file__
+    assert "optimizer.step()" in linecache.getline(__file__, warning.lineno)
+    assert "IWP: SGD steps, but this compressor has received no gradient: is model.register" in str(warning.message)
+
+
+def test_a_forgotten_hook_is_a_warning_after_a_checkpoint_was_loaded():
+    world, (saved,) = ddp(1, IWP)
+    random_steps(world, [saved], range(2))
+    _, (rank,) = ddp(1, IWP)
+    rank.compression.load_state_dict(saved.compression.state_dict())
+    assert rank.compression.step == 2
+    (warning,) = _step_without_hook(rank)
+    assert "is model.register_comm_hook(compression, hvd_compress.ddp_hook) missing?" in str(warning.message)
+
+
+def test_the_creation_of_optimizer_state_is_not_a_forgotten_hook():
+    """torch.distributed.checkpoint takes a step with gradients and learning rate 0."""
+    world, (rank,) = ddp(1, QSGD)
+    optimizer = torch.optim.Adam(rank.model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_optimizer_state_dict(rank.model, optimizer)
+        assert optimizer.state
+        random_steps(world, [rank], range(1))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("lr", "gradient"), [(0.0, 1.0), (torch.tensor(0.0), 1.0), (0.1, 0.0), (0.1, None)])
+def test_a_step_that_applies_no_gradient_needs_no_hook(lr, gradient):
+    _, (rank,) = ddp(1, IWP)
+    for p in rank.model.parameters():
+        p.grad = None if gradient is None else torch.full_like(p, gradient)
+    optimizer = torch.optim.SGD(rank.model.parameters(), lr=lr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert len(_step_without_hook(rank)) == 1
+
+
+def test_local_steps_need_no_hook():
     _, (rank,) = ddp(1, IWP)
     optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"register_comm_hook\(compression, hvd_compress.ddp_hook\) missing"):
-        optimizer.step()
+    local = LocalSteps(rank.compression, optimizer, period=2)
+    for p in rank.model.parameters():
+        p.grad = torch.ones_like(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.step()
+            local.step()
 
 
 def test_no_future_is_completed_before_the_last_hook():

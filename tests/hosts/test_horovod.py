@@ -1,6 +1,7 @@
 """Horovod's compressor protocol, without Horovod."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -16,6 +17,45 @@ def test_parameters_passed_by_adasum_are_not_compressed():
     with pytest.warns(UserWarning, match="Adasum"):
         payload, ctx = compression.compress(model.weight)
     assert torch.equal(payload, model.weight) and ctx is None
+
+
+def _steps_without_gradients(given):
+    """Two steps of Horovod's optimizer with the compression ``given``. Returns a compressor's warnings."""
+    model = torch.nn.Linear(64, 64)
+    compression = single(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer._compression = compression if given == "this" else given
+    model(torch.ones(1, 64)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    return caught
+
+
+def test_a_compressor_that_the_optimizer_was_not_given_causes_one_warning():
+    (warning,) = _steps_without_gradients(given=object())
+    assert "DistributedOptimizer was not given this compressor, which has received no" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("given", [None, "this"])
+def test_a_plain_optimizer_and_one_that_was_given_the_compressor_cause_no_warning(given):
+    assert not _steps_without_gradients(given)
+
+
+def test_a_wrapped_compressor_causes_no_warning():
+    """An object of the user's between Horovod and the compressor."""
+    world, (rank,) = replicas(1, IWP)
+    optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.1)
+    optimizer._compression = object()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for p in rank.model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()  # hvd.broadcast_optimizer_state()
+        random_steps(world, [rank], range(1))
+        optimizer.step()
 
 
 def test_sparse_gradients_are_returned_unchanged():
