@@ -12,9 +12,11 @@ from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket, Segment
 from ..engine.dense_velocity import DenseVelocity
+from ..engine.exchange import Exchange
 from ..engine.state import Tree
 from ..selection.base import Output, Scoring
 from ..selection.schedule import Density
+from .orthogonal import orthogonalize
 from .sparse import Plan
 from .transformed import TransformedMethod
 
@@ -55,6 +57,10 @@ class DeMo(TransformedMethod):
         sign: replace averaged gradients by their signs. Without it, a gradient is the average of what was sent, which
             contains gradients of earlier steps, for an optimizer of your choice; uncompressed gradients are plain
             averages.
+        orthogonal: replace averages of compressed tensors by the nearest orthogonal matrix instead of their signs, as
+            Muon does (:func:`hvd_compress.methods.orthogonal.orthogonalize`). With ``sign`` only. Trains better and
+            computes more: 10 matrix products a tensor and step. Replicas stay bit-equal where all ranks have the same
+            kind of processor, torch and number of threads.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
@@ -81,6 +87,7 @@ class DeMo(TransformedMethod):
         explore: float = 0.0,
         decay: float = 0.999,
         sign: bool = True,
+        orthogonal: bool = False,
         dense_momentum: float = 0.9,
         budget_interval: int = 100,
         warmup_steps: int = 0,
@@ -93,10 +100,12 @@ class DeMo(TransformedMethod):
             raise ValueError(f"dense_momentum must lie in [0, 1), got {dense_momentum}")
         if sign and momentum:
             raise ValueError("momentum goes with sign=False: with sign, the momentum is what was not sent")
+        if orthogonal and not sign:
+            raise ValueError("orthogonal=True goes with sign=True: without it, gradients are plain averages")
         common.update(values=values, exchange=exchange, leaders=leaders, explore=explore)
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)
-        self._decay, self._sign, self._dense_momentum = decay, sign, dense_momentum
+        self._decay, self._sign, self._orthogonal, self._dense_momentum = decay, sign, orthogonal, dense_momentum
         self._dense = DenseVelocity(self.engine)
         #: Whether a step has shown which gradients the optimizer receives.
         self._signs_seen = not sign
@@ -105,7 +114,14 @@ class DeMo(TransformedMethod):
         return replace(super().scoring(bucket, plan), decay=self._decay, transform=True)
 
     def output(self) -> Output:
-        return Output(self.scale, transform=True, sign=self._sign)
+        return Output(self.scale, transform=True, sign=self._sign and not self._orthogonal)
+
+    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
+        yield from super().exchange_values(bucket, plan)
+        if self._orthogonal:
+            for grad in self.targets(bucket, plan):
+                if grad.numel():
+                    orthogonalize(grad, self.scale)
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         entries = bucket.residual_of(segment).clone()
@@ -179,14 +195,19 @@ class DeMo(TransformedMethod):
 
     def _check_signs(self) -> None:
         """Warns if somebody has scaled the gradients since the exchange. Waits for a GPU: until one step has shown."""
+
+        def size(grad: Tensor) -> float:
+            return float(grad.float().square().mean().sqrt() if self._orthogonal else grad.abs().max())
+
         parameters = [place.segment.parameter for place in self.engine.places]
-        largest = max((float(p.grad.abs().max()) for p in parameters if p.grad is not None), default=0.0)
+        largest = max((size(p.grad) for p in parameters if p.grad is not None), default=0.0)
         if not math.isfinite(largest) or not largest:
             return
         self._signs_seen = True
-        if not any(math.isclose(largest, unit, rel_tol=1e-3) for unit in (1.0, self.scale)):
+        tolerance = 0.5 if self._orthogonal else 1e-3
+        if not any(math.isclose(largest, unit, rel_tol=tolerance) for unit in (1.0, self.scale)):
+            what = "orthogonal matrices with root mean square 1" if self._orthogonal else "signs"
             self.engine.warn(
-                f"the gradients were signs after the exchange, and their largest entry is {largest:.3g} now: do not "
-                "clip or scale them, which only changes the learning rate, and give a GradScaler to the compressor "
-                "(grad_scaler=)"
+                f"the gradients were {what} after the exchange, and have size {largest:.3g} now: do not clip or scale "
+                "them, which only changes the learning rate, and give a GradScaler to the compressor (grad_scaler=)"
             )

@@ -11,9 +11,11 @@ from harness import HOSTS, Rank, compressed, equal, gradients, random_steps, rep
 from methods import SMALL
 
 from hvd_compress import DeMo, reference
+from hvd_compress.methods.orthogonal import orthogonalize
 from hvd_compress.reference import BLOCK
 
 EXCHANGES = ("ring", "gather")
+VARIANTS = [dict(exchange="ring"), dict(exchange="gather"), dict(orthogonal=True)]
 
 
 def coefficients(grad: torch.Tensor) -> torch.Tensor:
@@ -76,9 +78,9 @@ def test_uncompressed_gradients_are_signs_of_a_momentum() -> None:
                 assert torch.equal(got, want.sign())
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_what_is_not_finite_reaches_all_ranks_and_no_momentum(exchange: str) -> None:
-    world, ranks = replicas(2, DeMo, exchange=exchange, **SMALL)
+@pytest.mark.parametrize("options", VARIANTS)
+def test_what_is_not_finite_reaches_all_ranks_and_no_momentum(options: dict) -> None:
+    world, ranks = replicas(2, DeMo, **options, **SMALL)
     random_steps(world, ranks, range(2))
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     for grad in grads[1]:
@@ -91,9 +93,9 @@ def test_what_is_not_finite_reaches_all_ranks_and_no_momentum(exchange: str) -> 
     assert all(grad.isfinite().all() for grad in later[0]) and equal(*later)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_checkpoint_resumes_bit_exactly(exchange: str) -> None:
-    method = partial(DeMo, exchange=exchange, budget_interval=3, **SMALL)
+@pytest.mark.parametrize("options", VARIANTS)
+def test_a_checkpoint_resumes_bit_exactly(options: dict) -> None:
+    method = partial(DeMo, budget_interval=3, **options, **SMALL)
     world, ranks = replicas(2, method)
     random_steps(world, ranks, range(4))
     files = []
@@ -113,10 +115,12 @@ class Scaler:
         return 1024.0
 
 
-def test_signs_are_scaled_and_a_discarded_step_returns() -> None:
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_signs_are_scaled_and_a_discarded_step_returns(orthogonal: bool) -> None:
     """Signs times the loss scale, momentum in unscaled units."""
-    world, ranks = replicas(2, DeMo, grad_scaler=Scaler(), values="fp32")
-    plain_world, plain = replicas(2, DeMo, values="fp32")
+    options = dict(values="fp32", orthogonal=orthogonal)
+    world, ranks = replicas(2, DeMo, grad_scaler=Scaler(), **options)
+    plain_world, plain = replicas(2, DeMo, **options)
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     applied = together(world, ranks, [[g * 1024.0 for g in mine] for mine in grads])
     wanted = together(plain_world, plain, [[g.clone() for g in mine] for mine in grads])
@@ -130,8 +134,27 @@ def test_signs_are_scaled_and_a_discarded_step_returns() -> None:
             torch.testing.assert_close(ranks[0].compression.residual(name), grad, rtol=0, atol=1e-5)
 
 
-def test_it_trains_without_another_momentum() -> None:
-    world, ranks = replicas(2, DeMo, model=toy_model())
+@pytest.mark.parametrize("host", HOSTS)
+def test_orthogonal_averages(host: str) -> None:
+    """In place of the signs of compressed gradients; of the same averages as without the sign."""
+    world, ranks = replicas(3, partial(DeMo, orthogonal=True, **SMALL), host=host)
+    other_world, others = replicas(3, partial(DeMo, sign=False, **SMALL), host=host)
+    for step in range(3):
+        results = random_steps(world, ranks, range(step, step + 1))
+        assert all(equal(results[0], result) for result in results)
+        averages = random_steps(other_world, others, range(step, step + 1))[0]
+        for p, got, average in zip(ranks[0].model.parameters(), results[0], averages, strict=True):
+            if compressed(p):
+                want = average.clone()
+                orthogonalize(want, 1.0)
+                assert torch.equal(got, want)
+            else:
+                assert set(got.unique().tolist()) <= {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_it_trains_without_another_momentum(orthogonal: bool) -> None:
+    world, ranks = replicas(2, partial(DeMo, orthogonal=orthogonal), model=toy_model())
     losses = train(world, ranks, 300)
     assert max(losses) < 0.15  # 0.5 before
     assert equal(*(list(r.model.parameters()) for r in ranks))
@@ -158,12 +181,13 @@ def test_refuses_a_second_momentum(build) -> None:
         ranks[0].compression.take_momentum(torch.optim.SGD(ranks[0].model.parameters(), lr=0.1, momentum=0.9))
 
 
-def test_warns_of_clipped_signs() -> None:
-    world, ranks = replicas(2, DeMo)
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_warns_of_clipped_signs(orthogonal: bool) -> None:
+    world, ranks = replicas(2, partial(DeMo, orthogonal=orthogonal))
     random_steps(world, ranks, range(1))
     torch.nn.utils.clip_grad_norm_(ranks[0].model.parameters(), 1.0)
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1, weight_decay=0.1) for r in ranks]
-    with pytest.warns(UserWarning, match="signs after the exchange, and their largest entry is 0.0"):
+    with pytest.warns(UserWarning, match="(signs|mean square 1) after the exchange, and have size 0.0"):
         optimizer_step(ranks[0], optimizers[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,6 +234,7 @@ def test_refuses_an_optimizer_whose_gradients_are_not_signs() -> None:
         (dict(decay=1.5), "decay must lie"),
         (dict(dense_momentum=1.0), "dense_momentum must lie in"),
         (dict(momentum=0.9), "momentum goes with sign=False"),
+        (dict(orthogonal=True, sign=False), "orthogonal=True goes with sign=True"),
         (dict(exchange="star"), "exchange must be one of gather, ring"),
         (dict(exchange="gather", values="fp16"), "values have to be gathered"),
     ],

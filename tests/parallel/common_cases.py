@@ -87,6 +87,11 @@ def signs():
     trained.assert_equal_replicas()
 
 
+@register(CASES, applies=is_demo)
+def orthogonal():
+    Job(build=hvd_compress.DeMo, orthogonal=True).train().assert_equal_replicas()
+
+
 @register(CASES, once=True)
 def topk():
     Job(density=1 / 64, selection="topk").train().assert_equal_replicas()

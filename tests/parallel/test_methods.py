@@ -16,7 +16,7 @@ def saved(tmp_path_factory):
 
 
 def run(ranks, saved):
-    plan = {method: [*CASES, *(["signs"] if is_demo(method) else [])] for method in METHODS}
+    plan = {method: [*CASES, *(["signs", "orthogonal"] if is_demo(method) else [])] for method in METHODS}
     run_cases(ranks, plan, timeout=420, steps=12, HVD_COMPRESS_TEST_BITS=str(saved))
 
 
