@@ -11,8 +11,6 @@ html_show_sphinx = False
 html_copy_source = False
 
 myst_heading_anchors = 4
-# Pages that a toctree names by a pattern may be missing.
-suppress_warnings = ["toc.empty_glob"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

@@ -1,7 +1,8 @@
 """Hugging Face Accelerate: register the hook on the prepared model, and save each rank's state beside Accelerate's.
 
-    accelerate launch --num_processes 2 examples/accelerate_loop.py --steps 200 --checkpoints /tmp/accelerate
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py --steps 200 --checkpoints /tmp/accelerate
 
+On a machine without a GPU, ``accelerate launch --num_processes 2`` starts one process only: use torchrun there.
 ``accelerator.register_for_checkpointing(compression)`` would save the state of rank 0 only, which other ranks refuse.
 """
 
@@ -61,10 +62,11 @@ def main() -> None:
                 break
     accelerator.save_state(str(options.checkpoints))
 
-    loss = nn.functional.cross_entropy(model.module(inputs), targets).detach()
-    total = accelerator.reduce(loss, "mean")
+    x = x[:64].to(accelerator.device)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model.module(x), x[:, :10].argmax(1))
     ratio = compression.stats()["total"]["wire_ratio"]
-    print(f"rank {rank}: {step} steps from {first}, loss {total:.8f}, {ratio:.1f} times fewer bytes")
+    print(f"rank {rank}: {step} steps from {first}, loss {loss:.8f}, {ratio:.1f} times fewer bytes")
     accelerator.end_training()
 
 

@@ -1,10 +1,11 @@
 """Elastic Horovod: ranks may come and go. The compressor notices by itself; TorchState needs nothing of it.
 
-    horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh \\
+    horovodrun --gloo --network-interfaces lo -np 2 --min-np 1 --host-discovery-script ./hosts.sh \\
         python examples/horovod_elastic.py --steps 500 --checkpoints /tmp/elastic
 
-``state.commit()`` protects from ranks that fail. At the end every rank saves its state; a new job of any
-number of ranks reshards these states.
+``./hosts.sh`` prints a line ``HOST:SLOTS`` for each host that is there now, such as ``localhost:2``; with more than one
+host, leave ``--network-interfaces lo`` out. ``state.commit()`` keeps the progress when a rank fails. At the end every
+rank saves its state; a new job of any number of ranks reshards these states.
 """
 
 import argparse

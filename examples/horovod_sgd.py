@@ -1,7 +1,8 @@
 """Horovod, SGD with momentum, IWP at density 1/64.
 
-    horovodrun -np 2 python examples/horovod_sgd.py --steps 200 --checkpoints /tmp/horovod_sgd
+    horovodrun --gloo -np 2 python examples/horovod_sgd.py --steps 200 --checkpoints /tmp/horovod_sgd
 
+By MPI: ``bash scripts/run.sh 2 examples/horovod_sgd.py ...``; with Open MPI 5, horovodrun needs ``--gloo``.
 Every rank saves its own checkpoint at the end. If the folder has checkpoints, training resumes from them, bit-exactly.
 """
 

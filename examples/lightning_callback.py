@@ -1,6 +1,6 @@
 """Lightning: a callback that compresses the gradients of any LightningModule.
 
-    python examples/lightning_callback.py --steps 200 --checkpoints /tmp/lightning
+    torchrun --nproc-per-node 2 examples/lightning_callback.py --steps 200 --checkpoints /tmp/lightning
 
 ``DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...)`` does not fit: a compressor is built after the process group and
 with the model on its device, a strategy before; and Lightning registers its hook on GPUs only.

@@ -4,7 +4,7 @@ links. (root)
 
     race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp --option 'iwp:--density 1/29.3' --target 0.7 \\
         --out docs/results/race-resnet20 -- --data cifar10 --data-dir DATA_DIR --model resnet20 --epochs 4 --lr 0.3
-    race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6 --plot races.png
+    race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6
 
 Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). The arguments after -- go to
 train.py in every run. OUT gets every run's JSON and race.md. A run whose result lies in OUT is not repeated,
@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import table
 from experiment import comparison, lab
 from experiment.comparison import Variant, texts
@@ -50,7 +49,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--timeout", type=float, default=7200, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--report", nargs="+", default=[], metavar="FOLDER:TARGET")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="of --report")
     args = parser.parse_args(own)
     args.train = train
     if args.hosts < 2:
@@ -149,31 +147,11 @@ def markdown(found: Results, target: float, base: str) -> str:
     return table.markdown(rows, left=2)
 
 
-def plot(races: Sequence[tuple[str, float, Results]], file: Path) -> None:
-    """Bars of seconds to the target, a group for each race and rate, a colour for each method."""
-    seconds = {
-        f"{network} to {target:g}\n{rate}": {
-            label: there[1] for label, result in results.items() if (there := reached(result, target))
-        }
-        for network, target, found in races
-        for rate, results in found.items()
-    }
-    frame = pd.DataFrame.from_dict(seconds, orient="index")
-    with table.chart(file, ylabel="seconds to the target") as axes:
-        frame.plot.bar(ax=axes, width=0.8, rot=0)
-        for bars, hatch in zip(axes.containers, itertools.cycle(table.HATCHES)):
-            axes.bar_label(bars, [f"{value:.0f}" if value > 0 else "" for value in bars.datavalues], fontsize="small")
-            for bar in bars:
-                bar.set_hatch(hatch)
-
-
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     if args.races:
         for network, target, found in args.races:
             print(f"\n{network}\n\n{markdown(found, target, 'none')}")
-        if args.plot:
-            plot(args.races, args.plot)
         return 0
     results: Results = {}
     status = 0

@@ -49,6 +49,7 @@ auditwheel show "$built"
 auditwheel repair --strip --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libcudart.so.*' --exclude 'libgomp.so.1' \
   -w "$work/wheel" "$built"
 twine check --strict "$work"/*.tar.gz "$work"/wheel/*.whl
+wheel=$out/$(basename "$work"/wheel/*.whl)
 mv "$work"/*.tar.gz "$work"/wheel/*.whl "$out"
 ls -l "$out"
 ((smoke)) || exit 0
@@ -57,7 +58,7 @@ torch=${HVD_COMPRESS_SMOKE_TORCH:-$(grep '^torch==' scripts/constraints.txt)}
 say "smoke test with nothing but $torch"
 "$python" -m venv "$work/empty"
 # NumPy is not among torch's requirements, and the package must run without.
-pip "$work/empty" install "$torch" "$out"/hvd_compress-*.whl
+pip "$work/empty" install "$torch" "$wheel"
 cp tests/wheel_smoke.py "$work/wheel_smoke.py"
 cd "$work"
 # The environment's own commands only: no compiler.

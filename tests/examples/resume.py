@@ -1,6 +1,7 @@
-"""Runs an example three times in this rank: resume.py SCRIPT FOLDER STEPS [ARGUMENT...]
+"""Runs an example four times in this rank: resume.py SCRIPT FOLDER STEPS
 
-All STEPS at once; half of them; the other half, from the checkpoint. Started by test_examples.py on every rank."""
+All STEPS at once; half of them; the other half, from the checkpoint; again, with no step left. Started by
+test_examples.py on every rank."""
 
 import os
 import runpy
@@ -8,12 +9,13 @@ import sys
 
 from torch import distributed
 
-script, folder, steps, *arguments = sys.argv[1:]
+script, folder, steps = sys.argv[1:]
 sys.path[0] = os.path.dirname(script)  # as if it had been started
 if "TORCHELASTIC_RUN_ID" in os.environ:
-    # One process group for the three runs: a second one would find the first one's addresses in torchrun's store.
+    # One process group for all runs: a second one would find the first one's addresses in torchrun's store.
     distributed.init_process_group("gloo")
     distributed.init_process_group = distributed.destroy_process_group = lambda *_, **__: None
-for count, checkpoints in ((int(steps), "whole"), (int(steps) // 2, "resumed"), (int(steps), "resumed")):
-    sys.argv = [script, "--steps", str(count), "--checkpoints", f"{folder}/{checkpoints}", *arguments]
+RUNS = ((steps, "whole"), (str(int(steps) // 2), "resumed"), (steps, "resumed"), (steps, "resumed"))
+for count, checkpoints in RUNS:
+    sys.argv = [script, "--steps", count, "--checkpoints", f"{folder}/{checkpoints}"]
     runpy.run_path(script, run_name="__main__")
