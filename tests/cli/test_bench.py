@@ -1,7 +1,12 @@
 """hvd-compress bench: a real launch on this machine, its rows, and wrong arguments."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +49,35 @@ def test_a_real_call(tmp_path):
 def test_a_launch_that_fails_says_why():
     done = run("--model", "tiny", "--launcher", f"{sys.executable} -c 'raise SystemExit(\"no such partition\")'")
     assert done.exit_code == 1 and "no such partition" in done.output
+
+
+def running(text):
+    """Processes, other than zombies, whose arguments contain a text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text in (folder / "cmdline").read_text(errors="replace"):
+                found.append(folder.name)
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_ranks_and_removes_the_folder(tmp_path, number):
+    command = [sys.executable, "-m", "hvd_compress", "bench", "--model", "tiny", "--steps", "1000000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 100
+        while len(running(f"--result={tmp_path}")) < 3 and time.monotonic() < end:  # torchrun and two ranks
+            time.sleep(0.1)
+        assert len(running(f"--result={tmp_path}")) >= 3
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+    assert not running(f"--result={tmp_path}") and not list(tmp_path.glob("hvd-compress.*"))
 
 
 @pytest.mark.parametrize(
