@@ -14,7 +14,7 @@ pytest.importorskip("typer", reason="the extra [cli] is not installed")
 
 from typer.testing import CliRunner
 
-from hvd_compress.cli import bench, launchers, shapes, wire
+from hvd_compress.cli import bench, launchers, ranks, shapes, wire
 from hvd_compress.cli.app import app
 
 
@@ -49,6 +49,33 @@ def test_a_real_call(tmp_path):
 def test_a_launch_that_fails_says_why():
     done = run("--model", "tiny", "--launcher", f"{sys.executable} -c 'raise SystemExit(\"no such partition\")'")
     assert done.exit_code == 1 and "no such partition" in done.output
+
+
+def test_a_launcher_that_ends_without_ranks_is_a_failure():
+    done = run("--model", "tiny", "--launcher", "true")
+    assert done.exit_code == 1 and "results of 0 of 5 methods" in done.output
+
+
+@pytest.mark.skipif(not launchers.program("mpirun"), reason="Open MPI is not installed")
+def test_ddp_ranks_of_a_plain_mpirun(monkeypatch):
+    """Open MPI sets ranks by other names than torchrun, and no address to meet at."""
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    mpirun = f"{launchers.program('mpirun')} --oversubscribe --bind-to none -n 2 {sys.executable}"
+    done = run("--model", "tiny", "--methods", "dense;IWP", "--steps", "3", "--launcher", mpirun)
+    assert done.exit_code == 0, done.output
+    assert "2 ranks of ddp" in done.output
+
+
+def test_a_rank_is_found_by_any_launchers_variables(monkeypatch):
+    for name in (name for pair in ranks.VARIABLES for name in pair):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="does not number its ranks"):
+        ranks._rank_and_size()
+    for number, (rank, size) in enumerate(reversed(ranks.VARIABLES)):
+        monkeypatch.setenv(rank, str(number))
+        monkeypatch.setenv(size, "8")
+        assert ranks._rank_and_size() == (number, 8)
 
 
 def running(text):
