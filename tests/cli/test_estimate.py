@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,35 @@ def test_a_model_of_the_users_own(tmp_path):
     ):
         with pytest.raises(ValueError, match=says):
             shapes.named(model)
+
+
+def test_a_model_file_imports_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_own.py").write_text("import torch\nNet = torch.nn.Linear\n")
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from neighbour_of_own import Net\ndef net():\n    import neighbour_of_own\n    return Net(7, 5)\n"
+    )
+    before = list(sys.path)
+    assert shapes.named(f"{file}:net") == [("weight", (5, 7)), ("bias", (5,))]
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("import torch\ndef net():\n    return torch.nn.Linear(7)\n", ":3: the model cannot be built: TypeError: "),
+        ("def net(size):\n    return size\n", "the model cannot be built: TypeError: net() missing"),
+        ("def net(:\n", "the model cannot be built: SyntaxError"),
+        ("raise SystemExit('usage')\n", ":1: the model cannot be built: SystemExit: usage"),
+        ("import torch\nnet = torch.nn.ReLU\n", "has no trainable parameters"),
+    ],
+)
+@pytest.mark.parametrize("command", [["bench"], ["estimate", "--ranks", "2", "--bandwidth", "1gbit"]])
+def test_an_error_in_the_users_file_names_it(tmp_path, command, text, says):
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--model", f"{file}:net"])
+    assert done.exit_code == 2 and str(file) in done.output and says in done.output and "Traceback" not in done.output
 
 
 def test_a_sample_stands_for_the_whole_model():
