@@ -6,13 +6,16 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("typer", reason="the extra [cli] is not installed")
 
 from typer.testing import CliRunner
 
+from hvd_compress import IWP
 from hvd_compress.cli import estimate, kernels, network, shapes, transport, wire
 from hvd_compress.cli.app import app
+from hvd_compress.hosts.threads import ThreadWorld
 
 FREE = transport.Transport(
     dict.fromkeys(("allreduce fp32", "allreduce fp16", "allreduce int64", "allgather"), 0.0), 0.0
@@ -50,9 +53,7 @@ def test_a_model_of_the_users_own(tmp_path):
 def test_a_model_file_imports_its_neighbours(tmp_path):
     (tmp_path / "neighbour_of_own.py").write_text("import torch\nNet = torch.nn.Linear\n")
     file = tmp_path / "own.py"
-    file.write_text(
-        "from neighbour_of_own import Net\ndef net():\n    import neighbour_of_own\n    return Net(7, 5)\n"
-    )
+    file.write_text("from neighbour_of_own import Net\ndef net():\n    import neighbour_of_own\n    return Net(7, 5)\n")
     before = list(sys.path)
     assert shapes.named(f"{file}:net") == [("weight", (5, 7)), ("bias", (5,))]
     assert sys.path == before
@@ -139,6 +140,33 @@ def test_the_verdict_depends_on_link_and_optimizer():
     assert says(1e8, "sgd").startswith("Use IWP: ")
     assert says(1e8, "adamw").startswith("Use DeMo: ") and "in place of AdamW" in says(1e8, "adamw")
     assert says(1e11, "sgd").startswith("Do not use compression here: ")
+
+
+def test_a_verdict_without_computation_is_an_upper_bound():
+    alone = estimate.Model(MODEL.shapes, 0.0)
+    text = estimate.verdict(estimate.estimates(alone, on(1e8), SECONDS, "sgd"), "sgd", exchange_only=True)
+    assert text.startswith("Use IWP: at most ") and "upper bound" in text and "--compute-ms" in text
+
+
+def test_a_small_gain_is_not_recommended():
+    rows = [
+        estimate.Estimate(name, 1.0, 0.0, 0.0, step, None, True)
+        for name, step in (("IWP", 1.0), ("fp16", 1.1), ("dense", 2.0))
+    ]
+    says = "fp16 is enough (IWP would be 1.10 times as fast; less than 1.15 times is not recommended)"
+    assert says in estimate.verdict(rows, "sgd")
+
+
+def test_buckets_are_those_of_a_compressor():
+    named = [(str(number), torch.nn.Parameter(torch.zeros(512, 512))) for number in range(80)]  # 1 MiB each
+    buckets = IWP(named, collectives=ThreadWorld(1).collectives(0)).buckets
+    assert estimate.Model([(512, 512)] * 80, 0.0).buckets() == len(buckets)
+
+
+def test_methods_that_train_with_adamw():
+    """Those that docs/choosing.md names for AdamW."""
+    allowed = {name for name, method in wire.METHODS.items() if method.adam}
+    assert allowed == {"dense", "fp16", "DeMo", "DeMo, gather", "QSGD", "TernGrad"}
 
 
 def test_latency_counts_for_every_collective():
