@@ -24,7 +24,7 @@ def run(*arguments):
 
 def test_a_real_call(tmp_path):
     pytest.importorskip("matplotlib")
-    files = tmp_path / "out.json", tmp_path / "out.png"
+    files = tmp_path / "json" / "out.json", tmp_path / "plot" / "out.png"
     methods = "dense;fp16;IWP;DeMo;TopK"
     done = run(
         "--model", "tiny", "--methods", methods, "--steps", "3", "--json", str(files[0]), "--plot", str(files[1])

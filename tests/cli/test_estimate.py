@@ -13,7 +13,8 @@ pytest.importorskip("typer", reason="the extra [cli] is not installed")
 from typer.testing import CliRunner
 
 from hvd_compress import IWP
-from hvd_compress.cli import estimate, kernels, network, shapes, transport, wire
+from hvd_compress._version import __version__
+from hvd_compress.cli import bench, estimate, kernels, network, shapes, transport, wire
 from hvd_compress.cli.app import app
 from hvd_compress.hosts.threads import ThreadWorld
 
@@ -176,7 +177,7 @@ def test_latency_counts_for_every_collective():
 
 
 def test_a_real_call(tmp_path):
-    file = tmp_path / "out.json"
+    file = tmp_path / "new" / "folder" / "out.json"
     arguments = f"estimate --model tiny --ranks 4 --bandwidth 10mbit --optimizer adamw --json {file}".split()
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert done.exit_code == 0, done.output
@@ -185,7 +186,21 @@ def test_a_real_call(tmp_path):
     assert set(rows) == set(wire.METHODS) and all(row["compress"] > 0 for row in rows.values())
     assert not rows["IWP"]["allowed"] and rows["DeMo"]["allowed"]
     # 230 kB take 0.2 s, what DeMo sends a fiftieth.
-    assert content["winner"].startswith("DeMo") and "Use DeMo" in done.output
+    assert content["winner"].startswith("DeMo") and "Use DeMo: at most " in done.output
+
+
+def test_the_version():
+    assert CliRunner().invoke(app, ["--version"]).output == f"hvd-compress {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["bench"], ["estimate", "--ranks", "2", "--bandwidth", "1gbit"]])
+def test_a_wrong_output_file_is_named_before_the_measurement(tmp_path, monkeypatch, command):
+    monkeypatch.setattr(kernels.Kernels, "__init__", None)
+    monkeypatch.setattr(bench, "measure", None)
+    (tmp_path / "file").touch()
+    for file, says in ((tmp_path / "file" / "out.json", "cannot make the folder"), (tmp_path, "is a directory")):
+        done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--model", "tiny", "--json", str(file)])
+        assert done.exit_code == 2 and says in done.output, done.output
 
 
 def test_a_wrong_argument_is_named():
