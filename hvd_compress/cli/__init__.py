@@ -1,5 +1,6 @@
 """The command line ``hvd-compress``: what works here (``doctor``), what a method would gain (``estimate``), what it
-gains (``bench``). It needs typer and rich: ``pip install 'hvd-compress[cli]'``."""
+gains (``bench``). It needs typer and rich, which the extra ``cli`` installs:
+``pip install --no-build-isolation '.[cli]'`` in a checkout."""
 
 import sys
 
@@ -10,7 +11,7 @@ def main() -> None:
         import rich
         import typer
     except ModuleNotFoundError as error:
-        sys.exit(f"hvd-compress needs {error.name}: {sys.executable} -m pip install 'hvd-compress[cli]'")
+        sys.exit(f"hvd-compress needs {error.name}: {sys.executable} -m pip install typer rich")
     from .app import app
 
     app(prog_name="hvd-compress")

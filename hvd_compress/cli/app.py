@@ -14,9 +14,11 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
+from .._version import __version__
+
+HELP = "Gradient compression for Horovod and torch DDP: does it work here, and does it help here?"
 app = typer.Typer(
     name="hvd-compress",
-    help="Gradient compression for Horovod and torch DDP: does it work here, and does it help here?",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,23 +28,49 @@ _COLUMNS = ("sent MB", "compress ms", "exchange ms", "step ms", "break-even")
 _MEASURED = ("step ms", "compress ms", "sent MB", "speed-up", "replicas")
 
 
-@app.callback()
-def _main() -> None:
-    """Gives every command a name, also while there is only one."""
+Model = Annotated[
+    str, typer.Option(help="The model: resnet50, vgg16, bert-base, gpt2, or PATH.py:FUNCTION, which returns yours.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="File to write all figures to, as JSON.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(f"hvd-compress {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback(help=HELP)
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of ``hvd-compress`` itself."""
+
+
+def _make_folder(*files: Path | None) -> None:
+    """Makes the folders of output files. Comes before a measurement, so that a wrong path does not lose it."""
+    for file in filter(None, files):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot make the folder of {file}: {error}") from None
 
 
 @app.command()
 def doctor(
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each launch of two ranks.")] = 120,
-    exchange: Annotated[bool, typer.Option(help="Launch two ranks.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit of each launch of two ranks, in seconds.")] = 120,
+    exchange: Annotated[bool, typer.Option(help="Launch two ranks that exchange gradients.")] = True,
 ) -> None:
     """Checks the installation: versions, operators, backends, and whether two ranks exchange.
 
-    Exit status 1 if anything is wrong; each fault comes with the command that mends it.
+    Exit status 1 if anything is wrong. Each fault is printed with the command that repairs it, or with one that shows
+    more about it.
     """
     from .doctor import examine
 
-    with console.status("looking"):
+    with console.status("checking"):
         findings = list(examine(timeout, exchange))
     table = Table("", "found", "")
     for finding in findings:
@@ -58,14 +86,24 @@ def doctor(
 
 @app.command()
 def estimate(
-    model: Annotated[str, typer.Option(help="resnet50, vgg16, bert-base, gpt2 or PATH.py:FUNCTION.")],
-    ranks: Annotated[int, typer.Option(min=2, max=4096)],
-    bandwidth: Annotated[str, typer.Option(help="Of each host's link, as 100mbit or 10gbit; none: unlimited.")],
-    latency: Annotated[str, typer.Option(help="From one host to the next, as 50us.")] = "50us",
-    optimizer: Annotated[Literal["sgd", "adamw"], typer.Option(help="Leaves out what trains badly with it.")] = "sgd",
-    compute_ms: Annotated[float, typer.Option(min=0, help="Forward, backward and update of a step, in ms.")] = 0,
-    hosts_share_cores: Annotated[bool, typer.Option(help="All ranks run on this machine's cores (netlab).")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    model: Model,
+    ranks: Annotated[int, typer.Option(min=2, max=4096, help="Number of ranks, each on a host of its own.")],
+    bandwidth: Annotated[str, typer.Option(help="Rate of each host's link, as 100mbit or 10gbit; none: unlimited.")],
+    latency: Annotated[str, typer.Option(help="Time of a message from one host to the next, as 50us.")] = "50us",
+    optimizer: Annotated[
+        Literal["sgd", "adamw"],
+        typer.Option(help="Your optimizer. Only methods that train well with it are recommended."),
+    ] = "sgd",
+    compute_ms: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Time of forward, backward and update of a step, in ms. Without it, speed-ups are upper bounds."
+        ),
+    ] = 0,
+    hosts_share_cores: Annotated[
+        bool, typer.Option(help="All ranks run on this machine's cores, as with scripts/netlab.sh.")
+    ] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Step time of dense, fp16 and every method: does compression help on this network, and which?
 
@@ -81,6 +119,7 @@ def estimate(
         bits, seconds = network.bandwidth(bandwidth), network.duration(latency)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    _make_folder(json_file)
     sizes = [shape for _, shape in named]
     cores = len(os.sched_getaffinity(0)) if hosts_share_cores else None
     kernels, measured = Kernels(sizes, min(cores or 1, ranks)), {}
@@ -102,7 +141,7 @@ def estimate(
     console.print(table)
     if optimizer == "adamw":
         console.print("* trains badly with AdamW (docs/choosing.md)", style="dim")
-    console.print(model_of.verdict(found, optimizer), highlight=False)
+    console.print(model_of.verdict(found, optimizer, exchange_only=not compute_ms), highlight=False)
     if json_file:
         rows = [asdict(one) for one in found]
         json_file.write_text(json.dumps({"winner": best.method, "rows": rows}, indent=1) + "\n")
@@ -110,28 +149,37 @@ def estimate(
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Option(help="resnet50, vgg16, bert-base, gpt2 or PATH.py:FUNCTION.")] = "resnet50",
-    ranks: Annotated[int, typer.Option(min=2, help="How many, unless the launcher says so itself.")] = 2,
+    model: Model = "resnet50",
+    ranks: Annotated[
+        int, typer.Option(min=2, help="Number of ranks. A launcher that is a command decides it itself.")
+    ] = 2,
     methods: Annotated[
-        str, typer.Option(help="Names as estimate prints them, joined by ;")
+        str, typer.Option(help="Methods to measure, by their names in the table of estimate, joined by semicolons.")
     ] = "dense;fp16;IWP;DeMo;FFT",
     launcher: Annotated[
         str,
         typer.Option(
-            help="torchrun (DDP), mpirun or horovodrun (Horovod), or a command that takes the arguments of a "
-            "Python, as 'srun -n 8 python'."
+            help="What starts the ranks: torchrun (DDP), mpirun or horovodrun (Horovod), or a command that takes the "
+            "arguments of a Python, as 'srun -n 8 python'."
         ),
     ] = "torchrun",
-    host: Annotated[Literal["ddp", "horovod"], typer.Option(help="Of a launcher that is a command.")] = "ddp",
-    hosts: Annotated[str, typer.Option(help="Of mpirun, as a:1,b:1; by default this machine.")] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Measured of each method.")] = 7,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for all.")] = 1800,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them here (matplotlib).")] = None,
+    host: Annotated[
+        Literal["ddp", "horovod"], typer.Option(help="What averages gradients, if the launcher is a command.")
+    ] = "ddp",
+    hosts: Annotated[
+        str, typer.Option(help="Hosts for the launcher mpirun, as a:1,b:1. By default all ranks run on this machine.")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Number of measured steps of each method.")] = 7,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit of the whole launch, in seconds.")] = 1800,
+    json_file: JsonFile = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", dir_okay=False, help="File to draw the step times in. This needs matplotlib."),
+    ] = None,
 ) -> None:
     """Measures whole steps on real ranks, method by method, with gradients of the model's shapes.
 
-    Forward is left out: what is measured is the exchange. Exit status 1 if a launch fails or replicas differ.
+    A step is backward without computation, exchange and update. Exit status 1 if a launch fails or replicas differ.
     """
     from . import bench as measurement
     from . import shapes
@@ -147,6 +195,7 @@ def bench(
         shapes.named(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    _make_folder(json_file, plot_file)
     host = measurement.LAUNCHERS.get(launcher, host)  # type: ignore[assignment]
     try:
         with Progress(console=console, transient=True) as bar:

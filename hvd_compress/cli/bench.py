@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from . import launchers
-from .processes import run_group
+from .processes import Failed, last_lines, run_group
+from .ranks import serve_store
 from .wire import BASELINES
 
 Row = dict[str, Any]
@@ -35,8 +36,8 @@ def measure(
         launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
         host: ``"ddp"`` or ``"horovod"``.
         hosts: of mpirun, as ``a:1,b:1``; rank 0 must run on this machine, or share its folder for temporary files.
-        steps: measured of each method, fewer if they take more than ``seconds``.
-        timeout: seconds after which all is killed.
+        steps: number of measured steps of each method, fewer if they take more than ``seconds``.
+        timeout: seconds after which the launch is killed.
         progress: called with the number of methods that are measured.
 
     Returns:
@@ -45,11 +46,14 @@ def measure(
         were measured, else None.
 
     Raises:
-        Failed: the launch failed or took too long.
+        Failed: the launch failed, took too long, or wrote no complete result.
     """
     with tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
-        result = Path(folder) / "result.jsonl"
+        result, log = Path(folder) / "result.jsonl", Path(folder) / "log"
         options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "seconds": seconds}
+        store: Any = None
+        if launcher not in LAUNCHERS and host == "ddp":
+            store, options["store"] = serve_store()
         module = "hvd_compress.cli.bench_rank", *(f"--{name}={value}" for name, value in options.items())
         command, environment = _command(launcher, ranks, hosts, *module, f"--result={result}")
 
@@ -60,12 +64,19 @@ def measure(
         run_group(
             command,
             timeout,
-            Path(folder) / "log",
+            log,
             environment,
             "the launch",
             watch=lambda: progress(max(0, len(lines()) - 1)),
         )
-        first, *rows = lines()
+        del store  # served until here
+        first, *rows = lines() or [{}]
+        if len(rows) != len(methods):
+            raise Failed(
+                f"the launch ended with status 0 and results of {len(rows)} of {len(methods)} methods. It must start "
+                "ranks, and rank 0 must run on this machine or share its folder for temporary files.\n"
+                f"{last_lines(log)}"
+            )
     steps_of = {row["method"]: row["step_ms"] for row in rows}
     base = min(steps_of[name] for name in BASELINES) if set(BASELINES) <= set(steps_of) else None
     return first, [{**row, "speedup": base and base / row["step_ms"]} for row in rows]

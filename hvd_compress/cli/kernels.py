@@ -13,9 +13,9 @@ from .wire import BASELINES, METHODS, is_compressed
 
 Shape = tuple[int, ...]
 
-#: Larger models are sampled: so many entries are two buckets, more than the caches hold.
+#: Larger models are sampled. So many entries do not fit into the caches.
 MOST = 8_000_000
-#: More ranks are extrapolated from half as many and these.
+#: The time for more ranks is extrapolated from that for half as many and for these.
 MOST_RANKS = 8
 WARMUP, STEPS = 2, 5
 SLACK = 1 << 16

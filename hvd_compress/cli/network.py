@@ -68,10 +68,11 @@ class Network:
         return 8 * sent(messages, self.ranks) / (self.bits * PAYLOAD)
 
     def turns(self, messages: Sequence[Message]) -> float:
-        """Seconds of waiting for ranks that wait for their core: a slice for each collective and rank too many."""
+        """Seconds of waiting for ranks that wait for their core: for each collective, a slice for each further rank on
+        that core."""
         return SLICE * (self.ranks_per_core - 1) * len(messages)
 
     def hops(self, messages: Sequence[Message]) -> float:
-        """Seconds of messages that are as small as may be."""
+        """Seconds that empty messages would take: the latency of each hop."""
         hops = sum(2 * (self.ranks - 1) if m.verb == "allreduce" else self.ranks - 1 for m in messages)
         return hops * (self.latency + self.transport.per_hop * self.ranks_per_core)

@@ -3,8 +3,12 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 
 class Failed(Exception):
@@ -20,7 +24,7 @@ def run_group(
     check: bool = True,
     watch: Callable[[], None] | None = None,
 ) -> None:
-    """Runs a command as the leader of a process group.
+    """Runs a command as the leader of a process group. SIGTERM and SIGHUP end the group, then this program.
 
     Args:
         timeout: seconds after which the group is killed.
@@ -33,7 +37,7 @@ def run_group(
     Raises:
         Failed: it took too long, or ended with another status than 0.
     """
-    with log.open("w") as stream:
+    with log.open("w") as stream, exit_on_signals():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -46,11 +50,34 @@ def run_group(
             status = _wait(process, timeout, watch)
         except subprocess.TimeoutExpired:
             raise Failed(f"{name} was killed after {timeout:g} s\n{last_lines(log)}") from None
-        finally:  # also when this program is interrupted: the child's session does not receive Ctrl-C
+        finally:  # the child leads its own session, which receives neither Ctrl-C nor this program's SIGTERM
             if process.poll() is None:
                 end_group(process)
     if check and status:
         raise Failed(f"{name} ended with status {status}\n{last_lines(log)}")
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that ``finally`` and ``with`` clean up. Further ones are ignored
+    meanwhile. A signal that is ignored (SIGHUP under nohup) or handled by the program stays so. Threads other than the
+    main one cannot set handlers: there it does nothing."""
+    numbers: list[int] = []
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        numbers += [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float, watch: Callable[[], None] | None) -> int:

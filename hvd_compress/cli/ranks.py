@@ -1,6 +1,7 @@
 """A launched rank of ``doctor`` or ``bench``: of Horovod, or of torch.distributed with Gloo."""
 
 import os
+import socket
 import sys
 import time
 import warnings
@@ -12,6 +13,14 @@ from torch import nn
 from ..hosts.ddp import ddp_hook
 
 HOSTS = ("ddp", "horovod")
+#: The variables in which a launcher gives a process its rank and the number of ranks. An mpirun inside a SLURM job sets
+#: its own, so SLURM's come last.
+VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
 
 
 class Horovod:
@@ -62,12 +71,23 @@ class Horovod:
 
 
 class Ddp(Horovod):
-    """``DistributedDataParallel`` over Gloo, for ranks started by torchrun or with its variables."""
+    """``DistributedDataParallel`` over Gloo.
 
-    def __init__(self) -> None:
+    Args:
+        store: ``HOST:PORT`` of :func:`serve_store`, for launchers such as srun and mpirun, which do not set torchrun's
+            variables. Where all of these are set, it is not used.
+    """
+
+    def __init__(self, store: str = "") -> None:
         from torch import distributed
 
-        distributed.init_process_group("gloo")
+        if not store or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}:
+            distributed.init_process_group("gloo")
+        else:
+            rank, size = _rank_and_size()
+            host, _, port = store.rpartition(":")
+            client = distributed.TCPStore(host, int(port), is_master=False)
+            distributed.init_process_group("gloo", store=client, rank=rank, world_size=size)
         self._dist = distributed
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
@@ -105,6 +125,28 @@ class Ddp(Horovod):
         os._exit(status)
 
 
-def start(host: str) -> Horovod:
-    """This process's rank. ``host``: one of HOSTS."""
-    return Ddp() if host == "ddp" else Horovod()
+def _rank_and_size() -> tuple[int, int]:
+    for rank, size in VARIABLES:
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    pairs = ", ".join(f"{rank} with {size}" for rank, size in VARIABLES)
+    raise RuntimeError(f"the launcher does not number its ranks: it sets none of {pairs}")
+
+
+def serve_store() -> tuple[Any, str]:
+    """A store at which the ranks of a launch meet, served by this process on a free port, and its ``HOST:PORT``. The
+    store ends with the returned object."""
+    from torch import distributed
+
+    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:  # the name does not resolve: ranks on this machine only
+        name = "localhost"
+    return store, f"{name}:{store.port}"
+
+
+def start(host: str, store: str = "") -> Horovod:
+    """This process's rank. ``host``: one of HOSTS. ``store``: see :class:`Ddp`."""
+    return Ddp(store) if host == "ddp" else Horovod()

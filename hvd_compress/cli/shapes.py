@@ -1,8 +1,12 @@
 """The parameters of well-known networks as (name, shape), in the order of the model: backward goes from the end."""
 
 import runpy
+import sys
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,7 +91,8 @@ def named(model: str) -> list[Named]:
     ``torch.nn.Module``, which is built without memory for its weights where it allows that.
 
     Raises:
-        ValueError: an unknown name, a missing file or function, or one that returns something else.
+        ValueError: an unknown name; a missing file or function; or a function that fails, returns something else, or
+            returns a module without trainable parameters.
     """
     if model in SHAPES:
         return list(SHAPES[model]())
@@ -96,17 +101,35 @@ def named(model: str) -> list[Named]:
         raise ValueError(f"a model is {', '.join(k for k in SHAPES if k != 'tiny')} or PATH.py:FUNCTION, got {model!r}")
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
-    function = runpy.run_path(path).get(name)
-    if not callable(function):
-        raise ValueError(f"{path} has no function {name}")
-    try:
-        with torch.device("meta"):
-            module = function()
-    except (NotImplementedError, RuntimeError):  # it reads its weights
-        module = function()
+    module = _build(path, name)
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"{name} of {path} returns {type(module).__name__}, not a torch.nn.Module")
-    return [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
+    found = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+    if not found:
+        raise ValueError(f"the module of {model} has no trainable parameters")
+    return found
+
+
+def _build(path: str, name: str) -> Any:
+    """What a function of a file returns. As with ``python PATH.py``, the file can import its neighbours."""
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        function = runpy.run_path(path).get(name)
+        if callable(function):
+            try:
+                with torch.device("meta"):
+                    return function()
+            except Exception:  # such as one that reads its weights
+                return function()
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        at = f"{path}:{lines[-1]}" if lines else path
+        raise ValueError(f"{at}: the model cannot be built: {type(error).__name__}: {error}") from error
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(folder)
+    raise ValueError(f"{path} has no function {name}")
 
 
 def _affine(name: str, *shape: int) -> Iterator[Named]:

@@ -141,8 +141,8 @@ METHODS: dict[str, Method] = {
     "TopK": Method(TopK, 1 / 256, lambda w: w.per_rank() + w.rest()),
     "DGC": Method(DGC, 1 / 1000, lambda w: w.per_rank() + w.rest()),
     "PowerSGD": Method(PowerSGD, None, lambda w: w.factors(4) + w.rest()),
-    "QSGD": Method(QSGD, None, lambda w: w.agreed() + w.levels() + w.rest()),
-    "TernGrad": Method(TernGrad, None, lambda w: w.agreed() + w.ternary() + w.rest()),
+    "QSGD": Method(QSGD, None, lambda w: w.agreed() + w.levels() + w.rest(), adam=True),
+    "TernGrad": Method(TernGrad, None, lambda w: w.agreed() + w.ternary() + w.rest(), adam=True),
 }
 BASELINES = ("dense", "fp16")
 

@@ -1,7 +1,12 @@
 """hvd-compress bench: a real launch on this machine, its rows, and wrong arguments."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +14,7 @@ pytest.importorskip("typer", reason="the extra [cli] is not installed")
 
 from typer.testing import CliRunner
 
-from hvd_compress.cli import bench, launchers, shapes, wire
+from hvd_compress.cli import bench, launchers, ranks, shapes, wire
 from hvd_compress.cli.app import app
 
 
@@ -19,7 +24,7 @@ def run(*arguments):
 
 def test_a_real_call(tmp_path):
     pytest.importorskip("matplotlib")
-    files = tmp_path / "out.json", tmp_path / "out.png"
+    files = tmp_path / "json" / "out.json", tmp_path / "plot" / "out.png"
     methods = "dense;fp16;IWP;DeMo;TopK"
     done = run(
         "--model", "tiny", "--methods", methods, "--steps", "3", "--json", str(files[0]), "--plot", str(files[1])
@@ -44,6 +49,62 @@ def test_a_real_call(tmp_path):
 def test_a_launch_that_fails_says_why():
     done = run("--model", "tiny", "--launcher", f"{sys.executable} -c 'raise SystemExit(\"no such partition\")'")
     assert done.exit_code == 1 and "no such partition" in done.output
+
+
+def test_a_launcher_that_ends_without_ranks_is_a_failure():
+    done = run("--model", "tiny", "--launcher", "true")
+    assert done.exit_code == 1 and "results of 0 of 5 methods" in done.output
+
+
+@pytest.mark.skipif(not launchers.program("mpirun"), reason="Open MPI is not installed")
+def test_ddp_ranks_of_a_plain_mpirun(monkeypatch):
+    """Open MPI sets ranks by other names than torchrun, and no address to meet at."""
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    mpirun = f"{launchers.program('mpirun')} --oversubscribe --bind-to none -n 2 {sys.executable}"
+    done = run("--model", "tiny", "--methods", "dense;IWP", "--steps", "3", "--launcher", mpirun)
+    assert done.exit_code == 0, done.output
+    assert "2 ranks of ddp" in done.output
+
+
+def test_a_rank_is_found_by_any_launchers_variables(monkeypatch):
+    for name in (name for pair in ranks.VARIABLES for name in pair):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="does not number its ranks"):
+        ranks._rank_and_size()
+    for number, (rank, size) in enumerate(reversed(ranks.VARIABLES)):
+        monkeypatch.setenv(rank, str(number))
+        monkeypatch.setenv(size, "8")
+        assert ranks._rank_and_size() == (number, 8)
+
+
+def running(text):
+    """Processes, other than zombies, whose arguments contain a text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text in (folder / "cmdline").read_text(errors="replace"):
+                found.append(folder.name)
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_ranks_and_removes_the_folder(tmp_path, number):
+    command = [sys.executable, "-m", "hvd_compress", "bench", "--model", "tiny", "--steps", "1000000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 100
+        while len(running(f"--result={tmp_path}")) < 3 and time.monotonic() < end:  # torchrun and two ranks
+            time.sleep(0.1)
+        assert len(running(f"--result={tmp_path}")) >= 3
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+    assert not running(f"--result={tmp_path}") and not list(tmp_path.glob("hvd-compress.*"))
 
 
 @pytest.mark.parametrize(

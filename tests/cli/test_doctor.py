@@ -40,12 +40,16 @@ def test_a_fault_is_named_with_its_cure(monkeypatch):
     assert "the extension is not built" in done.output and doctor.build() in done.output
 
 
-def test_operators_are_built_where_the_package_comes_from(monkeypatch, tmp_path):
+def test_commands_are_for_the_place_that_the_package_comes_from(monkeypatch, tmp_path):
     file = tmp_path / "hvd_compress" / "cli" / "doctor.py"
     monkeypatch.setattr(doctor, "__file__", str(file))
-    assert doctor.build("A=1").startswith(f"A=1 {sys.executable} -m pip install --force-reinstall")
+    install = f"A=1 {sys.executable} -m pip install --force-reinstall --no-deps --no-build-isolation ."
+    setup = "A=1 bash scripts/setup.sh && .venv/bin/python -m hvd_compress doctor"
+    assert doctor.build("A=1") == f"in a checkout of hvd_compress: {install}"
+    assert doctor.set_up("A=1") == f"in a checkout of hvd_compress: rm -f .venv/.hvd_compress && {setup}"
     (tmp_path / "setup.py").touch()
     assert doctor.build("A=1") == f"cd {tmp_path} && A=1 {sys.executable} setup.py build_ext --inplace"
+    assert doctor.set_up("A=1") == f"cd {tmp_path} && rm -f .venv/.hvd_compress && {setup}"
 
 
 def test_old_versions_are_faults(monkeypatch):
@@ -70,7 +74,19 @@ def test_a_missing_horovod_is_no_fault_and_a_broken_one_is(tmp_path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
     (found,) = doctor.horovod(60, False)
-    assert "undefined symbol: of another torch" in found.fault and "HOROVOD_WITH_PYTORCH=1" in found.cure
+    assert "undefined symbol: of another torch" in found.fault and found.cure == doctor.set_up()
+
+
+def test_a_failed_exchange_by_mpi_shows_how_to_see_more(monkeypatch):
+    """mpirun was found and Horovod has MPI: installing Open MPI would not repair it."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
+    flags = subprocess.CompletedProcess([], 0, stdout="1 1 0\n", stderr="")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: flags)
+    monkeypatch.setattr(launchers, "program", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(launchers, "mpirun", lambda ranks, *module: (["false", *module], {"A": "1"}))
+    installed, exchange = doctor.horovod(60, True)
+    assert not installed.fault and exchange.fault and "pip install" not in exchange.cure
+    assert exchange.cure.endswith(": A=1 false hvd_compress.cli.pair horovod")
 
 
 def test_ranks_that_hang_are_killed(tmp_path):
@@ -97,4 +113,4 @@ def test_without_the_extra_one_line_says_what_to_install(name):
     script = f"import sys, runpy; sys.modules['{name}'] = None; runpy.run_module('hvd_compress', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert f"needs {name}: {sys.executable} -m pip install 'hvd-compress[cli]'" in done.stderr
+    assert f"needs {name}: {sys.executable} -m pip install typer rich" in done.stderr

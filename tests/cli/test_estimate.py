@@ -2,16 +2,21 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("typer", reason="the extra [cli] is not installed")
 
 from typer.testing import CliRunner
 
-from hvd_compress.cli import estimate, kernels, network, shapes, transport, wire
+from hvd_compress import IWP
+from hvd_compress._version import __version__
+from hvd_compress.cli import bench, estimate, kernels, network, shapes, transport, wire
 from hvd_compress.cli.app import app
+from hvd_compress.hosts.threads import ThreadWorld
 
 FREE = transport.Transport(
     dict.fromkeys(("allreduce fp32", "allreduce fp16", "allreduce int64", "allgather"), 0.0), 0.0
@@ -44,6 +49,33 @@ def test_a_model_of_the_users_own(tmp_path):
     ):
         with pytest.raises(ValueError, match=says):
             shapes.named(model)
+
+
+def test_a_model_file_imports_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_own.py").write_text("import torch\nNet = torch.nn.Linear\n")
+    file = tmp_path / "own.py"
+    file.write_text("from neighbour_of_own import Net\ndef net():\n    import neighbour_of_own\n    return Net(7, 5)\n")
+    before = list(sys.path)
+    assert shapes.named(f"{file}:net") == [("weight", (5, 7)), ("bias", (5,))]
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("import torch\ndef net():\n    return torch.nn.Linear(7)\n", ":3: the model cannot be built: TypeError: "),
+        ("def net(size):\n    return size\n", "the model cannot be built: TypeError: net() missing"),
+        ("def net(:\n", "the model cannot be built: SyntaxError"),
+        ("raise SystemExit('usage')\n", ":1: the model cannot be built: SystemExit: usage"),
+        ("import torch\nnet = torch.nn.ReLU\n", "has no trainable parameters"),
+    ],
+)
+@pytest.mark.parametrize("command", [["bench"], ["estimate", "--ranks", "2", "--bandwidth", "1gbit"]])
+def test_an_error_in_the_users_file_names_it(tmp_path, command, text, says):
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--model", f"{file}:net"])
+    assert done.exit_code == 2 and str(file) in done.output and says in done.output and "Traceback" not in done.output
 
 
 def test_a_sample_stands_for_the_whole_model():
@@ -111,6 +143,33 @@ def test_the_verdict_depends_on_link_and_optimizer():
     assert says(1e11, "sgd").startswith("Do not use compression here: ")
 
 
+def test_a_verdict_without_computation_is_an_upper_bound():
+    alone = estimate.Model(MODEL.shapes, 0.0)
+    text = estimate.verdict(estimate.estimates(alone, on(1e8), SECONDS, "sgd"), "sgd", exchange_only=True)
+    assert text.startswith("Use IWP: at most ") and "upper bound" in text and "--compute-ms" in text
+
+
+def test_a_small_gain_is_not_recommended():
+    rows = [
+        estimate.Estimate(name, 1.0, 0.0, 0.0, step, None, True)
+        for name, step in (("IWP", 1.0), ("fp16", 1.1), ("dense", 2.0))
+    ]
+    says = "fp16 is enough (IWP would be 1.10 times as fast; less than 1.15 times is not recommended)"
+    assert says in estimate.verdict(rows, "sgd")
+
+
+def test_buckets_are_those_of_a_compressor():
+    named = [(str(number), torch.nn.Parameter(torch.zeros(512, 512))) for number in range(80)]  # 1 MiB each
+    buckets = IWP(named, collectives=ThreadWorld(1).collectives(0)).buckets
+    assert estimate.Model([(512, 512)] * 80, 0.0).buckets() == len(buckets)
+
+
+def test_methods_that_train_with_adamw():
+    """Those that docs/choosing.md names for AdamW."""
+    allowed = {name for name, method in wire.METHODS.items() if method.adam}
+    assert allowed == {"dense", "fp16", "DeMo", "DeMo, gather", "QSGD", "TernGrad"}
+
+
 def test_latency_counts_for_every_collective():
     near, far = on(1e9), replace(on(1e9), latency=1e-3)
     # An index gather of 3 hops, a ring of 6, and a ring for what is not compressed.
@@ -118,7 +177,7 @@ def test_latency_counts_for_every_collective():
 
 
 def test_a_real_call(tmp_path):
-    file = tmp_path / "out.json"
+    file = tmp_path / "new" / "folder" / "out.json"
     arguments = f"estimate --model tiny --ranks 4 --bandwidth 10mbit --optimizer adamw --json {file}".split()
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert done.exit_code == 0, done.output
@@ -127,7 +186,21 @@ def test_a_real_call(tmp_path):
     assert set(rows) == set(wire.METHODS) and all(row["compress"] > 0 for row in rows.values())
     assert not rows["IWP"]["allowed"] and rows["DeMo"]["allowed"]
     # 230 kB take 0.2 s, what DeMo sends a fiftieth.
-    assert content["winner"].startswith("DeMo") and "Use DeMo" in done.output
+    assert content["winner"].startswith("DeMo") and "Use DeMo: at most " in done.output
+
+
+def test_the_version():
+    assert CliRunner().invoke(app, ["--version"]).output == f"hvd-compress {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["bench"], ["estimate", "--ranks", "2", "--bandwidth", "1gbit"]])
+def test_a_wrong_output_file_is_named_before_the_measurement(tmp_path, monkeypatch, command):
+    monkeypatch.setattr(kernels.Kernels, "__init__", None)
+    monkeypatch.setattr(bench, "measure", None)
+    (tmp_path / "file").touch()
+    for file, says in ((tmp_path / "file" / "out.json", "cannot make the folder"), (tmp_path, "is a directory")):
+        done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--model", "tiny", "--json", str(file)])
+        assert done.exit_code == 2 and says in done.output, done.output
 
 
 def test_a_wrong_argument_is_named():
