@@ -185,6 +185,8 @@ case $experiment in
     half="--dense-values fp16" diloco="--local-steps 50 --outer-lr 0.7 --outer-momentum 0.9"
     gpt none 3e-3,6e-3,1e-2,1.4e-2 "" "" --seeds 0,1,2
     gpt demo 2e-3,3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
+    gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45,1/150 "$half --orthogonal" --seeds 0,1,2
+    gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
     gpt demo@gather 3e-3,4e-3,6e-3 1/45 "$half --exchange gather" --seeds 0,1,2
     for method in iwp fft topk; do gpt "$method" 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half"; done
     gpt dgc 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half --no-momentum-correction"
@@ -203,7 +205,10 @@ case $experiment in
       folder=$out/$ranks batch=$((32 / ranks))
       gpt none 6e-3 "" ""
       gpt demo 3e-3 1/45 "--dense-values fp16"
-      gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
+      gpt demo@orthogonal 8e-3 1/45 "--dense-values fp16 --orthogonal"
+      gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45,1/150 "$half --orthogonal" --seeds 0,1,2
+    gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
+    gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
       report "$folder"
     done
     ;;
@@ -211,6 +216,7 @@ case $experiment in
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer adamw "${images[@]}")
     simulate none 5e-4,1e-3,3e-3,6e-3 "" "" "${training[@]}"
     simulate demo 5e-4,1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
+    simulate demo@orthogonal 1e-3,2e-3,4e-3 1/32 "--dense-values fp16 --orthogonal" "${training[@]}"
     report "$out"
     ;;
   cifar10-signs)
@@ -222,10 +228,12 @@ case $experiment in
       settings=(--seeds "$seeds" -- "${images[@]}" --channels-last)
       simulate demo "$rates" 1/64 "$signs" "${training[@]}" "${settings[@]}"
       if ((epochs == 4)); then
+        simulate demo@orthogonal 3e-3,6e-3,1e-2 1/64 "$signs --orthogonal" "${training[@]}" "${settings[@]}"
         simulate demo@99 1e-2 1/64 "$signs --decay 0.99" "${training[@]}" "${settings[@]}"
         simulate demo@raw 0.1 1/64 "--dense-values fp16 --no-sign --optimizer sgd" "${training[@]}" "${settings[@]}"
         report "$folder"; continue
       fi
+      simulate demo@orthogonal 6e-3 1/64 "$signs --orthogonal" "${training[@]}" "${settings[@]}"
       simulate none 0.3 "" "" "${training[@]}" "${settings[@]}"
       report "$folder"
     done

@@ -128,7 +128,7 @@ class Run:
         host.broadcast(self.model)
         if args.channels_last:  # after the broadcast: Horovod requires contiguous tensors
             self.model.to(memory_format=torch.channels_last)
-        optimizer = optimizers.build(args, self.model.parameters())
+        optimizer = optimizers.build(args, self.model)
         self.compression = self.build_compression(optimizer)
         self.trace = Trace(range(20, 23) if args.trace else range(0))
         if args.trace:

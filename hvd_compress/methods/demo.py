@@ -1,6 +1,7 @@
 """Decoupled momentum (Peng, Quesnelle & Kingma, DeMo, arXiv 2411.19870), also on a ring."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -57,10 +58,10 @@ class DeMo(TransformedMethod):
         sign: replace averaged gradients by their signs. Without it, a gradient is the average of what was sent, which
             contains gradients of earlier steps, for an optimizer of your choice; uncompressed gradients are plain
             averages.
-        orthogonal: replace averages of compressed tensors by the nearest orthogonal matrix instead of their signs, as
-            Muon does (:func:`hvd_compress.methods.orthogonal.orthogonalize`). With ``sign`` only. Trains better and
-            computes more: 10 matrix products a tensor and step. Replicas stay bit-equal where all ranks have the same
-            kind of processor, torch and number of threads.
+        orthogonal: compressed parameters whose averages are replaced by the nearest orthogonal matrix instead of their
+            signs, as in Muon: their names, or True for all. Best for all matrices but embeddings. With ``sign`` only.
+            It trains better and computes more (:func:`~hvd_compress.methods.orthogonal.orthogonalize`), and replicas
+            stay bit-equal only between ranks with the same kind of processor, torch and number of threads.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
@@ -87,7 +88,7 @@ class DeMo(TransformedMethod):
         explore: float = 0.0,
         decay: float = 0.999,
         sign: bool = True,
-        orthogonal: bool = False,
+        orthogonal: bool | Iterable[str] = False,
         dense_momentum: float = 0.9,
         budget_interval: int = 100,
         warmup_steps: int = 0,
@@ -101,11 +102,12 @@ class DeMo(TransformedMethod):
         if sign and momentum:
             raise ValueError("momentum goes with sign=False: with sign, the momentum is what was not sent")
         if orthogonal and not sign:
-            raise ValueError("orthogonal=True goes with sign=True: without it, gradients are plain averages")
+            raise ValueError("orthogonal goes with sign=True: without it, gradients are plain averages")
         common.update(values=values, exchange=exchange, leaders=leaders, explore=explore)
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)
-        self._decay, self._sign, self._orthogonal, self._dense_momentum = decay, sign, orthogonal, dense_momentum
+        self._decay, self._sign, self._dense_momentum = decay, sign, dense_momentum
+        self._orthogonal = self._names(orthogonal)
         self._dense = DenseVelocity(self.engine)
         #: Whether a step has shown which gradients the optimizer receives.
         self._signs_seen = not sign
@@ -113,15 +115,35 @@ class DeMo(TransformedMethod):
     def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
         return replace(super().scoring(bucket, plan), decay=self._decay, transform=True)
 
+    def _names(self, orthogonal: bool | Iterable[str]) -> frozenset[str]:
+        """Of the compressed parameters with orthogonal averages."""
+        everything = {place.segment.name for place in self.engine.places}
+        if isinstance(orthogonal, bool):
+            return frozenset(everything if orthogonal else ())
+        names = frozenset(orthogonal)
+        if unknown := names - set(self.engine.names):
+            raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(unknown))}")
+        return names & everything
+
+    def options(self) -> dict[str, Any]:
+        options = super().options()
+        # A list of names is not among the base class's options.
+        return options if "orthogonal" in options else {**options, "orthogonal": ", ".join(sorted(self._orthogonal))}
+
     def output(self) -> Output:
         return Output(self.scale, transform=True, sign=self._sign and not self._orthogonal)
 
     def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
         yield from super().exchange_values(bucket, plan)
-        if self._orthogonal:
-            for grad in self.targets(bucket, plan):
-                if grad.numel():
-                    orthogonalize(grad, self.scale)
+        if not self._orthogonal:
+            return
+        for segment, grad in zip(bucket.segments, self.targets(bucket, plan), strict=True):
+            if not grad.numel():  # this parameter got no gradient
+                continue
+            if segment.name in self._orthogonal:
+                orthogonalize(grad, self.scale)
+            else:
+                grad.sign_().mul_(self.scale)
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         entries = bucket.residual_of(segment).clone()
@@ -196,18 +218,21 @@ class DeMo(TransformedMethod):
     def _check_signs(self) -> None:
         """Warns if somebody has scaled the gradients since the exchange. Waits for a GPU: until one step has shown."""
 
-        def size(grad: Tensor) -> float:
-            return float(grad.float().square().mean().sqrt() if self._orthogonal else grad.abs().max())
-
-        parameters = [place.segment.parameter for place in self.engine.places]
-        largest = max((size(p.grad) for p in parameters if p.grad is not None), default=0.0)
-        if not math.isfinite(largest) or not largest:
+        size = max((self._size(place.segment) for place in self.engine.places), default=0.0)
+        if not math.isfinite(size) or not size:
             return
         self._signs_seen = True
         tolerance = 0.5 if self._orthogonal else 1e-3
-        if not any(math.isclose(largest, unit, rel_tol=tolerance) for unit in (1.0, self.scale)):
-            what = "orthogonal matrices with root mean square 1" if self._orthogonal else "signs"
+        if not any(math.isclose(size, unit, rel_tol=tolerance) for unit in (1.0, self.scale)):
+            what = "signs or orthogonal matrices" if self._orthogonal else "signs"
             self.engine.warn(
-                f"the gradients were {what} after the exchange, and have size {largest:.3g} now: do not clip or scale "
+                f"the gradients were {what} after the exchange, and have size {size:.3g} now: do not clip or scale "
                 "them, which only changes the learning rate, and give a GradScaler to the compressor (grad_scaler=)"
             )
+
+    def _size(self, segment: Segment) -> float:
+        """About 1 after the exchange: the largest entry of signs, the root mean square of an orthogonal matrix."""
+        grad = segment.parameter.grad
+        if grad is None:
+            return 0.0
+        return float(grad.float().square().mean().sqrt() if segment.name in self._orthogonal else grad.abs().max())

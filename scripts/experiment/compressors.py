@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import hvd_compress
+from experiment.models import hidden_matrices
 from hvd_compress.engine.wire_stats import WireStats
 
 # Arguments that the run decides: its --seed, and the momentum, which --momentum-correction moves into the compressor.
@@ -84,6 +85,8 @@ class Method:
         that a class sets itself."""
         given = {name: getattr(args, name) for name, (_, default) in self.options().items()
                  if getattr(args, name) != default}  # fmt: skip
+        if given.get("orthogonal"):
+            given["orthogonal"] = hidden_matrices(model)
         if hasattr(self.kind, "take_momentum"):
             given["momentum"] = 0.0  # that of DGC's constructor is for an optimizer without
         compression = self.kind(model.named_parameters(), seed=args.seed, **given, **more)

@@ -116,3 +116,11 @@ MODELS: dict[str, Model] = {
     "gpt": Model(partial(GPT, width=96, layers=2, heads=4), reads="text"),  # 0.26 M
     "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }
+
+#: Parameters of the transformers that are vectors of tokens and of positions.
+EMBEDDINGS = {"words.weight", "positions"}
+
+
+def hidden_matrices(model: nn.Module) -> list[str]:
+    """The names of all parameters of two or more dimensions that are no embeddings."""
+    return [name for name, p in model.named_parameters() if p.dim() >= 2 and name not in EMBEDDINGS]

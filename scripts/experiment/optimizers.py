@@ -7,12 +7,16 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from experiment.models import hidden_matrices
+from hvd_compress.methods.orthogonal import orthogonalize
+
 #: Settings of each optimizer and their defaults.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9},
     "adamw": {"lr": 3e-3, "weight_decay": 0.01},
     # SGD without momentum, for a method that has its own and sends signs: learning rates as for AdamW.
     "plain": {"lr": 6e-3, "weight_decay": 0.01},
+    "muon": {"lr": 8e-3, "weight_decay": 0.01, "momentum": 0.95},
 }
 
 
@@ -39,10 +43,41 @@ def complete(args: argparse.Namespace) -> None:
             raise ValueError(f"--optimizer {args.optimizer} has no --{name.replace('_', '-')}")
 
 
-def build(args: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024): ``matrices`` move by the nearest orthogonal matrix of their Nesterov momentum, with
+    root mean square 1, other parameters by its sign. Weight decay is decoupled."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], matrices: Iterable[nn.Parameter], **settings: float) -> None:
+        super().__init__(parameters, settings)
+        self._matrices = {id(parameter) for parameter in matrices}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+                velocity.mul_(group["momentum"]).add_(p.grad)
+                update = p.grad.add(velocity, alpha=group["momentum"])
+                if id(p) in self._matrices:
+                    orthogonalize(update, 1.0)
+                else:
+                    update.sign_()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+
+def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    parameters, settings = model.parameters(), {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay)
-    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum or 0.0, weight_decay=args.weight_decay)
+        return torch.optim.AdamW(parameters, **settings)
+    if args.optimizer == "muon":
+        matrices = set(hidden_matrices(model))
+        return Muon(
+            parameters,
+            (p for name, p in model.named_parameters() if name in matrices),
+            momentum=args.momentum,
+            **settings,
+        )
+    return torch.optim.SGD(parameters, momentum=args.momentum or 0.0, **settings)
 
 
 def learning_rate(step: int, peak: float, warmup_steps: float, total_steps: int) -> float:

@@ -7,10 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HOSTS, Rank, compressed, equal, gradients, random_steps, replicas, together, toy_model, train
+from harness import (
+    HOSTS,
+    Rank,
+    compressed,
+    equal,
+    gradients,
+    mixed_model,
+    random_steps,
+    replicas,
+    together,
+    toy_model,
+    train,
+)
 from methods import SMALL
 
 from hvd_compress import DeMo, reference
+from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.methods.orthogonal import orthogonalize
 from hvd_compress.reference import BLOCK
 
@@ -135,16 +148,17 @@ def test_signs_are_scaled_and_a_discarded_step_returns(orthogonal: bool) -> None
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_orthogonal_averages(host: str) -> None:
+@pytest.mark.parametrize("orthogonal", [True, ["wide.weight", "wide.bias"]])
+def test_orthogonal_averages(orthogonal: Any, host: str) -> None:
     """In place of the signs of compressed gradients; of the same averages as without the sign."""
-    world, ranks = replicas(3, partial(DeMo, orthogonal=True, **SMALL), host=host)
+    world, ranks = replicas(3, partial(DeMo, orthogonal=orthogonal, **SMALL), host=host)
     other_world, others = replicas(3, partial(DeMo, sign=False, **SMALL), host=host)
     for step in range(3):
         results = random_steps(world, ranks, range(step, step + 1))
         assert all(equal(results[0], result) for result in results)
         averages = random_steps(other_world, others, range(step, step + 1))[0]
-        for p, got, average in zip(ranks[0].model.parameters(), results[0], averages, strict=True):
-            if compressed(p):
+        for (name, p), got, average in zip(ranks[0].model.named_parameters(), results[0], averages, strict=True):
+            if compressed(p) and (orthogonal is True or name in orthogonal):
                 want = average.clone()
                 orthogonalize(want, 1.0)
                 assert torch.equal(got, want)
@@ -187,7 +201,7 @@ def test_warns_of_clipped_signs(orthogonal: bool) -> None:
     random_steps(world, ranks, range(1))
     torch.nn.utils.clip_grad_norm_(ranks[0].model.parameters(), 1.0)
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1, weight_decay=0.1) for r in ranks]
-    with pytest.warns(UserWarning, match="(signs|mean square 1) after the exchange, and have size 0.0"):
+    with pytest.warns(UserWarning, match="(signs|matrices) after the exchange, and have size 0.0"):
         optimizer_step(ranks[0], optimizers[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -234,7 +248,8 @@ def test_refuses_an_optimizer_whose_gradients_are_not_signs() -> None:
         (dict(decay=1.5), "decay must lie"),
         (dict(dense_momentum=1.0), "dense_momentum must lie in"),
         (dict(momentum=0.9), "momentum goes with sign=False"),
-        (dict(orthogonal=True, sign=False), "orthogonal=True goes with sign=True"),
+        (dict(orthogonal=True, sign=False), "orthogonal goes with sign=True"),
+        (dict(orthogonal=["head"]), "orthogonal names parameters that do not exist: head"),
         (dict(exchange="star"), "exchange must be one of gather, ring"),
         (dict(exchange="gather", values="fp16"), "values have to be gathered"),
     ],
@@ -248,3 +263,15 @@ def test_sparse_gradients_have_no_sign() -> None:
     _, (rank,) = replicas(1, DeMo)
     with pytest.raises(ValueError, match="sparse gradients have no sign"):
         rank.compression.passed(torch.eye(3).to_sparse())
+
+
+def test_ranks_must_agree_on_orthogonal_parameters() -> None:
+    """A list of names is compared, too."""
+    world = ThreadWorld(2)
+
+    def begin(rank: int) -> None:
+        mine = Rank(world, rank, mixed_model(), DeMo, orthogonal=[["wide.weight"], ["deep.weight"]][rank])
+        mine.exchange(gradients(mine.model, seed=0))
+
+    with pytest.raises(RuntimeError, match=r"orthogonal: wide\.weight on rank 0; deep\.weight on rank 1"):
+        world.run(begin)
