@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/gpt_demo.py --steps 300 --checkpoints /tmp/gpt_demo
 
-DeMo averages signs of momentum. The optimizer is SGD without momentum, with AdamW's learning rate and weight decay, and
-without clipping.
+Matrices move by orthogonal averages of momentum, embeddings and norms by signs. The optimizer is SGD without momentum,
+with AdamW's learning rate and weight decay, and without clipping.
 """
 
 import argparse
@@ -49,8 +49,10 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = GPT()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2e-3, weight_decay=0.01)
-    ddp, compression = DistributedDataParallel(model), hvd_compress.DeMo(model.named_parameters(), density=1 / 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=4e-3, weight_decay=0.01)
+    matrices = [name for name, p in model.body.named_parameters(prefix="body") if p.dim() == 2]
+    compression = hvd_compress.DeMo(model.named_parameters(), density=1 / 32, orthogonal=matrices)
+    ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     parts = {"model": model, "optimizer": optimizer, "compression": compression}

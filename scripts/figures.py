@@ -43,19 +43,19 @@ RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT", "demo": "
 #: The figure of text: label, and method in gpt-adamw.
 TEXT = {
     "AdamW, dense": "none",
+    "DeMo, orthogonal": "demo@orthogonal",
     "DeMo": "demo",
     "AdamW + IWP": "iwp",
     "AdamW + FFT": "fft",
     "AdamW + TopK": "topk",
-    "AdamW + DGC": "dgc",
 }
 
 BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
 #: What README's table of steps stands between.
 MARK, END = "<!-- steps: written by scripts/figures.py -->", "<!-- end -->"
-#: What has one look, a place in table.COLOURS and its like, in all figures: the first whose word is in the label.
-LOOKS = ("dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
-PLACES = (0, 1, 2, 3, 3, 4, 4, 5, 6, 6)
+#: Words in labels, of which the first that fits counts, and positions in the lists of colours and the like in table.py.
+LOOKS = ("orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
+PLACES = (6, 0, 1, 2, 3, 3, 4, 4, 5, 6, 6)
 
 Json = dict[str, Any]
 
