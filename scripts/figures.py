@@ -37,7 +37,7 @@ STEPS = {"dense, ring": "none", "fp16, ring": "fp16", "IWP": "iwp", "DeMo": "dem
 RACES = {
     "race-vgg11": ("vgg11 to 0.6", 0.6),
     "race-resnet20": ("resnet20 to 0.7", 0.7),
-    "race-gpt": ("gpt to 3.2", 3.2),
+    "race-gpt": ("gpt to 3.4", 3.4),
 }
 RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT", "demo": "DeMo"}
 #: The figure of text: label, and method in gpt-adamw.

@@ -186,6 +186,7 @@ case $experiment in
     gpt none 3e-3,6e-3,1e-2,1.4e-2 "" "" --seeds 0,1,2
     gpt demo 2e-3,3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
     gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45,1/150 "$half --orthogonal" --seeds 0,1,2
+    gpt demo@orthogonal-0.9 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
     gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
     gpt demo@gather 3e-3,4e-3,6e-3 1/45 "$half --exchange gather" --seeds 0,1,2
     for method in iwp fft topk; do gpt "$method" 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half"; done
@@ -205,8 +206,9 @@ case $experiment in
       folder=$out/$ranks batch=$((32 / ranks))
       gpt none 6e-3 "" ""
       gpt demo 3e-3 1/45 "--dense-values fp16"
-      gpt demo@orthogonal 8e-3 1/45 "--dense-values fp16 --orthogonal"
+      gpt demo@orthogonal-0.9 8e-3 1/45 "--dense-values fp16 --orthogonal --decay 0.9"
       gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45,1/150 "$half --orthogonal" --seeds 0,1,2
+    gpt demo@orthogonal-0.9 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
     gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
     gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
       report "$folder"
@@ -265,8 +267,8 @@ case $experiment in
     for method in none fp16; do having "$method" "${ring[@]}"; done
     "$python" scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,demo "${environments[@]}" \
       --option "none:--optimizer adamw --lr 3e-3" --option "fp16:--optimizer adamw --lr 3e-3" \
-      --option "demo:--density 1/4 --dense-values fp16 --lr 2e-3" --target 3.2 --out "$out" -- \
-      --data text --model gpt-5m --epochs 3 --batch-size 8 --eval-every 0.1 --until 3.2
+      --option "demo:--density 1/4 --dense-values fp16 --lr 2e-3" --target 3.4 --out "$out" -- \
+      --data text --model gpt-5m --epochs 3 --batch-size 8 --eval-every 0.1 --until 3.4
     ;;
   race-*)
     # IWP also with four or five times as many bytes. Settings are those that short trials found fastest; for vgg11 the ring,
