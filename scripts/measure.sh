@@ -185,8 +185,9 @@ case $experiment in
     half="--dense-values fp16" diloco="--local-steps 50 --outer-lr 0.7 --outer-momentum 0.9"
     gpt none 3e-3,6e-3,1e-2,1.4e-2 "" "" --seeds 0,1,2
     gpt demo 2e-3,3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
-    gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45,1/150 "$half --orthogonal" --seeds 0,1,2
-    gpt demo@orthogonal-0.9 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
+    gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
+    gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/150 "$half --orthogonal" --seeds 0,1,2
+    gpt demo@slow 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal" --seeds 0,1,2
     gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
     gpt demo@gather 3e-3,4e-3,6e-3 1/45 "$half --exchange gather" --seeds 0,1,2
     for method in iwp fft topk; do gpt "$method" 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half"; done
@@ -206,9 +207,10 @@ case $experiment in
       folder=$out/$ranks batch=$((32 / ranks))
       gpt none 6e-3 "" ""
       gpt demo 3e-3 1/45 "--dense-values fp16"
-      gpt demo@orthogonal-0.9 8e-3 1/45 "--dense-values fp16 --orthogonal --decay 0.9"
-      gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45,1/150 "$half --orthogonal" --seeds 0,1,2
-    gpt demo@orthogonal-0.9 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
+      gpt demo@orthogonal 8e-3 1/45 "--dense-values fp16 --orthogonal --decay 0.9"
+      gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
+    gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/150 "$half --orthogonal" --seeds 0,1,2
+    gpt demo@slow 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal" --seeds 0,1,2
     gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
     gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
       report "$folder"
