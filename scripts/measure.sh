@@ -184,7 +184,7 @@ case $experiment in
   gpt-adamw)
     half="--dense-values fp16" diloco="--local-steps 50 --outer-lr 0.7 --outer-momentum 0.9"
     gpt none 3e-3,6e-3,1e-2,1.4e-2 "" "" --seeds 0,1,2
-    gpt demo 2e-3,3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
+    gpt demo 3e-3,4e-3,6e-3 1/45,1/150 "$half" --seeds 0,1,2
     gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
     gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/150 "$half --orthogonal" --seeds 0,1,2
     gpt demo@slow 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal" --seeds 0,1,2
@@ -208,18 +208,14 @@ case $experiment in
       gpt none 6e-3 "" ""
       gpt demo 3e-3 1/45 "--dense-values fp16"
       gpt demo@orthogonal 8e-3 1/45 "--dense-values fp16 --orthogonal --decay 0.9"
-      gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal --decay 0.9" --seeds 0,1,2
-    gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/150 "$half --orthogonal" --seeds 0,1,2
-    gpt demo@slow 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal" --seeds 0,1,2
-    gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
-    gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
+      gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
       report "$folder"
     done
     ;;
   vit)
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer adamw "${images[@]}")
-    simulate none 5e-4,1e-3,3e-3,6e-3 "" "" "${training[@]}"
-    simulate demo 5e-4,1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
+    simulate none 1e-3,3e-3,6e-3 "" "" "${training[@]}"
+    simulate demo 1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
     simulate demo@orthogonal 1e-3,2e-3,4e-3 1/32 "--dense-values fp16 --orthogonal" "${training[@]}"
     report "$out"
     ;;
