@@ -233,7 +233,9 @@ case $experiment in
         simulate demo@raw 0.1 1/64 "--dense-values fp16 --no-sign --optimizer sgd" "${training[@]}" "${settings[@]}"
         report "$folder"; continue
       fi
-      simulate demo@orthogonal 6e-3 1/64 "$signs --orthogonal" "${training[@]}" "${settings[@]}"
+      if ((epochs == 10)); then
+        simulate demo@orthogonal 6e-3 1/64 "$signs --orthogonal" "${training[@]}" "${settings[@]}"
+      fi
       simulate none 0.3 "" "" "${training[@]}" "${settings[@]}"
       report "$folder"
     done
