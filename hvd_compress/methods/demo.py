@@ -1,10 +1,12 @@
 """Decoupled momentum (Peng, Quesnelle & Kingma, DeMo, arXiv 2411.19870), also on a ring."""
 
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,8 +45,8 @@ class DeMo(TransformedMethod):
 
     Uncompressed gradients are replaced by the sign of a momentum of their own.
 
-    Do not clip gradients: after the exchange they are signs, whose norm says nothing. This raises a warning. Learning
-    rates are as for AdamW.
+    Do not clip gradients: after the exchange they are signs or orthogonal matrices, whose norm depends on their size
+    only. Clipping raises a warning. Learning rates are as for AdamW.
 
     Args:
         density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule
@@ -59,9 +61,9 @@ class DeMo(TransformedMethod):
             contains gradients of earlier steps, for an optimizer of your choice; uncompressed gradients are plain
             averages.
         orthogonal: compressed parameters whose averages are replaced by the nearest orthogonal matrix instead of their
-            signs, as in Muon: their names, or True for all. Best for all matrices but embeddings. With ``sign`` only.
-            It trains better and computes more (:func:`~hvd_compress.methods.orthogonal.orthogonalize`), and replicas
-            stay bit-equal only between ranks with the same kind of processor, torch and number of threads.
+            signs, as in Muon: their names, or True for all; names of uncompressed ones have no effect. Best for all
+            matrices but embeddings. With ``sign`` only. It trains better, computes more
+            (:func:`~hvd_compress.methods.orthogonal.orthogonalize`), and needs one type of processor on all ranks.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
@@ -108,6 +110,12 @@ class DeMo(TransformedMethod):
         super().__init__(named_parameters, density, **common)
         self._decay, self._sign, self._dense_momentum = decay, sign, dense_momentum
         self._orthogonal = self._names(orthogonal)
+        checksum = zlib.crc32("\n".join(sorted(self._orthogonal)).encode())
+        self._orthogonal_text = f"{len(self._orthogonal)} parameters, checksum {checksum:08x}"
+        #: By bucket, between the exchange of the values and its end.
+        self._averages: dict[int, list[Tensor]] = {}
+        #: By parameter, the largest entry of an orthogonal average, or of signs, until ``_signs_seen``.
+        self._largest: dict[str, Tensor] = {}
         self._dense = DenseVelocity(self.engine)
         #: Whether a step has shown which gradients the optimizer receives.
         self._signs_seen = not sign
@@ -117,9 +125,11 @@ class DeMo(TransformedMethod):
 
     def _names(self, orthogonal: bool | Iterable[str]) -> frozenset[str]:
         """Of the compressed parameters with orthogonal averages."""
-        everything = {place.segment.name for place in self.engine.places}
+        everything = frozenset(place.segment.name for place in self.engine.places)
         if isinstance(orthogonal, bool):
-            return frozenset(everything if orthogonal else ())
+            return everything if orthogonal else frozenset()
+        if isinstance(orthogonal, str):
+            raise TypeError(f"orthogonal must be a bool or a list of names, got {orthogonal!r}")
         names = frozenset(orthogonal)
         if unknown := names - set(self.engine.names):
             raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(unknown))}")
@@ -128,22 +138,36 @@ class DeMo(TransformedMethod):
     def options(self) -> dict[str, Any]:
         options = super().options()
         # A list of names is not among the base class's options.
-        return options if "orthogonal" in options else {**options, "orthogonal": ", ".join(sorted(self._orthogonal))}
+        return options if "orthogonal" in options else {**options, "orthogonal": self._orthogonal_text}
+
+    # The averages.
 
     def output(self) -> Output:
         return Output(self.scale, transform=True, sign=self._sign and not self._orthogonal)
+
+    def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
+        grads = super().targets(bucket, plan)
+        if self._orthogonal:  # in float32 until they are orthogonal or signs
+            grads = [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in grads]
+            self._averages[bucket.index] = grads
+        return grads
 
     def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
         yield from super().exchange_values(bucket, plan)
         if not self._orthogonal:
             return
-        for segment, grad in zip(bucket.segments, self.targets(bucket, plan), strict=True):
-            if not grad.numel():  # this parameter got no gradient
+        averages = self._averages.pop(bucket.index)
+        for segment, grad, average in zip(bucket.segments, bucket.targets(), averages, strict=True):
+            if not grad.numel():  # none arrived
                 continue
             if segment.name in self._orthogonal:
-                orthogonalize(grad, self.scale)
+                orthogonalize(average, self.scale)
             else:
-                grad.sign_().mul_(self.scale)
+                average.copy_(torch.where(average.isnan(), average, average.sign() * self.scale))
+            if grad is not average:
+                grad.copy_(average)
+            if not self._signs_seen:
+                self._largest[segment.name] = grad.abs().amax()
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         entries = bucket.residual_of(segment).clone()
@@ -218,21 +242,18 @@ class DeMo(TransformedMethod):
     def _check_signs(self) -> None:
         """Warns if somebody has scaled the gradients since the exchange. Waits for a GPU: until one step has shown."""
 
-        size = max((self._size(place.segment) for place in self.engine.places), default=0.0)
-        if not math.isfinite(size) or not size:
+        parameters = {place.segment.name: place.segment.parameter for place in self.engine.places}
+        largest = max((float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None), default=0.0)
+        if not math.isfinite(largest) or not largest:
             return
         self._signs_seen = True
-        tolerance = 0.5 if self._orthogonal else 1e-3
-        if not any(math.isclose(size, unit, rel_tol=tolerance) for unit in (1.0, self.scale)):
+        written = max(map(float, self._largest.values()), default=self.scale)
+        self._largest.clear()
+        # A GradScaler may have divided them by its scale.
+        if not any(math.isclose(largest, written / scale, rel_tol=1e-3) for scale in (1.0, self.scale)):
             what = "signs or orthogonal matrices" if self._orthogonal else "signs"
             self.engine.warn(
-                f"the gradients were {what} after the exchange, and have size {size:.3g} now: do not clip or scale "
-                "them, which only changes the learning rate, and give a GradScaler to the compressor (grad_scaler=)"
+                f"the gradients were {what} after the exchange, and their largest entry is {largest:.3g} now, not "
+                f"{written / self.scale:.3g}: do not clip or scale them, which only changes the learning rate, and "
+                "give a GradScaler to the compressor (grad_scaler=)"
             )
-
-    def _size(self, segment: Segment) -> float:
-        """About 1 after the exchange: the largest entry of signs, the root mean square of an orthogonal matrix."""
-        grad = segment.parameter.grad
-        if grad is None:
-            return 0.0
-        return float(grad.float().square().mean().sqrt() if segment.name in self._orthogonal else grad.abs().max())

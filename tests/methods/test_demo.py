@@ -28,7 +28,12 @@ from hvd_compress.methods.orthogonal import orthogonalize
 from hvd_compress.reference import BLOCK
 
 EXCHANGES = ("ring", "gather")
-VARIANTS = [dict(exchange="ring"), dict(exchange="gather"), dict(orthogonal=True)]
+VARIANTS = [
+    dict(exchange="ring"),
+    dict(exchange="gather"),
+    dict(orthogonal=True),
+    dict(orthogonal=["wide.weight"]),
+]
 
 
 def coefficients(grad: torch.Tensor) -> torch.Tensor:
@@ -201,7 +206,7 @@ def test_warns_of_clipped_signs(orthogonal: bool) -> None:
     random_steps(world, ranks, range(1))
     torch.nn.utils.clip_grad_norm_(ranks[0].model.parameters(), 1.0)
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1, weight_decay=0.1) for r in ranks]
-    with pytest.warns(UserWarning, match="(signs|matrices) after the exchange, and have size 0.0"):
+    with pytest.warns(UserWarning, match="(signs|matrices) after the exchange, and their largest entry is 0.0"):
         optimizer_step(ranks[0], optimizers[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -241,6 +246,25 @@ def test_refuses_an_optimizer_whose_gradients_are_not_signs() -> None:
     optimizer.step()
 
 
+def test_other_dtypes_and_autocast_are_computed_in_float32() -> None:
+    """Tiny float16 gradients keep their signs, and autocast during backward() does not reach the iteration."""
+    model = mixed_model().to(torch.float16)
+    options = dict(orthogonal=["wide.weight"], values="fp32", density=1.0)
+    world, ranks = replicas(2, partial(DeMo, **options), model=model)
+    signs_world, signs = replicas(2, partial(DeMo, values="fp32", density=1.0), model=model)
+    grads = [[g * 1e-6 for g in gradients(r.model, seed=r.rank)] for r in ranks]
+    with torch.autocast("cpu", torch.bfloat16):
+        applied = together(world, ranks, [[g.clone() for g in mine] for mine in grads])
+    other = together(signs_world, signs, [[g.clone() for g in mine] for mine in grads])
+    for (name, _), got, want in zip(ranks[0].model.named_parameters(), applied[0], other[0], strict=True):
+        if name != "wide.weight":
+            assert torch.equal(got, want), name
+    got, again = applied[0][list(dict(ranks[0].model.named_parameters())).index("wide.weight")], None
+    again = sum(mine[list(dict(model.named_parameters())).index("wide.weight")].float() for mine in grads) / 2
+    orthogonalize(again, 1.0)
+    torch.testing.assert_close(got.float(), again, rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -273,5 +297,7 @@ def test_ranks_must_agree_on_orthogonal_parameters() -> None:
         mine = Rank(world, rank, mixed_model(), DeMo, orthogonal=[["wide.weight"], ["deep.weight"]][rank])
         mine.exchange(gradients(mine.model, seed=0))
 
-    with pytest.raises(RuntimeError, match=r"orthogonal: wide\.weight on rank 0; deep\.weight on rank 1"):
+    with pytest.raises(
+        RuntimeError, match=r"orthogonal: 1 parameters, checksum .* on rank 0; 1 parameters, checksum .* on rank 1"
+    ):
         world.run(begin)
