@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import launchers
-from .processes import Failed, last_lines, run_group
+from .processes import Failed, exit_on_signals, last_lines, run_group
 from .ranks import serve_store
 from .wire import BASELINES
 
@@ -48,7 +48,7 @@ def measure(
     Raises:
         Failed: the launch failed, took too long, or wrote no complete result.
     """
-    with tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         result, log = Path(folder) / "result.jsonl", Path(folder) / "log"
         options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "seconds": seconds}
         store: Any = None

@@ -16,7 +16,7 @@ import torch
 from .. import ops
 from .._version import __version__
 from . import launchers
-from .processes import Failed, run_group
+from .processes import Failed, exit_on_signals, run_group
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
 PIP = f"{sys.executable} -m pip install"
@@ -158,7 +158,7 @@ def two_ranks(
     """Two ranks on this machine train some steps with IWP and compare averages and weights. The cure of a fault is the
     command that shows all that the ranks print: what repairs it depends on that."""
     command, environment = launcher(2, "hvd_compress.cli.pair", host)
-    with tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"
         try:
             run_group(command, timeout, log, environment, "the launch of two ranks")
