@@ -1,6 +1,7 @@
 """Child processes that end as a whole: each leads a process group of its own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds from SIGTERM to SIGKILL. mpirun and torchrun need them to end their ranks.
 GRACE = 10.0
 
+
+#: What torchrun sets for a rank.
+TORCHRUN = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 
 class Failed(Exception):
@@ -37,7 +41,7 @@ def run_group(
     Args:
         timeout: seconds after which the group is killed.
         log: file for what it prints.
-        environment: in addition to this program's.
+        environment: in addition to this program's (:func:`inherited`).
         name: of the run, for messages.
         check: whether an exit status other than 0 is a failure.
         watch: called several times a second while it runs.
@@ -51,7 +55,7 @@ def run_group(
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**inherited(), **environment},
             start_new_session=True,
         )
         try:
@@ -62,6 +66,13 @@ def run_group(
             end_group(process)
     if check and status:
         raise Failed(f"{name} ended with status {status}\n{last_lines(log)}")
+
+
+def inherited() -> dict[str, str]:
+    """The environment for a launch. If this program is a rank itself (under torchrun, in a pod of a Kubernetes job),
+    torchrun's variables are left out: all ranks of the launch would take this program's number."""
+    is_rank = "RANK" in os.environ
+    return {name: value for name, value in os.environ.items() if not (is_rank and TORCHRUN.fullmatch(name))}
 
 
 @contextmanager

@@ -58,7 +58,10 @@ def test_a_launcher_that_ends_without_ranks_is_a_failure():
 
 @pytest.mark.skipif(not launchers.program("mpirun"), reason="Open MPI is not installed")
 def test_ddp_ranks_of_a_plain_mpirun(monkeypatch):
-    """Open MPI sets ranks by other names than torchrun, and no address to meet at."""
+    """Open MPI sets ranks by other names than torchrun, and no address to meet at. The variables of a torchrun around
+    the whole do not reach the ranks."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
     mpirun = f"{launchers.program('mpirun')} --oversubscribe --bind-to none -n 2 {sys.executable}"

@@ -86,3 +86,14 @@ def test_signals_are_handled_after_the_block(default_signals):
     with deferred_signals() as arrived, exit_on_signals():
         signal.raise_signal(signal.SIGHUP)
     assert not arrived and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_launch_does_not_inherit_the_number_of_this_program(monkeypatch):
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+    others = ("OMPI_COMM_WORLD_RANK", "SLURM_NTASKS", "MY_RANK")
+    for name in (*ours, *others):
+        monkeypatch.setenv(name, "1")
+    assert processes.inherited().keys() == os.environ.keys() - set(ours)
+    # Not a rank: a job script has set an address for its launcher.
+    monkeypatch.delenv("RANK")
+    assert processes.inherited() == os.environ
