@@ -32,7 +32,7 @@ def measure(
     Args:
         model: see :func:`hvd_compress.cli.shapes.named`.
         methods: names of :data:`hvd_compress.cli.wire.METHODS`.
-        ranks: their number; a launcher of the user's own knows it itself.
+        ranks: number of ranks. Ignored if the launcher is a command: the command sets the number.
         launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
         host: ``"ddp"`` or ``"horovod"``.
         hosts: of mpirun, as ``a:1,b:1``; rank 0 must run on this machine, or share its folder for temporary files.
