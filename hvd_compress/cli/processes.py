@@ -1,14 +1,24 @@
 """Child processes that end as a whole: each leads a process group of its own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seconds from SIGTERM to SIGKILL. mpirun and torchrun need them to end their ranks.
+GRACE = 10.0
+
+
+#: What torchrun sets for a rank.
+TORCHRUN = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 
 class Failed(Exception):
@@ -22,14 +32,16 @@ def run_group(
     environment: Mapping[str, str],
     name: str,
     check: bool = True,
-    watch: Callable[[], None] | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs a command as the leader of a process group. SIGTERM and SIGHUP end the group, then this program.
+    """Runs a command as the leader of a process group, and ends the group when the leader has ended.
+
+    Ctrl-C, SIGTERM and SIGHUP end the group; then this program handles them.
 
     Args:
         timeout: seconds after which the group is killed.
         log: file for what it prints.
-        environment: in addition to this program's.
+        environment: in addition to this program's (:func:`inherited`).
         name: of the run, for messages.
         check: whether an exit status other than 0 is a failure.
         watch: called several times a second while it runs.
@@ -37,69 +49,103 @@ def run_group(
     Raises:
         Failed: it took too long, or ended with another status than 0.
     """
-    with log.open("w") as stream, exit_on_signals():
+    with log.open("w") as stream, deferred_signals() as arrived:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**inherited(), **environment},
             start_new_session=True,
         )
         try:
-            status = _wait(process, timeout, watch)
+            status = _wait(process, timeout, watch, arrived)
         except subprocess.TimeoutExpired:
             raise Failed(f"{name} was killed after {timeout:g} s\n{last_lines(log)}") from None
         finally:  # the child leads its own session, which receives neither Ctrl-C nor this program's SIGTERM
-            if process.poll() is None:
-                end_group(process)
+            end_group(process)
     if check and status:
         raise Failed(f"{name} ended with status {status}\n{last_lines(log)}")
 
 
+def inherited() -> dict[str, str]:
+    """The environment for a launch. If this program is a rank itself (under torchrun, in a pod of a Kubernetes job),
+    torchrun's variables are left out: all ranks of the launch would take this program's number."""
+    is_rank = "RANK" in os.environ
+    return {name: value for name, value in os.environ.items() if not (is_rank and TORCHRUN.fullmatch(name))}
+
+
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that ``finally`` and ``with`` clean up. Further ones are ignored
-    meanwhile. A signal that is ignored (SIGHUP under nohup) or handled by the program stays so. Threads other than the
-    main one cannot set handlers: there it does nothing."""
-    numbers: list[int] = []
+    """SIGTERM and SIGHUP raise SystemExit, and Ctrl-C KeyboardInterrupt, so that ``finally`` and ``with`` clean up.
+    Further ones are ignored meanwhile. A signal that is ignored (SIGHUP under nohup) or handled by the program stays
+    so. Threads other than the main one cannot set handlers: there it does nothing."""
+    defaults = {number: signal.SIG_DFL for number in SIGNALS} | {signal.SIGINT: signal.default_int_handler}
+    before = {n: handler for n, handler in defaults.items() if _in_main_thread() and signal.getsignal(n) is handler}
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
+        for each in before:
             signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
 
-    if threading.current_thread() is threading.main_thread():
-        numbers += [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, leave)
     try:
+        for number in before:
+            signal.signal(number, leave)
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float, watch: Callable[[], None] | None) -> int:
-    if watch is None:
-        return process.wait(timeout)
-    for _ in range(max(1, int(timeout / 0.2))):
+@contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """The list of signals that have arrived. Their handlers run when the block is left, so that no exception of theirs
+    interrupts it. Like :func:`exit_on_signals`, it leaves ignored signals and other threads as they are."""
+    arrived: list[int] = []
+    found = ((number, signal.getsignal(number)) for number in SIGNALS if _in_main_thread())
+    handlers = {n: handler for n, handler in found if handler is not None and handler is not signal.SIG_IGN}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: arrived.append(number))
+    try:
+        yield arrived
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for each in arrived:
+            signal.raise_signal(each)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float, watch: Callable[[], None], arrived: list[int]) -> int:
+    """The exit status; minus a signal that has arrived here."""
+    end = time.monotonic() + timeout
+    while not arrived:
         watch()
         try:
             return process.wait(0.2)
         except subprocess.TimeoutExpired:
-            continue
-    raise subprocess.TimeoutExpired(process.args, timeout)
+            if time.monotonic() > end:
+                raise
+    return -arrived[0]
 
 
-def end_group(process: subprocess.Popen[bytes], grace: float = 10.0) -> None:
-    """Terminates the group, then kills it: on SIGTERM, mpirun also ends its ranks, which lead groups of their own."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(grace)
-    except subprocess.TimeoutExpired:
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Terminates the group, then kills what is left of it: on SIGTERM, mpirun also ends its ranks, which lead groups of
+    their own. The group can outlive its leader."""
+    end = time.monotonic() + GRACE
+    with suppress(ProcessLookupError):  # the group is empty
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < end:
+            process.poll()  # a leader that has ended belongs to the group until then
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def last_lines(file: Path, count: int = 15) -> str:

@@ -13,7 +13,8 @@ from torch import nn
 from ..hosts.ddp import ddp_hook
 
 HOSTS = ("ddp", "horovod")
-#: The variables in which a launcher gives a process its rank and the number of ranks. An mpirun inside a SLURM job sets
+#: The variables in which a launcher gives a process its rank and the number of ranks. torchrun's come first: they are
+#: of this launch, because it does not inherit them (:func:`.processes.inherited`). An mpirun inside a SLURM job sets
 #: its own, so SLURM's come last.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
@@ -135,7 +136,11 @@ def _rank_and_size() -> tuple[int, int]:
 
 def serve_store() -> tuple[Any, str]:
     """A store at which the ranks of a launch meet, served by this process on a free port, and its ``HOST:PORT``. The
-    store ends with the returned object."""
+    store ends with the returned object.
+
+    HOST is the name of this machine. It must resolve to an address that the ranks' hosts can reach. Until the store
+    ends, it accepts connections on all interfaces of this machine, without authentication. ``localhost`` below is only
+    where this process connects to it."""
     from torch import distributed
 
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -41,15 +41,20 @@ def test_a_fault_is_named_with_its_cure(monkeypatch):
 
 
 def test_commands_are_for_the_place_that_the_package_comes_from(monkeypatch, tmp_path):
-    file = tmp_path / "hvd_compress" / "cli" / "doctor.py"
-    monkeypatch.setattr(doctor, "__file__", str(file))
+    root = tmp_path / "my checkout"
+    root.mkdir()
+    monkeypatch.setattr(doctor, "__file__", str(root / "hvd_compress" / "cli" / "doctor.py"))
     install = f"A=1 {sys.executable} -m pip install --force-reinstall --no-deps --no-build-isolation ."
     setup = "A=1 bash scripts/setup.sh && .venv/bin/python -m hvd_compress doctor"
     assert doctor.build("A=1") == f"in a checkout of hvd_compress: {install}"
-    assert doctor.set_up("A=1") == f"in a checkout of hvd_compress: rm -f .venv/.hvd_compress && {setup}"
-    (tmp_path / "setup.py").touch()
-    assert doctor.build("A=1") == f"cd {tmp_path} && A=1 {sys.executable} setup.py build_ext --inplace"
-    assert doctor.set_up("A=1") == f"cd {tmp_path} && rm -f .venv/.hvd_compress && {setup}"
+    before = "in a checkout of hvd_compress, whose .venv is used from now on"
+    assert doctor.set_up("A=1") == f"{before}: rm -f .venv/.hvd_compress && {setup}"
+    (root / "setup.py").touch()
+    assert doctor.build("A=1") == f"cd '{root}' && A=1 {sys.executable} setup.py build_ext --inplace"
+    command = f"cd '{root}' && rm -f .venv/.hvd_compress && {setup}"
+    assert doctor.set_up("A=1") == f"uses .venv in the checkout from now on: {command}"
+    monkeypatch.setattr(sys, "prefix", str(root / ".venv"))
+    assert doctor.set_up("A=1") == command
 
 
 def test_old_versions_are_faults(monkeypatch):

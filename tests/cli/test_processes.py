@@ -1,0 +1,99 @@
+"""Process groups end as a whole, whatever ends them: their leader, a time limit, or signals."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_compress.cli import processes
+from hvd_compress.cli.processes import Failed, deferred_signals, exit_on_signals, run_group
+
+
+def ended(file):
+    """Whether the process whose number is in a file has ended; a zombie has."""
+    try:
+        state = Path(f"/proc/{file.read_text().strip()}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state.rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a shell script as a group, with a process in the background, which must have ended afterwards."""
+
+    def run(script, timeout=60, **options):
+        text = f"sleep 1000 & echo $! > {tmp_path}/pid; touch {tmp_path}/ready; {script}"
+        try:
+            run_group(["bash", "-c", text], timeout, tmp_path / "log", {}, "the script", **options)
+        finally:
+            assert ended(tmp_path / "pid")
+
+    return run
+
+
+def test_the_group_ends_with_its_leader(shell):
+    shell("exit 0")
+    with pytest.raises(Failed, match="the script ended with status 3\n    bad luck"):
+        shell("echo bad luck; exit 3")
+    shell("exit 3", check=False)
+
+
+def test_a_group_that_ignores_sigterm_is_killed(shell, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+    with pytest.raises(Failed, match="was killed after 1 s"):
+        shell("trap '' TERM; while :; do sleep 0.1; done", timeout=1)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_second_signal_does_not_keep_the_group_alive(default_signals, shell, monkeypatch, tmp_path, first):
+    """Ctrl-C arrives while the group is being ended."""
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+    script = f"trap 'kill -INT {os.getpid()}' TERM; touch {tmp_path}/trapped; while :; do sleep 0.1; done"
+
+    def watch():
+        if (tmp_path / "trapped").exists():
+            signal.raise_signal(first)
+
+    handlers = [signal.getsignal(number) for number in processes.SIGNALS]
+    with pytest.raises(KeyboardInterrupt if first == signal.SIGINT else SystemExit) as caught, exit_on_signals():
+        shell(script, watch=watch)
+    assert first == signal.SIGINT or caught.value.code == 128 + first
+    assert [signal.getsignal(number) for number in processes.SIGNALS] == handlers
+
+
+def test_a_signal_while_the_child_starts_ends_it(default_signals, shell, monkeypatch, tmp_path):
+    def popen(*args, original=subprocess.Popen, **options):
+        child = original(*args, **options)
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(SystemExit), exit_on_signals():
+        shell("wait")
+
+
+def test_signals_are_handled_after_the_block(default_signals):
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as arrived:
+        signal.raise_signal(signal.SIGINT)
+        assert arrived == [signal.SIGINT]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with deferred_signals() as arrived, exit_on_signals():
+        signal.raise_signal(signal.SIGHUP)
+    assert not arrived and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_launch_does_not_inherit_the_number_of_this_program(monkeypatch):
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+    others = ("OMPI_COMM_WORLD_RANK", "SLURM_NTASKS", "MY_RANK")
+    for name in (*ours, *others):
+        monkeypatch.setenv(name, "1")
+    assert processes.inherited().keys() == os.environ.keys() - set(ours)
+    # Not a rank: a job script has set an address for its launcher.
+    monkeypatch.delenv("RANK")
+    assert processes.inherited() == os.environ
