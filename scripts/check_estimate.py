@@ -20,6 +20,7 @@ import table
 from experiment import lab
 from experiment.comparison import texts
 from experiment.files import plain, script_parser, write_json
+from experiment.metrics import environment
 from experiment.runs import exit_on_signals
 
 from hvd_compress.cli import bench, estimate, network, shapes, transport
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
             print(f"{model}, backward and update alone {measured[0]['alone_ms']:.1f} ms\n")
             print(table.markdown([{key: text.get(key, str)(row[key]) for key in keys} for row in shown], left=2))
             print(flush=True)
-            write_json(args.json, {"config": plain(vars(args)), "rows": rows})
+            write_json(args.json, {"config": {**plain(vars(args)), **environment()}, "rows": rows})
     wrong = [row for row in rows if abs(row["error"]) > args.allowed or not row["right"]]
     print(f"{len(rows) - len(wrong)} of {len(rows)} rows are within {args.allowed:.0%}, with the right winner")
     return 1 if wrong else 0

@@ -23,7 +23,8 @@ def orthogonalize(grad: Tensor, scale: float) -> None:
 
 def _orthogonal(matrix: Tensor, scale: float) -> Tensor:
     wide = matrix.shape[0] <= matrix.shape[1]
-    x, tiny = matrix if wide else matrix.T, torch.finfo(torch.float32).tiny
+    x: Tensor = matrix if wide else matrix.T
+    tiny = torch.finfo(torch.float32).tiny
     x = x / x.abs().amax().clamp(min=tiny)  # so that no square overflows
     x = x / torch.linalg.vector_norm(x).clamp(min=tiny)
     for _ in range(_ITERATIONS):
