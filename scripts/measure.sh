@@ -189,7 +189,6 @@ case $experiment in
     gpt demo@orthogonal 6e-3,8e-3,1.2e-2 1/150 "$half --orthogonal" --seeds 0,1,2
     gpt demo@slow 6e-3,8e-3,1.2e-2 1/45 "$half --orthogonal" --seeds 0,1,2
     for decay in 0.8 0.97 0.99; do gpt "demo@decay$decay" 8e-3 1/45 "$half --orthogonal --decay $decay" --seeds 1; done
-    gpt none@muon 4e-3,8e-3,1.2e-2 "" "--optimizer muon"
     gpt demo@gather 3e-3,4e-3,6e-3 1/45 "$half --exchange gather" --seeds 0,1,2
     for method in iwp fft topk; do gpt "$method" 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half"; done
     gpt dgc 1.5e-3,3e-3,6e-3 1/8,1/16,1/64 "$half --no-momentum-correction"
@@ -208,7 +207,7 @@ case $experiment in
       folder=$out/$ranks batch=$((32 / ranks))
       gpt none 6e-3 "" ""
       gpt demo 3e-3 1/45 "--dense-values fp16"
-      gpt demo@orthogonal 8e-3 1/45 "--dense-values fp16 --orthogonal --decay 0.9"
+      gpt demo@orthogonal 6e-3 1/45 "--dense-values fp16 --orthogonal --decay 0.9"
       gpt demo@gather 3e-3 1/45 "--dense-values fp16 --exchange gather"
       report "$folder"
     done
