@@ -61,8 +61,11 @@ say "smoke test with nothing but $torch"
 pip "$work/empty" install "$torch" "$wheel"
 cp tests/wheel_smoke.py "$work/wheel_smoke.py"
 cd "$work"
-# The environment's own commands only: no compiler.
-env -i PATH="$work/empty/bin" HOME="$work" LANG=C.UTF-8 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 HVD_COMPRESS_CUDA="$cuda" \
-  torchrun --nnodes 1 --nproc-per-node 2 --master-addr 127.0.0.1 --local-addr 127.0.0.1 --rdzv-backend c10d \
-  --rdzv-endpoint 127.0.0.1:0 wheel_smoke.py
+# The environment's own commands only: no compiler. doctor's exchange, too: neither has NumPy.
+for program in wheel_smoke.py "-m hvd_compress.cli.pair ddp"; do
+  # shellcheck disable=SC2086
+  env -i PATH="$work/empty/bin" HOME="$work" LANG=C.UTF-8 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 HVD_COMPRESS_CUDA="$cuda" \
+    torchrun --nnodes 1 --nproc-per-node 2 --master-addr 127.0.0.1 --local-addr 127.0.0.1 --rdzv-backend c10d \
+    --rdzv-endpoint 127.0.0.1:0 $program
+done
 say "done"

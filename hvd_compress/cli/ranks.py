@@ -1,6 +1,7 @@
 """A launched rank of ``doctor`` or ``bench``: of Horovod, or of torch.distributed with Gloo."""
 
 import os
+import pickle
 import socket
 import sys
 import time
@@ -114,9 +115,15 @@ class Ddp(Horovod):
         self._dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
-        everyone = [None] * self.size
-        self._dist.all_gather_object(everyone, value)
-        return everyone
+        """By tensors: ``all_gather_object()`` needs NumPy, which torch does not require."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._dist.all_gather(sizes, torch.tensor([mine.numel()]))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        parts = [torch.empty_like(padded) for _ in sizes]
+        self._dist.all_gather(parts, padded)
+        return [pickle.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, sizes, strict=True)]
 
     def close(self, status: int = 0) -> None:
         self._dist.destroy_process_group()
