@@ -62,8 +62,8 @@ class DeMo(TransformedMethod):
             averages.
         orthogonal: compressed parameters whose averages are replaced by the nearest orthogonal matrix instead of their
             signs, as in Muon: their names, or True for all; names of uncompressed ones have no effect. Best for all
-            matrices but embeddings. With ``sign`` only. It trains better, computes more
-            (:func:`~hvd_compress.methods.orthogonal.orthogonalize`), and needs one type of processor on all ranks.
+            matrices but embeddings. With ``sign`` only. It trains better, computes more (15 matrix products for each
+            parameter and step), and needs one type of processor on all ranks.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
