@@ -17,7 +17,7 @@ from ..engine.bucket import Bucket, Segment
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
 from ..engine.state import Tree
-from ..selection.base import Output, Scoring
+from ..selection.base import Output, Scoring, signs
 from ..selection.schedule import Density
 from .orthogonal import orthogonalize
 from .sparse import Plan
@@ -163,7 +163,7 @@ class DeMo(TransformedMethod):
             if segment.name in self._orthogonal:
                 orthogonalize(average, self.scale)
             else:
-                average.copy_(torch.where(average.isnan(), average, average.sign() * self.scale))
+                average.copy_(signs(average) * self.scale)
             if grad is not average:
                 grad.copy_(average)
             if not self._signs_seen:
@@ -242,8 +242,8 @@ class DeMo(TransformedMethod):
     def _check_signs(self) -> None:
         """Warns if somebody has scaled the gradients since the exchange. Waits for a GPU: until one step has shown."""
 
-        parameters = {place.segment.name: place.segment.parameter for place in self.engine.places}
-        largest = max((float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None), default=0.0)
+        parameters = [place.segment.parameter for place in self.engine.places]
+        largest = max((float(p.grad.abs().max()) for p in parameters if p.grad is not None), default=0.0)
         if not math.isfinite(largest) or not largest:
             return
         self._signs_seen = True

@@ -98,11 +98,16 @@ class Output:
         if self.transform:
             ops.hadamard(mean)
             if self.sign:
-                mean = torch.where(mean.isnan(), mean, mean.sign())
+                mean = signs(mean)
         for segment, target in zip(bucket.segments, targets, strict=True):
             if target.numel():
                 flat = target.as_strided((target.numel(),), (1,))
                 flat.copy_(segment.of(mean)[: target.numel()] * self.scale)
+
+
+def signs(values: Tensor) -> Tensor:
+    """Of all entries; NaN stays, which ``torch.sign`` makes 0."""
+    return torch.where(values.isnan(), values, values.sign())
 
 
 @dataclass(frozen=True)
