@@ -112,6 +112,13 @@ class Rank:
             result = self.compression.decompress(payload, ctx)
             assert result.shape == parameters[number].shape and result.dtype == parameters[number].dtype
             parameters[number].grad.set_(result)
+        return self.applied()
+
+    def applied(self) -> list[Tensor]:
+        """The averages count as applied by an update of the test's own, which may follow."""
+        parameters = list(self.model.parameters())
+        with torch.no_grad():
+            torch._foreach_add_(parameters, 0.0)
         self.steps += 1
         return [p.grad for p in parameters]
 
@@ -207,8 +214,7 @@ class DDPRank(Rank):
             assert future.done() and future.value() is bucket.flat
             for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 p.grad = grad.detach().clone(memory_format=torch.preserve_format)
-        self.steps += 1
-        return [p.grad for p in self.model.parameters()]
+        return self.applied()
 
 
 def replicas(

@@ -1,11 +1,12 @@
 """Checks by one allreduce that a number is the same on all ranks."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
 import torch
 from torch import Tensor
 
 from .collectives import Request, allreduce
+from .dense import as_real
 
 #: Numbers to compare must be below this, so that sums of their squares are exact in float64.
 LIMIT = 2**20
@@ -26,3 +27,14 @@ def disagreement() -> RuntimeError:
         "the ranks' compressors disagree: seed, density, all other options and step must be the same on all ranks "
         "(was a state loaded on some ranks only? was the seed derived from the rank? were the parameters broadcast?)"
     )
+
+
+def hash_of(tensors: Iterable[Tensor]) -> int:
+    """Equal for equal bits. Synchronises a GPU."""
+    total = 0
+    for tensor in tensors:
+        flat = as_real(tensor.detach()).flatten()
+        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
+        place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        total = (total * 31 + int((bits * place).sum())) % 2**61
+    return total

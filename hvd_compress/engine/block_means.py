@@ -40,9 +40,9 @@ class BlockMeans:
         """The exchange of ``sent`` is taken back."""
         self.unsent.copy_(sent)
 
-    def residual_of(self, segment: Segment) -> Tensor:
-        """The unsent means of a segment, for each of its entries: float32, (blocks * 256,), 0 in the padding."""
-        flat = segment.of_blocks(self.unsent + self.fresh).repeat_interleave(BLOCK)
+    def spread(self, segment: Segment, per_block: Tensor) -> Tensor:
+        """A tensor of the bucket's blocks, for each entry of a segment: float32, (blocks * 256,), 0 in the padding."""
+        flat = segment.of_blocks(per_block).repeat_interleave(BLOCK)
         flat[segment.numel :] = 0.0
         return flat
 

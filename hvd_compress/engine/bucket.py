@@ -18,15 +18,26 @@ from .streams import StreamOrder
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place in its bucket: blocks ``first_block`` to ``first_block + blocks``."""
+    """One parameter's place in its bucket: blocks ``first_block`` to ``first_block + blocks``.
+
+    ``shape``, ``stride``, ``order``: the parameter's when the bucket was made; ``order`` tells the memory order.
+    """
 
     name: str
     parameter: torch.nn.Parameter
     first_block: int
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    order: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", self.parameter.shape)
+        object.__setattr__(self, "stride", self.parameter.stride())
+        object.__setattr__(self, "order", strides_of(self.parameter))
 
     @property
     def numel(self) -> int:
-        return self.parameter.numel()
+        return self.shape.numel()
 
     @property
     def blocks(self) -> int:
@@ -50,7 +61,7 @@ class Segment:
 
     def reshaped(self, part: Tensor) -> Tensor:
         """``part``, (blocks * 256,) or (numel,), in the parameter's shape and memory order: a view."""
-        return part.as_strided(self.parameter.shape, self.parameter.stride())
+        return part.as_strided(self.shape, self.stride)
 
     def flat_weight(self) -> Tensor:
         """The parameter's entries in memory order: a view without gradient, (numel,)."""

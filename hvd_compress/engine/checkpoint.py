@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ _CONVERT = (
 )
 
 
+@torch.no_grad()
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
@@ -31,7 +33,26 @@ def save(engine: Engine) -> dict[str, Any]:
     engine.undo_skipped_step()
     with _up_to_date(engine):
         values: dict[str, Any] = states_of.save(_description(engine))
+        if engine.undoable and engine.last_average.waits():
+            values = _before_average(engine, values)
     return values
+
+
+def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
+    """The state as it was before the last average, which the model that is saved with it does not contain. Leaves the
+    engine in the state ``now``."""
+    engine.undo()
+    before: dict[str, Any] = states_of.save(_description(engine))
+    _restore(engine, now)
+    engine.restore = partial(_restore, engine, before)
+    return before
+
+
+def _restore(engine: Engine, values: dict[str, Any]) -> None:
+    with _up_to_date(engine):
+        for bucket in engine.buckets:
+            engine.method.restart(bucket)  # forgets the last step
+        states_of.load(_description(engine), values)
 
 
 @torch.no_grad()
@@ -40,11 +61,10 @@ def load(engine: Engine, state: Any) -> None:
     states_of.check(_description(engine), state)
     engine.check_generation()  # or the next gradient would undo the loading
     engine.reset()
-    with _up_to_date(engine):
-        for bucket in engine.buckets:
-            engine.method.restart(bucket)  # forgets the last step
-        states_of.load(_description(engine), state)
+    _restore(engine, state)
+    engine.last_average.forget()
     engine.compared = engine.undoable = False
+    engine.restore = None
 
 
 def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from .profiling import Stage
+from .registry import Registry
 
 Verb = Literal["allreduce", "allgather", "alltoall"]
 Kind = Literal["values", "indices", "dense_tensor", "budget"]
@@ -93,6 +94,9 @@ class Collectives(Protocol):
 
     def generation(self) -> object:
         """An object that is replaced when the set of ranks changes (elastic); older handles are then void."""
+
+    def registry(self) -> Registry:
+        """This process's compressors that exchange with these ranks."""
 
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""

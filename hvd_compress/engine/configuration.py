@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .._version import __version__
 from .bucket import strides_of
-from .collectives import Request, allgather
+from .collectives import Handle, Request, allgather
 
 # So many differences are written out.
 _LISTED = 6
+# Seconds between polls.
+_POLL_INTERVAL = 200e-6
 
 
 def configuration(engine: Any) -> dict[str, object]:
@@ -41,24 +43,82 @@ def configuration(engine: Any) -> dict[str, object]:
         "seed": engine.seed,
         "step": engine.step,
         "parameters in changed groups": engine.regrouped,
+        **engine.host_facts(),
         **parameters,
     }
 
 
+class Comparison:
+    """One engine's configuration, in comparison with the other ranks'. Starts without waiting.
+
+    ``digest``: of the configuration.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        own = configuration(engine)
+        self.digest = digest(own)
+        self._collectives, self._label = engine.collectives, engine.exchanges.label
+        self._generation, self._stage = engine.collectives.generation(), 0
+        self._exchange = _compare(own, engine.parameters[0].device)
+        self._handle: Handle | None = None
+        self._error: RuntimeError | None = None
+        self._resume(None)
+
+    @property
+    def void(self) -> bool:
+        """Whether the set of ranks has changed since: nobody answers."""
+        return self._collectives.generation() is not self._generation
+
+    def advance(self) -> bool:
+        """Continues as far as it can without waiting. Returns whether it has ended."""
+        while self._handle is not None and self._handle.done():
+            self._resume(self._handle.result())
+        return self._handle is None
+
+    def finish(self, timeout: float) -> None:
+        """Waits for the end."""
+        while self._handle is not None:
+            self._resume(self._handle.result(timeout))
+
+    def check(self) -> None:
+        """After the end: raises ``RuntimeError`` if the ranks differ."""
+        if self._error is not None:
+            raise self._error
+
+    def _resume(self, result: Tensor | None) -> None:
+        self._handle = None
+        try:
+            request = self._exchange.send(result)  # type: ignore[arg-type]
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            self._error = error
+            return
+        self._handle = self._collectives.start(request, f"{self._label}.compare.{self._stage}")
+        self._stage += 1
+
+
 def compare_ranks(engine: Any, timeout: float) -> None:
     """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after ``timeout`` seconds, if a rank
-    does not take part. Waits, so nothing else of the step may have begun."""
+    does not take part. Waits, so nothing else of the step may have begun.
+
+    Other ranks may begin with another compressor of this process and wait for its comparison. So, where collectives are
+    matched by name, the comparisons of all compressors are started and continued.
+    """
     if engine.collectives.size == 1:
         return
-    exchange, result, stage = _compare(configuration(engine), engine.parameters[0].device), None, 0
     begin = time.perf_counter()
     try:
-        while True:
-            request = exchange.send(result)  # type: ignore[arg-type]
-            handle = engine.collectives.start(request, f"hvd_compress.compare.{stage}")
-            result, stage = handle.result(timeout), stage + 1
-    except StopIteration:
-        return
+        if engine.collectives.ordered:
+            comparison = Comparison(engine)
+            comparison.finish(timeout)
+            comparison.check()
+            return
+        changed = True
+        while changed:
+            comparison = _wait(engine, begin + timeout)
+            changed = comparison.digest != digest(configuration(engine))  # since another compressor has started it
+        comparison.check()
     except TimeoutError as error:
         raise RuntimeError(
             f"not every rank has compared its options within {timeout:g} s (start_timeout=): was a compressor given to "
@@ -67,6 +127,25 @@ def compare_ranks(engine: Any, timeout: float) -> None:
         ) from error
     finally:
         engine.exchanges.seconds_waited += time.perf_counter() - begin
+
+
+def _wait(engine: Any, deadline: float) -> Comparison:
+    """Waits for the engine's comparison, and meanwhile continues those of the process's other engines."""
+    others = [other for other in engine.registry if not other.compared and other is not engine]
+    for other in others:
+        other.check_generation()
+    for each in (engine, *others):
+        if each.comparison is None or each.comparison.void:
+            each.comparison = Comparison(each)
+    while not engine.comparison.advance():
+        if time.perf_counter() > deadline:
+            raise TimeoutError
+        for other in others:
+            other.comparison.advance()
+        time.sleep(_POLL_INTERVAL)
+    ended: Comparison = engine.comparison
+    engine.comparison = None
+    return ended
 
 
 def digest(values: Mapping[str, object]) -> int:

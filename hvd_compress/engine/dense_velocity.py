@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..reference import usable
+from .dense import as_real
 from .engine import Engine
 from .state import OptionalTensor, Tree
 
@@ -15,20 +16,31 @@ class DenseVelocity:
         self._engine = engine
         self._velocities: dict[str, Tensor] = {}
 
+    def get(self, number: int) -> Tensor:
+        """The velocity of parameter ``number``: zeros before its first gradient."""
+        like = as_real(self._engine.parameters[number].detach())
+        found = self._velocities.get(self._engine.names[number])
+        return _zeros_like(like) if found is None else found
+
+    def set(self, number: int, velocity: Tensor) -> None:
+        """Replaces the velocity of parameter ``number``."""
+        real = as_real(velocity)
+        self._velocities[self._engine.names[number]] = _zeros_like(real).copy_(real)
+
     def update(self, number: int, grad: Tensor, momentum: float, sign: bool = False) -> None:
         """Replaces the averaged gradient of parameter ``number`` by ``momentum * velocity + gradient``, or by its
-        ``sign``. Entries that are not usable stay in the gradient, for the user to see, and do not enter the velocity.
+        ``sign``, which is 0 while no rank has a gradient. Entries that are not usable stay in the gradient, for the
+        user to see, and do not enter the velocity.
         """
         engine, name = self._engine, self._engine.names[number]
         velocity = self._velocities.get(name)
         if velocity is None:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            velocity = self._velocities[name] = torch.zeros_like(grad, dtype=wide)
+            velocity = self._velocities[name] = _zeros_like(grad)
         scaled = engine.scale != 1.0
         step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
         fits, new = usable(step), (velocity * momentum).add_(step)
         torch.where(fits, new, velocity, out=velocity)
-        applied = new.sign() if sign else new
+        applied = new.sign().masked_fill_(~step.any(), 0.0) if sign else new
         grad.copy_(torch.where(fits, applied * engine.scale if scaled else applied, grad))
 
     def restart(self) -> None:
@@ -39,5 +51,9 @@ class DenseVelocity:
         """The saved state, by parameter name."""
         compressed = {place.segment.name for place in self._engine.places}
         named = zip(self._engine.names, self._engine.parameters, strict=True)
-        like = {n: p.to(torch.promote_types(p.dtype, torch.float32)) for n, p in named if n not in compressed}
-        return {name: OptionalTensor(self._velocities, name, p.detach()) for name, p in like.items()}
+        like = {name: _zeros_like(as_real(p.detach())) for name, p in named if name not in compressed}
+        return {name: OptionalTensor(self._velocities, name, velocity) for name, velocity in like.items()}
+
+
+def _zeros_like(grad: Tensor) -> Tensor:
+    return torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))

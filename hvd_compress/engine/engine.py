@@ -10,8 +10,7 @@ first hook of all, to compare configurations, when no exchange is open. This wai
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +21,10 @@ from torch.optim import Optimizer
 from .. import ops
 from .bucket import Bucket, make_buckets
 from .collectives import Collectives
-from .configuration import compare_ranks
+from .configuration import Comparison, compare_ranks
 from .dense import DenseGradient, dense_gradient
 from .exchange import Exchange, Exchanges
+from .last_average import LastAverage
 from .optimizer_watch import OptimizerWatch
 from .places import Place, check_gradient, compressed
 from .profiling import stage
@@ -66,25 +66,33 @@ class Engine:
         by_parameter = {id(place.segment.parameter): place for place in self.places}
         self._place_of = [by_parameter.get(id(parameter)) for parameter in self.parameters]
         self.stats = WireStats()
-        # Horovod matches collectives by name: the label is the same on all ranks, and another one for other parameters.
-        shapes = ";".join(f"{name}:{tuple(p.shape)}" for name, p in named)
-        label = f"hvd_compress.{zlib.crc32(shapes.encode()):08x}"
-        self.exchanges = Exchanges(collectives, self.stats, label)
+        self.registry = collectives.registry()
+        self.number = self.registry.add(self)
+        # Horovod matches collectives by name: the label is the same on all ranks, and every compressor has another one.
+        self.exchanges = Exchanges(collectives, self.stats, f"hvd_compress.{self.number}")
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
+        self.last_average = LastAverage(self.names, self.parameters, self.watch)
         #: The :class:`hvd_compress.LocalSteps` that runs the steps instead of a host, if any.
         self.local_steps: Any = None
-        #: Whether the ranks have compared their configurations.
+        #: Whether the ranks have compared their configurations, and the comparison in progress.
         self.compared = False
+        self.comparison: Comparison | None = None
+        #: What else must be the same on all ranks, which only the host knows.
+        self.host_facts: Callable[[], Mapping[str, object]] = dict
         #: The number of parameters of the optimizer whose groups changed most recently, or None.
         self.regrouped: int | None = None
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
-        #: Whether the last average may still be taken back.
-        self.undoable = False
+        #: Whether the last average may still be taken back, and whether it was.
+        self.undoable, self._discarded = False, False
+        #: Loads the state before the last average, if it was saved: the methods' own means to undo are used up then.
+        self.restore: Callable[[], None] | None = None
         # Gradients of a model on several GPUs arrive from several threads.
         self.lock = threading.RLock()
         self.step = 0
         #: Whether a step is in progress: after its first gradient, before finish_step().
         self.collecting = False
+        #: By parameter, whether its gradient has arrived in the current step, or the last one.
+        self.arrived = bytearray(len(named))
         #: The current step's loss scale and number of ranks.
         self.scale, self.ranks = 1.0, 1
         self._generation = collectives.generation()
@@ -104,14 +112,18 @@ class Engine:
 
         Raises:
             TypeError: the gradient's dtype does not fit.
-            ValueError: the parameter has moved to another device.
-            RuntimeError: a second gradient of the parameter in one step.
+            ValueError: the parameter has changed its device, shape or memory order.
+            RuntimeError: a second gradient of the parameter in one step; the gradient contains the last average.
         """
         place = self._place_of[number]
         check_gradient(self.names[number], self.parameters[number], grad, place)
         self.check_generation()
+        self.last_average.arrives(number)
         if not self.collecting:
             self._begin_step()
+        if self.last_average.reentered is not None:
+            self._refuse_reentry()
+        self.arrived[number] = True
         if place is None:
             with stage("dense"):
                 dense = dense_gradient(number, self.parameters[number], grad, self.dense_half, self.scale)
@@ -145,8 +157,9 @@ class Engine:
                     # Hosts pass the same parameters on all ranks, so the same ones are missing everywhere.
                     missing = [s.name for s, here in zip(bucket.segments, bucket.arrived, strict=True) if not here]
                     self.warn(
-                        f"no gradients arrived for {', '.join(missing)}: give the compressor only parameters that the "
-                        "optimizer holds, or their buckets cannot overlap backward"
+                        f"no gradients arrived for {', '.join(missing)}, and the exchange of their bucket could not "
+                        "overlap backward: does the optimizer not hold them, or does DistributedDataParallel ignore or "
+                        "skip them? Give the compressor only parameters whose gradients are averaged in every step"
                     )
                     self.exchanges.launch(bucket, self._whole_exchange(bucket))
             self.exchanges.finish()
@@ -154,8 +167,10 @@ class Engine:
             self.reset()
             raise
         self._end_step()
-        self.undoable = True
+        self.undoable, self._discarded = True, False
         self.watch.forget_step()
+        if self.local_steps is None:
+            self.last_average.written()
 
     def entered(self) -> "_Entered":
         """A context for the host's calls: holds the lock and counts the time spent without waiting."""
@@ -168,7 +183,7 @@ class Engine:
             self.exchanges.abandon()
             if self.collecting:
                 self.collecting = False
-                self._undo()
+                self.undo()
                 for bucket in self.buckets:
                     bucket.zero_accumulated()
             for bucket in self.buckets:
@@ -184,8 +199,8 @@ class Engine:
                     "failure reset() instead"
                 )
             if self.undoable:
-                self.undoable = False
-                self._undo()
+                self.undoable, self._discarded = False, True
+                self.undo()
 
     def undo_skipped_step(self) -> float:
         """Takes the last average back if the ``GradScaler`` has lowered its scale and this optimizer has not stepped.
@@ -217,7 +232,10 @@ class Engine:
         if not self.collecting:
             self.undo_skipped_step()
         self.reset()
-        self.step, self.compared, self.undoable, self.regrouped = 0, False, False, None
+        self.registry = self.collectives.registry()
+        self.registry.add(self, self.number)
+        self.last_average.forget()
+        self.step, self.compared, self.undoable, self.regrouped, self.restore = 0, False, False, None, None
         for bucket in self.buckets:
             self.method.restart(bucket)
         if self.local_steps is not None:
@@ -253,8 +271,9 @@ class Engine:
     def _begin_step(self) -> None:
         self._compare()
         self.scale = self.undo_skipped_step()
-        self.undoable = False
+        self.undoable, self.restore = False, None
         self.ranks = self.collectives.size
+        self.arrived = bytearray(len(self.parameters))
         self.stats.begin_step()
         for bucket in self.buckets:
             bucket.clear()
@@ -262,6 +281,19 @@ class Engine:
                 self.method.begin(bucket)
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
         self.collecting, self.watch.may_be_bypassed = True, False
+
+    def _refuse_reentry(self) -> None:
+        name, self.last_average.reentered = self.last_average.reentered, None
+        if self.method.linear and not self._discarded:
+            return
+        self.reset()
+        raise RuntimeError(
+            f"{name}: the gradient contains the last average, to which a second backward pass has added: with "
+            f"{type(self.method).__name__} it would count twice. Run all but the last forward and backward pass of a "
+            "step in no_sync(), or call backward() once on the sum of the losses; and zero all gradients after every "
+            "average, also of parameters that the next pass does not use (Horovod: after synchronize(), step within "
+            "skip_synchronize())"
+        )
 
     def _end_step(self) -> None:
         self.stats.end_step()
@@ -273,7 +305,12 @@ class Engine:
         yield from self.method.exchange(bucket)
         bucket.mark_averaged()
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
+        """Takes back what the current step, or the last one, has sent."""
+        restore, self.restore = self.restore, None
+        if restore is not None:
+            restore()
+            return
         for bucket in self.buckets:
             with bucket.order:
                 self.method.undo(bucket)

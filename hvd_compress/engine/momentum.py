@@ -5,10 +5,14 @@ each gradient passes through a velocity first, u = momentum * u + g, the velocit
 that are sent are cleared from u.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .bucket import Bucket, Segment
+from .dense import Averaging
 from .dense_velocity import DenseVelocity
 from .engine import Engine
 from .state import Fixed, Tree
@@ -16,11 +20,11 @@ from .state import Fixed, Tree
 
 class MomentumCorrection:
     """The momentum of one compressor: a bucket state ``velocity`` beside each residual, and a plain velocity for each
-    parameter that is not compressed.
+    parameter that is not compressed. It is owed to those parameters whose optimizer it was taken from.
 
     Args:
         engine: of the compressor.
-        momentum: in [0, 1); 0 is off.
+        momentum: of all parameters, in [0, 1); 0 is off.
     """
 
     def __init__(self, engine: Engine, momentum: float) -> None:
@@ -29,10 +33,12 @@ class MomentumCorrection:
         # The momentum that take() left in the optimizer because this process does not exchange gradients.
         self._left = 0.0
         self._dense = DenseVelocity(engine)
+        #: The parameters with momentum, and those of them of which no gradient has arrived yet: numbers by name.
+        self._owed, self._awaited = dict[str, int](), dict[str, int]()
         #: Velocities outside the buckets' state, to be zeroed when the correction ends.
         self.other_velocities: list[Tensor] = []
         if momentum:
-            self._enable(momentum)
+            self._enable(momentum, {name: number for number, name in enumerate(engine.names)})
 
     def take(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.take_momentum`."""
@@ -50,29 +56,48 @@ class MomentumCorrection:
             raise ValueError("take_momentum knows plain momentum only: nesterov and dampening must be off")
         if not momentum:
             raise ValueError("take_momentum: the optimizer has no momentum to take (was it taken before?)")
+        if self.value not in (0.0, momentum):
+            raise ValueError(
+                f"take_momentum: this compressor has a momentum of {self.value:g} already, and the optimizer's is "
+                f"{momentum:g}; take equal ones"
+            )
         self._check_complete(optimizer)
         if not self._engine.collectives.active:
             self.value, self._left = 0.0, momentum
             self._disable()
             return momentum
-        self._enable(momentum)
+        held = self._held(optimizer)
+        self._enable(momentum, held)
+        for number in held.values():
+            velocity = optimizer.state[self._engine.parameters[number]].pop("momentum_buffer", None)
+            if velocity is not None:
+                self._set_velocity(number, velocity)
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
             group["weight_decay"] = group.get("weight_decay", 0.0) / (1.0 - momentum)
         return momentum
 
+    @torch.no_grad()
     def give_back(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.return_momentum`."""
         if self._left:
             momentum, self._left = self._left, 0.0
             return momentum
-        momentum, self.value = self.value, 0.0
-        if not momentum:
+        momentum, held = self.value, {name: n for name, n in self._held(optimizer).items() if name in self._owed}
+        if not held:
             raise ValueError("return_momentum: this compressor has no momentum to return")
-        self._disable()
+        for number, velocity in zip(held.values(), self._mean_velocities(held.values()), strict=True):
+            parameter = self._engine.parameters[number]
+            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(velocity)
         for group in optimizer.param_groups:
             group["momentum"] = momentum
             group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)
+        for name in held:
+            del self._owed[name]
+            self._awaited.pop(name, None)
+        if not self._owed:
+            self.value = 0.0
+            self._disable()
         return momentum
 
     def check(self, optimizer: Optimizer) -> None:
@@ -94,22 +119,35 @@ class MomentumCorrection:
                 "momentum would be lost: with one process, Horovod calls no compressor; give it to the optimizer, set "
                 "momentum=0 here, and call compression.take_momentum(optimizer), which then leaves it there"
             )
+        owed = self._owed.keys() & self._held(optimizer).keys()
+        if not owed:
+            return
         if self._engine.collectives.ordered or getattr(optimizer, "_compression", None) is method:
             self._check_complete(optimizer)
+        parameters = {id(self._engine.parameters[self._owed[name]]) for name in owed}
         for group in optimizer.param_groups:
             own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
-            if own:
+            if own and any(id(parameter) in parameters for parameter in group["params"]):
                 raise ValueError(
                     f"momentum would count twice: {self.value:g} in this compressor and {own:g} in "
                     f"{type(optimizer).__name__}; set the optimizer's to 0, or call "
                     "compression.take_momentum(optimizer) before training instead of momentum="
                 )
+        self._check_arrived(owed)
+
+    def velocity(self, bucket: Bucket, position: int) -> Tensor | None:
+        """The bucket-wide velocity, if the segment at ``position`` has momentum."""
+        return bucket.state["velocity"] if bucket.segments[position].name in self._owed else None
+
+    def without(self, bucket: Bucket) -> list[Segment]:
+        """The segments that have no momentum although others have."""
+        return [s for s in bucket.segments if s.name not in self._owed] if self.value else []
 
     # Gradients that are not compressed.
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Replaces the averaged gradient of parameter ``number`` by its velocity."""
-        if self.value:
+        if self._engine.names[number] in self._owed:
             self._dense.update(number, grad, self.value)
 
     def check_sparse(self, tensor: Tensor) -> None:
@@ -121,23 +159,63 @@ class MomentumCorrection:
         """See :meth:`DenseVelocity.restart`."""
         self._dense.restart()
 
+    def options(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        complete = len(self._owed) in (0, len(self._engine.names))
+        some = {} if complete else {"parameters with momentum": " ".join(sorted(self._owed))}
+        return {"momentum": self.value, **some}
+
     def state(self) -> dict[str, Tree]:
         """The saved state beyond the buckets'."""
         momentum: Tree = Fixed(self.value, "take_momentum() comes before load_state_dict()")
         return {"momentum": momentum, **({"dense_velocity": self._dense.state()} if self.value else {})}
 
-    def _enable(self, momentum: float) -> None:
+    def _held(self, optimizer: Optimizer) -> dict[str, int]:
+        """The optimizer's parameters: numbers by name."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        named = enumerate(zip(self._engine.names, self._engine.parameters, strict=True))
+        return {name: number for number, (name, parameter) in named if id(parameter) in held}
+
+    def _enable(self, momentum: float, owed: dict[str, int]) -> None:
         self.value = momentum
+        self._owed.update(owed)
+        self._awaited.update(owed)
         for bucket in self._engine.buckets:
             if "velocity" not in bucket.state:
                 bucket.add_state("velocity", per_rank=True)
 
     def _disable(self) -> None:
+        self._owed.clear()
+        self._awaited.clear()
         self._dense.restart()
         for velocity in self.other_velocities:
             velocity.zero_()
         for bucket in self._engine.buckets:
             bucket.state.pop("velocity", None)
+
+    def _set_velocity(self, number: int, velocity: Tensor) -> None:
+        """Every rank gets the optimizer's, which is the same on all: so is their mean."""
+        place = self._engine.place_of(number)
+        if place is None:
+            self._dense.set(number, velocity)
+        else:
+            with place.bucket.order:
+                self._engine.method.set_velocity(place.bucket, place.segment, velocity)
+
+    def _mean_velocities(self, numbers: Iterable[int]) -> list[Tensor]:
+        """Over all ranks: a collective."""
+        engine, found = self._engine, list[Tensor]()
+        for number in numbers:
+            place = engine.place_of(number)
+            if place is None:
+                found.append(self._dense.get(number))
+            else:
+                with place.bucket.order:
+                    found.append(engine.method.velocity_of(place.bucket, place.segment))
+        with engine.outside_steps():
+            payloads = [velocity.flatten() for velocity in found]
+            means = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.velocity").results()
+        return [mean.view(velocity.shape) for mean, velocity in zip(means, found, strict=True)]
 
     def _check_complete(self, optimizer: Optimizer) -> None:
         if unknown := self._engine.unknown_parameters(optimizer):
@@ -145,3 +223,18 @@ class MomentumCorrection:
                 f"{unknown} of the optimizer's parameters were not given to this compressor and would lose their "
                 "momentum: give it all of the optimizer's named parameters"
             )
+
+    def _check_arrived(self, owed: Iterable[str]) -> None:
+        """Raises ``ValueError`` for a parameter whose gradients bypass the compressor."""
+        engine = self._engine
+        if not self._awaited or not engine.undoable:
+            return
+        self._awaited = {name: number for name, number in self._awaited.items() if not engine.arrived[number]}
+        for number in (self._awaited[name] for name in owed if name in self._awaited):
+            grad = engine.parameters[number].grad
+            if grad is not None and bool(grad.any()):
+                raise ValueError(
+                    f"{engine.names[number]}: its gradient has not passed through this compressor (does "
+                    "DistributedDataParallel ignore it?), and it would lose its momentum: give it to an optimizer of "
+                    "its own, or do not take the momentum"
+                )

@@ -59,6 +59,7 @@ class OptimizerWatch:
             # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
             found_inf = getattr(optimizer, "found_inf", None)
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
+            self._unread.append(weakref.ref(optimizer))
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this step of the optimizer applies gradients although the compressor has received none in this
@@ -81,9 +82,19 @@ class OptimizerWatch:
         """Whether an optimizer has changed the parameters since :meth:`forget_step`. May synchronise a GPU."""
         return any(found_inf is None or not bool(found_inf) for found_inf in self._steps)
 
+    def stepped_by(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether an optimizer that holds ``parameter`` has stepped since :meth:`forget_step`."""
+        for optimizer in (alive for ref in self._unread if (alive := ref()) is not None):
+            self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        self._unread.clear()
+        return id(parameter) in self._held
+
     def forget_step(self) -> None:
         """From now on only new steps count."""
         self._steps: list[torch.Tensor | None] = []
+        # The optimizers, until somebody asks, and the parameters that they hold.
+        self._unread: list[weakref.ref[Optimizer]] = []
+        self._held = set[int]()
 
 
 _watches: tuple[weakref.ref[OptimizerWatch], ...] = ()

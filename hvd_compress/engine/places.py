@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Segment, is_dense
+from .bucket import Bucket, Segment, is_dense, strides_of
 
 # float64 is used for gradient checks, not for training over a slow network: it is not compressed.
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,7 +35,7 @@ def compressed(named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int) 
 
 def check_gradient(name: str, parameter: Tensor, grad: Tensor, place: Place | None) -> None:
     """Raises ``TypeError`` if the gradient's dtype does not fit its parameter, ``ValueError`` if the parameter has
-    moved to another device than its place's. ``place``: None if the parameter is not compressed."""
+    another device, shape or memory order than its place. ``place``: None if the parameter is not compressed."""
     if not grad.is_floating_point():
         raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
     if place is None:
@@ -46,4 +46,22 @@ def check_gradient(name: str, parameter: Tensor, grad: Tensor, place: Place | No
         raise ValueError(
             f"{name}: was on {place.bucket.device} when the compressor was built and its gradient is on {grad.device}; "
             "build the compressor after moving the model"
+        )
+    segment = place.segment
+    if parameter.stride() != segment.stride or parameter.shape != segment.shape:
+        _check_layout(segment)
+
+
+def _check_layout(segment: Segment) -> None:
+    """Raises ``ValueError`` unless only meaningless strides, of dimensions of one entry, have changed."""
+    parameter = segment.parameter
+    if parameter.shape != segment.shape:
+        raise ValueError(
+            f"{segment.name}: was of shape {tuple(segment.shape)} when the compressor was built and is of shape "
+            f"{tuple(parameter.shape)} now; build a new compressor and a new optimizer"
+        )
+    if strides_of(parameter) != segment.order:
+        raise ValueError(
+            f"{segment.name}: had strides {segment.stride} when the compressor was built and has {parameter.stride()} "
+            "now; call model.to(memory_format=...) before building the compressor"
         )

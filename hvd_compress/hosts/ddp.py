@@ -9,21 +9,29 @@ engine's. torch.distributed matches collectives by the order of the calls, which
   stream.
 """
 
+import gc
 import math
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd.function import BackwardCFunction
 from torch.distributed import GradBucket
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..engine.agreement import hash_of
 from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, Request, allreduce
-from ..engine.dense import DenseGradient
+from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.profiling import stage
+from ..engine.registry import Registry
 from .polling import wait_until
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
@@ -48,11 +56,12 @@ def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
 
     Raises:
         RuntimeError: the compressor is bound to Horovod, or the model is in ``join()``.
+        ValueError: in the first step, the compressor works on another process group than the model.
     """
     return cast(DDPHost, state.ddp_host).hook(bucket)
 
 
-#: A parameter, its gradient before DDP's callback and that tensor's version, and the averaged gradient.
+#: A parameter, its gradient before DDP's callback and that tensor's version, and the averaged gradient, in the bucket.
 _Result = tuple[Tensor, Tensor | None, int, Tensor]
 
 
@@ -66,18 +75,32 @@ class DDPHost:
         self._results: list[_Result] = []
         self._dense: list[tuple[list[DenseGradient | Tensor], Handle]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        #: The last bucket of this step so far, and the backward passes (one inside another, if reentrant) of its hooks.
+        self._index, self._passes = -1, set[int]()
+        #: The first bucket's parameters, until ranks have compared them.
+        self._first: list[Tensor] | None = None
+        engine.host_facts = self._facts
 
     def hook(self, bucket: GradBucket) -> Future[Tensor]:
-        """Takes the gradients of a DDP bucket. The futures of a step's buckets are completed in its last hook."""
-        if torch._C._current_graph_task_id() == -1:  # called by DDP's join(), not by backward
+        """Takes the gradients of a DDP bucket. The futures of a step's buckets are completed in its last hook, or, if
+        DDP skips the last buckets, which no rank has used, at the end of backward."""
+        backward = torch._C._current_graph_task_id()
+        if backward == -1:  # called by DDP's join(), not by backward
             raise RuntimeError(
                 "hvd_compress does not support DistributedDataParallel.join(): give every rank equally many batches"
             )
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
-        if bucket.index() == 0 and self._futures:
+        if self._futures and bucket.index() <= self._index and backward not in self._passes:
             self._abandon()
+        self._index = bucket.index()
+        if backward not in self._passes:  # before DDP queues its callback, which waits for the futures
+            self._passes.add(backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        if not self._engine.compared:
+            self._first = bucket.parameters()
+            self._check_group()
         future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
         self._futures.append((future, buffer))
         with engine.entered(), torch.no_grad(), self._side_stream(buffer.device):
@@ -100,19 +123,55 @@ class DDPHost:
 
     def _abandon(self) -> None:
         self._engine.reset()
-        text = "a backward pass failed or overlapped with another (one compressor serves one DDP model): start again"
+        text = (
+            "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
+            "start again"
+        )
         for future, _ in self._futures:
             future.set_exception(RuntimeError(text))  # type: ignore[arg-type]
         self._clear()
 
     def _clear(self) -> None:
-        self._futures, self._dense, self._results = [], [], []
+        self._futures, self._dense, self._results, self._index = [], [], [], -1
+        self._passes.clear()
+
+    def _end_of_backward(self) -> None:
+        """DDP calls no hook for the buckets that it skips (``skip_all_reduce_unused_params``), so the last may be
+        missing. In a reentrant pass, the outer one goes on."""
+        if not self._futures or _in_backward():
+            return
+        with self._engine.entered(), torch.no_grad(), self._side_stream(self._futures[0][1].device):
+            try:
+                self._finish()
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _facts(self) -> Mapping[str, object]:
+        """Ranks of one DDP model begin with equal weights. In a job that is resumed, they may have drifted."""
+        if self._first is None or self._engine.step:
+            return {}
+        first, self._first = self._first, None
+        return {"hash of the weights (is process_group= the model's? were the weights broadcast?)": hash_of(first)}
+
+    def _check_group(self) -> None:
+        """Raises ``ValueError`` if the DDP model works on other ranks than the compressor. DDP does not tell a hook
+        its model, but the model keeps the hook."""
+        if not isinstance(self._engine.collectives, TorchCollectives):
+            return
+        ours = distributed.get_process_group_ranks(self._engine.collectives.group)
+        for found in gc.get_objects():
+            if issubclass(type(found), DistributedDataParallel) and _is_hooked(found, self._engine.method):
+                theirs = distributed.get_process_group_ranks(found.process_group)
+                if theirs != ours:
+                    raise ValueError(
+                        f"DistributedDataParallel averages over the ranks {theirs}, and this compressor over {ours}: "
+                        "give both the same process_group="
+                    )
 
     def _take(self, bucket: GradBucket) -> None:
         engine, dense = self._engine, list[DenseGradient | Tensor]()
-        for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if is_dense(parameter):  # as DDP reads its buckets; gradients() does not
-                grad = grad.as_strided(parameter.shape, parameter.stride())
+        for parameter, grad in _gradients(bucket):
             before = parameter.grad
             self._results.append((parameter, before, -1 if before is None else before._version, grad))
             number = self._numbers.get(id(parameter))
@@ -176,9 +235,42 @@ def _fill_unused(results: list[_Result]) -> None:
         if grad is not before or (grad is not None and grad._version != version):
             continue  # DDP has stored the average
         if grad is None and bool(average.any()):
-            parameter.grad = average.clone()
+            parameter.grad = torch.view_as_complex(average.clone()) if parameter.is_complex() else average.clone()
         elif grad is not None and grad.data_ptr() != average.data_ptr():
-            grad.copy_(average)  # DDP has put the old gradient into the bucket
+            as_real(grad).copy_(average)  # DDP has put the old gradient into the bucket
+
+
+def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bucket's parameters and their gradients: views of its buffer in the parameter's memory order, as DDP reads
+    them (``bucket.gradients()`` does not); of a complex parameter as pairs of real numbers.
+
+    Raises ``RuntimeError`` if they do not cover the buffer.
+    """
+    buffer, begin = bucket.buffer(), 0
+    for parameter in bucket.parameters():
+        like = as_real(parameter.detach())
+        if not is_dense(like):
+            like = like.contiguous()
+        part = buffer[begin : begin + like.numel()]
+        yield parameter, part.as_strided(like.shape, like.stride())
+        begin += like.numel()
+    if begin != buffer.numel():
+        raise RuntimeError(
+            f"a bucket of DistributedDataParallel has {buffer.numel()} entries, and its parameters {begin}: this "
+            "version of torch lays gradients out in a way that hvd_compress does not know"
+        )
+
+
+def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
+    return any(theirs is state for _, theirs in getattr(model, "_comm_hooks", ()))
+
+
+def _in_backward() -> bool:
+    """Whether a Python autograd function's backward is running, in which another backward pass may run."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _payload(gradient: DenseGradient | Tensor) -> Tensor:
@@ -208,34 +300,37 @@ class TorchCollectives:
     active = True
 
     def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:
-        self._group = distributed.group.WORLD if process_group is None else process_group
-        if distributed.get_rank(self._group) < 0:
+        self.group = distributed.group.WORLD if process_group is None else process_group
+        if distributed.get_rank(self.group) < 0:
             raise ValueError("this process is not in process_group")
 
     @property
     def rank(self) -> int:
-        return distributed.get_rank(self._group)
+        return distributed.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        return distributed.get_world_size(self._group)
+        return distributed.get_world_size(self.group)
 
     def generation(self) -> object:
-        return self._group
+        return self.group
+
+    def registry(self) -> Registry:
+        return Registry()  # collectives have no names
 
     def start(self, request: Request, name: str) -> Handle:
         tensor = request.tensor
         if request.verb == "allreduce":
             output = tensor.clone()
-            work = distributed.all_reduce(output, group=self._group, async_op=True)
+            work = distributed.all_reduce(output, group=self.group, async_op=True)
         elif request.verb == "allgather":
             output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-            work = _all_gather(output, tensor, group=self._group, async_op=True)
+            work = _all_gather(output, tensor, group=self.group, async_op=True)
         else:
             output = torch.empty_like(tensor)
-            work = distributed.all_to_all_single(output, tensor, group=self._group, async_op=True)
+            work = distributed.all_to_all_single(output, tensor, group=self.group, async_op=True)
         assert work is not None
-        return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self._group))
+        return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Every optimizer fits."""

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.collectives import Handle, Request
-from ..engine.dense import DenseGradient
+from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.places import Place
 from ..engine.profiling import stage
+from ..engine.registry import Registry
 from .lookup import GradientLookup
 from .polling import wait_until
 
@@ -37,7 +38,7 @@ class HorovodHost:
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
-            arrived = engine.arrive(number, tensor)
+            arrived = engine.arrive(number, as_real(tensor.resolve_conj()))
             if isinstance(arrived, DenseGradient):
                 return arrived.payload, arrived
             # Horovod must reduce something under this name: an empty tensor.
@@ -56,7 +57,8 @@ class HorovodHost:
             with _no_grad(), stage("dense"):
                 ctx.store(tensor)
                 engine.method.dense_averaged(ctx.number, ctx.grad)
-            return ctx.grad
+            complex = engine.parameters[ctx.number].is_complex()
+            return torch.view_as_complex(ctx.grad) if complex else ctx.grad
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
@@ -78,6 +80,10 @@ class HorovodHost:
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"
             )
             engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.ranks)
+
+
+#: By process set: a generation of ranks, and its registry.
+_registries: dict[int, tuple[object, Registry]] = {}
 
 
 def _no_grad() -> AbstractContextManager[Any]:
@@ -138,6 +144,13 @@ class HorovodCollectives:
         # hvd.init() replaces this table; a handle of the old one may name another operation in the new one.
         table: object = self._mpi_ops._handle_map
         return table
+
+    def registry(self) -> Registry:
+        number, generation = self._set.process_set_id, self.generation()
+        if number not in _registries or _registries[number][0] is not generation:
+            # New ranks begin to count at 0, too.
+            _registries[number] = generation, Registry()
+        return _registries[number][1]
 
     def start(self, request: Request, name: str) -> Handle:
         hvd, tensor = self._hvd, request.tensor

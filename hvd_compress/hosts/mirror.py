@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..engine.collectives import Request
+from ..engine.registry import Registry
 
 
 class _Done:
@@ -34,6 +35,9 @@ class Mirror:
 
     def generation(self) -> object:
         return Mirror
+
+    def registry(self) -> Registry:
+        return Registry()
 
     def check_optimizer(self, optimizer: object) -> None:
         """Accepts all."""

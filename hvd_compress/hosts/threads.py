@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from ..engine.collectives import Handle, Request
+from ..engine.registry import Registry
 
 T = TypeVar("T")
 
@@ -60,6 +61,9 @@ class ThreadCollectives:
     def generation(self) -> object:
         return self._world
 
+    def registry(self) -> Registry:
+        return self._world.registries[self.rank]
+
     def check_optimizer(self, optimizer: object) -> None:
         """Every optimizer fits."""
 
@@ -89,6 +93,8 @@ class ThreadWorld:
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(1 if in_turn else size)
         self._open: dict[str, _Meeting] = {}
+        #: By rank.
+        self.registries = [Registry() for _ in range(size)]
         self._failure: BaseException | None = None
 
     def collectives(self, rank: int) -> ThreadCollectives:

@@ -105,6 +105,12 @@ class Compressor(Reporting, abc.ABC):
         """The algorithm: a generator that yields collectives (:mod:`hvd_compress.engine.collectives`), is sent their
         results, and writes the averages to ``bucket.targets()``."""
 
+    @property
+    def linear(self) -> bool:
+        """Whether everything that is passed in is applied once, without a memory of what was applied: an average that
+        comes back as a part of the next gradient is then neither lost nor counted twice."""
+        return True
+
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
 
@@ -267,7 +273,13 @@ class Compressor(Reporting, abc.ABC):
         self.engine.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError("a compressor belongs to its model and optimizer: build a new one for a copy")
+        raise TypeError(
+            "a compressor belongs to its model and optimizer, and cannot be copied with them: copy model.module "
+            "instead of the DistributedDataParallel model, and build a new compressor for the copy"
+        )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a compressor belongs to its process: save its state_dict(), on every rank its own")
+        raise TypeError(
+            "a compressor belongs to its process and cannot be pickled: save model.module (or its state_dict()) "
+            "instead of the DistributedDataParallel model, and compression.state_dict(), on every rank its own"
+        )

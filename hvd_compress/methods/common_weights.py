@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.agreement import hash_of
 from ..engine.engine import Engine, Place
 from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
 from ..reference import usable
@@ -109,7 +110,7 @@ class CommonWeights:
 
     def hash(self) -> int:
         """Of the common weights."""
-        return _hash(weight.common for weight in self.weights)
+        return hash_of(weight.common for weight in self.weights)
 
     def state(self) -> dict[str, Tree]:
         """The saved state. A rank's own weights are in the model, which the user saves: while they differ between
@@ -119,7 +120,7 @@ class CommonWeights:
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},
             "hash of the weights (call finish() before saving)": Recorded(
-                lambda: _hash(w.parameter.detach().to(w.common.dtype) for w in self.weights)
+                lambda: hash_of(w.parameter.detach().to(w.common.dtype) for w in self.weights)
             ),
         }
 
@@ -141,13 +142,3 @@ def scale_residuals(engine: Engine, factor: float) -> None:
     for bucket in engine.buckets:
         with bucket.order:
             engine.method.scale_residual(bucket, factor)
-
-
-def _hash(tensors: Iterable[Tensor]) -> int:
-    """Equal for equal bits."""
-    total = 0
-    for tensor in tensors:
-        bits = tensor.flatten().view(torch.int32 if tensor.element_size() == 4 else torch.int64).long()
-        place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
-        total = (total * 31 + int((bits * place).sum())) % 2**61
-    return total

@@ -142,6 +142,10 @@ class DeMo(TransformedMethod):
 
     # The averages.
 
+    @property
+    def linear(self) -> bool:
+        return super().linear and not self._sign and self._decay == 1.0
+
     def output(self) -> Output:
         return Output(self.scale, transform=True, sign=self._sign and not self._orthogonal)
 
@@ -169,10 +173,15 @@ class DeMo(TransformedMethod):
             if not self._signs_seen:
                 self._largest[segment.name] = grad.abs().amax()
 
-    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        entries = bucket.residual_of(segment).clone()
-        ops.hadamard(entries)
-        return segment.reshaped(entries)
+    def entries(self, segment: Segment, part: Tensor) -> Tensor:
+        flat = part.clone()
+        ops.hadamard(flat)
+        return segment.reshaped(flat)
+
+    def coefficients(self, segment: Segment, entries: Tensor, part: Tensor) -> None:
+        part.zero_()
+        super().coefficients(segment, entries, part)
+        ops.hadamard(part)
 
     # Uncompressed gradients.
 

@@ -104,7 +104,11 @@ class FFT(TransformedMethod):
     def _coefficients(self, bucket: Bucket, segment: Segment) -> Tensor:
         return segment.of(self._spectra[bucket.index])[: spectrum.padded(segment.numel)]
 
-    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        flat = torch.empty(segment.numel, device=bucket.device)
-        spectrum.inverse(bucket.residual_of(segment)[: spectrum.padded(segment.numel)], flat)
+    def entries(self, segment: Segment, part: Tensor) -> Tensor:
+        flat = torch.empty(segment.numel, device=part.device)
+        spectrum.inverse(part[: spectrum.padded(segment.numel)], flat)
         return segment.reshaped(flat)
+
+    def coefficients(self, segment: Segment, entries: Tensor, part: Tensor) -> None:
+        flat = segment.reshaped(torch.empty(segment.numel, device=part.device)).copy_(entries)
+        spectrum.forward(flat.as_strided((segment.numel,), (1,)), part[: spectrum.padded(segment.numel)])

@@ -103,7 +103,11 @@ class SparseMethod(Compressor):
 
     def options(self) -> dict[str, Any]:
         # A density that is a number is among the base class's options.
-        return {"density": self._density, **super().options(), "values": self._codec, "momentum": self.momentum.value}
+        return {"density": self._density, **super().options(), "values": self._codec, **self.momentum.options()}
+
+    @property
+    def linear(self) -> bool:
+        return not self.momentum.value
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
         """What averages are written to: one tensor per segment, empty where no gradient arrived."""
@@ -153,7 +157,7 @@ class SparseMethod(Compressor):
 
     def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
         plan = self._plans[bucket.index]
-        plan.selection.accumulate(position, grad, bucket.state.get("velocity"), plan.scoring)
+        plan.selection.accumulate(position, grad, self.momentum.velocity(bucket, position), plan.scoring)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         plan, interval = self._plans[bucket.index], self._budget_interval
@@ -177,6 +181,8 @@ class SparseMethod(Compressor):
         yield from selection.agree(plan.scoring)
         selection.gather(bucket.residual)
         if means is not None:
+            for segment in self.momentum.without(bucket):
+                segment.of_blocks(means.velocity).zero_()
             means.load(plan.payload[selection.total :], self.momentum.value, plan.invalid)
         key = derive(selection.seed.key, self.rank)
         mean, error = yield from plan.channel.average(plan.payload, plan.invalid, key)
@@ -224,23 +230,26 @@ class SparseMethod(Compressor):
     def take_momentum(self, optimizer: Optimizer) -> float:
         """Moves the momentum of a ``torch.optim.SGD`` into this compressor, as momentum correction. Returns it.
 
-        Call it before the first step, on the optimizer that is given to Horovod or that steps the DDP model, with one
-        synchronised backward pass per step. Weight
-        decay stays in the optimizer, without momentum there, and is scaled by 1 / (1 - momentum) to keep its effect.
-        :meth:`return_momentum` undoes this. A learning-rate schedule that changes the momentum (OneCycleLR) raises an
-        error in the next step. With one process, or outside the process set, where Horovod calls no compressor, the
-        momentum stays in the optimizer; if a process set leaves ranks out, call ``hvd.broadcast_optimizer_state()``
-        before: afterwards the states of the ranks differ.
+        Call it on the optimizer that is given to Horovod or that steps the DDP model, with one synchronised backward
+        pass per step. The parameters that this optimizer holds then have their momentum here, those of other optimizers
+        do not: take it from every optimizer that has one, with equal momenta. Velocities that the optimizer has already
+        are carried over. Weight decay stays in the optimizer, without momentum there, and is scaled by 1 / (1 -
+        momentum) to keep its effect. :meth:`return_momentum` undoes this. A learning-rate schedule that changes the
+        momentum (OneCycleLR) raises an error in the next step. With one process, or outside the process set, where
+        Horovod calls no compressor, the momentum stays in the optimizer; if a process set leaves ranks out, call
+        ``hvd.broadcast_optimizer_state()`` before: afterwards the states of the ranks differ.
 
         Raises:
             TypeError: another optimizer: its momentum is something else.
             ValueError: no momentum, different ones in different groups, Nesterov or dampening, or parameters that were
-                not given to this compressor and would lose their momentum.
+                not given to this compressor and would lose their momentum; in the optimizer's step, parameters whose
+                gradients bypass this compressor.
         """
         return self.momentum.take(optimizer)
 
     def return_momentum(self, optimizer: Optimizer) -> float:
-        """Moves the momentum back to ``optimizer``. Returns it. Raises ``ValueError`` if there is none."""
+        """Moves the momentum and the velocities back to ``optimizer``. Returns the momentum. All ranks must call it:
+        velocities are averaged over them. Raises ``ValueError`` if there is none."""
         return self.momentum.give_back(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -257,11 +266,32 @@ class SparseMethod(Compressor):
 
     # Residuals and checkpoints.
 
+    def entries(self, segment: Segment, part: Tensor) -> Tensor:
+        """A segment's part of a bucket-wide state, (blocks * 256,), as entries of the parameter, in its shape; a view
+        or a copy. A method that keeps coefficients of a transform applies the inverse."""
+        return segment.reshaped(part)
+
+    def coefficients(self, segment: Segment, entries: Tensor, part: Tensor) -> None:
+        """The inverse of :meth:`entries`: writes ``part``."""
+        segment.reshaped(part).copy_(entries)
+
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        means = self._plans[bucket.index].block_means
+        entries, means = self.entries(segment, bucket.residual_of(segment)), self._plans[bucket.index].block_means
         if means is None:
-            return super().held(bucket, segment)
-        return segment.reshaped(bucket.residual_of(segment) + means.residual_of(segment))
+            return entries
+        return entries + segment.reshaped(means.spread(segment, means.unsent + means.fresh))
+
+    def velocity_of(self, bucket: Bucket, segment: Segment) -> Tensor:
+        """The velocity of a parameter, in its shape: float32."""
+        entries = self.entries(segment, segment.of(bucket.state["velocity"]))
+        means = self._plans[bucket.index].block_means
+        return entries if means is None else entries + segment.reshaped(means.spread(segment, means.velocity))
+
+    def set_velocity(self, bucket: Bucket, segment: Segment, velocity: Tensor) -> None:
+        """Replaces it."""
+        self.coefficients(segment, velocity, segment.of(bucket.state["velocity"]))
+        if (means := self._plans[bucket.index].block_means) is not None:
+            segment.of_blocks(means.velocity).zero_()
 
     def scale_residual(self, bucket: Bucket, factor: float) -> None:
         super().scale_residual(bucket, factor)

@@ -74,7 +74,7 @@ def test_a_compressor_of_a_copy_of_the_model_raises_an_error():
     optimizer._compression = compression
     with pytest.raises(ValueError, match="holds none of its compressor's parameters"):
         optimizer.step()
-    with pytest.raises(TypeError, match="build a new one for a copy"):
+    with pytest.raises(TypeError, match="build a new compressor for the copy"):
         copy.deepcopy(compression)
 
 
