@@ -104,16 +104,16 @@ __global__ void __launch_bounds__(kThreads)
 
 void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> weight,
                             std::optional<Tensor> velocity, Tensor floor, Tensor indices,
-                            Tensor invalid, std::optional<Tensor> block_means, double scale,
-                            double momentum, int64_t slots, int64_t first_slot, int64_t phase,
-                            int64_t run, int64_t ranks, int64_t position, int64_t key,
-                            int64_t explore, std::optional<Tensor> deferred_indices,
+                            Tensor invalid, Tensor touched, std::optional<Tensor> block_means,
+                            double scale, double momentum, int64_t slots, int64_t first_slot,
+                            int64_t phase, int64_t run, int64_t ranks, int64_t position,
+                            int64_t key, int64_t explore, std::optional<Tensor> deferred_indices,
                             std::optional<Tensor> deferred_mean,
                             std::optional<Tensor> deferred_error, int64_t deferred_slots,
                             int64_t deferred_first_slot, int64_t deferred_phase, double decay,
                             bool transform) {
-  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, block_means,
-                                  scale, momentum, decay, transform);
+  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, touched,
+                                  block_means, scale, momentum, decay, transform);
   args.deferred =
       checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
                        deferred_slots, deferred_first_slot, deferred_phase);
