@@ -1,6 +1,8 @@
 // accumulate_select on the CPU: one block at a time, so that its scores stay in the L1 cache.
 #include "../accumulate_select.h"
 
+#include <type_traits>
+
 #include "any.h"
 #include "hadamard.h"
 #include "isa.h"
@@ -13,11 +15,14 @@ namespace {
 constexpr int64_t kGrain = 128;  // blocks per thread, at least
 constexpr uint32_t kInvalid = 1, kTouched = 2;
 
+// Whether a block has an entry that is neither 0 nor -0. It runs in few blocks: inlined, it would
+// slow down the loop that calls it.
 template <typename T>
-HVD_BODY bool any_nonzero(const T* grad, int inside) {
-  uint32_t any = 0;
-  for (int i = 0; i < inside; ++i) any |= static_cast<float>(grad[i]) != 0.0f;
-  return any;
+__attribute__((noinline)) bool any_nonzero(const T* grad, int inside) {
+  using Word = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  Word any = 0;
+  for (int i = 0; i < inside; ++i) any |= bits_as<Word>(grad[i]);
+  return static_cast<Word>(any << 1);  // without the sign
 }
 
 // The mean of a block's scaled gradient, by pairwise summation as in the reference.
