@@ -21,6 +21,7 @@ struct AccumulateSelect {
   float* block_means;  // or null
   const float* floor;
   int32_t* invalid;
+  int32_t* touched;
   int64_t entries;
   float scale;
   float momentum;
@@ -105,8 +106,9 @@ inline Deferred checked_deferred(const Tensor& residual, const std::optional<Ten
 inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
                                 const std::optional<Tensor>& weight,
                                 const std::optional<Tensor>& velocity, const Tensor& floor,
-                                const Tensor& invalid, const std::optional<Tensor>& block_means,
-                                double scale, double momentum, double decay, bool transform) {
+                                const Tensor& invalid, const Tensor& touched,
+                                const std::optional<Tensor>& block_means, double scale,
+                                double momentum, double decay, bool transform) {
   STD_TORCH_CHECK(!transform || (!weight && !block_means),
                   "transform goes without weight and block_means");
   check_residual(residual, velocity);
@@ -122,6 +124,8 @@ inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
   check_numel(floor, "floor", 1);
   check_flat(invalid, "invalid", ScalarType::Int, residual);
   check_numel(invalid, "invalid", 1);
+  check_flat(touched, "touched", ScalarType::Int, residual);
+  check_numel(touched, "touched", 1);
   if (block_means) {
     check_flat(*block_means, "block_means", ScalarType::Float, residual);
     check_numel(*block_means, "block_means", residual.numel() / kBlock);
@@ -131,6 +135,7 @@ inline AccumulateSelect checked(const Tensor& grad, const Tensor& residual,
           data_or_null(block_means),
           const_data<float>(floor),
           data<int32_t>(invalid),
+          data<int32_t>(touched),
           grad.numel(),
           static_cast<float>(scale),
           static_cast<float>(momentum),

@@ -6,11 +6,11 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
   library.def(
       "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor? weight, "
       "Tensor(c!)? velocity, Tensor floor, Tensor(d!) indices, Tensor(e!) invalid, "
-      "Tensor(f!)? block_means, float scale, float momentum, int slots, int first_slot, int phase, "
-      "int run, int ranks, int position, int key, int explore, Tensor? deferred_indices=None, "
-      "Tensor? deferred_mean=None, Tensor? deferred_error=None, int deferred_slots=0, int "
-      "deferred_first_slot=0, "
-      "int deferred_phase=0, float decay=1.0, bool transform=False) -> ()");
+      "Tensor(f!) touched, Tensor(g!)? block_means, float scale, float momentum, int slots, "
+      "int first_slot, int phase, int run, int ranks, int position, int key, int explore, "
+      "Tensor? deferred_indices=None, Tensor? deferred_mean=None, Tensor? deferred_error=None, "
+      "int deferred_slots=0, int deferred_first_slot=0, int deferred_phase=0, float decay=1.0, "
+      "bool transform=False) -> ()");
   library.def(
       "select(Tensor score, Tensor(a!) indices, int slots, int first_slot, int phase, "
       "int run, int ranks, int position, int key, int explore) -> ()");

@@ -103,6 +103,7 @@ class Bench:
             "velocity": self.random(padded) if velocity else None,
             "floor": torch.tensor([1e-3], device=self.device),
             "invalid": self.zeros(1, dtype=torch.int32),
+            "touched": self.zeros(1, dtype=torch.int32),
             "block_means": self.zeros(self.blocks) if means else None,
             "scale": 0.5,
             "momentum": 0.9,

@@ -1,6 +1,8 @@
 // accumulate_select on the CPU: one block at a time, so that its scores stay in the L1 cache.
 #include "../accumulate_select.h"
 
+#include <type_traits>
+
 #include "any.h"
 #include "hadamard.h"
 #include "isa.h"
@@ -11,6 +13,17 @@ namespace hvd_compress {
 namespace {
 
 constexpr int64_t kGrain = 128;  // blocks per thread, at least
+constexpr uint32_t kInvalid = 1, kTouched = 2;
+
+// Whether a block has an entry that is neither 0 nor -0. It runs in few blocks: inlined, it would
+// slow down the loop that calls it.
+template <typename T>
+__attribute__((noinline)) bool any_nonzero(const T* grad, int inside) {
+  using Word = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  Word any = 0;
+  for (int i = 0; i < inside; ++i) any |= bits_as<Word>(grad[i]);
+  return static_cast<Word>(any << 1);  // without the sign
+}
 
 // The mean of a block's scaled gradient, by pairwise summation as in the reference.
 template <typename T>
@@ -72,12 +85,12 @@ HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad,
 
 template <typename T, bool kVelocity>
 struct Blocks {
-  static HVD_BODY bool run(const AccumulateSelect* args, T* grad, const T* weight, int64_t begin,
-                           int64_t end) {
+  static HVD_BODY uint32_t run(const AccumulateSelect* args, T* grad, const T* weight,
+                               int64_t begin, int64_t end) {
     alignas(64) int32_t scores[kBlock];
     alignas(64) float coefficients[kBlock];
     float scale = args->scale;
-    bool bad = false;
+    bool bad = false, touched = false;
     const Select& select = args->select;
     auto first_index_of = [&](int64_t block) {
       return select.slots ? select.first_index(block) : 0;
@@ -110,6 +123,7 @@ struct Blocks {
       float* residual = args->residual + base;
       float* velocity = kVelocity ? args->velocity + base : nullptr;
       int count = static_cast<int>(next - place);
+      if (!touched) touched = any_nonzero(grad + base, inside);
       float mean = 0.0f;
       if (args->block_means) {
         mean = block_mean(grad + base, scale, inside);
@@ -133,31 +147,32 @@ struct Blocks {
       place = next;
       next = after;
     }
-    return bad;
+    return (bad ? kInvalid : 0) | (touched ? kTouched : 0);
   }
 };
 
 template <typename T>
 void run(const AccumulateSelect& args, T* grad, const T* weight) {
-  bool bad = any_part(args.select.blocks, kGrain, [&](int64_t begin, int64_t end) {
+  uint32_t found = any_part(args.select.blocks, kGrain, [&](int64_t begin, int64_t end) {
     return args.velocity ? run_best<Blocks<T, true>>(&args, grad, weight, begin, end)
                          : run_best<Blocks<T, false>>(&args, grad, weight, begin, end);
   });
-  if (bad) *args.invalid |= 1;
+  if (found & kInvalid) *args.invalid |= 1;
+  if (found & kTouched) *args.touched |= 1;
 }
 
 void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> weight,
                            std::optional<Tensor> velocity, Tensor floor, Tensor indices,
-                           Tensor invalid, std::optional<Tensor> block_means, double scale,
-                           double momentum, int64_t slots, int64_t first_slot, int64_t phase,
-                           int64_t run_length, int64_t ranks, int64_t position, int64_t key,
-                           int64_t explore, std::optional<Tensor> deferred_indices,
+                           Tensor invalid, Tensor touched, std::optional<Tensor> block_means,
+                           double scale, double momentum, int64_t slots, int64_t first_slot,
+                           int64_t phase, int64_t run_length, int64_t ranks, int64_t position,
+                           int64_t key, int64_t explore, std::optional<Tensor> deferred_indices,
                            std::optional<Tensor> deferred_mean,
                            std::optional<Tensor> deferred_error, int64_t deferred_slots,
                            int64_t deferred_first_slot, int64_t deferred_phase, double decay,
                            bool transform) {
-  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, block_means,
-                                  scale, momentum, decay, transform);
+  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, touched,
+                                  block_means, scale, momentum, decay, transform);
   args.deferred =
       checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
                        deferred_slots, deferred_first_slot, deferred_phase);

@@ -1,4 +1,4 @@
-// A parallel loop that returns whether any part found something.
+// A parallel loop that returns what its parts found.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -7,13 +7,13 @@
 
 namespace hvd_compress {
 
-// Calls find(begin, end) in parallel for parts of 0 to `size`, of at least `grain` each. Returns
-// whether it was true for any part. All parts are processed.
+// Calls find(begin, end), which returns bits, in parallel for parts of 0 to `size`, of at least
+// `grain` each. Returns the bits that are set for any part. All parts are processed.
 template <typename Find>
-bool any_part(int64_t size, int64_t grain, const Find& find) {
-  std::atomic<bool> any{false};
+uint32_t any_part(int64_t size, int64_t grain, const Find& find) {
+  std::atomic<uint32_t> any{0};
   torch::stable::parallel_for(0, size, grain, [&](int64_t begin, int64_t end) {
-    if (find(begin, end)) any.store(true, std::memory_order_relaxed);
+    any.fetch_or(find(begin, end), std::memory_order_relaxed);
   });
   return any;
 }

@@ -33,13 +33,16 @@ template <typename T, bool kVelocity>
 __global__ void __launch_bounds__(kThreads)
     accumulate_select_kernel(const __grid_constant__ AccumulateSelect args, T* __restrict__ grad,
                              const T* __restrict__ weight, bool aligned) {
+  HVD_SHARED(int, touched, 1);  // by this thread block
+  if (threadIdx.x == 0) *touched = 0;
+  __syncthreads();
   int64_t block = warp_id();
   if (block >= args.select.blocks) return;
   int64_t first = block * kBlock;
   int inside = args.inside(block);
   int used = args.transform ? kBlock : inside;  // of the residual
 
-  T grads[kPerLane];
+  T grads[kPerLane];  // 0 in the padding
   float step[kPerLane];
   float residual[kPerLane];
   float velocity[kPerLane];
@@ -56,9 +59,10 @@ __global__ void __launch_bounds__(kThreads)
     mean = block_mean(grads, args.scale, inside);
     if (lane_id() == 0) args.block_means[block] += mean;
   }
-  bool bad = false;
+  bool bad = false, nonzero = false;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
+    nonzero |= static_cast<float>(grads[i]) != 0.0f;
     step[i] = static_cast<float>(grads[i]) * args.scale - mean;
     if (args.transform && !is_transformable(step[i])) {
       step[i] = 0.0f;
@@ -70,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kPerLane; ++i) {
     Entry entry = accumulate<kVelocity>(step[i], residual[i], kVelocity ? velocity[i] : 0.0f,
                                         args.momentum, args.decay);
-    bad |= !entry.usable;  // padding is loaded as zeros
+    bad |= !entry.usable;
     residual[i] = entry.residual;
     velocity[i] = entry.velocity;
     grads[i] = static_cast<T>(0.0f);
@@ -79,6 +83,10 @@ __global__ void __launch_bounds__(kThreads)
   store(args.residual + first, residual, used, aligned);
   if (kVelocity) store(args.velocity + first, velocity, used, aligned);
   if (__any_sync(kAll, bad) && lane_id() == 0) atomicOr(args.invalid, 1);
+  // One atomic per thread block: most warps have entries that are not zero.
+  if (__any_sync(kAll, nonzero) && lane_id() == 0 && !atomicOr(touched, 1)) {
+    atomicOr(args.touched, 1);
+  }
   if (!args.select.slots) return;
 
   LeaderSlots leads = leader_slots(args.select, block);
@@ -104,16 +112,16 @@ __global__ void __launch_bounds__(kThreads)
 
 void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> weight,
                             std::optional<Tensor> velocity, Tensor floor, Tensor indices,
-                            Tensor invalid, std::optional<Tensor> block_means, double scale,
-                            double momentum, int64_t slots, int64_t first_slot, int64_t phase,
-                            int64_t run, int64_t ranks, int64_t position, int64_t key,
-                            int64_t explore, std::optional<Tensor> deferred_indices,
+                            Tensor invalid, Tensor touched, std::optional<Tensor> block_means,
+                            double scale, double momentum, int64_t slots, int64_t first_slot,
+                            int64_t phase, int64_t run, int64_t ranks, int64_t position,
+                            int64_t key, int64_t explore, std::optional<Tensor> deferred_indices,
                             std::optional<Tensor> deferred_mean,
                             std::optional<Tensor> deferred_error, int64_t deferred_slots,
                             int64_t deferred_first_slot, int64_t deferred_phase, double decay,
                             bool transform) {
-  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, block_means,
-                                  scale, momentum, decay, transform);
+  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, touched,
+                                  block_means, scale, momentum, decay, transform);
   args.deferred =
       checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
                        deferred_slots, deferred_first_slot, deferred_phase);

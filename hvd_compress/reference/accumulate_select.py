@@ -16,6 +16,7 @@ def accumulate_select(
     floor: Tensor,
     indices: Tensor,
     invalid: Tensor,
+    touched: Tensor,
     block_means: Tensor | None,
     scale: float,
     momentum: float,
@@ -51,6 +52,8 @@ def accumulate_select(
     With ``transform``, ``g`` is the :func:`hadamard` transform of ``grad * scale``, padded with zeros, and everything
     else holds coefficients, padding included. Entries from ``OVERFLOW / 16`` on then count as 0 and set ``invalid``.
 
+    ``touched`` is set to 1 if an entry of ``grad`` is not zero; NaN and infinity are not.
+
     ``grad`` is set to 0; with ``block_means`` or ``transform`` it is not written, because :func:`scatter` writes all of
     it.
 
@@ -59,9 +62,10 @@ def accumulate_select(
 
     ``grad``, ``weight``: n entries, dense, in one memory order, float32, float16 or bfloat16.
     ``residual``, ``velocity``: float32, (blocks * 256,). ``floor``: float32, (1,), >= 0. ``indices``: uint8, for all
-    slots of the bucket that this rank leads. ``invalid``: int32, (1,). ``block_means``: float32, (blocks,).
-    ``slots`` 0 only accumulates. ``deferred_indices``, uint8, ``deferred_mean``, ``deferred_error``, float32: all slots
-    of the last exchange; ``deferred_phase``: its phase. ``transform`` goes without ``weight`` and ``block_means``.
+    slots of the bucket that this rank leads. ``invalid``, ``touched``: int32, (1,). ``block_means``: float32,
+    (blocks,). ``slots`` 0 only accumulates. ``deferred_indices``, uint8, ``deferred_mean``, ``deferred_error``,
+    float32: all slots of the last exchange; ``deferred_phase``: its phase. ``transform`` goes without ``weight`` and
+    ``block_means``.
     """
     if deferred_indices is not None and deferred_mean is not None and deferred_error is not None:
         mine = slice(deferred_first_slot, deferred_first_slot + deferred_slots)
@@ -70,6 +74,7 @@ def accumulate_select(
         scatter(skipped, residual, velocity, deferred_indices[mine], row, sent, error, deferred_phase, 0.0)
     n = grad.numel()
     flat = grad.as_strided((n,), (1,))
+    touched |= flat.any().to(torch.int32)
     step = flat.float() * scale
     if block_means is not None:
         mean = mean_of_blocks(step, len(block_means))

@@ -147,6 +147,8 @@ class Selection(abc.ABC):
         self.total = sum(slots)
         self.first = list(accumulate(slots[:-1], initial=0))
         self._no_floor = torch.zeros(1, device=bucket.device)
+        #: Which segments' gradients had an entry other than zero in this step: int32, (segments,).
+        self.touched = torch.zeros(len(slots), dtype=torch.int32, device=bucket.device)
         self._no_indices = torch.zeros(0, dtype=torch.uint8, device=bucket.device)
         #: Where :meth:`gather` writes: float32, (slots,). Set by the method.
         self.values: Tensor
@@ -158,6 +160,7 @@ class Selection(abc.ABC):
     def begin_step(self, seed: StepSeed, check: bool) -> None:
         """``check``: raise an error in this step if ranks have selected differently (synchronises a GPU)."""
         self.seed, self.check, self.phase = seed, check, seed.phase
+        self.touched.zero_()
 
     def agree(self, scoring: Scoring) -> Agreement:
         """An exchange after which all ranks know the same entries."""
@@ -189,6 +192,7 @@ class Selection(abc.ABC):
             self._no_floor if floors is None else floors[position : position + 1],
             self.own_indices if self.selects_early else self._no_indices,
             scoring.invalid,
+            self.touched[position : position + 1],
             None if scoring.block_means is None else segment.of_blocks(scoring.block_means),
             scoring.scale,
             scoring.momentum,

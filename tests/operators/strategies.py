@@ -113,7 +113,8 @@ phases = st.one_of(st.integers(0, 1000), st.integers(-1000, 2**40))
 
 
 def values(n: int, kind: str, seed: int) -> Tensor:
-    """n float32 values. equal: three different ones; tiny: also denormals; huge: sums overflow; wild: also NaN, inf."""
+    """n float32 values. equal: three different ones; signed zeros: 0 and -0 only; tiny: also denormals; huge: sums
+    overflow; wild: also NaN, inf."""
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn(n, generator=generator)
     where = torch.randint(0, 40, (n,), generator=generator)
@@ -121,6 +122,8 @@ def values(n: int, kind: str, seed: int) -> Tensor:
         return where.remainder(3) - 1.0
     if kind == "zero":
         return torch.where(where == 0, value, torch.where(where == 1, -0.0, 0.0))
+    if kind == "signed zeros":
+        return torch.where(where < 20, -0.0, 0.0)
     if kind == "tiny":
         return value * torch.where(where < 20, 1e-40, 1e-38)
     if kind == "huge":

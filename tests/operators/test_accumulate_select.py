@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     DEVICES,
+    KINDS,
     bad_selection,
     bounded,
     check_device,
@@ -30,7 +31,7 @@ from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
 NO_DEFERRED = [None, None, None, 0, 0, 0]
-NAMES = ["grad", "residual", "weight", "velocity", "floor", "indices", "invalid", "block_means"]
+NAMES = ["grad", "residual", "weight", "velocity", "floor", "indices", "invalid", "touched", "block_means"]
 
 
 def deferred(slots: int, first: int, phase: int, seed: int) -> list:
@@ -56,13 +57,13 @@ def arguments(draw: st.DrawFn) -> list:
     velocity = values(blocks * BLOCK, "normal", seed + 2) if draw(st.booleans()) else None
     last = int(reference.slots_before(torch.tensor(first_slot + slots), run, ranks, position))
     return [
-        shaped(values(n, draw(kinds), seed).to(dtype), shape),
+        shaped(values(n, draw(st.sampled_from([*KINDS, "signed zeros"])), seed).to(dtype), shape),
         residual,
         shaped(values(n, draw(kinds), seed + 3).to(dtype), shape) if not transform and draw(st.booleans()) else None,
         velocity,
         torch.tensor([draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))]),
         torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # the rest must not be written
-        torch.tensor([draw(st.integers(0, 1))], dtype=torch.int32),
+        *(torch.tensor([draw(st.integers(0, 1))], dtype=torch.int32) for _ in ("invalid", "touched")),
         torch.full((blocks,), 3.0) if not transform and draw(st.booleans()) else None,
         draw(st.sampled_from([1.0, 0.3, 1 / 65536, 1e30])),
         draw(st.sampled_from([0.9, 0.0, 1.0])),
@@ -84,10 +85,14 @@ def arguments(draw: st.DrawFn) -> list:
     ]
 
 
+def flag() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
 def sample(device: str = "cpu") -> list:
     """Valid arguments: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
     tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
-    tensors += [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(3)]
+    tensors += [torch.zeros(6, dtype=torch.uint8), flag(), flag(), torch.zeros(3)]
     return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *deferred(10, 2, 3, 1), 0.9, False])
 
 
@@ -112,7 +117,7 @@ def test_within_other_memory(device: str, n: int, before: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         blocks = -(-n // BLOCK)
         want = [values(n, "normal", 1).to(dtype), torch.zeros(blocks * BLOCK), values(n, "normal", 2).to(dtype), None]
-        want += [torch.ones(1), torch.zeros(4 * blocks, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)]
+        want += [torch.ones(1), torch.zeros(4 * blocks, dtype=torch.uint8), flag(), flag()]
         want += [torch.zeros(blocks), 0.5, 0.0, 4 * blocks, 0, 0, 1, 1, 0, 7, 2**31]
         with within_memory(want, before, device) as got:
             ops.accumulate_select(*got)
@@ -130,8 +135,8 @@ def test_counts(device: str, count: int, kind: str, weighted: bool) -> None:
     n, blocks = 19 * BLOCK + 3, 20
     residual = torch.zeros(blocks * BLOCK)
     weight, floor = values(n, "normal", 1) if weighted else None, torch.tensor([0.1])
-    invalid = torch.zeros(1, dtype=torch.int32)
-    args = [values(n, kind, 2), residual, weight, None, floor, torch.zeros(blocks * count, dtype=torch.uint8), invalid]
+    indices = torch.zeros(blocks * count, dtype=torch.uint8)
+    args = [values(n, kind, 2), residual, weight, None, floor, indices, flag(), flag()]
     args += [None, 1.0, 0.0, blocks * count, 0, 3, 1, 1, 0, 11, 2**31]
     got, want = on(device, clone(args)), clone(args)
     ops.accumulate_select(*got)
@@ -145,7 +150,7 @@ def test_many_blocks(device: str) -> None:
     n = 2000 * BLOCK
     for phase in (0, -77, 2500):
         tensors = [values(n, "normal", 1), values(n, "normal", 2), values(n, "equal", 3), None, torch.tensor([0.1])]
-        tensors += [torch.zeros(4000, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.zeros(2000)]
+        tensors += [torch.zeros(4000, dtype=torch.uint8), flag(), flag(), torch.zeros(2000)]
         args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31, *deferred(9700, 5, phase + 1, 12)]
         got, want = on(device, clone(args)), clone(args)
         with threads(3):
@@ -176,12 +181,12 @@ def test_unaligned_gradient(device: str) -> None:
 def test_block_means_are_subtracted(device: str) -> None:
     """The mean is of the entries without padding; nothing is subtracted in a block with an infinity."""
     check_device(device)
-    args = sample(device)[:18]
+    args = sample(device)[:19]
     grad = args[0].clone() + 1.0
     grad[300] = float("inf")
     args[0], args[3] = grad.clone(), None
     ops.accumulate_select(*args)
-    residual, block_means = args[1].cpu(), args[7].cpu()
+    residual, block_means = args[1].cpu(), args[8].cpu()
     blocks = grad.cpu().split(BLOCK)
     for i in (0, 2):
         torch.testing.assert_close(block_means[i], blocks[i].mean())
@@ -199,10 +204,10 @@ def test_deferred_update_is_done_first(device: str) -> None:
     args[0].fill_(1.0)
     args[1].fill_(10.0)
     args[3].fill_(10.0)
-    args[7] = None
+    args[8] = None
     indices = torch.tensor([5, 5, 7, 9, 255], dtype=torch.uint8)
     mean, error = torch.tensor([1.0, 1.0, float("nan"), 1.0, 1.0]), torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0])
-    args[18:] = on(device, [indices, mean, error, 5, 0, 2])
+    args[19:] = on(device, [indices, mean, error, 5, 0, 2])
     counts = reference.slot_start(torch.arange(4), 5, 3, 2).diff().tolist()
     assert counts == [2, 2, 1]
     ops.accumulate_select(*args)
@@ -222,7 +227,7 @@ def test_transform_is_orthonormal(device: str) -> None:
     grad[260:264] = torch.tensor([1.0, -1.0, 1.0, -1.0])
     grad[599] = 16.0
     args = on(device, [grad.clone(), torch.ones(3 * BLOCK), None, None, torch.zeros(1)])
-    args += on(device, [torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), None])
+    args += on(device, [torch.zeros(6, dtype=torch.uint8), flag(), flag(), None])
     ops.accumulate_select(*args, 1.0, 0.0, 6, 0, 0, 1, 1, 0, 7, 0, *NO_DEFERRED, 0.5, True)
     residual = args[1].cpu() - 0.5
     assert torch.equal(residual[:BLOCK], torch.zeros(BLOCK))
@@ -240,23 +245,52 @@ def test_what_cannot_be_transformed_does_not_spread(device: str, bad: float) -> 
     grad = torch.zeros(600)
     grad[3], grad[4] = bad, 8.0
     args = on(device, [grad, torch.zeros(3 * BLOCK), None, None, torch.zeros(1), torch.zeros(0, dtype=torch.uint8)])
-    args += on(device, [torch.zeros(1, dtype=torch.int32), None])
+    args += on(device, [flag(), flag(), None])
     ops.accumulate_select(*args, 1.0, 0.0, 0, 0, 0, 1, 1, 0, 7, 0, *NO_DEFERRED, 1.0, True)
     assert args[6].item() == 1
     assert (args[1][:BLOCK].abs() == 0.5).all() and not args[1][BLOCK:].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["weight", "means", "transform"])
+def test_touched(device: str, dtype: torch.dtype, way: str) -> None:
+    """Set by one entry other than zero, wherever it is, and never unset. A thread's part has 128 blocks or more."""
+    check_device(device)
+    blocks = 300
+    n = (blocks - 1) * BLOCK + 3
+
+    def touched(grad: torch.Tensor, before: int = 0, scale: float = 1.0) -> int:
+        weight = torch.ones(n, dtype=dtype) if way == "weight" else None
+        means = torch.zeros(blocks) if way == "means" else None
+        args = [grad.to(dtype), torch.randn(blocks * BLOCK), weight, None, torch.ones(1)]
+        args += [torch.zeros(blocks, dtype=torch.uint8), flag(), flag() + before, means, scale, 0.0, blocks, 0, 0, 1, 1]
+        args = on(device, [*args, 0, 7, 0, *NO_DEFERRED, 1.0, way == "transform"])
+        with threads(3):
+            ops.accumulate_select(*args)
+        return args[7].item()
+
+    zeros = values(n, "signed zeros", 1)
+    assert touched(zeros) == 0 and touched(zeros, before=1) == 1 and touched(torch.ones(n), before=1) == 1
+    for where in (0, 5 * BLOCK + 200, n // 2, n - 1):
+        for entry in (1.0, -1.0, float("nan"), float("-inf"), torch.finfo(dtype).smallest_normal):
+            grad = zeros.clone()
+            grad[where] = entry
+            assert touched(grad) == 1, (where, entry)
+    assert touched(torch.full((n,), torch.finfo(dtype).smallest_normal), scale=1e-30) == 1, "before the scale"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
     torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)))
-    for optional in (2, 3, 7):
+    for optional in (2, 3, 8):
         without = sample(device)
         without[optional] = None
         torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
-    transformed = [*sample(device)[:18], *NO_DEFERRED, 0.9, True]
-    transformed[2] = transformed[7] = None
-    for args in (sample(device)[:18], transformed):
+    transformed = [*sample(device)[:19], *NO_DEFERRED, 0.9, True]
+    transformed[2] = transformed[8] = None
+    for args in (sample(device)[:19], transformed):
         torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(args))
 
 
@@ -273,20 +307,22 @@ BAD = {
     "velocity size": (3, lambda x: x[:512].clone(), "velocity must have 768 entries, got 512"),
     "floor": (4, lambda x: x.expand(2).clone(), "floor must have 1 entries, got 2"),
     "invalid dtype": (6, lambda x: x.long(), "invalid must be Int, got Long"),
-    "block_means dtype": (7, lambda x: x.double(), "block_means must be Float, got Double"),
-    "block_means size": (7, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
-    **bad_selection(indices=5, slots=10),
-    "deferred_indices dtype": (18, lambda x: x.int(), "deferred_indices must be Byte, got Int"),
-    "deferred_indices missing": (18, lambda x: None, "must be given together"),
-    "deferred_mean missing": (19, lambda x: None, "must be given together"),
-    "deferred_mean numel": (19, lambda x: x[:14].clone(), "deferred_mean must have 15 entries, got 14"),
-    "deferred_mean dtype": (19, lambda x: x.double(), "deferred_mean must be Float, got Double"),
-    "deferred_error numel": (20, lambda x: x[:14].clone(), "deferred_error must have 15 entries, got 14"),
-    "deferred_error dtype": (20, lambda x: x.double(), "deferred_error must be Float, got Double"),
-    "deferred_slots": (21, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
-    "deferred_slots < 0": (21, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
-    "transform": (25, lambda x: True, "transform goes without weight and block_means"),
-    "deferred_first_slot": (22, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
+    "touched dtype": (7, lambda x: x.long(), "touched must be Int, got Long"),
+    "touched numel": (7, lambda x: x.expand(2).clone(), "touched must have 1 entries, got 2"),
+    "block_means dtype": (8, lambda x: x.double(), "block_means must be Float, got Double"),
+    "block_means size": (8, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
+    **bad_selection(indices=5, slots=11),
+    "deferred_indices dtype": (19, lambda x: x.int(), "deferred_indices must be Byte, got Int"),
+    "deferred_indices missing": (19, lambda x: None, "must be given together"),
+    "deferred_mean missing": (20, lambda x: None, "must be given together"),
+    "deferred_mean numel": (20, lambda x: x[:14].clone(), "deferred_mean must have 15 entries, got 14"),
+    "deferred_mean dtype": (20, lambda x: x.double(), "deferred_mean must be Float, got Double"),
+    "deferred_error numel": (21, lambda x: x[:14].clone(), "deferred_error must have 15 entries, got 14"),
+    "deferred_error dtype": (21, lambda x: x.double(), "deferred_error must be Float, got Double"),
+    "deferred_slots": (22, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
+    "deferred_slots < 0": (22, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
+    "transform": (26, lambda x: True, "transform goes without weight and block_means"),
+    "deferred_first_slot": (23, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
 }
 
 
@@ -295,7 +331,7 @@ def test_overlap(shift: int) -> None:
     """6 and 15 bytes: they may be adjacent."""
     args = sample()
     memory = torch.zeros(60, dtype=torch.uint8)
-    args[5], args[18] = memory[30:36], memory[30 + shift : 45 + shift]
+    args[5], args[19] = memory[30:36], memory[30 + shift : 45 + shift]
     if shift in (-15, 6):
         ops.accumulate_select(*args)
         return
