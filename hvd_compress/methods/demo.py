@@ -107,6 +107,7 @@ class DeMo(TransformedMethod):
             raise ValueError("orthogonal goes with sign=True: without it, gradients are plain averages")
         common.update(values=values, exchange=exchange, leaders=leaders, explore=explore)
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
+        self._finds_idle = sign
         super().__init__(named_parameters, density, **common)
         self._decay, self._sign, self._dense_momentum = decay, sign, dense_momentum
         self._orthogonal = self._names(orthogonal)

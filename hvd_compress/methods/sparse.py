@@ -47,6 +47,8 @@ class SparseMethod(Compressor):
 
     #: Whether block means are sent (:mod:`hvd_compress.engine.block_means`); only with selections by leaders.
     _block_means = False
+    #: Whether a parameter that no rank has a gradient for receives nothing, instead of the rest of its residual.
+    _finds_idle = False
     #: A hash of the options in this step.
     _settings: int
 
@@ -143,7 +145,7 @@ class SparseMethod(Compressor):
         # At least one slot for each parameter: without one it would never be sent.
         total = max(len(plan.sizes), round(density * sum(plan.sizes)))
         if total == sum(plan.sizes):
-            plan.selection = AllEntries(bucket)
+            plan.selection = AllEntries(bucket, self._finds_idle)
         else:
             slots = apportion(total, plan.weights, self.max_slots(bucket, plan, density))
             plan.selection = self.select(bucket, plan, slots, density)
@@ -194,6 +196,7 @@ class SparseMethod(Compressor):
             for position in missing_targets(targets):  # as Selection.skip_missing()
                 bucket.segments[position].of_blocks(block_means).fill_(math.nan)
             means.keep_error(block_means, rest)
+        mean, error = selection.keep_idle(mean, error)
         self.averaged(bucket, plan, mean)
         mean, velocity = selection.skip_missing(targets, mean), bucket.state.get("velocity")
         selection.scatter(targets, velocity, Average(mean, error, self.output(), block_means))

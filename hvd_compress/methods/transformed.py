@@ -54,8 +54,9 @@ class TransformedMethod(SparseMethod):
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         if self._exchange == "gather":
-            return BlockPerRank(bucket, slots)
-        return BlockLeaders(bucket, slots, run_length(self._leaders, density, self.ranks), self.ranks, self.rank)
+            return BlockPerRank(bucket, slots, self._finds_idle)
+        run = run_length(self._leaders, density, self.ranks)
+        return BlockLeaders(bucket, slots, run, self.ranks, self.rank, self._finds_idle)
 
     def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
         return replace(super().scoring(bucket, plan), explore=self._explore)

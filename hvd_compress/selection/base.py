@@ -9,6 +9,7 @@ import abc
 import zlib
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -149,6 +150,10 @@ class Selection(abc.ABC):
         self._no_floor = torch.zeros(1, device=bucket.device)
         #: Which segments' gradients had an entry other than zero in this step: int32, (segments,).
         self.touched = torch.zeros(len(slots), dtype=torch.int32, device=bucket.device)
+        #: Whether :meth:`agree` finds out which segments no rank has a gradient for, and those: bool, (segments,), or
+        #: None if there are none.
+        self.finds_idle = False
+        self.idle: Tensor | None = None
         self._no_indices = torch.zeros(0, dtype=torch.uint8, device=bucket.device)
         #: Where :meth:`gather` writes: float32, (slots,). Set by the method.
         self.values: Tensor
@@ -174,6 +179,37 @@ class Selection(abc.ABC):
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
         """Writes an average to ``targets`` (one tensor per segment, or empty), and the quantization error to the
         residual; see :func:`hvd_compress.reference.scatter`. The update of residual and velocity may be deferred."""
+
+    def find_idle(self, touched: Tensor) -> None:
+        """``touched``: bool, (segments,), whether any rank has a gradient."""
+        idle = ~touched
+        # Free on the CPU; a GPU would be synchronised.
+        self.idle = idle if idle.is_cuda or bool(idle.any()) else None
+
+    def keep_idle(self, mean: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        """An average and this rank's quantization error such that idle segments receive 0 and keep what they hold: what
+        replaces gradients by signs would apply the rest of the residual for ever, however small."""
+        if self.idle is None:
+            return mean, error
+        idle = self.idle.repeat_interleave(self._slot_counts, output_size=self.total)
+        return mean.masked_fill(idle, 0.0), torch.where(idle, self.values, error)
+
+    def silence_idle(self, mean: Tensor) -> Tensor:
+        """A bucket-wide average, float32, (blocks * 256,), with 0 in idle segments."""
+        if self.idle is None:
+            return mean
+        idle = self.idle.repeat_interleave(self._block_counts, output_size=self.bucket.blocks)
+        return mean.view(-1, BLOCK).masked_fill(idle[:, None], 0.0).view(-1)
+
+    # Made once: creating them in each step would synchronise a GPU.
+
+    @cached_property
+    def _slot_counts(self) -> Tensor:
+        return torch.tensor(self.slots, device=self.bucket.device)
+
+    @cached_property
+    def _block_counts(self) -> Tensor:
+        return torch.tensor([segment.blocks for segment in self.bucket.segments], device=self.bucket.device)
 
     def skip_missing(self, targets: list[Tensor], mean: Tensor) -> Tensor:
         """``mean`` with NaN where a segment has no target: values that nobody receives stay in the residual. (Hosts

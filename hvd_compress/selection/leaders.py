@@ -21,13 +21,18 @@ class LeaderSelection(Selection):
     #: dtype of an index on the wire.
     dtype: torch.dtype
 
-    def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
+    def __init__(
+        self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int, finds_idle: bool = False
+    ) -> None:
         super().__init__(bucket, slots)
+        self.finds_idle = finds_idle
         self.run, self.ranks, self.rank = run, ranks, rank
         self.segments = segment_table([whole(s) for s in bucket.segments], slots, self.first, bucket.device)
         count = -(-self.total // (run * ranks)) * run
-        self.head = 4 // self.dtype.itemsize
-        #: This rank's part of the allgather: a digest of four bytes, then the indices that it selects.
+        self.digest_length = 4 // self.dtype.itemsize
+        self.head = self.digest_length + (len(slots) if finds_idle else 0)
+        #: This rank's part of the allgather: a digest of four bytes, ``touched`` if ``finds_idle``, then the indices
+        #: that it selects.
         self.message = torch.zeros(self.head + count, dtype=self.dtype, device=bucket.device)
         self.own_indices = self.message[self.head :]
 
@@ -35,13 +40,19 @@ class LeaderSelection(Selection):
         super().begin_step(seed, check)
         self.position = seed.order.index(self.rank)
         # In every step: other ranks may check in steps in which this one does not.
-        self.message[: self.head].view(torch.int32).fill_(self.digest() & 0x7FFFFFFF)
+        self.message[: self.digest_length].view(torch.int32).fill_(self.digest() & 0x7FFFFFFF)
 
     def select(self, scoring: Scoring) -> None:
         """Completes ``own_indices`` once all gradients have arrived."""
 
-    def agree(self, scoring: Scoring) -> Agreement:
+    def complete(self, scoring: Scoring) -> None:
+        """Completes ``message``."""
         self.select(scoring)
+        if self.finds_idle:
+            self.message[self.digest_length : self.head] = self.touched
+
+    def agree(self, scoring: Scoring) -> Agreement:
+        self.complete(scoring)
         gathered = yield allgather(self.message, "indices")
         by_rank = self.indices_by_rank(gathered, self.ranks, scoring).view(self.ranks, -1, self.run)
         # In slot order. Not by an index tensor, whose copy to a GPU would synchronise it.
@@ -55,9 +66,12 @@ class LeaderSelection(Selection):
         if gathered.numel() % ranks:
             raise disagreement()
         messages = gathered.view(ranks, -1)
-        scoring.disagree.logical_or_((messages[:, : self.head] != messages[0, : self.head]).any())
+        digests = messages[:, : self.digest_length]
+        scoring.disagree.logical_or_((digests != digests[0]).any())
         if self.check and bool(scoring.disagree):
             raise disagreement()
+        if self.finds_idle:
+            self.find_idle((messages[:, self.digest_length : self.head] != 0).any(0))
         return messages[:, self.head :]
 
 
@@ -89,8 +103,10 @@ class TopkLeaders(LeaderSelection):
 
     dtype = torch.int32
 
-    def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
-        super().__init__(bucket, slots, run, ranks, rank)
+    def __init__(
+        self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int, finds_idle: bool = False
+    ) -> None:
+        super().__init__(bucket, slots, run, ranks, rank, finds_idle)
         self.segments = self.segments.cpu()  # read by the host in every step: on a GPU it would synchronise
 
     def select(self, scoring: Scoring) -> None:

@@ -31,15 +31,15 @@ def gather_codec(values: str | Codec) -> Codec:
 class PerRankSelection(LeaderSelection):
     """Entries that this rank selects for itself, as the only leader."""
 
-    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
-        super().__init__(bucket, slots, run=1, ranks=1, rank=0)
+    def __init__(self, bucket: Bucket, slots: list[int], finds_idle: bool = False) -> None:
+        super().__init__(bucket, slots, run=1, ranks=1, rank=0, finds_idle=finds_idle)
 
     def begin_step(self, seed: StepSeed, check: bool) -> None:
         super().begin_step(replace(seed, order=[0]), check)
 
     def encode(self, scoring: Scoring) -> Tensor:
-        """This rank's message: the digest and its indices."""
-        self.select(scoring)
+        """This rank's message: the head and its indices."""
+        self.complete(scoring)
         # A copy: the next step's indices are written while the update for these may still be deferred.
         self.indices = self.own_indices[: self.total].clone()
         return self.message
@@ -57,8 +57,8 @@ class PerRankSelection(LeaderSelection):
 class BlockPerRank(PerRankSelection, BlockLeaders):
     """m of every 256 entries."""
 
-    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
-        super().__init__(bucket, slots)
+    def __init__(self, bucket: Bucket, slots: list[int], finds_idle: bool = False) -> None:
+        super().__init__(bucket, slots, finds_idle)
         self.rows = self.segments.cpu()  # read by the host in every step: on a GPU it would synchronise
         #: Whether indices are sent as one bit for every entry of the bucket: where that is shorter.
         self.as_bitmap = self.total * 8 > bucket.blocks * BLOCK
@@ -143,6 +143,6 @@ def average_per_rank(
     mean.masked_fill_(channel.any_invalid(gathered), float("nan"))
     # The residual: NaN keeps what was not sent after all.
     sent = torch.where(mean[:1].isfinite().expand(selection.total), 0.0, float("nan"))
-    average = Average(selection.skip_missing(targets, sent), channel.quantization_error, Output(0.0))
-    selection.scatter(bucket.no_targets(), velocity, average)
-    output.write(bucket, mean, targets)
+    sent, error = selection.keep_idle(sent, channel.quantization_error)
+    selection.scatter(bucket.no_targets(), velocity, Average(selection.skip_missing(targets, sent), error, Output(0.0)))
+    output.write(bucket, selection.silence_idle(mean), targets)

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.agreement import LIMIT, all_equal, disagreement
 from ..engine.bucket import Bucket, Segment
+from ..engine.collectives import allreduce
 from ..reference import BLOCK
 from .base import Agreement, Average, BlockRange, Scoring, Selection, StepSeed, segment_table, whole
 
@@ -46,8 +47,15 @@ class SharedSelection(Selection):
 class AllEntries(SharedSelection):
     """Density 1: every entry, padding included."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, finds_idle: bool = False) -> None:
         super().__init__(bucket, [segment.blocks * BLOCK for segment in bucket.segments])
+        self.finds_idle = finds_idle
+
+    def agree(self, scoring: Scoring) -> Agreement:
+        yield from super().agree(scoring)
+        if self.finds_idle:
+            touched = yield allreduce(self.touched, "budget", "touched")
+            self.find_idle(touched > 0)
 
     def gather(self, memory: Tensor) -> Tensor:
         return self.values.copy_(memory)
