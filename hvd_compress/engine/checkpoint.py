@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import state as states_of
 from .bucket import Segment
 from .engine import Engine
+from .modes import modes_off
 from .state import Entry, Fixed, Leaf, TensorLeaf, Tree, described, joined, refuse, same
 
 # Increased when a state of an older version can no longer be loaded.
@@ -21,6 +21,7 @@ _CONVERT = (
 )
 
 
+@modes_off
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
@@ -34,7 +35,7 @@ def save(engine: Engine) -> dict[str, Any]:
     return values
 
 
-@torch.no_grad()
+@modes_off
 def load(engine: Engine, state: Any) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     states_of.check(_description(engine), state)
@@ -47,6 +48,7 @@ def load(engine: Engine, state: Any) -> None:
     engine.compared = engine.undoable = False
 
 
+@modes_off
 def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Converts the states of all ranks into one for every rank of a job of any size.
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .dense_velocity import DenseVelocity
 from .engine import Engine
+from .modes import modes_off
 from .state import Fixed, Tree
 
 
@@ -34,6 +35,7 @@ class MomentumCorrection:
         if momentum:
             self._enable(momentum)
 
+    @modes_off
     def take(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.take_momentum`."""
         if self._engine.local_steps is not None:
@@ -61,6 +63,7 @@ class MomentumCorrection:
             group["weight_decay"] = group.get("weight_decay", 0.0) / (1.0 - momentum)
         return momentum
 
+    @modes_off
     def give_back(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.return_momentum`."""
         if self._left:

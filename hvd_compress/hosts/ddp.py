@@ -23,6 +23,7 @@ from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, Request, allreduce
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
+from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from .polling import wait_until
 
@@ -80,7 +81,7 @@ class DDPHost:
             self._abandon()
         future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
         self._futures.append((future, buffer))
-        with engine.entered(), torch.no_grad(), self._side_stream(buffer.device):
+        with engine.entered(), self._side_stream(buffer.device):
             try:
                 self._take(bucket)
                 if bucket.is_last():
@@ -168,7 +169,7 @@ class DDPHost:
         return torch.cuda.stream(stream)
 
 
-@torch.no_grad()
+@modes_off
 def _fill_unused(results: list[_Result]) -> None:
     """DDP leaves the gradient of a parameter that no rank has used; what was sent of its residual must still arrive."""
     for parameter, before, version, average in results:

@@ -6,7 +6,6 @@ only after every gradient of the step has passed through ``compress``. Nothing i
 
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class HorovodHost:
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """See :meth:`hvd_compress.Compressor.compress`."""
         engine = self._engine
-        with engine.entered(), _no_grad():
+        with engine.entered():
             number = self._lookup.find(tensor)
             if number is None:
                 self._explain(tensor)
@@ -48,12 +47,11 @@ class HorovodHost:
         engine = self._engine
         with engine.entered():
             if engine.collecting:
-                with _no_grad():
-                    engine.finish_step()
+                engine.finish_step()
                 self._lookup.forget()
             if isinstance(ctx, Place):
                 return ctx.bucket.result(ctx.position)
-            with _no_grad(), stage("dense"):
+            with stage("dense"):
                 ctx.store(tensor)
                 engine.method.dense_averaged(ctx.number, ctx.grad)
             return ctx.grad
@@ -78,11 +76,6 @@ class HorovodHost:
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"
             )
             engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.ranks)
-
-
-def _no_grad() -> AbstractContextManager[Any]:
-    # Autograd is off already in backward's hooks.
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 class _HorovodHandle:

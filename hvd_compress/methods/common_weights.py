@@ -148,6 +148,6 @@ def _hash(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         bits = tensor.flatten().view(torch.int32 if tensor.element_size() == 4 else torch.int64).long()
-        place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) % 8191 + 1
         total = (total * 31 + int((bits * place).sum())) % 2**61
     return total

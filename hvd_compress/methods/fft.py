@@ -97,7 +97,7 @@ class FFT(TransformedMethod):
             coefficients.zero_()
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
-        empty = torch.empty(0, device=bucket.device)
+        empty = torch.empty(0, dtype=torch.float32, device=bucket.device)
         pairs = zip(bucket.segments, bucket.arrived, strict=True)
         return [self._coefficients(bucket, segment) if here else empty for segment, here in pairs]
 
@@ -105,6 +105,6 @@ class FFT(TransformedMethod):
         return segment.of(self._spectra[bucket.index])[: spectrum.padded(segment.numel)]
 
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        flat = torch.empty(segment.numel, device=bucket.device)
+        flat = torch.empty(segment.numel, dtype=torch.float32, device=bucket.device)
         spectrum.inverse(bucket.residual_of(segment)[: spectrum.padded(segment.numel)], flat)
         return segment.reshaped(flat)

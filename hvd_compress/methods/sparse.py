@@ -146,7 +146,7 @@ class SparseMethod(Compressor):
         means = plan.block_means
         assert means is None or isinstance(plan.selection, LeaderSelection | AllEntries), "others ignore block means"
         total, slots = plan.selection.total, plan.selection.slots
-        plan.payload = torch.empty(total + (bucket.blocks if means else 0), device=bucket.device)
+        plan.payload = torch.empty(total + (bucket.blocks if means else 0), dtype=torch.float32, device=bucket.device)
         plan.selection.values = plan.payload[:total]
         counts = slots if self._layerwise else [sum(slots)]
         plan.channel.set_group_sizes([*counts, *(segment.blocks for segment in bucket.segments if means)])
@@ -225,8 +225,8 @@ class SparseMethod(Compressor):
         """Moves the momentum of a ``torch.optim.SGD`` into this compressor, as momentum correction. Returns it.
 
         Call it before the first step, on the optimizer that is given to Horovod or that steps the DDP model, with one
-        synchronised backward pass per step. Weight
-        decay stays in the optimizer, without momentum there, and is scaled by 1 / (1 - momentum) to keep its effect.
+        synchronised backward pass per step. Weight decay stays in the optimizer, without momentum there, and is scaled
+        by 1 / (1 - momentum) to keep its effect.
         :meth:`return_momentum` undoes this. A learning-rate schedule that changes the momentum (OneCycleLR) raises an
         error in the next step. With one process, or outside the process set, where Horovod calls no compressor, the
         momentum stays in the optimizer; if a process set leaves ranks out, call ``hvd.broadcast_optimizer_state()``

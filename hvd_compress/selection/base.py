@@ -146,7 +146,7 @@ class Selection(abc.ABC):
         self.bucket, self.slots = bucket, slots
         self.total = sum(slots)
         self.first = list(accumulate(slots[:-1], initial=0))
-        self._no_floor = torch.zeros(1, device=bucket.device)
+        self._no_floor = torch.zeros(1, dtype=torch.float32, device=bucket.device)
         self._no_indices = torch.zeros(0, dtype=torch.uint8, device=bucket.device)
         #: Where :meth:`gather` writes: float32, (slots,). Set by the method.
         self.values: Tensor

@@ -95,14 +95,16 @@ class TopkLeaders(LeaderSelection):
 
     def select(self, scoring: Scoring) -> None:
         for position, segment in enumerate(self.bucket.segments):
-            edges = torch.tensor([self.first[position], self.first[position] + self.slots[position]])
+            span = self.span(position)
+            edges = torch.tensor([span.start, span.stop], dtype=torch.int64, device="cpu")
             low, high = reference.slots_before(edges, self.run, self.ranks, self.position).tolist()
             score = scoring.score(self.bucket, position)
             random = round((high - low) * scoring.explore)
             best = self.largest(position, score, high - low - random)
             if random:
                 score[best] = -1.0
-                noise = reference.mix(torch.arange(segment.numel, device=score.device), self.key(position))
+                entry = torch.arange(segment.numel, dtype=torch.int64, device=score.device)
+                noise = reference.mix(entry, self.key(position))
                 assert isinstance(noise, Tensor)
                 best = torch.cat([best, (score / reference.exponential(noise)).topk(random).indices])
             self.own_indices[low:high] = (best.sort().values + segment.first_block * BLOCK).to(torch.int32)
