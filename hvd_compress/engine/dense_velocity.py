@@ -22,7 +22,7 @@ class DenseVelocity:
         engine, name = self._engine, self._engine.names[number]
         velocity = self._velocities.get(name)
         if velocity is None:
-            wide = torch.promote_types(grad.dtype, torch.float32)
+            wide = torch.promote_types(engine.parameters[number].dtype, torch.float32)
             velocity = self._velocities[name] = torch.zeros_like(grad, dtype=wide)
         scaled = engine.scale != 1.0
         step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)

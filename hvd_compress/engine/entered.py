@@ -15,12 +15,12 @@ class Entered:
 
     def __enter__(self) -> None:
         self._engine.lock.acquire()
-        self._modes = turn_off()
+        self._turn_on = turn_off()
         self._begin = time.perf_counter() - self._engine.exchanges.seconds_waited
 
     def __exit__(self, *error: object) -> None:
         engine = self._engine
         engine.stats.add_seconds(time.perf_counter() - engine.exchanges.seconds_waited - self._begin)
-        if self._modes is not None:
-            self._modes.turn_on()
+        if self._turn_on is not None:
+            self._turn_on()
         engine.lock.release()

@@ -181,10 +181,13 @@ class Selection(abc.ABC):
         """Adds a segment's gradient to the residual, and selects this rank's entries if ``selects_early``. Zeroes the
         gradient unless :meth:`scatter` writes all of it."""
         segment, deferred, floors = self.bucket.segments[position], self.bucket.deferred, scoring.floors
+        given, weight = grad, None if floors is None else segment.parameter.detach()
+        if weight is not None and weight.dtype != grad.dtype:
+            grad, weight = grad.float(), weight.float()
         ops.accumulate_select(
             grad,
             segment.of(self.bucket.state["residual"]),
-            None if floors is None else segment.parameter.detach(),
+            weight,
             None if velocity is None else segment.of(velocity),
             self._no_floor if floors is None else floors[position : position + 1],
             self.own_indices if self.selects_early else self._no_indices,
@@ -204,6 +207,8 @@ class Selection(abc.ABC):
             scoring.decay,
             scoring.transform,
         )
+        if grad is not given:
+            given.copy_(grad)  # zeros, unless scatter() writes all of it
         if deferred is not None:
             deferred.mark_applied(position)
 

@@ -14,6 +14,9 @@ from ..engine.deferred import DeferredUpdate
 from ..reference import BLOCK
 from .base import Agreement, Average, Scoring, Selection, StepSeed, segment_table, whole
 
+#: The most entries of a bucket whose positions fit in int32.
+INT32_ENTRIES = 2**31
+
 
 class LeaderSelection(Selection):
     """``run``: how many consecutive slots one leader selects."""
@@ -26,8 +29,8 @@ class LeaderSelection(Selection):
         self.run, self.ranks, self.rank = run, ranks, rank
         self.segments = segment_table([whole(s) for s in bucket.segments], slots, self.first, bucket.device)
         count = -(-self.total // (run * ranks)) * run
-        self.head = 4 // self.dtype.itemsize
-        #: This rank's part of the allgather: a digest of four bytes, then the indices that it selects.
+        self.head = max(1, 4 // self.dtype.itemsize)
+        #: This rank's part of the allgather: a digest of at least four bytes, then the indices that it selects.
         self.message = torch.zeros(self.head + count, dtype=self.dtype, device=bucket.device)
         self.own_indices = self.message[self.head :]
 
@@ -82,14 +85,14 @@ class BlockLeaders(LeaderSelection):
 
 
 class TopkLeaders(LeaderSelection):
-    """Exact top-k: each leader selects its share of a parameter's entries by the largest scores. Four bytes an index.
+    """Exact top-k: each leader selects its share of a parameter's entries by the largest scores. Four bytes an index,
+    eight in a bucket of more than 2**31 entries.
 
     A specification for :class:`BlockLeaders`, in PyTorch: slow, and an entry may wait without bound.
     """
 
-    dtype = torch.int32
-
     def __init__(self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int) -> None:
+        self.dtype = torch.int32 if bucket.blocks * BLOCK <= INT32_ENTRIES else torch.int64
         super().__init__(bucket, slots, run, ranks, rank)
         self.segments = self.segments.cpu()  # read by the host in every step: on a GPU it would synchronise
 
@@ -107,7 +110,7 @@ class TopkLeaders(LeaderSelection):
                 noise = reference.mix(entry, self.key(position))
                 assert isinstance(noise, Tensor)
                 best = torch.cat([best, (score / reference.exponential(noise)).topk(random).indices])
-            self.own_indices[low:high] = (best.sort().values + segment.first_block * BLOCK).to(torch.int32)
+            self.own_indices[low:high] = (best.sort().values + segment.first_block * BLOCK).to(self.dtype)
 
     def largest(self, position: int, score: Tensor, count: int) -> Tensor:
         """The indices of a segment's ``count`` largest scores: int64, (count,)."""
