@@ -116,7 +116,7 @@ def cuda_operators() -> Finding:
 
 
 def torch_distributed(timeout: float, exchange: bool) -> Iterator[Finding]:
-    from ..hosts.ddp import backends
+    from ..hosts.torch_collectives import backends
 
     names = backends()
     if "gloo" not in names:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ..hosts.mirror import Mirror
+from .synthetic import normal
 from .wire import BASELINES, METHODS, is_compressed
 
 Shape = tuple[int, ...]
@@ -82,9 +83,9 @@ class _Rank:
     """The parameters of one rank."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._parameters = [torch.nn.Parameter(torch.randn(s, generator=generator) * 0.02) for s in shapes]
-        self._noise = torch.randn(max(map(math.prod, shapes)) + SLACK, generator=generator) * 0.01
+        generator = torch.Generator("cpu").manual_seed(0)
+        self._parameters = [torch.nn.Parameter(normal(shape, 0.02, generator)) for shape in shapes]
+        self._noise = normal((max(map(math.prod, shapes)) + SLACK,), 0.01, generator)
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -109,7 +110,8 @@ class _Rank:
 def _copies(size: int, method: str) -> list[float]:
     """Seconds for what DDP and Horovod do with ``size`` entries in every step: copy them and divide; with float16, cast
     them there and back."""
-    source, target, found = torch.ones(size), torch.ones(size), []
+    source, found = torch.ones(size, dtype=torch.float32, device="cpu"), list[float]()
+    target = torch.ones_like(source)
     for _ in range(WARMUP + STEPS):
         begin = time.thread_time()
         torch.mul(source, 0.5, out=target)

@@ -21,7 +21,7 @@ def main(host: str) -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
         # The gradient of every entry is rank + 1.
-        (module(torch.ones(1, 64)).sum() * (ranks.rank + 1)).backward()
+        (module(torch.ones(1, 64, dtype=torch.float32, device="cpu")).sum() * (ranks.rank + 1)).backward()
         ranks.synchronize(optimizer)
         for name, parameter in model.named_parameters():
             if parameter.grad is None or not torch.allclose(parameter.grad, torch.full_like(parameter, want)):

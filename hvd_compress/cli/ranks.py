@@ -57,7 +57,7 @@ class Horovod:
 
     def barrier(self) -> None:
         """Waits for all ranks, without taking a core from those that are still computing."""
-        handle = self._hvd.allreduce_async(torch.zeros(1), name="barrier")
+        handle = self._hvd.allreduce_async(torch.zeros(1, dtype=torch.float32, device="cpu"), name="barrier")
         while not self._hvd.poll(handle):
             time.sleep(1e-4)
         self._hvd.synchronize(handle)
@@ -117,9 +117,9 @@ class Ddp(Horovod):
     def gather(self, value: Any) -> list[Any]:
         """By tensors: ``all_gather_object()`` needs NumPy, which torch does not require."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._dist.all_gather(sizes, torch.tensor([mine.numel()]))
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        self._dist.all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device="cpu"))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine
         parts = [torch.empty_like(padded) for _ in sizes]
         self._dist.all_gather(parts, padded)

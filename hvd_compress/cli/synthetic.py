@@ -1,6 +1,6 @@
 """A network without computation: its backward returns prepared gradients, from the last parameter to the first."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,11 @@ from .shapes import Named
 
 #: Every step reads the noise from another offset: gradients change without being computed.
 SLACK = 1 << 20
+
+
+def normal(shape: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
+    """Random numbers with this standard deviation: float32, on the CPU."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul_(deviation)
 
 
 class _HandOut(torch.autograd.Function):
@@ -33,12 +38,11 @@ class Synthetic(nn.Module):
 
     def __init__(self, named: Iterable[Named], rank: int, seed: int = 0) -> None:
         super().__init__()
-        weights, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(1000 * (seed + 1) + rank)
+        weights, noise = (torch.Generator("cpu").manual_seed(s) for s in (seed, 1000 * (seed + 1) + rank))
         for name, shape in named:
-            value = torch.randn(shape, generator=weights) * 0.02
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(value))
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(normal(shape, 0.02, weights)))
         self.sizes = [parameter.numel() for parameter in self.parameters()]
-        self.noise = torch.randn(max(self.sizes) + SLACK, generator=noise) * 0.01
+        self.noise = normal((max(self.sizes) + SLACK,), 0.01, noise)
         self.step = 0
         self.prepared: list[Tensor] = []
 
@@ -55,7 +59,7 @@ class Synthetic(nn.Module):
             # A multiplicative hash, so that consecutive steps and parameters have distant offsets.
             for offset in [(self.step * 10007 + number) * 2654435761 % SLACK]
         ]
-        x = torch.zeros(())
+        x = torch.zeros((), dtype=torch.float32, device="cpu")
         for parameter, gradient in zip(self.parameters(), self.prepared, strict=True):
             x = _HandOut.apply(x, parameter, gradient)  # type: ignore[no-untyped-call]
         return x

@@ -37,18 +37,18 @@ class Transport:
 def measure() -> Transport:
     """In about two seconds. Processor time, so that other programs disturb it little."""
     groups, size = _groups(RANKS), MEGABYTES << 20
-    ones = torch.randn(size // 4) * 0.01
+    ones = torch.randn(size // 4, dtype=torch.float32, device="cpu") * 0.01
     per_byte: dict[str, float] = {}
     for name, dtype in _TYPES.items():
         per_byte[f"allreduce {name}"] = _allreduce(groups, ones[: size // dtype.itemsize].to(dtype))
-    raw = [torch.zeros(size, dtype=torch.uint8) for _ in groups]
-    all_of = [torch.zeros(RANKS * size, dtype=torch.uint8) for _ in groups]
+    raw = [torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in groups]
+    all_of = [torch.zeros(RANKS * size, dtype=torch.uint8, device="cpu") for _ in groups]
     found = _time(lambda rank: groups[rank]._allgather_base(all_of[rank], raw[rank]))
     per_byte["allgather"] = found / Message("allgather", size).sent(RANKS)
     received = [torch.zeros_like(tensor) for tensor in raw]
     found = _time(lambda rank: groups[rank].alltoall_base(received[rank], raw[rank], [], []))
     per_byte["alltoall"] = found / Message("alltoall", size).sent(RANKS)
-    few = [torch.zeros(8) for _ in groups]
+    few = [torch.zeros(8, dtype=torch.float32, device="cpu") for _ in groups]
     # An allreduce of two ranks is two hops, one after the other.
     per_hop = _time(lambda rank: groups[rank].allreduce([few[rank]])) / 2
     return Transport(per_byte, per_hop)

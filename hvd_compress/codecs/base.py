@@ -49,9 +49,9 @@ class Channel(abc.ABC):
         """Set the number of values of each group, and allocate the buffers."""
         assert len(sizes) == self.groups
         self.count = sum(sizes)
-        self.edges = torch.tensor([0, *sizes], device=self.device).cumsum(0)
-        self.mean = torch.empty(self.count, device=self.device)
-        self.quantization_error = torch.empty(self.count, device=self.device)
+        self.edges = torch.tensor([0, *sizes], dtype=torch.int64, device=self.device).cumsum(0)
+        self.mean = torch.empty(self.count, dtype=torch.float32, device=self.device)
+        self.quantization_error = torch.empty(self.count, dtype=torch.float32, device=self.device)
 
     @abc.abstractmethod
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:

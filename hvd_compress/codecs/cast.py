@@ -31,7 +31,7 @@ class Cast(Codec):
     def limit(self, ranks: int) -> float:
         """The largest value whose sum over ``ranks`` is finite in this dtype. Larger values are clipped to it."""
         largest = torch.finfo(self.dtype).max
-        limit = torch.tensor(largest / ranks, dtype=torch.float64).to(self.dtype)
+        limit = torch.tensor(largest / ranks, dtype=torch.float64, device="cpu").to(self.dtype)
         if limit.double().item() * ranks > largest:
             # The cast has rounded up.
             limit = torch.nextafter(limit, torch.zeros_like(limit))

@@ -10,6 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..engine.modes import modes_off
+
 #: The distributions, in the order of a codebook's rows.
 DISTRIBUTIONS = ("gauss", "laplace")
 _FINE = 2.0**14
@@ -26,12 +28,14 @@ def _mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache
+@modes_off
 def codebook_on(bits: int, device: torch.device) -> Tensor:
     """:func:`codebook`, copied to a device once."""
     return codebook(bits).to(device)
 
 
 @lru_cache
+@modes_off
 def codebook(bits: int) -> Tensor:
     """The ``2**bits`` levels with the least mean squared error, for each of :data:`DISTRIBUTIONS`: float32,
     (2, 2**bits), ascending, symmetric."""
@@ -39,7 +43,7 @@ def codebook(bits: int) -> Tensor:
     for distribution in DISTRIBUTIONS:
         half = 2 ** (bits - 1)
         # Initial levels: their density is the cube root of the probability density, as in a compander.
-        rank = (torch.arange(half, dtype=torch.float64) + 0.5) / half
+        rank = (torch.arange(half, dtype=torch.float64, device="cpu") + 0.5) / half
         wide = math.sqrt(3) if distribution == "gauss" else 3
         levels = (
             torch.erfinv(rank) * math.sqrt(2) * wide if distribution == "gauss" else -torch.log1p(-rank) * wide / 2**0.5
@@ -58,10 +62,11 @@ def codebook(bits: int) -> Tensor:
 
 
 @lru_cache
+@modes_off
 def grid_step(top: int, stochastic: bool) -> Tensor:
     """The step of the grid ``-top .. top`` with the least mean squared error of rounding and clipping, for each of
     :data:`DISTRIBUTIONS`: float32, (2,)."""
-    x = (torch.arange(40000, dtype=torch.float64) + 0.5) * (16.0 / 40000)
+    x = (torch.arange(40000, dtype=torch.float64, device="cpu") + 0.5) * (16.0 / 40000)
     best = []
     for distribution in DISTRIBUTIONS:
         mass, _ = _mass_and_moment(torch.cat([x - 0.5 * 16 / 40000, x[-1:] + 0.5 * 16 / 40000]), distribution)
@@ -74,4 +79,4 @@ def grid_step(top: int, stochastic: bool) -> Tensor:
             square = part * (1 - part) if stochastic else torch.minimum(part, 1 - part) ** 2
             errors.append(float(((square * step * step + (x - scaled * step) ** 2) * weight).sum()))
         best.append(steps[min(range(len(steps)), key=errors.__getitem__)])
-    return torch.tensor(best, dtype=torch.float32)
+    return torch.tensor(best, dtype=torch.float32, device="cpu")

@@ -50,7 +50,7 @@ class _LanesChannel(Channel):
         if self.width > 32:
             raise ValueError(f"the lanes of {codec.name} must have at most 32 bits, got {self.width} for {ranks} ranks")
         self.grid = grid_step(2 ** (codec.bits - 1) - 1, codec.stochastic).double().to(device)
-        self.step = torch.empty(groups, device=device)
+        self.step = torch.empty(groups, dtype=torch.float32, device=device)
         self.scales = Scales(groups, device)
 
     def set_group_sizes(self, sizes: list[int]) -> None:

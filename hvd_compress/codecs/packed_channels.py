@@ -76,7 +76,7 @@ class _RingChannel(Channel):
         everything, own = code.size(self.count), code.size(self.end - self.begin)
         code.encode(values, self.scales.local, kind, edges, self.codes[:everything], self.quantization_error)
         theirs = yield alltoall(self.codes)
-        part = torch.zeros(self.end - self.begin, device=self.device)
+        part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
         for row in theirs.view(self.ranks, -1):
             code.decode(row[:own], self.scales.local, kind, self.own_edges, part, add=True)
         part *= 1.0 / self.ranks

@@ -54,11 +54,11 @@ class _LevelsChannel(Channel):
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
         ends = self.edges.tolist()
-        runs = [torch.arange(a, b, self.codec.run) for a, b in pairwise(ends)]
-        self.runs = torch.cat([*runs, torch.tensor([self.count])]).to(self.device)
+        runs = [first for a, b in pairwise(ends) for first in range(a, b, self.codec.run)]
+        self.runs = torch.tensor([*runs, self.count], dtype=torch.int64, device=self.device)
         self.head = 4 * (len(self.runs) - 1)
         self.words = torch.zeros(-(-self.count // (64 // self.codec.bits)), dtype=torch.int64, device=self.device)
-        self.theirs = torch.empty(self.count, device=self.device)
+        self.theirs = torch.empty(self.count, dtype=torch.float32, device=self.device)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         bits = self.codec.bits

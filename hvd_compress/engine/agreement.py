@@ -35,6 +35,6 @@ def hash_of(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         flat = as_real(tensor.detach()).flatten()
         bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
-        place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) % 8191 + 1
         total = (total * 31 + int((bits * place).sum())) % 2**61
     return total

@@ -25,7 +25,8 @@ class BlockMeans:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self.fresh, self.velocity, self.unsent = torch.zeros(3, bucket.blocks, device=bucket.device).unbind()
+        memory = torch.zeros(3, bucket.blocks, dtype=torch.float32, device=bucket.device)
+        self.fresh, self.velocity, self.unsent = memory.unbind()
 
     def load(self, out: Tensor, momentum: float, invalid: Tensor) -> None:
         """Writes this step's means to ``out``. A mean that would not be finite is left out and sets ``invalid``, int32,

@@ -100,7 +100,7 @@ class Bucket:
         """
         self.rules[name] = rules
         with self.order:
-            self.state[name] = torch.zeros(self.blocks * BLOCK, device=self.device)
+            self.state[name] = torch.zeros(self.blocks * BLOCK, dtype=torch.float32, device=self.device)
         return self.state[name]
 
     @property
@@ -181,19 +181,18 @@ class Bucket:
         self.gradients[position] = self.originals[position] = None
         with self.order:
             if ordered.data_ptr() != original.data_ptr():
-                with torch.no_grad():  # Horovod may call with autograd on
-                    original.copy_(ordered)
+                original.copy_(ordered)
                 self.order.release(ordered)
         return original
 
     def targets(self) -> list[Tensor]:
         """The gradients to which averages are assigned, one per segment; empty where none arrived."""
-        empty = torch.empty(0, device=self.device)
+        empty = torch.empty(0, dtype=torch.float32, device=self.device)
         return [empty if grad is None else grad for grad in self.gradients]
 
     def no_targets(self) -> list[Tensor]:
         """Empty tensors, one per segment: an update that reaches no gradient."""
-        return [torch.empty(0, device=self.device)] * len(self.segments)
+        return [torch.empty(0, dtype=torch.float32, device=self.device)] * len(self.segments)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -5,12 +5,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import state as states_of
 from .bucket import Segment
 from .engine import Engine
+from .modes import modes_off
 from .state import Entry, Fixed, Leaf, TensorLeaf, Tree, described, joined, refuse, same
 
 # Increased when a state of an older version can no longer be loaded.
@@ -22,7 +22,7 @@ _CONVERT = (
 )
 
 
-@torch.no_grad()
+@modes_off
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
@@ -55,7 +55,7 @@ def _restore(engine: Engine, values: dict[str, Any]) -> None:
         states_of.load(_description(engine), values)
 
 
-@torch.no_grad()
+@modes_off
 def load(engine: Engine, state: Any) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     states_of.check(_description(engine), state)
@@ -67,6 +67,7 @@ def load(engine: Engine, state: Any) -> None:
     engine.restore = None
 
 
+@modes_off
 def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Converts the states of all ranks into one for every rank of a job of any size.
 

@@ -156,7 +156,7 @@ def digest(values: Mapping[str, object]) -> int:
 def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Request, Tensor, None]:
     """One collective of 16 bytes a rank, and a second one, of the texts, if they differ."""
     text = json.dumps(_plain(own)).encode()
-    head = torch.tensor([[digest(own), len(text)]], device=device)
+    head = torch.tensor([[digest(own), len(text)]], dtype=torch.int64, device=device)
     heads = yield allgather(head)
     if bool((heads[:, 0] == head[0, 0]).all()):
         return

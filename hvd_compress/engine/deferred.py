@@ -66,7 +66,8 @@ class DeferredUpdate:
         if not self._pending[position]:
             return residual
         residual, span = residual.clone(), self.spans[position]
-        row = torch.tensor([[0, residual.numel() // BLOCK, 0, span.stop - span.start]], device=residual.device)
+        rows = [[0, residual.numel() // BLOCK, 0, span.stop - span.start]]
+        row = torch.tensor(rows, dtype=torch.int64, device=residual.device)
         no_grads, mean, error = [residual.new_empty(0)], self.mean[span], self.error[span]
         ops.scatter(no_grads, residual, None, self.indices[span], row, mean, error, self.phase, 0.0)
         return residual

@@ -35,7 +35,7 @@ class DenseVelocity:
         engine, name = self._engine, self._engine.names[number]
         velocity = self._velocities.get(name)
         if velocity is None:
-            velocity = self._velocities[name] = _zeros_like(grad)
+            velocity = self._velocities[name] = _zeros_like(as_real(engine.parameters[number].detach()))
         scaled = engine.scale != 1.0
         step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
         fits, new = usable(step), (velocity * momentum).add_(step)

@@ -8,7 +8,6 @@ first hook of all, to compare configurations, when no exchange is open. This wai
 """
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,10 @@ from .bucket import Bucket, make_buckets
 from .collectives import Collectives
 from .configuration import Comparison, compare_ranks
 from .dense import DenseGradient, dense_gradient
+from .entered import Entered
 from .exchange import Exchange, Exchanges
 from .last_average import LastAverage
+from .modes import modes_off
 from .optimizer_watch import OptimizerWatch
 from .places import Place, check_gradient, compressed
 from .profiling import stage
@@ -172,11 +173,11 @@ class Engine:
         if self.local_steps is None:
             self.last_average.written()
 
-    def entered(self) -> "_Entered":
-        """A context for the host's calls: holds the lock and counts the time spent without waiting."""
-        return _Entered(self)
+    def entered(self) -> Entered:
+        """The context of a host's calls."""
+        return Entered(self)
 
-    @torch.no_grad()
+    @modes_off
     def reset(self) -> None:
         """Drops the step in progress; see :meth:`hvd_compress.Compressor.reset`."""
         with self.lock:
@@ -189,7 +190,7 @@ class Engine:
             for bucket in self.buckets:
                 bucket.clear()
 
-    @torch.no_grad()
+    @modes_off
     def discard_step(self) -> None:
         """See :meth:`hvd_compress.Compressor.discard_step`."""
         with self.lock:
@@ -213,6 +214,7 @@ class Engine:
             self.discard_step()
         return scale
 
+    @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
         # does not use an older average.
@@ -314,19 +316,3 @@ class Engine:
         for bucket in self.buckets:
             with bucket.order:
                 self.method.undo(bucket)
-
-
-class _Entered:
-    """See :meth:`Engine.entered`. Faster than a generator, and used for every gradient."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.lock.acquire()
-        self._begin = time.perf_counter() - self._engine.exchanges.seconds_waited
-
-    def __exit__(self, *error: object) -> None:
-        engine = self._engine
-        engine.stats.add_seconds(time.perf_counter() - engine.exchanges.seconds_waited - self._begin)
-        engine.lock.release()

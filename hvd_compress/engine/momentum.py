@@ -15,6 +15,7 @@ from .bucket import Bucket, Segment
 from .dense import Averaging
 from .dense_velocity import DenseVelocity
 from .engine import Engine
+from .modes import modes_off
 from .state import Fixed, Tree
 
 
@@ -40,6 +41,7 @@ class MomentumCorrection:
         if momentum:
             self._enable(momentum, {name: number for number, name in enumerate(engine.names)})
 
+    @modes_off
     def take(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.take_momentum`."""
         if self._engine.local_steps is not None:
@@ -77,7 +79,7 @@ class MomentumCorrection:
             group["weight_decay"] = group.get("weight_decay", 0.0) / (1.0 - momentum)
         return momentum
 
-    @torch.no_grad()
+    @modes_off
     def give_back(self, optimizer: Optimizer) -> float:
         """See :meth:`hvd_compress.methods.sparse.SparseMethod.return_momentum`."""
         if self._left:

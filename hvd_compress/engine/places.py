@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .bucket import Bucket, Segment, is_dense, strides_of
 
-# float64 is used for gradient checks, not for training over a slow network: it is not compressed.
+# Of parameters and, independently of these (Tensor.grad_dtype), of gradients. float64 is used for gradient checks, not
+# for training over a slow network: it is not compressed.
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -40,7 +41,7 @@ def check_gradient(name: str, parameter: Tensor, grad: Tensor, place: Place | No
         raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
     if place is None:
         return
-    if grad.dtype != parameter.dtype:
+    if grad.dtype not in _COMPRESSED_DTYPES:
         raise TypeError(f"{name}: gradient of dtype {grad.dtype}, but the parameter is {parameter.dtype}")
     if place.bucket.device != grad.device:
         raise ValueError(

@@ -29,7 +29,7 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
             else "build the compressor after hvd.init() (Horovod) or torch.distributed.init_process_group() (DDP)"
         )
     if process_group is not None or (ddp and process_set is None):
-        from .ddp import TorchCollectives
+        from .torch_collectives import TorchCollectives
 
         return TorchCollectives(process_group)
     from .horovod import HorovodCollectives

@@ -10,7 +10,6 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 """
 
 import gc
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,23 +26,12 @@ from torch.optim import Optimizer
 
 from ..engine.agreement import hash_of
 from ..engine.bucket import is_dense
-from ..engine.collectives import Handle, Request, allreduce
+from ..engine.collectives import Handle, allreduce
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
+from ..engine.modes import modes_off
 from ..engine.profiling import stage
-from ..engine.registry import Registry
-from .polling import wait_until
-
-_all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
-
-
-def backends() -> list[str]:
-    """The backends that this torch can use here."""
-    if not distributed.is_available():
-        return []
-    found = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
-    found |= {"mpi": distributed.is_mpi_available, "ucc": distributed.is_ucc_available}
-    return [name for name, available in found.items() if available()]
+from .torch_collectives import TorchCollectives
 
 
 def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -103,7 +91,7 @@ class DDPHost:
             self._check_group()
         future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
         self._futures.append((future, buffer))
-        with engine.entered(), torch.no_grad(), self._side_stream(buffer.device):
+        with engine.entered(), self._side_stream(buffer.device):
             try:
                 self._take(bucket)
                 if bucket.is_last():
@@ -227,7 +215,7 @@ class DDPHost:
         return torch.cuda.stream(stream)
 
 
-@torch.no_grad()
+@modes_off
 def _fill_unused(results: list[_Result]) -> None:
     """DDP leaves the gradient of a parameter that no rank has used; what was sent of its residual must still arrive."""
     for parameter, before, version, average in results:
@@ -275,62 +263,3 @@ def _in_backward() -> bool:
 
 def _payload(gradient: DenseGradient | Tensor) -> Tensor:
     return gradient.payload if isinstance(gradient, DenseGradient) else gradient
-
-
-class _TorchHandle:
-    def __init__(self, work: distributed.Work, output: Tensor, on_stream: bool) -> None:
-        self._work, self._output, self._on_stream = work, output, on_stream
-
-    def done(self) -> bool:
-        # NCCL: waiting blocks the stream, not the host. Gloo: completion depends on timing, which differs between ranks
-        # and must not decide the order of collectives.
-        return self._on_stream
-
-    def result(self, timeout: float = math.inf) -> Tensor:
-        if not math.isinf(timeout):
-            wait_until(self._work.is_completed, timeout, "torch.distributed")
-        self._work.wait()
-        return self._output
-
-
-class TorchCollectives:
-    """``torch.distributed`` on a process group (default: the whole world)."""
-
-    ordered = True
-    active = True
-
-    def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:
-        self.group = distributed.group.WORLD if process_group is None else process_group
-        if distributed.get_rank(self.group) < 0:
-            raise ValueError("this process is not in process_group")
-
-    @property
-    def rank(self) -> int:
-        return distributed.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        return distributed.get_world_size(self.group)
-
-    def generation(self) -> object:
-        return self.group
-
-    def registry(self) -> Registry:
-        return Registry()  # collectives have no names
-
-    def start(self, request: Request, name: str) -> Handle:
-        tensor = request.tensor
-        if request.verb == "allreduce":
-            output = tensor.clone()
-            work = distributed.all_reduce(output, group=self.group, async_op=True)
-        elif request.verb == "allgather":
-            output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-            work = _all_gather(output, tensor, group=self.group, async_op=True)
-        else:
-            output = torch.empty_like(tensor)
-            work = distributed.all_to_all_single(output, tensor, group=self.group, async_op=True)
-        assert work is not None
-        return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Every optimizer fits."""

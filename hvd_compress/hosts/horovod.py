@@ -6,7 +6,6 @@ only after every gradient of the step has passed through ``compress``. Nothing i
 
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class HorovodHost:
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """See :meth:`hvd_compress.Compressor.compress`."""
         engine = self._engine
-        with engine.entered(), _no_grad():
+        with engine.entered():
             number = self._lookup.find(tensor)
             if number is None:
                 self._explain(tensor)
@@ -49,12 +48,11 @@ class HorovodHost:
         engine = self._engine
         with engine.entered():
             if engine.collecting:
-                with _no_grad():
-                    engine.finish_step()
+                engine.finish_step()
                 self._lookup.forget()
             if isinstance(ctx, Place):
                 return ctx.bucket.result(ctx.position)
-            with _no_grad(), stage("dense"):
+            with stage("dense"):
                 ctx.store(tensor)
                 engine.method.dense_averaged(ctx.number, ctx.grad)
             complex = engine.parameters[ctx.number].is_complex()
@@ -84,11 +82,6 @@ class HorovodHost:
 
 #: By process set: a generation of ranks, and its registry.
 _registries: dict[int, tuple[object, Registry]] = {}
-
-
-def _no_grad() -> AbstractContextManager[Any]:
-    # Autograd is off already in backward's hooks.
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 class _HorovodHandle:

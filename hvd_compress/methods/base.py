@@ -12,6 +12,7 @@ from ..engine.bucket import Bucket, Segment
 from ..engine.collectives import Collectives
 from ..engine.engine import Engine
 from ..engine.exchange import Exchange
+from ..engine.modes import modes_off
 from ..engine.state import Tree
 from ..hosts import default_collectives
 from ..hosts.ddp import DDPHost
@@ -60,6 +61,12 @@ class Compressor(Reporting, abc.ABC):
         self._options = shared_options(cls.__init__, Compressor.__init__, (self, *args), kwargs)
         return self
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "__init__" in vars(cls):  # it may make state, too
+            cls.__init__ = modes_off(cls.__init__)  # type: ignore[method-assign]
+
+    @modes_off
     def __init__(
         self,
         named_parameters: NamedParameters,

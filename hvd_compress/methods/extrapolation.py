@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
+from ..engine.modes import modes_off
 from ..engine.state import TensorLeaf, described
 
 #: Epochs that are used, and epochs that are skipped.
@@ -43,7 +44,7 @@ class Extrapolation(abc.ABC):
     def extrapolate(self, past: Tensor) -> Tensor:
         """From float32 (n, 5), oldest first, five epochs ahead: (n,)."""
 
-    @torch.no_grad()
+    @modes_off
     def epoch_end(self) -> bool:
         """Call it after every epoch. Returns whether it changed the weights."""
         self._seen.append([p.detach().clone() for p in self._parameters])
@@ -143,9 +144,11 @@ class Nowcaster(nn.Module):
 
 
 @lru_cache
+@modes_off
 def shipped(device: torch.device) -> Nowcaster:
     """The trained network on a device, loaded once."""
     data = resources.files("hvd_compress").joinpath("weights", "wnn.safetensors").read_bytes()
-    network = Nowcaster()
-    network.load_state_dict(load_tensors(data))
+    with torch.device("meta"):  # nothing is drawn from torch's generator, and the tensors keep their dtype
+        network = Nowcaster()
+    network.load_state_dict(load_tensors(data), assign=True)
     return network.requires_grad_(False).to(device).eval()

@@ -97,7 +97,7 @@ class FFT(TransformedMethod):
             coefficients.zero_()
 
     def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
-        empty = torch.empty(0, device=bucket.device)
+        empty = torch.empty(0, dtype=torch.float32, device=bucket.device)
         pairs = zip(bucket.segments, bucket.arrived, strict=True)
         return [self._coefficients(bucket, segment) if here else empty for segment, here in pairs]
 
@@ -105,10 +105,10 @@ class FFT(TransformedMethod):
         return segment.of(self._spectra[bucket.index])[: spectrum.padded(segment.numel)]
 
     def entries(self, segment: Segment, part: Tensor) -> Tensor:
-        flat = torch.empty(segment.numel, device=part.device)
+        flat = torch.empty(segment.numel, dtype=torch.float32, device=part.device)
         spectrum.inverse(part[: spectrum.padded(segment.numel)], flat)
         return segment.reshaped(flat)
 
     def coefficients(self, segment: Segment, entries: Tensor, part: Tensor) -> None:
-        flat = segment.reshaped(torch.empty(segment.numel, device=part.device)).copy_(entries)
+        flat = segment.reshaped(torch.empty(segment.numel, dtype=torch.float32, device=part.device)).copy_(entries)
         spectrum.forward(flat.as_strided((segment.numel,), (1,)), part[: spectrum.padded(segment.numel)])

@@ -84,7 +84,7 @@ class IWP(SparseMethod):
         self._block_means = block_means
         super().__init__(named_parameters, density, **common)
         self._selection, self._leaders, self._explore, self._floor = selection, leaders, explore, floor
-        self._floors = [torch.zeros(len(b.segments), device=b.device) for b in self.buckets]
+        self._floors = [torch.zeros(len(b.segments), dtype=torch.float32, device=b.device) for b in self.buckets]
 
     def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
         run = run_length(self._leaders, density, self.ranks)

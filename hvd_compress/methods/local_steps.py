@@ -10,6 +10,7 @@ from ..engine.arguments import check_fraction
 from ..engine.collectives import allreduce
 from ..engine.dense import Averaging, DenseGradient, dense_gradient
 from ..engine.engine import Engine
+from ..engine.modes import modes_off
 from ..engine.state import Entry, Tree
 from .base import Compressor
 from .common_weights import CommonWeights, scale_residuals
@@ -67,6 +68,7 @@ class LocalSteps:
             already; an optimizer with unknown parameters, or Horovod's.
     """
 
+    @modes_off
     def __init__(
         self,
         compression: Compressor,
@@ -122,7 +124,7 @@ class LocalSteps:
 
     # What the user calls.
 
-    @torch.no_grad()
+    @modes_off
     def step(self) -> bool:
         """Call it after each ``optimizer.step()`` or ``scaler.step(optimizer)``, also if the scaler skips that step.
         Every ``period``-th call exchanges, and returns True. All ranks must call it equally often: the others wait."""
@@ -135,7 +137,7 @@ class LocalSteps:
         self._since = 0
         return True
 
-    @torch.no_grad()
+    @modes_off
     def finish(self, model: torch.nn.Module | None = None) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
 
@@ -213,7 +215,7 @@ class LocalSteps:
                 "or they were frozen when LocalSteps was built"
             )
 
-    @torch.no_grad()
+    @modes_off
     def _before_step(self, *_: object) -> None:
         self._engine.check_generation()
         if not self._begun:

@@ -85,7 +85,7 @@ class MIPD(SparseMethod):
         self._significance, self._compensation, self._smoothing = significance, compensation, smoothing
         self._floor, self._explore = floor, explore
         #: Per bucket, ``floor`` times the root mean squares of weights and smoothed gradients: float32, (2, segments).
-        self._floors = [torch.zeros(2, len(bucket.segments), device=bucket.device) for bucket in self.buckets]
+        self._floors = [torch.zeros(2, len(b.segments), dtype=torch.float32, device=b.device) for b in self.buckets]
         #: For undo(): per bucket, where the last step's prediction was applied, and whether the step was valid.
         self._predicted: list[list[tuple[BlockRange, Tensor]]] = [[] for _ in self.buckets]
         self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]

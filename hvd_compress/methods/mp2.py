@@ -177,7 +177,7 @@ class MP2(SparseMethod):
     def _compare(self, bucket: Bucket) -> Exchange:
         """Raises ``RuntimeError``, on every rank, if their predictions or weights differ."""
         bits = torch.cat([bucket.state["guess"], bucket.state["trend"], *flat_weights(bucket)]).view(torch.int32).long()
-        place = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) % 8191 + 1
         # Modulo a prime, so that every bit counts.
         same = yield from all_equal(((bits * place) % _PRIME).sum().remainder(_PRIME).view(1), "checksum")
         if not bool(same):
@@ -211,4 +211,4 @@ class MP2(SparseMethod):
 def _ends(bucket: Bucket) -> Tensor:
     """Where segments begin and end in the bucket's flat memory: int64, (segments + 1,)."""
     ends = [0, *(segment.first_block + segment.blocks for segment in bucket.segments)]
-    return torch.tensor(ends, device=bucket.device) * BLOCK
+    return torch.tensor(ends, dtype=torch.int64, device=bucket.device) * BLOCK

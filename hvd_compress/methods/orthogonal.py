@@ -17,8 +17,7 @@ def orthogonalize(grad: Tensor, scale: float) -> None:
     Further dimensions count as columns. 0 stays 0, and everything becomes NaN if an entry is not finite. The last bits
     may differ between kinds of processors, and between numbers of threads.
     """
-    with torch.autocast(grad.device.type, enabled=False):  # backward(), and so a hook, may run under autocast
-        grad.copy_(_orthogonal(grad.reshape(grad.shape[0], -1).float(), scale).reshape(grad.shape))
+    grad.copy_(_orthogonal(grad.reshape(grad.shape[0], -1).float(), scale).reshape(grad.shape))
 
 
 def _orthogonal(matrix: Tensor, scale: float) -> Tensor:

@@ -88,7 +88,7 @@ class PowerSGD(Compressor):
         # Columns of norm 1: P has the gradient's magnitude, not its square, which float16 could not hold.
         pairs = zip(matrices, old_q, strict=True)
         products = [m if q is None else m @ torch.nn.functional.normalize(q, dim=0) for m, q in pairs]
-        flag = torch.where(self._invalid[bucket.index], torch.nan, 0.0).view(1)
+        flag = bucket.residual.new_zeros(1).masked_fill_(self._invalid[bucket.index], torch.nan)
         payload = self._pack([flag, *products])
         sums = yield allreduce(payload, then="encode")
         valid, *p = self._unpack(sums, [flag, *products], 1.0 / self.ranks)
@@ -138,8 +138,9 @@ class PowerSGD(Compressor):
         rank = min(self._rank, n, m)
         if rank * (n + m) >= n * m:
             return None
-        generator = torch.Generator().manual_seed(derive(self.engine.seed, step, bucket.index, position))
-        return torch.randn(m, rank, generator=generator).to(bucket.device)
+        generator = torch.Generator("cpu").manual_seed(derive(self.engine.seed, step, bucket.index, position))
+        q = torch.randn(m, rank, generator=generator, dtype=torch.float32, device="cpu")
+        return q.to(bucket.device)
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
         limit = self._cast.limit(self.ranks)  # the sum must not overflow; the residual keeps the rest

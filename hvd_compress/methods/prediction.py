@@ -70,7 +70,8 @@ class Prediction:
     def lay_out(self, selection: SharedSelection) -> None:
         """Prepares for the steps of this selection."""
         # Made once: creating it in each step would synchronise a GPU.
-        self._edges = torch.tensor([*selection.first, selection.total], device=self._bucket.device)
+        edges = [*selection.first, selection.total]
+        self._edges = torch.tensor(edges, dtype=torch.int64, device=self._bucket.device)
 
     def restart(self) -> None:
         """Forgets everything: new ranks know nothing."""
@@ -118,7 +119,8 @@ class Prediction:
             every = self._period if opened else max(self._period, segment.blocks // _PROBES)
             if step % every >= segment.blocks:
                 continue
-            windows = torch.arange(step % every, segment.blocks, every, device=bucket.device)
+            span = range(step % every, segment.blocks, every)
+            windows = torch.arange(span.start, span.stop, span.step, dtype=torch.int64, device=bucket.device)
             weight = torch.nn.functional.pad(weights[position], (0, segment.blocks * BLOCK - segment.numel))
             age = ((step - segment.of(last_sent)) / self._period).clamp(max=_MAX_AGE)
             values = [segment.of(x) / units[position] for x in (here, state["arrived"], state["trend"])]

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
+from ..engine.modes import modes_off
+
 #: Inputs for each entry of a window: the value just received, or 0; whether one was; the age of the last one in units
 #: of the mean time between two, 0 to 4; that value; the smoothed values; the weight. Values and weights are in units of
 #: their layer's root mean square.
@@ -57,11 +59,13 @@ class Predictor(nn.Module):
 
 
 @lru_cache
+@modes_off
 def shipped(device: torch.device) -> Predictor:
     """The trained predictor on a device, loaded once."""
     data = resources.files("hvd_compress").joinpath("weights", "predictor.safetensors").read_bytes()
-    predictor = Predictor()
-    predictor.load_state_dict(load_tensors(data))
+    with torch.device("meta"):  # nothing is drawn from torch's generator, and the tensors keep their dtype
+        predictor = Predictor()
+    predictor.load_state_dict(load_tensors(data), assign=True)
     return predictor.requires_grad_(False).to(device).eval()
 
 
@@ -86,7 +90,7 @@ def _set(settings: _Settings) -> None:
 
 def predict(predictor: Predictor, windows: Tensor) -> Tensor:
     """:meth:`Predictor.forward` in batches of windows: float32, (n, 256)."""
-    with torch.autocast(windows.device.type, enabled=False), _pinned():
+    with _pinned():
         return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
 
 

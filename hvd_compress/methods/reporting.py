@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..engine.bucket import Bucket, Segment
 from ..engine.engine import Engine
+from ..engine.modes import modes_off
 
 
 class Reporting(abc.ABC):
@@ -20,6 +21,7 @@ class Reporting(abc.ABC):
     def held(self, bucket: Bucket, segment: Segment) -> Tensor:
         """The residual of a parameter, in its shape: float32."""
 
+    @modes_off
     def residual(self, name: str) -> Tensor:
         """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape;
         zeros for an uncompressed parameter. Raises ``KeyError`` for an unknown name."""
@@ -31,6 +33,7 @@ class Reporting(abc.ABC):
         parameter = dict(zip(self.engine.names, self.engine.parameters, strict=True))[name]
         return torch.zeros_like(parameter, dtype=torch.float32)
 
+    @modes_off
     def stats(self) -> dict[str, Any]:
         """What crossed the network: the bytes that this rank sent in the last step and in total, everything included
         except sparse gradients and those of parameters that were not given to this compressor.

@@ -152,7 +152,7 @@ class SparseMethod(Compressor):
         means = plan.block_means
         assert means is None or isinstance(plan.selection, LeaderSelection | AllEntries), "others ignore block means"
         total, slots = plan.selection.total, plan.selection.slots
-        plan.payload = torch.empty(total + (bucket.blocks if means else 0), device=bucket.device)
+        plan.payload = torch.empty(total + (bucket.blocks if means else 0), dtype=torch.float32, device=bucket.device)
         plan.selection.values = plan.payload[:total]
         counts = slots if self._layerwise else [sum(slots)]
         plan.channel.set_group_sizes([*counts, *(segment.blocks for segment in bucket.segments if means)])

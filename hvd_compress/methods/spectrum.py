@@ -46,7 +46,7 @@ def _forward(rows: Tensor, out: Tensor) -> None:
 
 def _inverse(rows: Tensor) -> Tensor:
     length = rows.shape[1]
-    bins = torch.zeros(len(rows), length // 2 + 1, 2, device=rows.device)
+    bins = torch.zeros(len(rows), length // 2 + 1, 2, dtype=torch.float32, device=rows.device)
     bins[:, 0, 0], bins[:, -1, 0] = rows[:, 0], rows[:, 1]
     torch.mul(_pairs(rows[:, 2:]), 1 / _TWICE, out=bins[:, 1:-1])
     flat: Tensor = torch.fft.irfft(torch.view_as_complex(bins), n=length, norm="ortho")

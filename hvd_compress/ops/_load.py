@@ -56,7 +56,7 @@ def check_device(device: torch.device) -> None:
     if device.type != "cuda" or not COMPILED_CUDA:
         return
     try:
-        implementation.block_means_keep(*torch.zeros(3, 1, device=device))
+        implementation.block_means_keep(*torch.zeros(3, 1, dtype=torch.float32, device=device))
     except RuntimeError as error:
         if "no kernel image" not in str(error):
             raise

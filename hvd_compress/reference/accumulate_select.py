@@ -69,7 +69,7 @@ def accumulate_select(
     """
     if deferred_indices is not None and deferred_mean is not None and deferred_error is not None:
         mine = slice(deferred_first_slot, deferred_first_slot + deferred_slots)
-        row = torch.tensor([[0, residual.numel() // BLOCK, 0, deferred_slots]])
+        row = torch.tensor([[0, residual.numel() // BLOCK, 0, deferred_slots]], dtype=torch.int64, device="cpu")
         skipped, sent, error = [residual.new_empty(0)], deferred_mean[mine], deferred_error[mine]
         scatter(skipped, residual, velocity, deferred_indices[mine], row, sent, error, deferred_phase, 0.0)
     n = grad.numel()
@@ -110,7 +110,8 @@ def mean_of_blocks(entries: Tensor, blocks: int) -> Tensor:
     while sums.shape[1] > 1:
         lower, upper = sums.chunk(2, dim=1)
         sums = lower + upper
-    inside = (entries.numel() - torch.arange(blocks, device=entries.device) * BLOCK).clamp(1, BLOCK)
+    begin = torch.arange(blocks, dtype=torch.int64, device=entries.device) * BLOCK
+    inside = (entries.numel() - begin).clamp(1, BLOCK)
     return torch.where(usable(sums[:, 0]), sums[:, 0] / inside, 0.0)
 
 
@@ -139,14 +140,15 @@ def select(
         return
     device, blocks = score.device, score.numel() // BLOCK
     score = score.nan_to_num(nan=0.0, posinf=float("inf")).view(blocks, BLOCK)
-    block = torch.arange(blocks + 1, device=device)
+    block = torch.arange(blocks + 1, dtype=torch.int64, device=device)
+    inside = torch.arange(BLOCK, dtype=torch.int64, device=device)
     explored = mix(block[:-1], key ^ 0x5BD1E995) < explore
     if explored.any():
-        entry = (block[:-1][explored, None] * BLOCK + torch.arange(BLOCK, device=device)) & MASK
+        entry = (block[:-1][explored, None] * BLOCK + inside) & MASK
         score[explored] /= exponential(mix(entry, key))
     start = slots_before(first_slot + slot_start(block, slots, blocks, phase), run, ranks, position)
     count = start.diff()
     ranking = score.sort(dim=1, descending=True, stable=True).indices
     chosen = torch.zeros_like(score, dtype=torch.bool)
-    chosen.scatter_(1, ranking, torch.arange(BLOCK, device=device) < count[:, None])
+    chosen.scatter_(1, ranking, inside < count[:, None])
     indices[start[0] : start[-1]] = chosen.nonzero()[:, 1].to(torch.uint8)

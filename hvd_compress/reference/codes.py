@@ -26,6 +26,11 @@ LANES = 32
 PART = 8192
 
 
+def _range(count: int, like: Tensor) -> Tensor:
+    """0 to ``count - 1``, int64, on the device of ``like``."""
+    return torch.arange(count, dtype=torch.int64, device=like.device)
+
+
 def _each(table: Tensor, edges: Tensor) -> Tensor:
     """The row of each value's group."""
     return torch.repeat_interleave(table, edges.diff(), dim=0)
@@ -34,15 +39,15 @@ def _each(table: Tensor, edges: Tensor) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """``codes``: integers below ``2**bits``, (n,). Returns uint8, (ceil(n / 8) * bits,)."""
     padded = torch.nn.functional.pad(codes.long(), (0, -len(codes) % 8)).view(-1, 8)
-    stream = (padded[:, :, None] >> torch.arange(bits, device=codes.device)) & 1
-    weight = 1 << torch.arange(8, device=codes.device)
+    stream = (padded[:, :, None] >> _range(bits, codes)) & 1
+    weight = 1 << _range(8, codes)
     return (stream.view(-1, bits, 8) * weight).sum(2).to(torch.uint8).view(-1)
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """The first ``n`` codes: int64, (n,)."""
-    stream = (packed.long().view(-1, bits, 1) >> torch.arange(8, device=packed.device)) & 1
-    weight = 1 << torch.arange(bits, device=packed.device)
+    stream = (packed.long().view(-1, bits, 1) >> _range(8, packed)) & 1
+    weight = 1 << _range(bits, packed)
     return (stream.reshape(-1, 8, bits) * weight).sum(2).view(-1)[:n]
 
 
@@ -110,12 +115,12 @@ def lanes_encode(
     """
     count, top = 64 // width, 2 ** (bits - 1) - 1
     step = _each(scale, edges)
-    index = torch.arange(len(values), device=values.device)
+    index = _range(len(values), values)
     draw = torch.full_like(values, 0.5) if key == -1 else (mix(index & 0xFFFFFFFF, key) >> 8).float() * 2.0**-24
     q = (values * (1.0 / step) + draw).floor().clamp(-top, top).nan_to_num(nan=0.0)
     quantization_error.copy_(values - q * step)
     lanes = torch.nn.functional.pad(q.long(), (0, -len(values) % count)).view(-1, count)
-    words.copy_((lanes << (width * torch.arange(count, device=values.device))).sum(1))
+    words.copy_((lanes << (width * _range(count, values))).sum(1))
 
 
 def lanes_decode(words: Tensor, scale: Tensor, edges: Tensor, values: Tensor, width: int, factor: float) -> None:
@@ -124,9 +129,9 @@ def lanes_decode(words: Tensor, scale: Tensor, edges: Tensor, values: Tensor, wi
     ``words``: int64, (ceil(n / L),). ``values``: float32, (n,), is written. See :func:`lanes_encode`.
     """
     count, n = 64 // width, len(values)
-    shift = width * torch.arange(count, device=words.device)
+    shift = width * _range(count, words)
     half = 1 << (width - 1)
-    digits = ((words + (torch.tensor(half, device=words.device) << shift).sum())[:, None] >> shift) & ((1 << width) - 1)
+    digits = ((words + (half << shift).sum())[:, None] >> shift) & ((1 << width) - 1)
     values.copy_((digits - half).view(-1)[:n].float() * _each(scale * factor, edges))
 
 

@@ -14,8 +14,9 @@ def flat_positions(indices: Tensor, segments: Tensor, phase: int) -> Tensor:
     """
     parts = [indices.new_empty(0, dtype=torch.int64)]
     for first_block, blocks, first_slot, slots in segments.tolist():
-        edges = slot_start(torch.arange(blocks + 1, device=indices.device), slots, blocks, phase)
-        block = torch.arange(blocks, device=indices.device).repeat_interleave(edges.diff(), output_size=slots)
+        block = torch.arange(blocks + 1, dtype=torch.int64, device=indices.device)
+        edges = slot_start(block, slots, blocks, phase)
+        block = block[:-1].repeat_interleave(edges.diff(), output_size=slots)
         parts.append((first_block + block) * BLOCK + indices[first_slot : first_slot + slots].long())
     return torch.cat(parts)
 
@@ -32,7 +33,8 @@ def gather(residual: Tensor, indices: Tensor, segments: Tensor, values: Tensor, 
 
 def _last(place: Tensor, acts: Tensor, entries: int) -> Tensor:
     """Per slot, the last slot of the same ``place`` where ``acts`` is set, counted from 1, or 0: int64, (slots,)."""
-    slot = torch.where(acts, torch.arange(1, len(place) + 1, device=place.device), 0)
+    slot = torch.arange(1, len(place) + 1, dtype=torch.int64, device=place.device)
+    slot = torch.where(acts, slot, 0)
     return torch.zeros(entries, dtype=torch.int64, device=place.device).scatter_reduce_(0, place, slot, "amax")[place]
 
 

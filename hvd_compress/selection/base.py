@@ -147,7 +147,7 @@ class Selection(abc.ABC):
         self.bucket, self.slots = bucket, slots
         self.total = sum(slots)
         self.first = list(accumulate(slots[:-1], initial=0))
-        self._no_floor = torch.zeros(1, device=bucket.device)
+        self._no_floor = torch.zeros(1, dtype=torch.float32, device=bucket.device)
         #: Which segments' gradients had an entry other than zero in this step: int32, (segments,).
         self.touched = torch.zeros(len(slots), dtype=torch.int32, device=bucket.device)
         #: Whether :meth:`agree` finds out which segments no rank has a gradient for, and those: bool, (segments,), or
@@ -205,11 +205,13 @@ class Selection(abc.ABC):
 
     @cached_property
     def _slot_counts(self) -> Tensor:
-        return torch.tensor(self.slots, device=self.bucket.device)
+        return torch.tensor(self.slots, dtype=torch.int64, device=self.bucket.device)
 
     @cached_property
     def _block_counts(self) -> Tensor:
-        return torch.tensor([segment.blocks for segment in self.bucket.segments], device=self.bucket.device)
+        return torch.tensor(
+            [segment.blocks for segment in self.bucket.segments], dtype=torch.int64, device=self.bucket.device
+        )
 
     def skip_missing(self, targets: list[Tensor], mean: Tensor) -> Tensor:
         """``mean`` with NaN where a segment has no target: values that nobody receives stay in the residual. (Hosts
@@ -220,10 +222,13 @@ class Selection(abc.ABC):
         """Adds a segment's gradient to the residual, and selects this rank's entries if ``selects_early``. Zeroes the
         gradient unless :meth:`scatter` writes all of it."""
         segment, deferred, floors = self.bucket.segments[position], self.bucket.deferred, scoring.floors
+        given, weight = grad, None if floors is None else segment.parameter.detach()
+        if weight is not None and weight.dtype != grad.dtype:
+            grad, weight = grad.float(), weight.float()
         ops.accumulate_select(
             grad,
             segment.of(self.bucket.state["residual"]),
-            None if floors is None else segment.parameter.detach(),
+            weight,
             None if velocity is None else segment.of(velocity),
             self._no_floor if floors is None else floors[position : position + 1],
             self.own_indices if self.selects_early else self._no_indices,
@@ -244,6 +249,8 @@ class Selection(abc.ABC):
             scoring.decay,
             scoring.transform,
         )
+        if grad is not given:
+            given.copy_(grad)  # zeros, unless scatter() writes all of it
         if deferred is not None:
             deferred.mark_applied(position)
 

@@ -69,7 +69,7 @@ def root_mean_squares(bucket: Bucket, weights: list[Tensor], other: Tensor) -> t
     for segment, weight in zip(bucket.segments, weights, strict=True):
         both = torch.cat([weight, segment.of(other)[: segment.numel]])
         # Computed on the device: a copy from the host would synchronise a GPU.
-        edges = torch.arange(3, device=bucket.device) * segment.numel
+        edges = torch.arange(3, dtype=torch.int64, device=bucket.device) * segment.numel
         parts.append(Moments(both, edges).rms)
     first, second = torch.stack(parts).float().nan_to_num(nan=0.0, posinf=0.0).unbind(1)
     return first + _TINY, second + _TINY

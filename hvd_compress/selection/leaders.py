@@ -14,6 +14,9 @@ from ..engine.deferred import DeferredUpdate
 from ..reference import BLOCK
 from .base import Agreement, Average, Scoring, Selection, StepSeed, segment_table, whole
 
+#: The most entries of a bucket whose positions fit in int32.
+INT32_ENTRIES = 2**31
+
 
 class LeaderSelection(Selection):
     """``run``: how many consecutive slots one leader selects."""
@@ -29,10 +32,10 @@ class LeaderSelection(Selection):
         self.run, self.ranks, self.rank = run, ranks, rank
         self.segments = segment_table([whole(s) for s in bucket.segments], slots, self.first, bucket.device)
         count = -(-self.total // (run * ranks)) * run
-        self.digest_length = 4 // self.dtype.itemsize
+        self.digest_length = max(1, 4 // self.dtype.itemsize)
         self.head = self.digest_length + (len(slots) if finds_idle else 0)
-        #: This rank's part of the allgather: a digest of four bytes, ``touched`` if ``finds_idle``, then the indices
-        #: that it selects.
+        #: This rank's part of the allgather: a digest of at least four bytes, ``touched`` if ``finds_idle``, then the
+        #: indices that it selects.
         self.message = torch.zeros(self.head + count, dtype=self.dtype, device=bucket.device)
         self.own_indices = self.message[self.head :]
 
@@ -96,32 +99,34 @@ class BlockLeaders(LeaderSelection):
 
 
 class TopkLeaders(LeaderSelection):
-    """Exact top-k: each leader selects its share of a parameter's entries by the largest scores. Four bytes an index.
+    """Exact top-k: each leader selects its share of a parameter's entries by the largest scores. Four bytes an index,
+    eight in a bucket of more than 2**31 entries.
 
     A specification for :class:`BlockLeaders`, in PyTorch: slow, and an entry may wait without bound.
     """
 
-    dtype = torch.int32
-
     def __init__(
         self, bucket: Bucket, slots: list[int], run: int, ranks: int, rank: int, finds_idle: bool = False
     ) -> None:
+        self.dtype = torch.int32 if bucket.blocks * BLOCK <= INT32_ENTRIES else torch.int64
         super().__init__(bucket, slots, run, ranks, rank, finds_idle)
         self.segments = self.segments.cpu()  # read by the host in every step: on a GPU it would synchronise
 
     def select(self, scoring: Scoring) -> None:
         for position, segment in enumerate(self.bucket.segments):
-            edges = torch.tensor([self.first[position], self.first[position] + self.slots[position]])
+            span = self.span(position)
+            edges = torch.tensor([span.start, span.stop], dtype=torch.int64, device="cpu")
             low, high = reference.slots_before(edges, self.run, self.ranks, self.position).tolist()
             score = scoring.score(self.bucket, position)
             random = round((high - low) * scoring.explore)
             best = self.largest(position, score, high - low - random)
             if random:
                 score[best] = -1.0
-                noise = reference.mix(torch.arange(segment.numel, device=score.device), self.key(position))
+                entry = torch.arange(segment.numel, dtype=torch.int64, device=score.device)
+                noise = reference.mix(entry, self.key(position))
                 assert isinstance(noise, Tensor)
                 best = torch.cat([best, (score / reference.exponential(noise)).topk(random).indices])
-            self.own_indices[low:high] = (best.sort().values + segment.first_block * BLOCK).to(torch.int32)
+            self.own_indices[low:high] = (best.sort().values + segment.first_block * BLOCK).to(self.dtype)
 
     def largest(self, position: int, score: Tensor, count: int) -> Tensor:
         """The indices of a segment's ``count`` largest scores: int64, (count,)."""

@@ -142,7 +142,7 @@ def average_per_rank(
     # One invalid rank makes the step invalid for all.
     mean.masked_fill_(channel.any_invalid(gathered), float("nan"))
     # The residual: NaN keeps what was not sent after all.
-    sent = torch.where(mean[:1].isfinite().expand(selection.total), 0.0, float("nan"))
+    sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), float("nan"))
     sent, error = selection.keep_idle(sent, channel.quantization_error)
     selection.scatter(bucket.no_targets(), velocity, Average(selection.skip_missing(targets, sent), error, Output(0.0)))
     output.write(bucket, selection.silence_idle(mean), targets)

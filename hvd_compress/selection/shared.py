@@ -29,7 +29,7 @@ class SharedSelection(Selection):
 
     def shared_digest(self) -> Tensor:
         """A digest of what all ranks must select alike: int64, (1,), below ``LIMIT``."""
-        return torch.full((1,), self.digest() % LIMIT, device=self.bucket.device)
+        return torch.full((1,), self.digest() % LIMIT, dtype=torch.int64, device=self.bucket.device)
 
     def candidates(self) -> list[BlockRange]:
         """The blocks of each segment from which this step's entries come."""
@@ -100,7 +100,7 @@ class ScoredSelection(SharedSelection):
         self.indices = torch.zeros(self.total, dtype=torch.uint8, device=self.bucket.device)
 
     def shared_digest(self) -> Tensor:
-        place = torch.arange(self.total, device=self.bucket.device) % 4093 + 1
+        place = torch.arange(self.total, dtype=torch.int64, device=self.bucket.device) % 4093 + 1
         return (super().shared_digest() + (self.indices * place).sum()) % LIMIT
 
     def candidates(self) -> list[BlockRange]:
@@ -122,7 +122,7 @@ class ScoredSelection(SharedSelection):
         ops.scatter(parts, residual, velocity, self.indices, self.rows, a.mean, a.error, self.phase, a.output.scale)
 
     def read(self, memory: Tensor) -> Tensor:
-        values = torch.empty(self.total, device=memory.device)
+        values = torch.empty(self.total, dtype=torch.float32, device=memory.device)
         ops.gather(memory, self.indices, self.rows, values, self.phase)
         return values
 
@@ -156,7 +156,7 @@ class RotatingSelection(SharedSelection):
         return self._load(self.values, memory)
 
     def read(self, memory: Tensor) -> Tensor:
-        return self._load(torch.empty(self.total, device=memory.device), memory)
+        return self._load(torch.empty(self.total, dtype=torch.float32, device=memory.device), memory)
 
     def write(self, memory: Tensor, values: Tensor) -> None:
         for part, first in zip(self.parts(memory), self.first, strict=True):

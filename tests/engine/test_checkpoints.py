@@ -134,7 +134,7 @@ def test_block_means_of_another_memory_order_raise_an_error():
 
 def test_a_compressor_cannot_be_pickled():
     _, (rank,) = replicas(1, IWP)
-    with pytest.raises(TypeError, match="save model.module"):
+    with pytest.raises(TypeError, match=r"save model\.module"):
         pickle.dumps(rank.compression)
 
 

@@ -1,0 +1,60 @@
+"""torch's modes, which a caller may have turned on and which would change the state and the results of a compressor.
+
+Autocast rounds matrix products, inference mode makes tensors that no later step may write to, and autograd records the
+step. They are off wherever the package is entered. The default dtype and the default device have no effect either:
+every tensor is made with its own (``tests/test_rooms.py``).
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Where the operators run.
+_DEVICES = ("cpu", "cuda")
+# torch.set_grad_enabled() makes an object.
+_set_grad = torch._C._set_grad_enabled
+_grad_on = partial(_set_grad, True)
+
+
+def turn_off() -> Callable[[], object] | None:
+    """Turns autocast, inference mode and autograd off in this thread. Returns what turns on again those that were on;
+    None if none was. Used for every gradient, so it must cost little."""
+    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICES)):
+        return _turn_all_off()
+    if torch.is_grad_enabled():  # in backward's hooks it is not
+        _set_grad(False)
+        return _grad_on
+    return None
+
+
+def _turn_all_off() -> Callable[[], object]:
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():  # first: it turns autograd on
+        stack.enter_context(torch.inference_mode(False))
+    for device in filter(torch.is_autocast_enabled, _DEVICES):
+        torch.set_autocast_enabled(device, False)  # faster than torch.autocast
+        stack.callback(torch.set_autocast_enabled, device, True)
+    stack.callback(_set_grad, torch.is_grad_enabled())
+    _set_grad(False)
+    return stack.close
+
+
+def modes_off(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: the modes are off in ``function``."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        turn_on = turn_off()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if turn_on is not None:
+                turn_on()
+
+    return wrapped
