@@ -169,9 +169,9 @@ class Engine:
             raise
         self._end_step()
         self.undoable, self._discarded = True, False
-        self.watch.forget_step()
         if self.local_steps is None:
             self.last_average.written()
+        self.watch.forget_step()
 
     def entered(self) -> Entered:
         """The context of a host's calls."""

@@ -28,6 +28,8 @@ class LastAverage:
         #: By probe, ``.grad`` after the last average, until something is accumulated there.
         self._untouched: dict[int, weakref.ref[Tensor] | None] = {}
         self._versions: list[int] = []
+        # Whether the average before was followed by no optimizer's step: the user's own code applies averages.
+        self._own_updates = False
         #: The name of a parameter whose gradient contains the last average.
         self.reentered: str | None = None
         # The hooks live as long as the model and must not keep the compressor alive.
@@ -39,7 +41,8 @@ class LastAverage:
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def written(self) -> None:
-        """Averages have been written to the gradients."""
+        """Averages have been written to the gradients. To be called before the watch forgets the step."""
+        self._own_updates = bool(self._versions) and not self._watch.called
         self.forget()
         for number in self._probes:
             grad = self._parameters[number].grad
@@ -72,9 +75,14 @@ class LastAverage:
             self.reentered = self._names[number]
 
     def waits(self) -> bool:
-        """Whether nobody has applied it so far: no optimizer has stepped, no probe has changed, and gradients are there
-        still. (An average that is not finite has sent nothing.) Synchronises a GPU."""
-        if self._watch.stepped() or self._versions != [self._parameters[n]._version for n in self._probes]:
+        """Whether nobody has applied it so far: no optimizer has stepped, as it did after the average before, no probe
+        has changed, and gradients are there still. (An average that is not finite has sent nothing.) Synchronises a
+        GPU."""
+        if (
+            self._own_updates
+            or self._watch.stepped()
+            or self._versions != [self._parameters[n]._version for n in self._probes]
+        ):
             return False
         grads = [p.grad for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         return any(bool(grad.any()) for grad in grads) and all(bool(grad.isfinite().all()) for grad in grads)

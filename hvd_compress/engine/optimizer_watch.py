@@ -78,6 +78,11 @@ class OptimizerWatch:
             for group in optimizer.param_groups
         )
 
+    @property
+    def called(self) -> bool:
+        """Whether an optimizer's step was called since :meth:`forget_step`, also if it was skipped."""
+        return bool(self._steps)
+
     def stepped(self) -> bool:
         """Whether an optimizer has changed the parameters since :meth:`forget_step`. May synchronise a GPU."""
         return any(found_inf is None or not bool(found_inf) for found_inf in self._steps)

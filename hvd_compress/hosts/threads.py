@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -94,7 +95,7 @@ class ThreadWorld:
         self._turns = threading.Semaphore(1 if in_turn else size)
         self._open: dict[str, _Meeting] = {}
         #: By rank.
-        self.registries = [Registry() for _ in range(size)]
+        self.registries = defaultdict[int, Registry](Registry)
         self._failure: BaseException | None = None
 
     def collectives(self, rank: int) -> ThreadCollectives:
