@@ -1,8 +1,8 @@
 """torch's own tests of DistributedDataParallel, with a compressor that sends everything as the hook of every model.
 
-torch ships them in its wheel, for GPUs; :mod:`shim` runs them on the CPU. What passes without a compressor must pass with
-one, but for the tests listed here. A listed test must fail, with the error given beside its reason: one that passes, or
-fails differently, is taken from its list, or the fault is found.
+torch ships them in its wheel, for GPUs; :mod:`shim` runs them on the CPU. What passes without a compressor must pass
+with one, except for the tests listed here. A listed test must fail, with the error given beside its reason: take it
+from its list if it passes, and look for the fault if it fails in another way.
 """
 
 import json
