@@ -24,8 +24,8 @@ from methods import EXACT
 distributed_test = shim.torch_tests()
 METHODS_OF_TESTS = vars(distributed_test.DistributedTest._DistTestBase)
 
-#: Seconds for a test.
-TIMEOUT = 120
+#: Seconds for a test, and for a collective in it. torch.compile takes 90 on a loaded machine.
+TIMEOUT = 240
 #: Takes more than 400 s here, without a compressor. It is of join(), which others test.
 LONG = ("test_ddp_uneven_inputs",)
 
@@ -102,7 +102,7 @@ def main(method: str, report: str, *names: str) -> None:
     # One thread a rank, and no processes but the ranks.
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     torch.set_num_threads(1)
-    Tests.method = method
+    Tests.method, distributed_test.default_pg_timeout = method, TIMEOUT
     common = sys.modules["torch.testing._internal.common_distributed"]
     common.TIMEOUT_DEFAULT, common.TIMEOUT_OVERRIDE = TIMEOUT, {}
     with open(report, "w") as lines:

@@ -146,7 +146,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def stock(folder):
-    return run_tests("stock", folder / "stock", [], timeout=900)
+    return run_tests("stock", folder / "stock", [], timeout=1200)
 
 
 def test_without_a_compressor(stock):
@@ -157,7 +157,7 @@ def test_without_a_compressor(stock):
 @pytest.mark.parametrize("method", NOT_WITH)
 def test_with_a_compressor(folder, stock, method):
     passed = [name for name, row in stock.items() if row["outcome"] == "passed"]
-    rows = run_tests(method, folder / method, passed, timeout=900)
+    rows = run_tests(method, folder / method, passed, timeout=1200)
     compare(rows, NOT_WITH[method])
     silent = {name for name, row in rows.items() if row["outcome"] == "passed" and not row["calls"]}
     assert silent == WITHOUT_EXCHANGE, silent ^ WITHOUT_EXCHANGE
