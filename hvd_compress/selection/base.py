@@ -150,6 +150,7 @@ class Selection(abc.ABC):
         self._no_floor = torch.zeros(1, dtype=torch.float32, device=bucket.device)
         #: Which segments' gradients had an entry other than zero in this step: int32, (segments,).
         self.touched = torch.zeros(len(slots), dtype=torch.int32, device=bucket.device)
+        self._touched = self.touched.split(1)
         #: Whether :meth:`agree` finds out which segments no rank has a gradient for, and those: bool, (segments,), or
         #: None if there are none.
         self.finds_idle = False
@@ -233,7 +234,7 @@ class Selection(abc.ABC):
             self._no_floor if floors is None else floors[position : position + 1],
             self.own_indices if self.selects_early else self._no_indices,
             scoring.invalid,
-            self.touched[position : position + 1],
+            self._touched[position],
             None if scoring.block_means is None else segment.of_blocks(scoring.block_means),
             scoring.scale,
             scoring.momentum,
