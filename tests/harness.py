@@ -112,7 +112,7 @@ class Rank:
             with torch.no_grad():  # autograd does not see Horovod's writing
                 payload.copy_(handle.result() * (1.0 / self.world.size))
             result = self.compression.decompress(payload, ctx)
-            assert result.shape == parameters[number].shape and result.dtype == parameters[number].dtype
+            assert result.shape == parameters[number].shape and result.dtype == parameters[number].grad.dtype
             parameters[number].grad.set_(result)
         self.steps += 1
         return [p.grad for p in parameters]
@@ -187,14 +187,19 @@ class DDPRank(Rank):
         rng = random.Random(0 if shuffle is None else shuffle)
         if shuffle is not None:
             rng.shuffle(order)
+
+        def dtype_of(p: Tensor) -> torch.dtype:
+            grad = given[p]
+            return p.dtype if grad is None else grad.dtype
+
         groups: list[list[torch.nn.Parameter]] = []
         for p in order:
-            if not groups or groups[-1][0].dtype != p.dtype or rng.random() < 0.4:
+            if not groups or dtype_of(groups[-1][0]) != dtype_of(p) or rng.random() < 0.4:
                 groups.append([])
             groups[-1].append(p)
         result = []
         for number, group in enumerate(groups):
-            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device="cpu")
+            flat = torch.zeros(sum(p.numel() for p in group), dtype=dtype_of(group[0]), device="cpu")
             bucket = FakeBucket(number, group, flat, number == len(groups) - 1)
             for p, view in zip(group, bucket.gradients(), strict=True):
                 if given[p] is not None:

@@ -10,29 +10,15 @@ from typing import Any
 import pytest
 import torch
 from harness import HOSTS, gradients, mixed_model, replicas
-from methods import METHODS, SMALL
+from methods import KINDS, SMALL
 from torch import Tensor
 
-from hvd_compress import IWP, DeMo, LocalSteps, TopK, reshard
+from hvd_compress import IWP, LocalSteps, TopK, reshard
 from hvd_compress.codecs import codebooks
 from hvd_compress.engine.state import same
 from hvd_compress.extrapolation import WNN, Line
 from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.methods import extrapolation, predictor
-
-#: One of every class, selection, codec and exchange.
-CHOSEN = {
-    name: METHODS[name]
-    for name in (
-        *("iwp", "iwp-fp16", "iwp-topk", "iwp-lloyd4", "iwp-range10-gather", "fft-range10", "fft-gather-bitmap"),
-        *("demo", "mipd-compensated", "slimdp-fp32", "mp2", "mp2-guessing", "topk", "dgc-clipped"),
-        *("qsgd-feedback", "terngrad", "powersgd", "powersgd-cold"),
-    )
-} | {
-    "iwp-momentum": partial(IWP, density=1 / 16, momentum=0.9, budget_interval=2),
-    "iwp-everything": partial(IWP, density=1.0, dense_values="fp16"),
-    "demo-orthogonal": partial(DeMo, orthogonal=True),
-}
 
 
 @dataclass(frozen=True)
@@ -123,20 +109,20 @@ def train(build: Any, host: str, modes: Modes, graph: bool = False) -> list[Any]
 
 @lru_cache
 def without_modes(name: str, host: str) -> list[Any]:
-    return train(CHOSEN[name], host, Modes())
+    return train(KINDS[name], host, Modes())
 
 
 @pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("name", list(CHOSEN))
+@pytest.mark.parametrize("name", list(KINDS))
 @every_combination
 def test_steps_are_bit_equal(modes: Modes, name: str, host: str) -> None:
-    assert same(train(CHOSEN[name], host, modes), without_modes(name, host))
+    assert same(train(KINDS[name], host, modes), without_modes(name, host))
 
 
-@pytest.mark.parametrize("name", list(CHOSEN))
+@pytest.mark.parametrize("name", list(KINDS))
 def test_gradients_with_a_graph(name: str) -> None:
     """DDP copies gradients into buckets without one."""
-    assert same(train(CHOSEN[name], "horovod", Modes(), graph=True), without_modes(name, "horovod"))
+    assert same(train(KINDS[name], "horovod", Modes(), graph=True), without_modes(name, "horovod"))
 
 
 def local_training(modes: Modes, ordered: bool, unsent: str, build: Any) -> list[Any]:
@@ -168,8 +154,8 @@ def local_training(modes: Modes, ordered: bool, unsent: str, build: Any) -> list
 @pytest.mark.parametrize("ordered, unsent, name", [(False, "weights", "iwp"), (True, "buffer", "powersgd")])
 @every_combination
 def test_local_steps_are_bit_equal(modes: Modes, ordered: bool, unsent: str, name: str) -> None:
-    found = local_training(modes, ordered, unsent, CHOSEN[name])
-    assert same(found, local_training(Modes(), ordered, unsent, CHOSEN[name]))
+    found = local_training(modes, ordered, unsent, KINDS[name])
+    assert same(found, local_training(Modes(), ordered, unsent, KINDS[name]))
 
 
 @every_combination
@@ -205,7 +191,7 @@ def test_a_new_set_of_ranks_seen_by_the_optimizer(modes: Modes) -> None:
     def run(modes: Modes) -> list[Any]:
         model = mixed_model()
         with modes.of_process():
-            old, ranks = replicas(2, CHOSEN["iwp-lloyd4"], model)
+            old, ranks = replicas(2, KINDS["iwp-lloyd4"], model)
             optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1) for r in ranks]
             found = []
             for world in (old, ThreadWorld(2, timeout=20)):
