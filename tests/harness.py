@@ -46,7 +46,8 @@ def compressed(parameter: Tensor) -> bool:
 def gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> list[Tensor]:
     """One random gradient per parameter, in the parameter's memory order and dtype."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * scale) for p in model.parameters()]
+    values = (torch.randn(p.shape, generator=generator, dtype=torch.float32) * scale for p in model.parameters())
+    return [torch.empty_like(p).copy_(value) for p, value in zip(model.parameters(), values, strict=True)]
 
 
 class Scheduled:
@@ -108,9 +109,10 @@ class Rank:
         if shuffle is not None:
             rng.shuffle(pending)
         for number, handle, payload, ctx in pending:
-            payload.copy_(handle.result() * (1.0 / self.world.size))
+            with torch.no_grad():  # autograd does not see Horovod's writing
+                payload.copy_(handle.result() * (1.0 / self.world.size))
             result = self.compression.decompress(payload, ctx)
-            assert result.shape == parameters[number].shape and result.dtype == parameters[number].dtype
+            assert result.shape == parameters[number].shape and result.dtype == parameters[number].grad.dtype
             parameters[number].grad.set_(result)
         return self.applied()
 
@@ -174,7 +176,7 @@ class _Backward(torch.autograd.Function):
 
 def in_backward(body: Callable[[], None]) -> None:
     """Runs ``body`` during a backward pass, as DDP calls a hook."""
-    x = torch.zeros(1, requires_grad=True)
+    x = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.enable_grad():
         _Backward.apply(x, body).sum().backward()
 
@@ -192,14 +194,19 @@ class DDPRank(Rank):
         rng = random.Random(0 if shuffle is None else shuffle)
         if shuffle is not None:
             rng.shuffle(order)
+
+        def dtype_of(p: Tensor) -> torch.dtype:
+            grad = given[p]
+            return p.dtype if grad is None else grad.dtype
+
         groups: list[list[torch.nn.Parameter]] = []
         for p in order:
-            if not groups or groups[-1][0].dtype != p.dtype or rng.random() < 0.4:
+            if not groups or dtype_of(groups[-1][0]) != dtype_of(p) or rng.random() < 0.4:
                 groups.append([])
             groups[-1].append(p)
         result = []
         for number, group in enumerate(groups):
-            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype)
+            flat = torch.zeros(sum(p.numel() for p in group), dtype=dtype_of(group[0]), device="cpu")
             bucket = FakeBucket(number, group, flat, number == len(groups) - 1)
             for p, view in zip(group, bucket.gradients(), strict=True):
                 if given[p] is not None:

@@ -59,6 +59,20 @@ METHODS = {
     "powersgd-cold": partial(PowerSGD, rank=3, values="fp32", warm_start=False),
 }
 
+#: One of every class, selection, codec and exchange.
+KINDS = {
+    name: METHODS[name]
+    for name in (
+        *("iwp", "iwp-fp16", "iwp-topk", "iwp-lloyd4", "iwp-range10-gather", "fft-range10", "fft-gather-bitmap"),
+        *("demo", "mipd-compensated", "slimdp-fp32", "mp2", "mp2-guessing", "topk", "dgc-clipped"),
+        *("qsgd-feedback", "terngrad", "powersgd", "powersgd-cold"),
+    )
+} | {
+    "iwp-momentum": partial(IWP, density=1 / 16, momentum=0.9, budget_interval=2),
+    "iwp-everything": partial(IWP, density=1.0, dense_values="fp16"),
+    "demo-orthogonal": partial(DeMo, orthogonal=True),
+}
+
 #: Those that, as in their papers, keep no residual.
 FORGETFUL = ("qsgd", "terngrad")
 

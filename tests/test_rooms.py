@@ -26,6 +26,11 @@ BELOW = {
 }
 #: Modules outside hosts that may import Horovod and torch.distributed: they start ranks of their own.
 RANKS = {"cli.ranks", "cli.transport"}
+#: torch's functions that make a tensor of the default dtype or on the default device, unless they are given both.
+FACTORIES = {
+    *("empty", "zeros", "ones", "full", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),
+    *("arange", "range", "linspace", "logspace", "rand", "randn", "randint", "randperm", "normal"),
+}
 MOST_CLASSES_BETWEEN = 2
 
 
@@ -113,6 +118,18 @@ def test_only_hosts_use_torch_distributed_by_attribute():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed"):
                 assert room(name) == "hosts", f"{name}, line {node.lineno}"
+
+
+def test_every_tensor_is_made_with_its_own_dtype_and_device():
+    """torch.set_default_dtype() and torch.set_default_device() are the user's."""
+    found, wrong = 0, []
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{factory}" for factory in FACTORIES}:
+                found += 1
+                given = {keyword.arg for keyword in node.keywords}
+                wrong += [] if {"dtype", "device"} <= given else [f"{name}, line {node.lineno}"]
+    assert found > 50 and not wrong, wrong
 
 
 def test_few_classes_lie_between_a_method_and_the_base():

@@ -116,7 +116,12 @@ def channels_last():
 
 @register(CASES)
 def bfloat16_parameters():
-    Job(density=1 / 32, dtype=torch.bfloat16).train().assert_equal_replicas()
+    """As scripts for language models make them."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        Job(density=1 / 32, dtype=torch.bfloat16).train().assert_equal_replicas()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @register(CASES)

@@ -4,10 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from harness import equal, replicas, together
+from harness import HOSTS, equal, random_steps, replicas, together
+from methods import METHODS
 
 from hvd_compress import IWP
+from hvd_compress.engine.state import same
 from hvd_compress.reference import BLOCK, flat_positions
+from hvd_compress.selection import leaders as selections
 
 SLOTS = 6  # of every block, for 1, 2, 3 or 6 leaders
 
@@ -55,3 +58,21 @@ def test_padding_is_never_selected(numel):
         selection = group[0].compression._plans[0].selection
         positions = flat_positions(selection.indices, selection.segments, selection.phase)
         assert positions.max() < numel
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["iwp-topk", "topk", "dgc"])
+def test_positions_beyond_int32_have_eight_bytes(monkeypatch, name, host):
+    def run(most_entries):
+        monkeypatch.setattr(selections, "INT32_ENTRIES", most_entries)
+        world, ranks = replicas(2, METHODS[name], host=host)
+        applied = random_steps(world, ranks, range(3))
+        messages = [plan.selection.message.dtype for plan in ranks[0].compression._plans]
+        stats = [r.compression.stats()["last"]["indices_bytes"] for r in ranks]
+        return messages, stats, applied, [r.compression.state_dict()["per_rank"]["tensors"] for r in ranks]
+
+    bucket = replicas(1, METHODS[name])[1][0].compression.buckets[0]
+    narrow, wide = run(bucket.blocks * BLOCK), run(bucket.blocks * BLOCK - 1)
+    assert narrow[0] == [torch.int32] and wide[0] == [torch.int64]
+    assert all(1.9 * few < many <= 2 * few for few, many in zip(narrow[1], wide[1], strict=True))
+    assert same(narrow[2:], wide[2:])
