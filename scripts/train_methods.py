@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Trains a small convolutional network on scikit-learn's handwritten digits with several methods, one after the other in
-one launch of Horovod: dense, with Horovod's fp16, and with five compressed methods. Prints their table.
+"""Trains a small convolutional network on scikit-learn's digits with several methods, one after the other in one launch
+of Horovod: dense, with Horovod's fp16, and with five compressed methods. Prints their table.
 
     bash scripts/run.sh 4 scripts/train_methods.py results/train     one JSON file a method, as train.py writes
 """
