@@ -19,7 +19,8 @@ def result(compression="none", seed=0, accuracy=0.9, ranks=4, **config):
     ]
     return {
         "test_accuracy": accuracy, "train_loss": 0.5, "wire_ratio": 40.0, "wire_ratio_last": 52.2,
-        "wire_bytes_per_step": 12345.6, "step_ms_median": 20.0, "compress_ms_median": 1.5, "replicas_equal": True, "ranks": ranks, "history": history,
+        "wire_bytes_per_step": 12345.6, "step_ms_median": 20.0, "compress_ms_median": 1.5,
+        "replicas_equal": True, "ranks": ranks, "history": history,
         "config": {"compression": compression, "seed": seed, "lr": 0.1, "json": f"{seed}.json", **config},
     }  # fmt: skip
 
