@@ -63,8 +63,10 @@ def main() -> None:
             part.load_state_dict(states[name])
     for step in range(first, options.steps):
         optimizer.zero_grad()
-        loss_of(ddp, step * ranks + rank).backward()
+        (loss := loss_of(ddp, step * ranks + rank)).backward()
         optimizer.step()
+        if rank == 0 and step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.2f}", flush=True)
     options.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.save((options.steps, {name: part.state_dict() for name, part in parts.items()}), file)
 

@@ -7,12 +7,12 @@ All files are of one data set. Runs that differ only in the seed share a row: me
 """
 
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from experiment import compressors
 from experiment.files import script_parser
 from experiment.quality import metric_of
@@ -39,41 +39,45 @@ def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(json.dumps(settings(result), sort_keys=True), []).append(result)
-    rows = pd.DataFrame([settings(runs[0]) for runs in groups.values()])
-    overall, within = rows.nunique(), rows.groupby("compression").nunique()
+    rows = [settings(runs[0]) for runs in groups.values()]
 
-    def label(row: dict[str, Any]) -> str:
+    def distinct(key: str, among: Sequence[dict[str, str]]) -> int:
+        return len({row[key] for row in among if key in row})
+
+    def label(row: dict[str, str]) -> str:
         """An option of the method is named where it differs between rows of that method, others where rows differ."""
         options = compressors.METHODS[row["compression"]].defaults()
+        same = [other for other in rows if other["compression"] == row["compression"]]
         different = [
             f"{key.replace('_', '-')} {value}"
             for key, value in row.items()
-            if key not in ("compression", "density") and value not in ("None", None) and pd.notna(value)
-            and (within.at[row["compression"], key] if key in options else overall[key]) > 1
+            if key not in ("compression", "density") and value != "None"
+            and distinct(key, same if key in options else rows) > 1
         ]  # fmt: skip
         return ", ".join([row["compression"], *different])
 
-    labels = [label(row) for row in rows.to_dict("records")]
-    return list(zip(labels, groups.values(), strict=True))
+    return list(zip(map(label, rows), groups.values(), strict=True))
 
 
 def table(results: Sequence[Result]) -> str:
     """The Markdown table; below it, the rows whose replicas differ."""
-    rows, unequal, metric = [], [], metric_of(results[0])
-    for label, runs in grouped(results):
-        rows.append(
-            {
-                "method": label,
-                "density": density(runs),
-                metric.label: _spread(runs, metric.key, ".4f") + (f" ({len(runs)})" if len(runs) > 1 else ""),
-                "wire ratio": _spread(runs, "wire_ratio", ".1f"),
-                "bytes/step": _spread(runs, "wire_bytes_per_step", ",.0f"),
-                "step ms": _spread(runs, "step_ms_median", ".1f"),
-                "compress ms": _spread(runs, "compress_ms_median", ".2f"),
-            }
-        )
-        unequal += [] if all(run["replicas_equal"] for run in runs) else [f"\n\nReplicas differ: {label}."]
-    return markdown(rows) + "".join(unequal)
+    groups = grouped(results)
+    unequal = [label for label, runs in groups if not all(run["replicas_equal"] for run in runs)]
+    return markdown([row(*group) for group in groups]) + "".join(f"\n\nReplicas differ: {label}." for label in unequal)
+
+
+def row(label: str, runs: list[Result]) -> dict[str, str]:
+    """Its cells by column."""
+    metric = metric_of(runs[0])
+    return {
+        "method": label,
+        "density": density(runs),
+        metric.label: _spread(runs, metric.key, ".4f") + (f" ({len(runs)})" if len(runs) > 1 else ""),
+        "train loss": _spread(runs, "train_loss", ".3f"),
+        "wire ratio": _spread(runs, "wire_ratio", ".1f"),
+        "step ms": _spread(runs, "step_ms_median", ".1f"),
+        "compress ms": _spread(runs, "compress_ms_median", ".2f"),
+    }
 
 
 def markdown(rows: Sequence[dict[str, Any]], left: int = 1) -> str:
@@ -84,9 +88,9 @@ def markdown(rows: Sequence[dict[str, Any]], left: int = 1) -> str:
 
 def _spread(runs: list[Result], key: str, form: str) -> str:
     """The mean, and half of the range where there is any."""
-    values = pd.Series([run[key] for run in runs])
-    half = (values.max() - values.min()) / 2
-    return format(values.mean(), form) + (f" ± {half:{form}}" if half > 0 else "")
+    values = [run[key] for run in runs]
+    half = (max(values) - min(values)) / 2
+    return format(statistics.fmean(values), form) + (f" ± {half:{form}}" if half > 0 else "")
 
 
 def density(runs: list[Result]) -> str:
@@ -97,6 +101,8 @@ def density(runs: list[Result]) -> str:
 
 def write_csv(results: Sequence[Result], file: Path) -> None:
     """A line per run: the row of the table it belongs to, its figures, and its whole configuration."""
+    import pandas as pd
+
     lines = [
         {"method": label, **{key: value for key, value in run.items() if key not in ("history", "config")},
          **run["config"]}
@@ -142,6 +148,8 @@ def chart(file: Path, **settings: Any) -> Iterator[Any]:
 def plot(results: Sequence[Result], file: Path) -> None:
     """Test accuracy, or bits per byte, against the bytes that a rank has sent: a line per row of the table, the mean of
     its seeds, and a band over them."""
+    import pandas as pd
+
     rows, metric = grouped(results), metric_of(results[0])
     with chart(file, xscale="log", xlabel="bytes sent per rank", ylabel=metric.label) as axes:
         for label, runs in rows:

@@ -150,7 +150,7 @@ class Selection(abc.ABC):
         self._no_floor = torch.zeros(1, dtype=torch.float32, device=bucket.device)
         #: Which segments' gradients had an entry other than zero in this step: int32, (segments,).
         self.touched = torch.zeros(len(slots), dtype=torch.int32, device=bucket.device)
-        self._touched = self.touched.split(1)
+        self._touched = torch.split(self.touched, 1)
         #: Whether :meth:`agree` finds out which segments no rank has a gradient for, and those: bool, (segments,), or
         #: None if there are none.
         self.finds_idle = False

@@ -63,6 +63,12 @@ def test_does_it_help_me_says_what_was_measured():
     assert numbers <= evidence(), f"not in the results: {sorted(numbers - evidence())}"
 
 
+def test_bits_per_byte_are_what_was_measured():
+    bits = {float(text) for text in re.findall(r"\b\d\.\d{3}\b", README)}
+    assert len(bits) > 2
+    assert bits <= evidence(), f"not in the results: {sorted(bits - evidence())}"
+
+
 def test_break_even_is_what_was_measured():
     (low, high), measured = re.findall(r"was (\d+) to (\d+) Gbit/s", README)[0], figures.break_even(figures.RESULTS)
     assert len(measured) == len(figures.LINKS)

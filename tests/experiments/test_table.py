@@ -18,8 +18,9 @@ def result(compression="none", seed=0, accuracy=0.9, ranks=4, **config):
         for e in (1, 2)
     ]
     return {
-        "test_accuracy": accuracy, "wire_ratio": 40.0, "wire_ratio_last": 52.2, "wire_bytes_per_step": 12345.6,
-        "step_ms_median": 20.0, "compress_ms_median": 1.5, "replicas_equal": True, "ranks": ranks, "history": history,
+        "test_accuracy": accuracy, "train_loss": 0.5, "wire_ratio": 40.0, "wire_ratio_last": 52.2,
+        "wire_bytes_per_step": 12345.6, "step_ms_median": 20.0, "compress_ms_median": 1.5,
+        "replicas_equal": True, "ranks": ranks, "history": history,
         "config": {"compression": compression, "seed": seed, "lr": 0.1, "json": f"{seed}.json", **config},
     }  # fmt: skip
 
@@ -42,7 +43,7 @@ def test_table_joins_seeds_and_names_what_differs():
     )[2:]
     assert [row[0] for row in rows] == ["none", "iwp", "iwp, leaders 1", "iwp, leaders 1"]
     assert [row[1] for row in rows] == ["1", "1/64", "1/64", "1/33.3"]
-    assert rows[0][2:] == ["0.9000", "40.0", "12,346", "20.0", "1.50"]
+    assert rows[0][2:] == ["0.9000", "0.500", "40.0", "20.0", "1.50"]
     assert rows[1][2] == "0.8700 ± 0.0100 (2)"
 
 
