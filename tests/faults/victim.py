@@ -3,7 +3,7 @@
 victim.py [--host ddp] [--method M] [--fail-at N]
 
 Every rank reports its process and each step. ``--fail-at``: the last rank raises an exception in the middle of the
-backward pass of that step, before which replicas must be equal.
+backward pass of step N. After half of the steps replicas must be equal: a launcher that ends a job loses last lines.
 """
 
 import argparse
@@ -42,11 +42,11 @@ def main() -> None:
 
     for step in itertools.count():
         say(f"step {step}")
-        if step == chosen.fail_at:
+        if chosen.fail_at and step == chosen.fail_at // 2:
             trained.assert_equal_replicas()
             say("has equal replicas")
-            if host.rank() == host.size() - 1:
-                trained.model.branches[0].weight.register_hook(fail)
+        if step == chosen.fail_at and host.rank() == host.size() - 1:
+            trained.model.branches[0].weight.register_hook(fail)
         trained.step(step)
 
 
