@@ -94,9 +94,15 @@ def running(text):
 
 
 @pytest.mark.parametrize(
-    "numbers", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT], [signal.SIGTERM, signal.SIGINT]]
+    "numbers",
+    [
+        *(pytest.param([number], marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)),
+        [signal.SIGINT],
+        [signal.SIGTERM, signal.SIGINT],
+    ],
 )
 def test_a_signal_ends_the_ranks_and_removes_the_folder(default_signals, tmp_path, numbers):
+    """Each signal alone, without ranks: test_processes.py."""
     command = [sys.executable, "-m", "hvd_compress", "bench", "--model", "tiny", "--steps", "1000000"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

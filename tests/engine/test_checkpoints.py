@@ -6,15 +6,21 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, compressed, gradients, mixed_model, random_steps, replicas, residuals, single, together
+from harness import compressed, gradients, mixed_model, random_steps, replicas, residuals, single, together
 from methods import METHODS, SMALL, fitting
 
 from hvd_compress import FFT, IWP, MIPD, MP2, QSGD, SlimDP, reshard
 from hvd_compress.methods import iwp
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(
+    ("host", "momentum"),
+    [
+        ("horovod", 0.9),
+        ("ddp", 0.0),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("horovod", 0.0), ("ddp", 0.9))),
+    ],
+)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_checkpoint_resumes_bit_exactly(name, host, momentum, tmp_path):
     method = partial(METHODS[name], **SMALL)
@@ -38,7 +44,7 @@ def test_a_checkpoint_resumes_bit_exactly(name, host, momentum, tmp_path):
             assert one.compression.stats()["total"][kind] == other.compression.stats()["total"][kind]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_state_after_gradients_that_are_not_finite_loads(name, momentum, monkeypatch):
     """The averages are applied: the parameters are not finite either, and floors and predictions come from them."""

@@ -10,7 +10,7 @@ from methods import METHODS, SMALL, fitting
 from hvd_compress.engine.deferred import NOT_DEFERRED
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("name", METHODS)
 def test_reading_the_residual_changes_nothing(name, momentum):
     """residual() and stats() show the updated residual, also in the middle of a step, and Bucket.residual applies the

@@ -112,14 +112,17 @@ def test_a_step_reads_the_loss_scale_once():
         assert scaler.read == step + 1
 
 
-def test_an_applied_step_is_not_undone():
-    world, ranks = replicas(2, IWP, density=1 / 16)
+@pytest.mark.parametrize("lowered", [False, True])
+def test_an_applied_step_is_not_undone(lowered, monkeypatch):
+    """Also if the loss scale is lower afterwards: another optimizer of the same scaler has skipped its step."""
+    world, ranks = replicas(2, IWP, density=1 / 16, grad_scaler=Scaler() if lowered else None)
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
     for step in range(3):
         random_steps(world, ranks, [step])
         before = [residuals(r) for r in ranks]
         for optimizer in optimizers:
             optimizer.step()
+    monkeypatch.setattr(Scaler, "scale", 0.5)
     together(world, ranks, [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks])
     for rank, held in zip(ranks, before, strict=True):
         for name, now in residuals(rank).items():

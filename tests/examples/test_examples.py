@@ -2,6 +2,7 @@
 checkpoint, with the result of one run."""
 
 import ast
+import itertools
 import os
 import re
 import shlex
@@ -14,15 +15,13 @@ from launch import ROOT, finish, start
 
 EXAMPLES = ROOT / "examples"
 DRIVER = str(Path(__file__).with_name("resume.py"))
-#: Examples, and the package that each needs.
-PACKAGE = {
-    "ddp_sgd": "torch",
-    "gpt_demo": "torch",
-    "custom_method": "torch",
-    "lightning_callback": "lightning",
-    "accelerate_loop": "accelerate",
-    "transformers_trainer": "transformers",
-    "horovod_sgd": "horovod",
+#: Packages, and the examples that need each. These run in one launch.
+EXAMPLES_OF = {
+    "torch": ["ddp_sgd", "gpt_demo", "custom_method"],
+    "lightning": ["lightning_callback"],
+    "accelerate": ["accelerate_loop"],
+    "transformers": ["transformers_trainer"],
+    "horovod": ["horovod_sgd"],
 }
 ELASTIC = "horovod_elastic"
 #: Seconds of a launch, on a machine that is busy otherwise.
@@ -39,13 +38,12 @@ def results(output, runs):
     return of_ranks[0]
 
 
-def check_resumed(output, steps):
-    whole, half, resumed, again = results(output, 4)
+def check_resumed(whole, half, resumed, again, steps):
     assert [int(run[0]) for run in (whole, half, resumed)] == [steps, steps // 2, steps]
     assert resumed[1] in ("", str(steps // 2)) and again[1] in ("", str(steps))
-    assert resumed[2] == whole[2], f"training differs after resuming: {output}"
+    assert resumed[2] == whole[2], "training differs after resuming"
     if int(again[0]) == steps:  # transformers' Trainer takes one more step
-        assert again[2:] == resumed[2:], f"a run without a step left differs: {output}"
+        assert again[2:] == resumed[2:], "a run without a step left differs"
     assert float(whole[2]) < float(half[2]), "nothing was learnt"
     assert float(whole[3]) > 8
 
@@ -70,17 +68,23 @@ def run(launcher, *arguments):
 
 def test_every_example_is_tested_short_and_in_the_index():
     files = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
-    assert files.keys() == {*PACKAGE, ELASTIC}
+    assert files.keys() == {*itertools.chain(*EXAMPLES_OF.values()), ELASTIC}
     assert {name for name, text in files.items() if len(text.splitlines()) >= 80} == set()
     assert set(re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())) == files.keys()
 
 
-@pytest.mark.parametrize("name", PACKAGE)
-def test_example(name, tmp_path):
-    if find_spec(PACKAGE[name]) is None:
-        pytest.skip(f"{PACKAGE[name]} is not installed")
-    steps = 20
-    check_resumed(run(printed(name), DRIVER, str(EXAMPLES / f"{name}.py"), str(tmp_path), str(steps)), steps)
+@pytest.mark.parametrize("package", EXAMPLES_OF)
+def test_examples(package, tmp_path):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    names, steps = EXAMPLES_OF[package], 20
+    launcher, *others = map(printed, names)
+    assert all(other == launcher for other in others)
+    scripts = [str(EXAMPLES / f"{name}.py") for name in names]
+    runs = results(run(launcher, DRIVER, str(tmp_path), str(steps), *scripts), 4 * len(names))
+    print(names, *runs, sep="\n")
+    for first in range(0, len(runs), 4):
+        check_resumed(*runs[first : first + 4], steps)
 
 
 def test_elastic_example(tmp_path):

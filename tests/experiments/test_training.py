@@ -132,7 +132,7 @@ def test_weights_are_averaged_for_a_test_only():
     assert hosts.run("threads", body, ranks=3) == 0
 
 
-@pytest.mark.parametrize("launcher", [["--ddp"], []], ids=["ddp", "mpi"])
+@pytest.mark.parametrize("launcher", [pytest.param(["--ddp"], marks=slow), []], ids=["ddp", "mpi"])
 def test_local_steps_on_real_ranks_lower_the_loss_as_simulated_ones_do(launcher, tmp_path):
     if not launcher:
         pytest.importorskip("horovod.torch", reason="Horovod is not installed")

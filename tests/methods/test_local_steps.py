@@ -349,8 +349,10 @@ def test_a_new_rank_joins(unsent):
 
 
 @on_both_kinds
-@pytest.mark.parametrize("place", ["wide.weight", "wide.bias"])
-@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("wide.weight", math.inf), ("wide.weight", math.nan), ("wide.weight", 3e38), ("wide.bias", math.nan)],
+)
 @pytest.mark.parametrize("name", TRAINED)
 def test_an_infinity_reaches_every_rank_and_is_gone_once_the_parameters_are_restored(name, value, place, unsent):
     world, group = workers(2, build=METHODS[name], unsent=unsent, period=1)

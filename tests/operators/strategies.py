@@ -25,6 +25,8 @@ UNCHECKED_DEVICES = [device for device in DEVICES if device != "cpu" or EMULATED
 TABLES = ("segments", "edges", "kind", "base", "book")
 #: The share of hypothesis' examples: fewer for slow builds.
 EXAMPLES = float(os.environ.get("TEST_EXAMPLES", "1"))
+#: Whether tests that are slow in such builds try fewer of their cases, too.
+FEW = EXAMPLES < 1
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Without the extension, the operators are the reference.

@@ -139,12 +139,12 @@ def clipping():
 @register(CASES)
 def grad_scaler():
     """An infinity on one rank makes every rank skip the step; residuals are in unscaled units and stay finite."""
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=4)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
     trained = Job(density=1 / 32, grad_scaler=scaler)
     skipped = 0
-    for step in range(15):
+    for step in range(8):
         before = scaler.get_scale()
-        factor = float("inf") if step == 7 and job.host.rank() == 0 else 1.0
+        factor = float("inf") if step == 4 and job.host.rank() == 0 else 1.0
         trained.backward(step, lambda loss, factor=factor: scaler.scale(loss * factor))
         job.host.synchronize(trained)
         scaler.unscale_(trained.optimizer)
@@ -165,7 +165,7 @@ def checkpoint():
     with it the order in which a ring of three ranks sums floats.
     """
     options = dict(density=1 / 32, optimizer_momentum=0.9, budget_interval=7)
-    half = max(12, job.steps // 2)
+    half = max(9, job.steps // 2)
     straight = Job(**options).train(half)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{job.host.rank()}.pt"
