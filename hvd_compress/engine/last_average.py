@@ -26,7 +26,7 @@ class LastAverage:
         self._probes = _spread([number for number, parameter in enumerate(parameters) if parameter.requires_grad])
         #: By probe whose ``.grad`` may hold the last average, that tensor when the average was written.
         self._written: dict[int, weakref.ref[Tensor] | None] = {}
-        #: Those of them to which a gradient was added, and, by probe, ``.grad`` and its version when an optimizer stepped.
+        #: Those of them to which a gradient was added; by probe, ``.grad`` and its version when an optimizer stepped.
         self._added = set[int]()
         self._applied: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._versions: list[int] = []
