@@ -94,6 +94,8 @@ class LastAverage:
             applied, version = self._applied.get(number, (None, 0))
             if applied is None or applied() is not grad or grad._version != version:
                 return False
+        elif self._watch.left_out(parameter):
+            return False
         return bool(grad.any())
 
     def waits(self) -> bool:
