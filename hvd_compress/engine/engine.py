@@ -119,11 +119,11 @@ class Engine:
         place = self._place_of[number]
         check_gradient(self.names[number], self.parameters[number], grad, place)
         self.check_generation()
-        self.last_average.arrives(number)
+        reentered = self.last_average.arrives(number)
         if not self.collecting:
             self._begin_step()
-        if self.last_average.reentered is not None:
-            self._refuse_reentry()
+        if reentered:
+            self._refuse_reentry(number)
         self.arrived[number] = True
         if place is None:
             with stage("dense"):
@@ -223,6 +223,7 @@ class Engine:
         if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
             self._sizes[optimizer] = self.regrouped = size
             self.compared = False
+        self.last_average.before_optimizer_step()
         self.method.check_optimizer(optimizer)
 
     def check_generation(self) -> bool:
@@ -284,17 +285,16 @@ class Engine:
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
         self.collecting, self.watch.may_be_bypassed = True, False
 
-    def _refuse_reentry(self) -> None:
-        name, self.last_average.reentered = self.last_average.reentered, None
+    def _refuse_reentry(self, number: int) -> None:
         if self.method.linear and not self._discarded:
             return
         self.reset()
         raise RuntimeError(
-            f"{name}: the gradient contains the last average, to which a second backward pass has added: with "
-            f"{type(self.method).__name__} it would count twice. Run all but the last forward and backward pass of a "
-            "step in no_sync(), or call backward() once on the sum of the losses; and zero all gradients after every "
-            "average, also of parameters that the next pass does not use (Horovod: after synchronize(), step within "
-            "skip_synchronize())"
+            f"{self.names[number]}: the gradient contains the last average, to which a second backward pass has added: "
+            f"with {type(self.method).__name__} it would count twice. Run all but the last forward and backward pass "
+            "of a step in no_sync(), or call backward() once on the sum of the losses; and zero all gradients after "
+            "every average, also of parameters that the next pass does not use (Horovod: after synchronize(), step "
+            "within skip_synchronize())"
         )
 
     def _end_step(self) -> None:

@@ -23,15 +23,15 @@ class LastAverage:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], watch: OptimizerWatch) -> None:
         self._names, self._parameters, self._watch = names, parameters, watch
-        trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
-        self._probes = trained[:: -(-len(trained) // _PROBES) or 1]
-        #: By probe, ``.grad`` after the last average, until something is accumulated there.
-        self._untouched: dict[int, weakref.ref[Tensor] | None] = {}
+        self._probes = _spread([number for number, parameter in enumerate(parameters) if parameter.requires_grad])
+        #: By probe whose ``.grad`` may hold the last average, that tensor when the average was written.
+        self._written: dict[int, weakref.ref[Tensor] | None] = {}
+        #: Those of them to which a gradient was added; by probe, ``.grad`` and its version when an optimizer stepped.
+        self._added = set[int]()
+        self._applied: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._versions: list[int] = []
         # Whether the average before was followed by no optimizer's step: the user's own code applies averages.
         self._own_updates = False
-        #: The name of a parameter whose gradient contains the last average.
-        self.reentered: str | None = None
         # The hooks live as long as the model and must not keep the compressor alive.
         this = weakref.ref(self)
         hooks = []
@@ -46,33 +46,57 @@ class LastAverage:
         self.forget()
         for number in self._probes:
             grad = self._parameters[number].grad
-            self._untouched[number] = None if grad is None else weakref.ref(grad)
+            self._written[number] = None if grad is None else weakref.ref(grad)
         self._versions = [self._parameters[number]._version for number in self._probes]
 
     def forget(self) -> None:
         """There is no average any more."""
-        self._untouched.clear()
+        self._written.clear()
+        self._added.clear()
+        self._applied.clear()
         self._versions.clear()
-        self.reentered = None
+
+    def before_optimizer_step(self) -> None:
+        """An optimizer that holds some of the parameters is about to step."""
+        for number in self._written:
+            grad = self._parameters[number].grad
+            if grad is not None:
+                self._applied[number] = weakref.ref(grad), grad._version
 
     def before_accumulation(self, number: int) -> None:
-        """The first gradient since the average is about to be added to parameter ``number``'s."""
-        if self._untouched.pop(number, self) is not self:
-            self._find(number)
-
-    def arrives(self, number: int) -> None:
-        """The gradient of parameter ``number`` is passed in. If nothing was accumulated, it may be the average."""
-        if number in self._untouched:
-            written = self._untouched.pop(number)
-            if written is not None and written() is self._parameters[number].grad:
-                self._find(number)
-
-    def _find(self, number: int) -> None:
-        parameter = self._parameters[number]
-        if parameter.grad is None or self._watch.stepped_by(parameter):
+        """A gradient is about to be added to parameter ``number``'s, or only to be returned (``autograd.grad``)."""
+        if number not in self._written:
             return
-        if bool(parameter.grad.any()):
-            self.reentered = self._names[number]
+        if self._remains(number):
+            self._added.add(number)
+        else:
+            del self._written[number]
+            self._added.discard(number)
+
+    def arrives(self, number: int) -> bool:
+        """The gradient of parameter ``number`` is passed in: whether it contains the last average."""
+        if number not in self._written:
+            return False
+        written, grad = self._written.pop(number), self._parameters[number].grad
+        if number in self._added:
+            return grad is not None and bool(grad.any())
+        # Nothing was accumulated: it may be the average itself.
+        return written is not None and written() is grad and self._remains(number)
+
+    def _remains(self, number: int) -> bool:
+        """Whether the average is still there. Synchronises a GPU, but not if an optimizer has stepped and the gradient
+        was zeroed."""
+        parameter = self._parameters[number]
+        grad = parameter.grad
+        if grad is None:
+            return False
+        if self._watch.stepped_by(parameter):
+            applied, version = self._applied.get(number, (None, 0))
+            if applied is None or applied() is not grad or grad._version != version:
+                return False
+        elif self._watch.left_out(parameter):
+            return False
+        return bool(grad.any())
 
     def waits(self) -> bool:
         """Whether nobody has applied it so far: no optimizer has stepped, as it did after the average before, no probe
@@ -91,3 +115,11 @@ class LastAverage:
 def _before_accumulation(average: "weakref.ref[LastAverage]", number: int, grad: Tensor) -> None:
     if (alive := average()) is not None:
         alive.before_accumulation(number)
+
+
+def _spread(numbers: Sequence[int]) -> Sequence[int]:
+    """Some of them, at irregular distances: what is done to every second parameter, or to a tenth of the model, is done
+    to one of these."""
+    if len(numbers) <= _PROBES:
+        return numbers
+    return sorted({numbers[int(i * 0.6180339887 % 1 * len(numbers))] for i in range(_PROBES)})

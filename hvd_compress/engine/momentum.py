@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .bucket import Bucket, Segment
-from .dense import Averaging
+from .dense import Averaging, as_real
 from .dense_velocity import DenseVelocity
 from .engine import Engine
 from .modes import modes_off
@@ -90,7 +90,8 @@ class MomentumCorrection:
             raise ValueError("return_momentum: this compressor has no momentum to return")
         for number, velocity in zip(held.values(), self._mean_velocities(held.values()), strict=True):
             parameter = self._engine.parameters[number]
-            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(velocity)
+            optimizer.state[parameter]["momentum_buffer"] = buffer = torch.empty_like(parameter)
+            as_real(buffer).copy_(velocity)
         for group in optimizer.param_groups:
             group["momentum"] = momentum
             group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)

@@ -27,6 +27,7 @@ class OptimizerWatch:
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
+        self._ever_held = set[int]()
         #: False after the first gradient in this process, and after :meth:`bypassed_by` has been true.
         self.may_be_bypassed = True
         self.forget_step()
@@ -92,7 +93,13 @@ class OptimizerWatch:
         for optimizer in (alive for ref in self._unread if (alive := ref()) is not None):
             self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
         self._unread.clear()
+        self._ever_held |= self._held
         return id(parameter) in self._held
+
+    def left_out(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether optimizers have stepped, and none that held ``parameter``: nothing applies its gradients. To be called
+        after :meth:`stepped_by`, which does the work."""
+        return bool(self._ever_held) and id(parameter) not in self._ever_held
 
     def forget_step(self) -> None:
         """From now on only new steps count."""

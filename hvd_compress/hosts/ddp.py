@@ -143,19 +143,17 @@ class DDPHost:
         return {"hash of the weights (is process_group= the model's? were the weights broadcast?)": hash_of(first)}
 
     def _check_group(self) -> None:
-        """Raises ``ValueError`` if the DDP model works on other ranks than the compressor. DDP does not tell a hook
-        its model, but the model keeps the hook."""
-        if not isinstance(self._engine.collectives, TorchCollectives):
+        """Raises ``ValueError`` if the DDP model works on other ranks than the compressor."""
+        if not isinstance(self._engine.collectives, TorchCollectives) or not self._first:
             return
         ours = distributed.get_process_group_ranks(self._engine.collectives.group)
-        for found in gc.get_objects():
-            if issubclass(type(found), DistributedDataParallel) and _is_hooked(found, self._engine.method):
-                theirs = distributed.get_process_group_ranks(found.process_group)
-                if theirs != ours:
-                    raise ValueError(
-                        f"DistributedDataParallel averages over the ranks {theirs}, and this compressor over {ours}: "
-                        "give both the same process_group="
-                    )
+        for model in _models(self._engine.method, self._first[0]):
+            theirs = distributed.get_process_group_ranks(model.process_group)
+            if theirs != ours:
+                raise ValueError(
+                    f"DistributedDataParallel averages over the ranks {theirs}, and this compressor over {ours}: "
+                    "give both the same process_group="
+                )
 
     def _take(self, bucket: GradBucket) -> None:
         engine, dense = self._engine, list[DenseGradient | Tensor]()
@@ -249,8 +247,13 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
         )
 
 
-def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
-    return any(theirs is state for _, theirs in getattr(model, "_comm_hooks", ()))
+def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
+    """The DDP models with a hook of this state, or, if the user's own hook calls ours, those with a hook and this
+    parameter. DDP does not tell a hook its model."""
+    models = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
+    hooked = [model for model in models if getattr(model, "_comm_hooks", ())]
+    registered = [model for model in hooked if any(theirs is state for _, theirs in model._comm_hooks)]
+    return registered or [model for model in hooked if any(p is parameter for p in model.parameters())]
 
 
 def _in_backward() -> bool:
