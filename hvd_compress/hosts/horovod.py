@@ -60,11 +60,26 @@ class HorovodHost:
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
-        optimizers may have other reasons to step."""
+        optimizers may have other reasons to step. Raises ``RuntimeError`` if the step would exchange averages."""
         given = getattr(optimizer, "_compression", None)
+        if given is self._engine.method and not self._engine.method.linear:
+            self._check_synchronized(optimizer)
         if given not in (None, self._engine.method) and self._engine.watch.bypassed_by(optimizer):
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
+            )
+
+    def _check_synchronized(self, optimizer: Any) -> None:
+        """Horovod itself warns of this. The averages may be other tensors now, such as clipped ones."""
+        if not getattr(optimizer, "_synchronized", False) or not optimizer._should_synchronize:
+            return
+        grads = [p.grad for p in self._engine.parameters if p.grad is not None]
+        if not self._lookup.accumulated and any(bool(grad.any()) for grad in grads):
+            raise RuntimeError(
+                "this step would exchange the last averages again, and with "
+                f"{type(self._engine.method).__name__} they would count twice: after optimizer.synchronize(), step "
+                "within optimizer.skip_synchronize(); if the gradients are new ones, which backward() has not "
+                "accumulated, call optimizer.synchronize() for them first"
             )
 
     def _explain(self, tensor: Tensor) -> None:
