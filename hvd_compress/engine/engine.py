@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .modes import modes_off
 from .optimizer_watch import OptimizerWatch
 from .places import Place, check_gradient, compressed
 from .profiling import stage
+from .registry import Registry
 from .user_warning import warn_user
 from .wire_stats import WireStats
 
@@ -70,7 +72,8 @@ class Engine:
         self.registry = collectives.registry()
         self.number = self.registry.add(self)
         # Horovod matches collectives by name: the label is the same on all ranks, and every compressor has another one.
-        self.exchanges = Exchanges(collectives, self.stats, f"hvd_compress.{self.number}")
+        label, advance_others = f"hvd_compress.{self.number}", partial(Registry.advance_others, weakref.ref(self))
+        self.exchanges = Exchanges(collectives, self.stats, label, advance_others)
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
         self.last_average = LastAverage(self.names, self.parameters, self.watch)
         #: The :class:`hvd_compress.LocalSteps` that runs the steps instead of a host, if any.

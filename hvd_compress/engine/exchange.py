@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -39,13 +39,22 @@ class Exchanges:
     Where collectives are matched by name, exchanges are resumed as their collectives finish. Where they are matched by
     the order of calls, the order must not depend on timing: exchanges are resumed in the order of their launches, one
     collective each in turn.
+
+    ``meanwhile`` is called again and again while all of them wait.
     """
 
-    def __init__(self, collectives: Collectives, stats: WireStats, label: str) -> None:
-        self._collectives, self._stats, self.label = collectives, stats, label
+    def __init__(
+        self, collectives: Collectives, stats: WireStats, label: str, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        self._collectives, self._stats, self.label, self._meanwhile = collectives, stats, label, meanwhile
         self._running: list[_Running] = []
         #: Seconds spent waiting so far.
         self.seconds_waited = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether there are exchanges in progress."""
+        return bool(self._running)
 
     def launch(self, bucket: Bucket, exchange: Exchange) -> None:
         """Starts an exchange, up to its first collective. Never waits."""
@@ -99,6 +108,7 @@ class Exchanges:
         begin = time.perf_counter()
         with stage("wait"):
             while not any(running.handle and running.handle.done() for running in self._running):
+                self._meanwhile()
                 time.sleep(_POLL_INTERVAL)
         self.seconds_waited += time.perf_counter() - begin
 

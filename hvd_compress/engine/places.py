@@ -42,7 +42,10 @@ def check_gradient(name: str, parameter: Tensor, grad: Tensor, place: Place | No
     if place is None:
         return
     if grad.dtype not in _COMPRESSED_DTYPES:
-        raise TypeError(f"{name}: gradient of dtype {grad.dtype}, but the parameter is {parameter.dtype}")
+        raise TypeError(
+            f"{name}: its gradient is of dtype {grad.dtype}, which is not compressed: change the model's dtype before "
+            "building the compressor"
+        )
     if place.bucket.device != grad.device:
         raise ValueError(
             f"{name}: was on {place.bucket.device} when the compressor was built and its gradient is on {grad.device}; "

@@ -6,6 +6,7 @@ only after every gradient of the step has passed through ``compress``. Nothing i
 
 import math
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.places import Place
 from ..engine.profiling import stage
-from ..engine.registry import Registry
+from ..engine.registry import References, Registry
 from .lookup import GradientLookup
 from .polling import wait_until
 
@@ -60,11 +61,26 @@ class HorovodHost:
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
-        optimizers may have other reasons to step."""
-        given = getattr(optimizer, "_compression", None)
-        if given not in (None, self._engine.method) and self._engine.watch.bypassed_by(optimizer):
+        optimizers may have other reasons to step. Raises ``RuntimeError`` if the step would exchange averages."""
+        given, method = getattr(optimizer, "_compression", None), self._engine.method
+        if given is method and not method.linear:
+            self._check_synchronized(optimizer)
+        if given not in (None, method) and self._engine.watch.bypassed_by(optimizer):
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
+            )
+
+    def _check_synchronized(self, optimizer: Any) -> None:
+        """Horovod itself warns of this. The averages may be other tensors now, such as clipped ones."""
+        if not getattr(optimizer, "_synchronized", False) or not optimizer._should_synchronize:
+            return
+        grads = [p.grad for p in self._engine.parameters if p.grad is not None]
+        if not self._lookup.accumulated and any(bool(grad.any()) for grad in grads):
+            raise RuntimeError(
+                "this step would exchange the last averages again, and with "
+                f"{type(self._engine.method).__name__} they would count twice: after optimizer.synchronize(), step "
+                "within optimizer.skip_synchronize(); if the gradients are new ones, which backward() has not "
+                "accumulated, call optimizer.synchronize() for them first"
             )
 
     def _explain(self, tensor: Tensor) -> None:
@@ -80,8 +96,22 @@ class HorovodHost:
             engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.ranks)
 
 
-#: By process set: a generation of ranks, and its registry.
-_registries: dict[int, tuple[object, Registry]] = {}
+class _Registries:
+    """Those of all process sets."""
+
+    def __init__(self) -> None:
+        self._engines: References = []
+        self._generation: object = None
+
+    def of(self, process_set: Any, generation: object) -> Registry:
+        """New ranks begin to count at 0, too."""
+        if generation is not self._generation:
+            self._generation = generation
+            self._by_set = weakref.WeakKeyDictionary[Any, Registry]()
+        return self._by_set.setdefault(process_set, Registry(self._engines))
+
+
+_registries = _Registries()
 
 
 class _HorovodHandle:
@@ -130,8 +160,9 @@ class HorovodCollectives:
 
     @property
     def active(self) -> bool:
-        # Horovod's optimizer decides in the same way when it is built.
-        return bool(self._set.included()) and (self._hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        # Horovod's optimizer decides in the same way when it is built. A removed process set has no number.
+        included = self._set.process_set_id is not None and bool(self._set.included())
+        return included and (self._hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
 
     def generation(self) -> object:
         # hvd.init() replaces this table; a handle of the old one may name another operation in the new one.
@@ -139,11 +170,7 @@ class HorovodCollectives:
         return table
 
     def registry(self) -> Registry:
-        number, generation = self._set.process_set_id, self.generation()
-        if number not in _registries or _registries[number][0] is not generation:
-            # New ranks begin to count at 0, too.
-            _registries[number] = generation, Registry()
-        return _registries[number][1]
+        return _registries.of(self._set, self.generation())
 
     def start(self, request: Request, name: str) -> Handle:
         hvd, tensor = self._hvd, request.tensor

@@ -252,8 +252,10 @@ class DeMo(TransformedMethod):
     def _check_signs(self) -> None:
         """Warns if somebody has scaled the gradients since the exchange. Waits for a GPU: until one step has shown."""
 
-        parameters = [place.segment.parameter for place in self.engine.places]
-        largest = max((float(p.grad.abs().max()) for p in parameters if p.grad is not None), default=0.0)
+        grads = [grad for place in self.engine.places if (grad := place.segment.parameter.grad) is not None]
+        # Horovod makes gradients sparse again that were with sparse_as_dense.
+        dense = (grad.to_dense() if grad.is_sparse else grad for grad in grads)
+        largest = max((float(grad.abs().max()) for grad in dense), default=0.0)
         if not math.isfinite(largest) or not largest:
             return
         self._signs_seen = True
