@@ -11,6 +11,7 @@ from .methods.iwp import IWP
 from .methods.local_steps import LocalSteps
 from .methods.mipd import MIPD
 from .methods.mp2 import MP2
+from .methods.no_compression import NoCompression
 from .methods.powersgd import PowerSGD
 from .methods.quantized import QSGD, TernGrad
 from .methods.slim_dp import SlimDP
@@ -26,6 +27,7 @@ __all__ = [
     "Compressor",
     "DeMo",
     "LocalSteps",
+    "NoCompression",
     "PowerSGD",
     "SlimDP",
     "TernGrad",

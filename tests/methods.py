@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, DeMo, PowerSGD, SlimDP, TernGrad, TopK
+from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, DeMo, NoCompression, PowerSGD, SlimDP, TernGrad, TopK
 
 # Two buckets for the harness's model: one of two parameters, one of one.
 SMALL = dict(bucket_mb=0.08)
@@ -57,6 +57,8 @@ METHODS = {
     "terngrad-feedback": partial(TernGrad, clip=None, error_feedback=True),
     "powersgd": partial(PowerSGD, rank=2, values="fp16"),
     "powersgd-cold": partial(PowerSGD, rank=3, values="fp32", warm_start=False),
+    "none": partial(NoCompression),
+    "none-fp16": partial(NoCompression, values="fp16"),
 }
 
 #: One of every class, selection, codec and exchange.
@@ -65,7 +67,7 @@ KINDS = {
     for name in (
         *("iwp", "iwp-fp16", "iwp-topk", "iwp-lloyd4", "iwp-range10-gather", "fft-range10", "fft-gather-bitmap"),
         *("demo", "mipd-compensated", "slimdp-fp32", "mp2", "mp2-guessing", "topk", "dgc-clipped"),
-        *("qsgd-feedback", "terngrad", "powersgd", "powersgd-cold"),
+        *("qsgd-feedback", "terngrad", "powersgd", "powersgd-cold", "none-fp16"),
     )
 } | {
     "iwp-momentum": partial(IWP, density=1 / 16, momentum=0.9, budget_interval=2),
@@ -73,8 +75,12 @@ KINDS = {
     "demo-orthogonal": partial(DeMo, orthogonal=True),
 }
 
-#: Those that, as in their papers, keep no residual.
+#: Those that, as in their papers, lose what they do not send.
 FORGETFUL = ("qsgd", "terngrad")
+#: Those that send all that they receive.
+WHOLE = ("none", "none-fp16")
+#: Those that keep no residual.
+WITHOUT_RESIDUAL = (*FORGETFUL, *WHOLE)
 
 _NO_DENSITY = {"density", "budget_interval", "warmup_steps"}
 #: Options of the others that a class does not have.
@@ -85,6 +91,7 @@ _UNKNOWN = {
     QSGD: {*_NO_DENSITY, "values"},
     TernGrad: {*_NO_DENSITY, "values"},
     PowerSGD: {*_NO_DENSITY, "momentum"},
+    NoCompression: {*_NO_DENSITY, "momentum"},
 }
 
 
@@ -108,6 +115,7 @@ TRAINED = {
     "qsgd": partial(QSGD, momentum=0.9),
     "terngrad": partial(TernGrad, momentum=0.9),
     "powersgd": partial(PowerSGD, rank=2),
+    "none": partial(NoCompression),
 }
 
 #: One of each class that can send everything exactly: dense training.
@@ -120,4 +128,5 @@ EXACT = {
     "mp2": partial(MP2, density=1.0, values="fp32"),
     "topk": partial(TopK, density=1.0),
     "dgc": partial(DGC, density=1.0, momentum=0.0),
+    "none": partial(NoCompression),
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .. import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, DeMo, PowerSGD, SlimDP, TernGrad, TopK
+from .. import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, DeMo, NoCompression, PowerSGD, SlimDP, TernGrad, TopK
 from ..engine.collectives import Verb, ring_bytes
 
 Sum = Literal["fp32", "fp16", "int64", "bytes"]
@@ -123,12 +123,11 @@ class Method:
     adam: bool = False
 
 
-_dense = partial(IWP, min_numel=10**9)
 _lloyd4 = partial(IWP, values="lloyd4")
 _gathered = partial(FFT, exchange="gather")
 METHODS: dict[str, Method] = {
-    "dense": Method(_dense, None, lambda w: w.dense(4), adam=True),
-    "fp16": Method(partial(_dense, dense_values="fp16"), None, lambda w: w.dense(2), adam=True),
+    "dense": Method(NoCompression, None, lambda w: w.dense(4), adam=True),
+    "fp16": Method(partial(NoCompression, values="fp16"), None, lambda w: w.dense(2), adam=True),
     "IWP": Method(IWP, 1 / 32, lambda w: w.leaders() + w.with_means().lanes4() + w.rest()),
     "IWP, lloyd4": Method(_lloyd4, 1 / 32, lambda w: w.leaders() + w.with_means().lloyd4() + w.rest()),
     "FFT": Method(FFT, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),

@@ -62,7 +62,7 @@ class Engine:
         self.dense_half, self.scaler, self._start_timeout = dense_values == "fp16", grad_scaler, start_timeout
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.buckets = make_buckets(compressed(named, min_numel), int(bucket_mb * 2**20))
+        self.buckets = make_buckets(compressed(named, min_numel, method.compresses), int(bucket_mb * 2**20))
         for bucket in self.buckets:
             ops.check_device(bucket.device)
         self.places = [Place(bucket, i) for bucket in self.buckets for i in range(len(bucket.segments))]

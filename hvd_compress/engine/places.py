@@ -1,6 +1,6 @@
 """Which parameters are compressed, where they lie, and which gradients they can have."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,13 +24,16 @@ class Place(NamedTuple):
         return self.bucket.segments[self.position]
 
 
-def compressed(named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int) -> list[tuple[str, torch.nn.Parameter]]:
-    """Those of the ``(name, parameter)`` pairs that are compressed."""
+def compressed(
+    named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int, compresses: Callable[[Tensor], bool]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Those of the ``(name, parameter)`` pairs that are compressed. ``compresses``: whether the method compresses a
+    parameter that can be."""
     return [
         (name, p)
         for name, p in named
         if p.requires_grad and p.dtype in _COMPRESSED_DTYPES and p.dim() >= 2 and p.numel() >= min_numel
-        if is_dense(p)
+        if is_dense(p) and compresses(p)
     ]
 
 

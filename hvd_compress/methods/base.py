@@ -99,6 +99,11 @@ class Compressor(Reporting, abc.ABC):
 
     # What a method implements.
 
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether this parameter is compressed if it is large enough (``min_numel``). Called by this class's
+        constructor."""
+        return True
+
     def begin(self, bucket: Bucket) -> None:
         """A step begins. Must not communicate."""
 

@@ -1,7 +1,6 @@
 """Local steps of each rank between exchanges of weights, in place of a host's averages of gradients."""
 
 import argparse
-import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,10 +55,9 @@ class LocalTraining:
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         if compressors.METHODS[method].kind:
             return self._host.compression(args, method, model, optimizer)
-        # A compressor for which every tensor is too small to be compressed averages everything.
         values = "fp16" if method == "fp16" else "fp32"
-        whole = dict(min_numel=sys.maxsize, dense_values=values, collectives=self._host.collectives)
-        return hvd_compress.TopK(model.named_parameters(), **whole)
+        collectives = self._host.collectives
+        return hvd_compress.NoCompression(model.named_parameters(), values=values, collectives=collectives)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
         args, self._compression = self._args, compression

@@ -18,7 +18,9 @@ from harness import (
     toy_model,
     train,
 )
-from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
+from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WHOLE, WITHOUT_RESIDUAL
+
+from hvd_compress import NoCompression
 
 on_both_hosts = pytest.mark.parametrize("host", HOSTS)
 
@@ -29,19 +31,20 @@ def method(request):
 
 
 @pytest.fixture(params=[n for n in METHODS if n not in FORGETFUL])
-def with_residual(request):
+def exact_in_sum(request):
     return partial(METHODS[request.param], **SMALL)
 
 
 @on_both_hosts
 @pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8))])
-def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(with_residual, size, host):
+def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(exact_in_sum, size, host):
     """Sum of (residual before + gradient) = ranks * applied + sum of residuals after."""
-    method = with_residual
+    method = exact_in_sum
     if host == "ddp" and size == 8:
         size = 4
     world, ranks = replicas(size, method, host=host)
-    assert len(ranks[0].compression.buckets) > 1
+    whole = method.func is NoCompression
+    assert len(ranks[0].compression.buckets) > 1 or whole
     for step in range(5):
         grads = [gradients(r.model, seed=100 * step + r.rank) for r in ranks]
         if step == 1:  # a parameter is unused on one rank
@@ -56,7 +59,7 @@ def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(with_residual, size, h
             total = total + sum(g[number] for g in given if g[number] is not None)
             got = size * applied[0][number].double() + sum(a[name] for a in after)
             # Only an allreduce of 16-bit floats rounds.
-            rounds = method.keywords.get("dense_values" if not compressed(p) else "values") == "fp16"
+            rounds = method.keywords.get("values" if compressed(p) or whole else "dense_values") == "fp16"
             torch.testing.assert_close(got, total, rtol=0, atol=5e-2 if rounds else 1e-4)
 
 
@@ -131,8 +134,8 @@ def test_payload_shapes_are_constant(method, host):
 
 
 @on_both_hosts
-def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(with_residual, host):
-    world, ranks = replicas(3, with_residual, host=host)
+def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_in_sum, host):
+    world, ranks = replicas(3, exact_in_sum, host=host)
     together(world, ranks, [gradients(r.model, seed=r.rank) for r in ranks], shuffle=1)
     before = [residuals(r) for r in ranks]
     grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
@@ -141,7 +144,8 @@ def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(with_re
     applied = together(world, ranks, grads, shuffle=2)
     for rank in applied:
         assert not all(g.isfinite().all() for g in rank), "the infinity did not reach a rank"
-    for number, (name, _) in enumerate(ranks[0].model.named_parameters()):
+    held = [] if exact_in_sum.func is NoCompression else ranks[0].model.named_parameters()
+    for number, (name, _) in enumerate(held):
         if applied[0][number].isfinite().all():
             continue
         for i, rank in enumerate(ranks):
@@ -161,9 +165,9 @@ def test_uncompressed_parameters_are_averaged_exactly(name, host):
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     mean = [torch.stack([g[i] for g in grads]).mean(0) for i in range(len(grads[0]))]
     applied = together(world, ranks, grads)
-    sparse = name not in ("fft", "demo", "powersgd", *FORGETFUL)
+    sparse = name not in ("fft", "demo", "powersgd", *WITHOUT_RESIDUAL)
     for (parameter, p), got, want in zip(mixed_model().named_parameters(), applied[0], mean, strict=True):
-        if not compressed(p):
+        if not compressed(p) or name in WHOLE:
             torch.testing.assert_close(got, want)
         elif sparse:
             assert 0 < (got != 0).sum() < got.numel() / 7, parameter

@@ -17,7 +17,7 @@ from harness import (
     together,
     toy_model,
 )
-from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED
+from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL, fitting
 
 from hvd_compress import IWP, DeMo, LocalSteps, SlimDP, TopK
 from hvd_compress.hosts.threads import ThreadWorld
@@ -114,7 +114,7 @@ def test_the_whole_residual_is_scaled(name):
     random_steps(world, ranks, range(3))
     compression, names = ranks[0].compression, [n for n, _ in ranks[0].model.named_parameters()]
     before = [compression.residual(n) for n in names]
-    assert any(r.any() for r in before) == (name not in FORGETFUL)
+    assert any(r.any() for r in before) == (name not in WITHOUT_RESIDUAL)
     for bucket in compression.buckets:
         compression.scale_residual(bucket, 0.5)
     assert equal([r * 0.5 for r in before], [compression.residual(n) for n in names])
@@ -145,7 +145,7 @@ def test_unsent_differences_stay_in_the_own_weights():
 @pytest.mark.parametrize("name", EXACT)
 def test_density_one_is_local_sgd(name, unsent, ordered):
     """Plain averaging of the weights after each period, written by hand."""
-    build = EXACT[name] if "momentum" in EXACT[name].keywords else partial(EXACT[name], momentum=0.0)
+    build = partial(EXACT[name], **fitting(EXACT[name], {"momentum": 0.0}))
     world, group = workers(3, build=build, unsent=unsent, ordered=ordered)
     alone = [Worker(ThreadWorld(1), rank, period=10**6) for rank in range(3)]
     world.run(lambda i: group[i].train(6))

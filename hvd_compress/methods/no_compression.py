@@ -1,0 +1,54 @@
+"""Dense averages, in the place of a method."""
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..engine.arguments import NamedParameters
+from ..engine.bucket import Bucket
+from .base import Compressor
+
+
+class NoCompression(Compressor):
+    r"""No compression: every gradient is averaged whole, by the host's own allreduce.
+
+    A baseline with the statistics, checks and checkpoints of the other methods; a switch for compression in a script;
+    with :class:`~hvd_compress.LocalSteps`, plain local SGD and DiLoCo. On rank i of N, with gradient g_i::
+
+        g = 1/N sum_i g_i                         values="fp32"
+        g = s/N sum_i float16(g_i / s)            values="fp16"; s: the loss scale with grad_scaler=, otherwise 1
+
+    Each gradient is an allreduce of Horovod's optimizer, which fuses them; under DistributedDataParallel, each of its
+    buckets is one. Nothing is kept from step to step. A gradient that is not finite reaches all ranks; with float16,
+    so does one of which an entry, or the sum of an entry over the ranks, exceeds 65504.
+
+    Args:
+        values: ``"fp32"``, or ``"fp16"`` to send float32 and bfloat16 gradients in float16, rounded. Gradients of
+            other dtypes are sent as they are, and with ``"fp32"`` bfloat16 ones in float32.
+        Others, and errors: see :class:`~hvd_compress.Compressor`. ``seed``, ``min_numel`` and ``bucket_mb`` have no
+            effect, and ``dense_values`` is not an argument.
+
+    Raises:
+        TypeError: ``dense_values`` was given.
+    """
+
+    def __init__(self, named_parameters: NamedParameters, *, values: str = "fp32", **common: Any) -> None:
+        if values not in ("fp16", "fp32"):
+            raise ValueError(f"values must be fp16 or fp32, got {values!r}")
+        if "dense_values" in common:
+            raise TypeError("all tensors of NoCompression are sent as values= says: it has no dense_values=")
+        super().__init__(named_parameters, dense_values=values, **common)
+        self._values = values
+
+    def compresses(self, parameter: Tensor) -> bool:
+        return False
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that have an effect, as far as they must be the same on all ranks."""
+        return {"values": self._values}
+
+    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> NoReturn:
+        raise NotImplementedError("no tensor is compressed")
+
+    def exchange(self, bucket: Bucket) -> NoReturn:
+        raise NotImplementedError("no tensor is compressed")

@@ -1,0 +1,204 @@
+"""NoCompression: the averages of a plain allreduce to the last bit, under both hosts and in local steps."""
+
+import copy
+import functools
+import operator
+
+import pytest
+import torch
+from harness import HOSTS, equal, gradients, mixed_model, random_steps, replicas, single, together
+
+from hvd_compress import IWP, LocalSteps, NoCompression
+from hvd_compress.engine.collectives import ring_bytes
+from hvd_compress.hosts.threads import ThreadWorld
+
+on_both_hosts = pytest.mark.parametrize("host", HOSTS)
+on_both_values = pytest.mark.parametrize(("values", "sent"), [("fp32", torch.float32), ("fp16", torch.float16)])
+
+
+def averages(grads, sent):
+    """Of every gradient, summed in the order of the ranks in the dtype ``sent``, as threads do."""
+    return [
+        (functools.reduce(operator.add, [g.to(sent) for g in each]) * (1.0 / len(each))).to(each[0].dtype)
+        for each in zip(*grads, strict=True)
+    ]
+
+
+@on_both_hosts
+@on_both_values
+@pytest.mark.parametrize("size", [1, 3])
+def test_averages_are_those_of_a_plain_allreduce_to_the_last_bit(size, values, sent, host):
+    world, ranks = replicas(size, NoCompression, host=host, values=values)
+    for step in range(3):
+        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
+        want = averages(grads, sent)
+        for applied in together(world, ranks, grads, shuffle=step):
+            assert equal(applied, want)
+
+
+@on_both_hosts
+@pytest.mark.parametrize("values, width", [("fp32", 4), ("fp16", 2)])
+def test_bytes_are_those_of_a_ring_allreduce(values, width, host):
+    world, ranks = replicas(3, NoCompression, host=host, values=values)
+    random_steps(world, ranks, range(4))
+    entries = sum(p.numel() for p in ranks[0].model.parameters())
+    stats = ranks[0].compression.stats()
+    for part, steps in ((stats["last"], 1), (stats["total"], 4)):
+        whole = pytest.approx(steps * ring_bytes("allreduce", width * entries, 3), rel=1e-12)
+        assert part["wire_bytes"] == whole and part["dense_tensor_bytes"] == whole
+        assert part["dense_bytes"] == pytest.approx(steps * ring_bytes("allreduce", 4 * entries, 3), rel=1e-12)
+        assert part["wire_ratio"] == pytest.approx(4 / width)
+    assert stats["steps"] == 4 and stats["residual_norm"] == 0.0
+
+
+def test_horovod_averages_each_gradient_itself():
+    """The compressor starts no collective of its own after the first step's comparison of the ranks."""
+    world, ranks = replicas(2, NoCompression)
+    random_steps(world, ranks, [0])
+    seen = spy(ranks[0])
+    random_steps(world, ranks, [1])
+    assert sorted(seen) == sorted(f"horovod.1.{number}" for number in range(9))
+
+
+def test_ddp_has_one_allreduce_for_each_of_its_buckets():
+    """Each starts in its bucket's hook."""
+    world, ranks = replicas(2, NoCompression, host="ddp")
+    random_steps(world, ranks, [0])
+    seen, finish, after = spy(ranks[0]), ranks[0].compression.engine.finish_step, []
+    ranks[0].compression.engine.finish_step = lambda: after.append(len(seen)) or finish()
+    buckets = len(ranks[0].buckets(gradients(ranks[0].model, 0), shuffle=1))
+    random_steps(world, ranks, [1])
+    assert len(seen) == buckets > 2 and after == [buckets]
+
+
+def spy(rank):
+    """The names of the collectives that a rank starts."""
+    seen, start = [], rank.collectives.start
+
+    def noted(request, name):
+        seen.append(name)
+        return start(request, name)
+
+    rank.collectives.start = noted
+    return seen
+
+
+@on_both_hosts
+def test_float16_is_of_unscaled_gradients(host):
+    """A loss scale of 65536 would leave float16 no range."""
+    world = ThreadWorld(2, timeout=20, ordered=host == "ddp")
+    kind = type(replicas(1, NoCompression, host=host)[1][0])
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    ranks = [kind(world, r, mixed_model(), NoCompression, values="fp16", grad_scaler=scaler) for r in range(2)]
+    grads = [[torch.full_like(p, (3.0 + r.rank) * 65536.0) for p in r.model.parameters()] for r in ranks]
+    for applied in together(world, ranks, grads):
+        assert all((g == 3.5 * 65536.0).all() for g in applied)
+
+
+@on_both_values
+def test_other_dtypes(values, sent):
+    dtypes = (torch.float64, torch.complex64, torch.bfloat16, torch.float16)
+    model = torch.nn.ParameterList(torch.zeros(40, 40, dtype=dtype) for dtype in dtypes)
+    world, ranks = replicas(2, NoCompression, model=model, values=values)
+    generator = torch.Generator().manual_seed(0)
+    grads = [[torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in r.model.parameters()] for r in ranks]
+    double, pairs, brain, half = zip(*grads, strict=True)
+    (real,) = averages([[torch.view_as_real(g)] for g in pairs], sent)
+    want = [
+        *averages([[g] for g in double], torch.float64),
+        torch.view_as_complex(real),
+        *averages([[g] for g in brain], sent),
+        *averages([[g] for g in half], torch.float16),
+    ]
+    for applied in together(world, ranks, grads):
+        assert [g.dtype for g in applied] == list(dtypes)
+        assert equal(applied, want)
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=HOSTS)
+@pytest.mark.parametrize("unsent", ["weights", "buffer"])
+def test_local_steps_are_local_sgd_to_the_last_bit(unsent, ordered):
+    world, size, period = ThreadWorld(3, timeout=20, ordered=ordered), 3, 4
+    begun = mixed_model()
+
+    def optimizer_of(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def local_step(rank, model, optimizer, step):
+        for p, grad in zip(model.parameters(), gradients(model, 100 * step + rank), strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    def train(rank):
+        model = copy.deepcopy(begun)
+        optimizer = optimizer_of(model)
+        compression = NoCompression(model.named_parameters(), collectives=world.collectives(rank))
+        local = LocalSteps(compression, optimizer, period, unsent=unsent)
+        for step in range(3 * period):
+            local_step(rank, model, optimizer, step)
+            local.step()
+        return list(model.parameters())
+
+    models = [copy.deepcopy(begun) for _ in range(size)]
+    optimizers = list(map(optimizer_of, models))
+    with torch.no_grad():
+        for begin in range(0, 3 * period, period):
+            common = [p.clone() for p in models[0].parameters()]
+            for step in range(begin, begin + period):
+                for rank in range(size):
+                    local_step(rank, models[rank], optimizers[rank], step)
+            for start, *weights in zip(common, *(m.parameters() for m in models), strict=True):
+                start += functools.reduce(operator.add, [w - start for w in weights]) / size
+                for w in weights:
+                    w.copy_(start)
+    for got in world.run(train):
+        assert equal(got, models[0].parameters())
+
+
+def test_ranks_that_differ_raise_an_error():
+    world = ThreadWorld(2, timeout=20)
+    kind = type(replicas(1, NoCompression)[1][0])
+    ranks = [kind(world, r, mixed_model(), NoCompression, values=v) for r, v in enumerate(("fp32", "fp16"))]
+    with pytest.raises(RuntimeError, match=r"values: fp32 on rank 0; fp16 on rank 1"):
+        random_steps(world, ranks, [0])
+
+
+def test_its_state_is_of_no_other_method():
+    world, ranks = replicas(1, NoCompression)
+    random_steps(world, ranks, range(2))
+    state = ranks[0].compression.state_dict()
+    with pytest.raises(ValueError, match="method: the state was made with 'NoCompression', this compressor has 'IWP'"):
+        single().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"values": "int8"}, ValueError, "values must be fp16 or fp32, got 'int8'"),
+        ({"dense_values": "fp16"}, TypeError, "all tensors of NoCompression are sent as values= says"),
+        ({"momentum": 0.9}, TypeError, "unexpected keyword argument 'momentum'"),
+    ],
+)
+def test_wrong_arguments_raise_an_error(options, error, says):
+    with pytest.raises(error, match=says):
+        replicas(1, NoCompression, **options)
+
+
+def test_repr_has_the_option_and_no_compressed_tensor():
+    text = repr(replicas(1, NoCompression, values="fp16", seed=3)[1][0].compression)
+    assert text == "NoCompression(values='fp16'; 0 of 9 tensors compressed (0 of 20,939 entries), 0 buckets)"
+
+
+def test_a_method_says_which_parameters_it_compresses():
+    class Square(IWP):
+        def compresses(self, parameter):
+            return parameter.shape[0] == parameter.shape[1]
+
+    world, ranks = replicas(2, Square)
+    assert [place.segment.name for place in ranks[0].compression.engine.places] == ["deep.weight"]
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    want = averages(grads, torch.float32)
+    for (name, _), got, mean in zip(
+        mixed_model().named_parameters(), together(world, ranks, grads)[0], want, strict=True
+    ):
+        assert torch.equal(got, mean) == (name != "deep.weight")
