@@ -10,6 +10,8 @@ from .dense import as_real
 
 #: Numbers to compare must be below this, so that sums of their squares are exact in float64.
 LIMIT = 2**20
+# Entries that are hashed at a time.
+_PART = 2**20
 
 
 def all_equal(numbers: Tensor, name: str = "step") -> Generator[Request, Tensor, Tensor]:
@@ -34,7 +36,8 @@ def hash_of(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         flat = as_real(tensor.detach()).flatten()
-        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
-        place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) % 8191 + 1
-        total = (total * 31 + int((bits * place).sum())) % 2**61
+        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        for number, part in enumerate(torch.split(bits, _PART), 1):
+            place = torch.arange(part.numel(), dtype=torch.int64, device=part.device) % 8191 + number
+            total = (total * 31 + int((part.long() * place).sum())) % 2**61
     return total

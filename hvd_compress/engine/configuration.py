@@ -44,7 +44,6 @@ def configuration(engine: Any) -> dict[str, object]:
         "seed": engine.seed,
         "step": engine.step,
         "parameters in changed groups": engine.regrouped,
-        **engine.host_facts(),
         **parameters,
     }
 
@@ -81,6 +80,11 @@ class Comparison:
         while self._handle is not None:
             self._resume(self._handle.result(timeout))
 
+    @property
+    def equal(self) -> bool:
+        """After the end: whether the ranks' configurations are."""
+        return self._error is None
+
     def check(self) -> None:
         """After the end: raises ``RuntimeError`` if the ranks differ."""
         if self._error is not None:
@@ -115,16 +119,21 @@ def compare_ranks(engine: Any, timeout: float) -> None:
             comparison.finish(timeout)
             comparison.check()
             return
-        changed = True
-        while changed:
+        repeated = False
+        while True:
             comparison = _wait(engine, begin + timeout)
-            changed = comparison.digest != digest(configuration(engine))  # since another compressor has started it
+            changed = comparison.digest != digest(configuration(engine))
+            if not changed and (comparison.equal or repeated):
+                break
+            # Another compressor has started it, here or on another rank, in a state that has changed since.
+            repeated = True
         comparison.check()
     except TimeoutError as error:
         raise RuntimeError(
             f"not every rank has compared its options within {timeout:g} s (start_timeout=): was a compressor given to "
-            "the optimizer or to the DDP model, or load_state_dict() called, on some ranks only? Does a rank wait in "
-            "another collective before its first backward pass? Restart the job after this error"
+            "the optimizer or to the DDP model, or load_state_dict() called, or another compressor built, on some "
+            "ranks only? Does a rank wait in another collective before its first backward pass? Restart the job after "
+            "this error"
         ) from error
     finally:
         engine.exchanges.seconds_waited += time.perf_counter() - begin

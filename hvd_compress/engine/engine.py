@@ -9,7 +9,7 @@ first hook of all, to compare configurations, when no exchange is open. This wai
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,8 +81,6 @@ class Engine:
         #: Whether the ranks have compared their configurations, and the comparison in progress.
         self.compared = False
         self.comparison: Comparison | None = None
-        #: What else must be the same on all ranks, which only the host knows.
-        self.host_facts: Callable[[], Mapping[str, object]] = dict
         #: The number of parameters of the optimizer whose groups changed most recently, or None.
         self.regrouped: int | None = None
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()

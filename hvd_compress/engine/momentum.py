@@ -5,7 +5,9 @@ each gradient passes through a velocity first, u = momentum * u + g, the velocit
 that are sent are cleared from u.
 """
 
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,8 @@ class MomentumCorrection:
         self._dense = DenseVelocity(engine)
         #: The parameters with momentum, and those of them of which no gradient has arrived yet: numbers by name.
         self._owed, self._awaited = dict[str, int](), dict[str, int]()
+        # By optimizer, the number of its parameters and those that the engine knows.
+        self._known = weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[str, int]]]()
         #: Velocities outside the buckets' state, to be zeroed when the correction ends.
         self.other_velocities: list[Tensor] = []
         if momentum:
@@ -64,6 +68,7 @@ class MomentumCorrection:
                 f"{momentum:g}; take equal ones"
             )
         self._check_complete(optimizer)
+        self._check_between_steps()
         if not self._engine.collectives.active:
             self.value, self._left = 0.0, momentum
             self._disable()
@@ -71,7 +76,7 @@ class MomentumCorrection:
         held = self._held(optimizer)
         self._enable(momentum, held)
         for number in held.values():
-            velocity = optimizer.state[self._engine.parameters[number]].pop("momentum_buffer", None)
+            velocity = self._state(optimizer, number).pop("momentum_buffer", None)
             if velocity is not None:
                 self._set_velocity(number, velocity)
         for group in optimizer.param_groups:
@@ -88,10 +93,12 @@ class MomentumCorrection:
         momentum, held = self.value, {name: n for name, n in self._held(optimizer).items() if name in self._owed}
         if not held:
             raise ValueError("return_momentum: this compressor has no momentum to return")
+        self._check_between_steps()
         for number, velocity in zip(held.values(), self._mean_velocities(held.values()), strict=True):
             parameter = self._engine.parameters[number]
-            optimizer.state[parameter]["momentum_buffer"] = buffer = torch.empty_like(parameter)
+            self._state(optimizer, number)["momentum_buffer"] = buffer = torch.empty_like(parameter)
             as_real(buffer).copy_(velocity)
+            self._set_velocity(number, torch.zeros_like(buffer))
         for group in optimizer.param_groups:
             group["momentum"] = momentum
             group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)
@@ -175,9 +182,30 @@ class MomentumCorrection:
 
     def _held(self, optimizer: Optimizer) -> dict[str, int]:
         """The optimizer's parameters: numbers by name."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, names = self._known.get(optimizer, (-1, {}))
+        if known != count:
+            names = self._find_held(optimizer)
+            self._known[optimizer] = count, names
+        return names
+
+    def _find_held(self, optimizer: Optimizer) -> dict[str, int]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = enumerate(zip(self._engine.names, self._engine.parameters, strict=True))
         return {name: number for number, (name, parameter) in named if id(parameter) in held}
+
+    def _state(self, optimizer: Optimizer, number: int) -> dict[str, Any]:
+        """Of a parameter, in the optimizer that steps: Horovod's shares parameter groups with the one that it wraps, not
+        the state."""
+        state: dict[str, Any] = self._engine.watch.stepping(optimizer).state[self._engine.parameters[number]]
+        return state
+
+    def _check_between_steps(self) -> None:
+        if self._engine.undoable and self._engine.last_average.waits():
+            raise ValueError(
+                "the momentum must not move between an average and the step that applies it: call take_momentum() or "
+                "return_momentum() after optimizer.step()"
+            )
 
     def _enable(self, momentum: float, owed: dict[str, int]) -> None:
         self.value = momentum

@@ -33,6 +33,11 @@ class OptimizerWatch:
         self.forget_step()
         _register(self)
 
+    def stepping(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that steps the parameters of ``optimizer``: itself, or Horovod's, which wraps it."""
+        seen = self._seen() if self._seen is not None else None
+        return seen if seen is not None and _share_parameters(optimizer, seen) else optimizer
+
     def before_step(self, optimizer: Optimizer) -> None:
         listener, compression = self._listener(), self._compression()
         if listener is None or compression is None:

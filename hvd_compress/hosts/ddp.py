@@ -11,7 +11,7 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, cast
@@ -24,7 +24,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..engine.agreement import hash_of
 from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, allreduce
 from ..engine.dense import DenseGradient, as_real
@@ -63,11 +62,10 @@ class DDPHost:
         self._results: list[_Result] = []
         self._dense: list[tuple[list[DenseGradient | Tensor], Handle]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        #: The last bucket of this step so far, and the backward passes (one inside another, if reentrant) of its hooks.
-        self._index, self._passes = -1, set[int]()
-        #: The first bucket's parameters, until ranks have compared them.
-        self._first: list[Tensor] | None = None
-        engine.host_facts = self._facts
+        #: The last bucket so far of the step in progress, and the backward pass that it belongs to.
+        self._index, self._backward = -1, -1
+        #: Whether DDP skips buckets that no rank has used.
+        self._skips = False
 
     def hook(self, bucket: GradBucket) -> Future[Tensor]:
         """Takes the gradients of a DDP bucket. The futures of a step's buckets are completed in its last hook, or, if
@@ -80,15 +78,13 @@ class DDPHost:
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
-        if self._futures and bucket.index() <= self._index and backward not in self._passes:
+        if not engine.compared:
+            self._look_at_model(bucket)
+        if self._futures and bucket.index() <= self._index and backward != self._backward:
             self._abandon()
-        self._index = bucket.index()
-        if backward not in self._passes:  # before DDP queues its callback, which waits for the futures
-            self._passes.add(backward)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        if not self._engine.compared:
-            self._first = bucket.parameters()
-            self._check_group()
+        if self._skips and backward != self._backward:
+            self._await_end()
+        self._index, self._backward = bucket.index(), backward
         future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
         self._futures.append((future, buffer))
         with engine.entered(), self._side_stream(buffer.device):
@@ -121,39 +117,42 @@ class DDPHost:
 
     def _clear(self) -> None:
         self._futures, self._dense, self._results, self._index = [], [], [], -1
-        self._passes.clear()
 
-    def _end_of_backward(self) -> None:
-        """DDP calls no hook for the buckets that it skips (``skip_all_reduce_unused_params``), so the last may be
-        missing. In a reentrant pass, the outer one goes on."""
-        if not self._futures or _in_backward():
+    def _look_at_model(self, bucket: GradBucket) -> None:
+        """Raises ``ValueError`` if the DDP model works on other ranks than the compressor, and finds out whether it
+        skips buckets."""
+        if not isinstance(self._engine.collectives, TorchCollectives):
             return
-        with self._engine.entered(), torch.no_grad(), self._side_stream(self._futures[0][1].device):
-            try:
-                self._finish()
-            except BaseException:
-                self._abandon()
-                raise
-
-    def _facts(self) -> Mapping[str, object]:
-        """Ranks of one DDP model begin with equal weights. In a job that is resumed, they may have drifted."""
-        if self._first is None or self._engine.step:
-            return {}
-        first, self._first = self._first, None
-        return {"hash of the weights (is process_group= the model's? were the weights broadcast?)": hash_of(first)}
-
-    def _check_group(self) -> None:
-        """Raises ``ValueError`` if the DDP model works on other ranks than the compressor."""
-        if not isinstance(self._engine.collectives, TorchCollectives) or not self._first:
-            return
+        models = _models(self._engine.method, bucket.parameters()[0])
         ours = distributed.get_process_group_ranks(self._engine.collectives.group)
-        for model in _models(self._engine.method, self._first[0]):
+        for model in models:
             theirs = distributed.get_process_group_ranks(model.process_group)
             if theirs != ours:
                 raise ValueError(
                     f"DistributedDataParallel averages over the ranks {theirs}, and this compressor over {ours}: "
                     "give both the same process_group="
                 )
+        self._skips = any(getattr(model, "skip_all_reduce_unused_params", False) for model in models) or not models
+
+    def _await_end(self) -> None:
+        """DDP calls no hook for the buckets that it skips, so the last may be missing: the step ends with the backward
+        pass then, before DDP's own callback, which is queued later and waits for the futures."""
+        if _in_backward():
+            raise RuntimeError(
+                "hvd_compress does not support skip_all_reduce_unused_params=True with a backward pass inside another "
+                "one: checkpoint with use_reentrant=False"
+            )
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        if not self._futures:
+            return
+        with self._engine.entered(), self._side_stream(self._futures[0][1].device):
+            try:
+                self._finish()
+            except BaseException:
+                self._abandon()
+                raise
 
     def _take(self, bucket: GradBucket) -> None:
         engine, dense = self._engine, list[DenseGradient | Tensor]()
@@ -234,11 +233,9 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
     """
     buffer, begin = bucket.buffer(), 0
     for parameter in bucket.parameters():
-        like = as_real(parameter.detach())
-        if not is_dense(like):
-            like = like.contiguous()
-        part = buffer[begin : begin + like.numel()]
-        yield parameter, part.as_strided(like.shape, like.stride())
+        like = as_real(parameter.detach()) if parameter.is_complex() else parameter
+        stride = like.stride() if is_dense(like) else like.detach().contiguous().stride()
+        yield parameter, buffer.as_strided(like.shape, stride, buffer.storage_offset() + begin)
         begin += like.numel()
     if begin != buffer.numel():
         raise RuntimeError(

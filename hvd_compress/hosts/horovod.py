@@ -56,14 +56,19 @@ class HorovodHost:
             with stage("dense"):
                 ctx.store(tensor)
                 engine.method.dense_averaged(ctx.number, ctx.grad)
-            complex = engine.parameters[ctx.number].is_complex()
-            return torch.view_as_complex(ctx.grad) if complex else ctx.grad
+            parameter = engine.parameters[ctx.number]
+            if not parameter.is_complex():
+                return ctx.grad
+            average = torch.view_as_complex(ctx.grad)
+            # Horovod keeps a lazy conjugation of p.grad, which copy_() follows.
+            given = parameter.grad
+            return given.copy_(average) if given is not None and given.is_conj() else average
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
         optimizers may have other reasons to step. Raises ``RuntimeError`` if the step would exchange averages."""
         given, method = getattr(optimizer, "_compression", None), self._engine.method
-        if given is method and not method.linear:
+        if given is method and method is not None and not method.linear:
             self._check_synchronized(optimizer)
         if given not in (None, method) and self._engine.watch.bypassed_by(optimizer):
             self._engine.warn(
