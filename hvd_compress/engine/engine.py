@@ -72,7 +72,7 @@ class Engine:
         # Horovod matches collectives by name: the label is the same on all ranks, and every compressor has another one.
         self.exchanges = Exchanges(collectives, self.stats, f"hvd_compress.{self.number}")
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
-        self.last_average = LastAverage(self.names, self.parameters, self.watch)
+        self.last_average = LastAverage(self.parameters, self.watch)
         #: The :class:`hvd_compress.LocalSteps` that runs the steps instead of a host, if any.
         self.local_steps: Any = None
         #: Whether the ranks have compared their configurations, and the comparison in progress.

@@ -1,8 +1,9 @@
 """Users' training scripts, at density 1, have the weights of the host without compression to the last bit."""
 
+import ddp_script_cases
 import pytest
 import script_cases
-from launch import on_every_launch, run_cases
+from launch import LAUNCHES, on_every_launch, run_cases
 from methods import EXACT
 
 
@@ -16,3 +17,7 @@ def test_scripts_train_as_without_compression(ranks):
 @pytest.mark.parametrize("method", [name for name in EXACT if name not in ("iwp", "fft")])
 def test_scripts_with_every_method_that_can_send_everything(ranks, method):
     run_cases(ranks, {method: list(script_cases.CASES)}, timeout=300)
+
+
+def test_scripts_that_only_ddp_allows():
+    run_cases(LAUNCHES["ddp-2"], {"iwp": list(ddp_script_cases.CASES)}, timeout=200)
