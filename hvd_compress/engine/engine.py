@@ -75,7 +75,7 @@ class Engine:
         label, advance_others = f"hvd_compress.{self.number}", partial(Registry.advance_others, weakref.ref(self))
         self.exchanges = Exchanges(collectives, self.stats, label, advance_others)
         self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
-        self.last_average = LastAverage(self.names, self.parameters, self.watch)
+        self.last_average = LastAverage(self.parameters, self.watch)
         #: The :class:`hvd_compress.LocalSteps` that runs the steps instead of a host, if any.
         self.local_steps: Any = None
         #: Whether the ranks have compared their configurations, and the comparison in progress.

@@ -21,8 +21,8 @@ class LastAverage:
     gradients) contains it, and would be exchanged with it. Only a hook before the accumulation can see this.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], watch: OptimizerWatch) -> None:
-        self._names, self._parameters, self._watch = names, parameters, watch
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], watch: OptimizerWatch) -> None:
+        self._parameters, self._watch = parameters, watch
         self._probes = _spread([number for number, parameter in enumerate(parameters) if parameter.requires_grad])
         #: By probe whose ``.grad`` may hold the last average, that tensor when the average was written.
         self._written: dict[int, weakref.ref[Tensor] | None] = {}

@@ -27,7 +27,7 @@ class OptimizerWatch:
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
-        self._ever_held = set[int]()
+        self._steppers = weakref.WeakSet[Optimizer]()
         #: False after the first gradient in this process, and after :meth:`bypassed_by` has been true.
         self.may_be_bypassed = True
         self.forget_step()
@@ -66,6 +66,8 @@ class OptimizerWatch:
             found_inf = getattr(optimizer, "found_inf", None)
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
             self._unread.append(weakref.ref(optimizer))
+            self._steppers.add(optimizer)
+            self._trained = None
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this step of the optimizer applies gradients although the compressor has received none in this
@@ -98,13 +100,13 @@ class OptimizerWatch:
         for optimizer in (alive for ref in self._unread if (alive := ref()) is not None):
             self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
         self._unread.clear()
-        self._ever_held |= self._held
         return id(parameter) in self._held
 
     def left_out(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether optimizers have stepped, and none that held ``parameter``: nothing applies its gradients. To be called
-        after :meth:`stepped_by`, which does the work."""
-        return bool(self._ever_held) and id(parameter) not in self._ever_held
+        """Whether optimizers have stepped, and none that holds ``parameter``: nothing applies its gradients."""
+        if self._trained is None:
+            self._trained = {id(p) for o in self._steppers for group in o.param_groups for p in group["params"]}
+        return bool(self._trained) and id(parameter) not in self._trained
 
     def forget_step(self) -> None:
         """From now on only new steps count."""
@@ -112,6 +114,8 @@ class OptimizerWatch:
         # The optimizers, until somebody asks, and the parameters that they hold.
         self._unread: list[weakref.ref[Optimizer]] = []
         self._held = set[int]()
+        #: The parameters of all optimizers that have ever stepped.
+        self._trained: set[int] | None = None
 
 
 _watches: tuple[weakref.ref[OptimizerWatch], ...] = ()

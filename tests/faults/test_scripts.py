@@ -1,10 +1,11 @@
 """Users' training scripts, at density 1, have the weights of the host without compression to the last bit. Ranks that
 differ raise an error on every rank, and do not wait for each other."""
 
+import ddp_script_cases
 import mismatch_cases
 import pytest
 import script_cases
-from launch import on_every_launch, run_cases
+from launch import LAUNCHES, on_every_launch, run_cases
 from methods import EXACT
 
 
@@ -21,3 +22,7 @@ def test_scripts_train_as_without_compression_and_ranks_that_differ_raise_the_sa
 @pytest.mark.parametrize("method", [name for name in EXACT if name not in ("iwp", "fft")])
 def test_scripts_with_every_method_that_can_send_everything(ranks, method):
     run_cases(ranks, {method: list(script_cases.CASES)}, timeout=300)
+
+
+def test_scripts_that_only_ddp_allows():
+    run_cases(LAUNCHES["ddp-2"], {"iwp": list(ddp_script_cases.CASES)}, timeout=200)
