@@ -110,7 +110,6 @@ case $experiment in
       one "fft-32-lanes4-$seed" fft
       one "mipd-16-lanes4-$seed" mipd --density 1/16
     done
-    "$python" scripts/table.py "$out/runs.jsonl"
     ;;
   cifar10)
     common=("${resnet20[@]}" --epochs 10 --lr 0.3)
@@ -121,7 +120,6 @@ case $experiment in
     one iwp-64-plain iwp --density 1/64 --values fp16 --no-block-means
     one mp2-9 mp2 "${ours[@]}"
     one fp16 fp16
-    "$python" scripts/table.py "$out/runs.jsonl"
     ;;
   cifar10-short)
     common=("${resnet20[@]}" --epochs 4)
@@ -134,7 +132,6 @@ case $experiment in
     one iwp-64-0.3 "${iwp[@]}"
     one iwp-64-0.3-one-leader "${iwp[@]}" --leaders 1
     one iwp-64-0.3-no-random "${iwp[@]}" --explore 0
-    "$python" scripts/table.py "$out/runs.jsonl"
     ;;
   cifar10-budgets)
     common=("${resnet20[@]}" --epochs 4 --lr 0.3)
@@ -159,7 +156,6 @@ case $experiment in
     one mp2-9 mp2 "${ours[@]}"
     one mp2-9-prediction mp2 "${ours[@]}" --prediction
     one mp2-9-rotation mp2 "${ours[@]}" --choice rotation
-    "$python" scripts/table.py "$out/runs.jsonl"
     ;;
   cifar10-vgg11)
     ranks=2
@@ -167,7 +163,6 @@ case $experiment in
     one none none
     one mp2 mp2 "${ours[@]}" --density 1/3.44
     one mp2-half mp2 "${ours[@]}" --density 1/2
-    "$python" scripts/table.py "$out/runs.jsonl"
     ;;
   digits-mp2)
     for seed in 0 1 2; do
@@ -180,7 +175,6 @@ case $experiment in
       one "topk-$seed" topk "${ours[@]}"
       one "dgc-$seed" dgc "${ours[@]}" --density 1/256
     done
-    "$python" scripts/table.py "$out/runs.jsonl"
     ;;
   gpt-adamw)
     half="--dense-values fp16" diloco="--local-steps 50 --outer-lr 0.7 --outer-momentum 0.9"
@@ -301,3 +295,5 @@ case $experiment in
     "$python" scripts/gradient_errors.py "$out"/{cifar10,digits}
     ;;
 esac
+# Trainings by `one` end with their table.
+[[ -z ${common[*]} ]] || "$python" scripts/table.py "$out/runs.jsonl"

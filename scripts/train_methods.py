@@ -45,7 +45,7 @@ def main() -> int:
         equal &= result["replicas_equal"]
         if host.rank == 0:
             print(f"{name}: test accuracy {result['test_accuracy']:.3f}, {result['seconds']:.0f} s", flush=True)
-            write_run(folder / "runs.jsonl" / name.lower().replace(", ", "-").replace(" ", "-"), result)
+            write_run(folder / "runs.jsonl" / name, result)
     if host.rank == 0:
         print(table.markdown(rows))
         if not equal:
