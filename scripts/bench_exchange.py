@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time whole optimizer steps, method by method, on the shapes of a well-known network: Horovod and torch DDP.
 
-    bench_exchange.py --shapes resnet50 --hosts 4 --rate 100mbit,1gbit --backend mpi,gloo --methods none,iwp --json FILE
+    bench_exchange.py --hosts 4 --rate 100mbit,1gbit --backend mpi,gloo --methods none,iwp --json FILE.jsonl/NAME
     bench_exchange.py --hosts 4 --rate 1gbit --methods none,iwp,ddp-none,ddp-fp16,ddp-powersgd,ddp-iwp
     bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
 
@@ -40,7 +40,8 @@ import pandas as pd
 import table
 from experiment import comparison, compressors, lab
 from experiment.comparison import Variant, texts
-from experiment.files import plain, script_parser, write_json
+from experiment.files import plain, script_parser
+from experiment.result_file import run_path, write_run
 from experiment.runs import SCRIPTS, Failed, exit_on_signals, run_group
 
 from hvd_compress.cli.network import bandwidth
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, metavar="STEPS")
     parser.add_argument("--max-seconds", type=float, default=120, help="limit for the steps of a run, but at least 5")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="after which a run is killed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows here")
+    parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write all rows here")
     args = parser.parse_args(argv)
     for name, least in (("hosts", 2), ("ranks", 2), ("runs", 1), ("steps", 1), ("warmup", 0)):
         value = getattr(args, name)
@@ -230,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
         rows = compared([make_row(*key, of) for key, of in results.items()], failed)
         # After every run, so that nothing is lost if a later one is interrupted. ``failed``: (label, rate).
         config = {**asked, **result["environment"], "failed": failed}
-        write_json(args.json, {"config": config, "rows": rows})
+        write_run(args.json, {"config": config, "rows": rows})
     if rows:
         print(markdown(rows))
     return 1 if failed or any(row["wrong"] for row in rows) else 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What one rank's compressor costs as the network and the number of ranks grow: time per step, and memory.
 
-    bench_growth.py --methods iwp,topk --millions 1,10,100,200 --ranks 4 --json FILE
+    bench_growth.py --methods iwp,topk --millions 1,10,100,200 --ranks 4 --json FILE.jsonl/NAME
     bench_growth.py --methods iwp --millions 25 --ranks 2,4,8,64
 
 One process and one thread stand for a rank. The other ranks are simulated as sending what it sends, so that results
@@ -29,7 +29,8 @@ import torch
 from experiment import metrics
 from experiment.comparison import texts
 from experiment.compressors import METHODS
-from experiment.files import script_parser, write_json
+from experiment.files import script_parser
+from experiment.result_file import run_path, write_run
 
 from hvd_compress.hosts.mirror import Mirror
 
@@ -105,7 +106,7 @@ def main() -> int:
     parser.add_argument("--millions", type=counts, default=[1, 10, 100], help="of entries, as 1,10,200")
     parser.add_argument("--ranks", type=counts, default=[4], help="as 2,4,8")
     parser.add_argument("--steps", type=int, default=7, help="measured, after three others")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME")
     args = parser.parse_args()
     if unknown := set(args.methods) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
@@ -118,7 +119,7 @@ def main() -> int:
                 print(f"{method}, {millions} M, {ranks} ranks: {rows[-1]['ms']:.2f} ms", file=sys.stderr, flush=True)
     shown = [{key: value for key, value in row.items() if key != "ms_spread"} for row in rows]
     print(table.markdown([{k: f"{v:,.2f}" if isinstance(v, float) else str(v) for k, v in r.items()} for r in shown]))
-    write_json(args.json, {"config": metrics.environment(), "rows": rows})
+    write_run(args.json, {"config": metrics.environment(), "rows": rows})
     return 0
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether `hvd-compress estimate` predicts what `hvd-compress bench` measures, on the hosts of a netlab.
 
-    check_estimate.py --models resnet50,gpt2 --hosts 4 --rates 100mbit,1gbit,10gbit,none --json FILE
+    check_estimate.py --models resnet50,gpt2 --hosts 4 --rates 100mbit,1gbit,10gbit,none --json FILE.jsonl/NAME
 
 Run it as root on an otherwise idle machine: all hosts share its cores, and so the estimate is made with
 --hosts-share-cores. Computation and Gloo are measured once for each model, before its first rate. Both leave out
@@ -13,14 +13,14 @@ processor's time of a rank, which other programs disturb little: it says whether
 import os
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import table
 from experiment import lab
 from experiment.comparison import texts
-from experiment.files import plain, script_parser, write_json
+from experiment.files import plain, script_parser
 from experiment.metrics import environment
+from experiment.result_file import run_path, write_run
 from experiment.runs import exit_on_signals
 
 from hvd_compress.cli import bench, estimate, network, shapes, transport
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--allowed", type=float, default=0.3, help="error of a step time")
     parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="of a rate")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME")
     args = parser.parse_args(argv)
     if unknown := set(args.methods) - set(METHODS):
         parser.error(f"unknown methods: {', '.join(sorted(unknown))}; known: {'; '.join(METHODS)}")
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
             print(f"{model}, backward and update alone {measured[0]['alone_ms']:.1f} ms\n")
             print(table.markdown([{key: text.get(key, str)(row[key]) for key in keys} for row in shown], left=2))
             print(flush=True)
-            write_json(args.json, {"config": {**plain(vars(args)), **environment()}, "rows": rows})
+            write_run(args.json, {"config": {**plain(vars(args)), **environment()}, "rows": rows})
     wrong = [row for row in rows if abs(row["error"]) > args.allowed or not row["right"]]
     print(f"{len(rows) - len(wrong)} of {len(rows)} rows are within {args.allowed:.0%}, with the right winner")
     return 1 if wrong else 0

@@ -13,8 +13,8 @@ of its own: `--methods iwp,iwp@one --option 'iwp@one:--leaders 1'`; ddp-METHOD r
 
 A budget is a share of the dense bytes. What a step sends besides the selected entries (tensors sent dense, scales,
 padding) differs between methods and models, so the density for a budget is found by short runs. An
-interrupted call can be repeated: a run whose result lies in OUT is not run again. OUT also gets table.md, table.csv and
-quality.png.
+interrupted call can be repeated: a run whose result lies in OUT (runs.jsonl, probes.jsonl) is not run again. OUT also
+gets table.md, table.csv and quality.png.
 
 With several learning rates, each row is trained with all of them by the first seed, and by the other seeds with the
 best of these. --simulate runs the ranks of a training in one process, in turn, on one core and without Horovod. To use
@@ -142,9 +142,9 @@ class Comparison:
         common = ["--data", args.data, "--model", args.model, "--epochs", str(args.epochs)]
         return (*args.train, *common, *own, *variant.options)
 
-    def execute(self, folder: str, name: str, arguments: tuple[str, ...]) -> Result:
+    def execute(self, kind: str, name: str, arguments: tuple[str, ...]) -> Result:
         """A run's result, from its file if it is there; ``Failed`` as it comes."""
-        run = Run(self.args.out / folder / f"{name}.json", self.args.ranks, arguments)
+        run = Run(self.args.out / f"{kind}.jsonl" / name, self.args.ranks, arguments)
         result = run.result()
         if result is None:
             print(f"compare.py: {run.name}", file=sys.stderr, flush=True)

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""All figures of the documentation, and README's table of steps, from the JSON files in docs/results.
+"""All figures of the documentation, and README's table of steps, from the results in docs/results.
 
     figures.py [--results docs/results] [--out docs/figures]
 
 One style for all; at most six curves, or six bars a group. Where results are missing, that is an error.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,18 +15,19 @@ import pandas as pd
 import race
 import table
 from experiment.files import script_parser
+from experiment.result_file import Result, read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "docs" / "results", ROOT / "docs" / "figures"
 
 LINKS = {"none": "no limit", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-#: The figure of accuracy: label, and runs, of which seeds have a number more in their names.
+#: The figure of accuracy: label, and EXPERIMENT/RUN, of which further seeds have a number more in their names.
 ACCURACY = {
     "dense": "cifar10-budgets/none",
     "fp16": "cifar10-budgets/fp16",
     "IWP, 1/64 of the bytes": "cifar10-budgets/64-iwp-lanes4",
     "FFT, 1/64": "cifar10-budgets/64-fft",
-    "DeMo, 1/64": "cifar10-signs/4/runs/demo-1of64-1e-2-0",
+    "DeMo, 1/64": "cifar10-signs/4/demo-1of64-1e-2-0",
     "TopK, 1/64": "cifar10-budgets/64-topk",
 }
 SCALING = ("dense", "IWP", "SlimDP", "TopK", "QSGD", "TernGrad")
@@ -57,25 +57,23 @@ MARK, END = "<!-- steps: written by scripts/figures.py -->", "<!-- end -->"
 LOOKS = ("orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
 PLACES = (6, 0, 1, 2, 3, 3, 4, 4, 5, 6, 6)
 
-Json = dict[str, Any]
+
+def read(results: Path, experiment: str) -> dict[str, Result]:
+    """The runs of an experiment by name."""
+    return read_runs(results / experiment / "runs.jsonl")
 
 
-def read(file: Path) -> Json:
-    content: Json = json.loads(file.read_text())
-    return content
-
-
-def seeds(results: Path, name: str) -> list[Json]:
-    """A row of the figure of accuracy: the run ``name`` and its further seeds."""
-    files = [results / f"{name}.json", *(results / f"{name}-{seed}.json" for seed in (1, 2))]
-    return [read(file) for file in files if file.exists()]
+def seeds(results: Path, row: str) -> list[Result]:
+    """A row of the figure of accuracy: a run and its further seeds."""
+    experiment, _, name = row.rpartition("/")
+    runs = read(results, experiment)
+    return [runs[seed] for seed in (name, f"{name}-1", f"{name}-2") if seed in runs]
 
 
 def steps(results: Path) -> pd.DataFrame:
     """Milliseconds of a step of ResNet-50's shapes on four hosts: a row for each rate, a column for each method."""
-    files = [results / "exchange-ring" / f"resnet50-{rates}.json" for rates in ("none-10gbit-1gbit", "100mbit")]
-    rows = [row for file in files for row in read(file)["rows"]]
-    found = {(row["rate"], row["method"]): row["step_ms"] for row in rows}
+    runs = read(results, "exchange-ring").values()
+    found = {(row["rate"], row["method"]): row["step_ms"] for run in runs for row in run["rows"]}
     return pd.DataFrame(
         {label: {name: found[rate, method] for rate, name in LINKS.items()} for label, method in STEPS.items()}
     )
@@ -93,20 +91,20 @@ def races(results: Path) -> pd.DataFrame:
 
 def break_even(results: Path) -> list[float]:
     """Gbit/s below which the saved bytes are worth IWP's time, at each rate of the figure of steps."""
-    files = sorted((results / "exchange-ring").glob("*.json"))
-    return [row["break_even_gbit_s"] for file in files for row in read(file)["rows"] if row["method"] == STEPS["IWP"]]
+    runs = read(results, "exchange-ring").values()
+    return [row["break_even_gbit_s"] for run in runs for row in run["rows"] if row["method"] == STEPS["IWP"]]
 
 
 def text(results: Path) -> dict[str, list[tuple[float, float]]]:
     """For each method (times fewer bytes, bits per byte): the mean of its seeds at the learning rate that was best with
     the first of them."""
-    folder, found = results / "gpt-adamw" / "runs", {}
+    trained, found = read(results, "gpt-adamw"), {}
     for label, method in TEXT.items():
-        files = sorted(folder.glob(f"{method}-*.json"))
-        if not files:
-            raise FileNotFoundError(f"no runs of {method} in {folder}")
+        of_method = [run for name, run in trained.items() if name.startswith(f"{method}-")]
+        if not of_method:
+            raise ValueError(f"gpt-adamw has no runs of {method}")
         runs: dict[int, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-        for run in map(read, files):
+        for run in of_method:
             runs[round(run["wire_ratio"])][run["config"]["lr"]][run["config"]["seed"]] = run["test_bits_per_byte"]
         found[label] = []
         for ratio, by_rate in sorted(runs.items()):
@@ -120,7 +118,7 @@ def place(label: str) -> int:
     return next(place for word, place in zip(LOOKS, PLACES, strict=True) if word in label)
 
 
-def line(label: str) -> Json:
+def line(label: str) -> dict[str, Any]:
     """The look of a line."""
     number = place(label)
     look = {"color": table.COLOURS, "marker": table.MARKERS, "linestyle": table.DASHES}
@@ -145,7 +143,7 @@ def draw_races(results: Path, file: Path) -> None:
 
 
 def draw_scaling(results: Path, file: Path) -> None:
-    scaling = read(results / "scaling.json")
+    scaling = read(results, "scaling")["scaling"]
     about = {"xlabel": f"ranks (up to {scaling['counted'][-1]}: counted)", "ylabel": "bytes a rank sends in a step"}
     with table.chart(file, **about) as axes:
         for method in SCALING:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The measurements of docs/benchmarks.md: mostly trainings of 4 ranks under mpirun, one JSON file a run, then a table.
-# A run whose file exists is not repeated. OUT is docs/results/EXPERIMENT unless given; DATA_DIR holds cifar-10-batches-py/.
-# Afterwards figures.py draws the figures from the JSON.
+# The measurements of docs/benchmarks.md: mostly trainings of 4 ranks under mpirun, one line of OUT/runs.jsonl a run, then a
+# table. A training that has its line is not repeated. OUT is docs/results/EXPERIMENT unless given; DATA_DIR holds
+# cifar-10-batches-py/. Afterwards figures.py draws the figures.
 #   usage: measure.sh EXPERIMENT [DATA_DIR] [OUT]
 # Accuracy on digits:
 #   digits           dense, fp16 and three methods                  digits-mp2     MP2, its prediction, and baselines
@@ -44,8 +44,9 @@ declare -A target=([race-resnet20]=0.7 [race-vgg11]=0.6)
 
 common=()
 one() {  # NAME METHOD ARGUMENTS...: a run with the common arguments
-  local file=$out/$1.json method=$2; shift 2
-  [[ -f $file ]] || bash scripts/run.sh "${ranks:-4}" scripts/train.py --json "$file" "${common[@]}" --compression "$method" "$@"
+  local name=$1 method=$2; shift 2
+  grep -qsF "{\"name\":\"$name\"," "$out/runs.jsonl" ||
+    bash scripts/run.sh "${ranks:-4}" scripts/train.py --json "$out/runs.jsonl/$name" "${common[@]}" --compression "$method" "$@"
 }
 
 # Options of bench_exchange.py and race.py: settings for the ranks of one method.
@@ -58,8 +59,8 @@ having() {  # LABEL NAME=VALUE...
 exchange() { "$python" scripts/bench_exchange.py --shapes resnet50 --hosts 4 "$@" "${environments[@]}"; }
 
 steps_by_rate() {  # ARGUMENTS...: one run where a dense step takes 20 s
-  exchange --rate none,10gbit,1gbit --runs 3 --max-seconds 60 --json "$out/resnet50-none-10gbit-1gbit.json" "$@"
-  exchange --rate 100mbit --max-seconds 60 --json "$out/resnet50-100mbit.json" "$@"
+  exchange --rate none,10gbit,1gbit --runs 3 --max-seconds 60 --json "$out/runs.jsonl/resnet50-none-10gbit-1gbit" "$@"
+  exchange --rate 100mbit --max-seconds 60 --json "$out/runs.jsonl/resnet50-100mbit" "$@"
 }
 
 at_equal_bytes() {  # densities such that all bytes together, uncompressed tensors included, are a share of dense
@@ -92,7 +93,7 @@ gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
 }
 
 report() {  # FOLDER
-  { printf '# %s\n\n' "$(realpath --relative-to "$out/.." "$1")"; "$python" scripts/table.py "$1"/runs/*.json; } >"$1/table.md"
+  { printf '# %s\n\n' "$(realpath --relative-to "$out/.." "$1")"; "$python" scripts/table.py "$1/runs.jsonl"; } >"$1/table.md"
 }
 
 images=(--data-dir "${data:-}" --batch-size 32 --amp bf16)
@@ -109,7 +110,6 @@ case $experiment in
       one "fft-32-lanes4-$seed" fft
       one "mipd-16-lanes4-$seed" mipd --density 1/16
     done
-    "$python" scripts/table.py "$out"/*.json
     ;;
   cifar10)
     common=("${resnet20[@]}" --epochs 10 --lr 0.3)
@@ -120,7 +120,6 @@ case $experiment in
     one iwp-64-plain iwp --density 1/64 --values fp16 --no-block-means
     one mp2-9 mp2 "${ours[@]}"
     one fp16 fp16
-    "$python" scripts/table.py "$out"/{none,fp16,iwp-16,iwp-32,iwp-64,iwp-64-plain,mp2-9}.json
     ;;
   cifar10-short)
     common=("${resnet20[@]}" --epochs 4)
@@ -133,7 +132,6 @@ case $experiment in
     one iwp-64-0.3 "${iwp[@]}"
     one iwp-64-0.3-one-leader "${iwp[@]}" --leaders 1
     one iwp-64-0.3-no-random "${iwp[@]}" --explore 0
-    "$python" scripts/table.py "$out"/*.json
     ;;
   cifar10-budgets)
     common=("${resnet20[@]}" --epochs 4 --lr 0.3)
@@ -158,7 +156,6 @@ case $experiment in
     one mp2-9 mp2 "${ours[@]}"
     one mp2-9-prediction mp2 "${ours[@]}" --prediction
     one mp2-9-rotation mp2 "${ours[@]}" --choice rotation
-    "$python" scripts/table.py "$out"/{none*,fp16,qsgd-4,terngrad,mp2-*,64-*,16-*}.json
     ;;
   cifar10-vgg11)
     ranks=2
@@ -166,7 +163,6 @@ case $experiment in
     one none none
     one mp2 mp2 "${ours[@]}" --density 1/3.44
     one mp2-half mp2 "${ours[@]}" --density 1/2
-    "$python" scripts/table.py "$out"/*.json
     ;;
   digits-mp2)
     for seed in 0 1 2; do
@@ -179,7 +175,6 @@ case $experiment in
       one "topk-$seed" topk "${ours[@]}"
       one "dgc-$seed" dgc "${ours[@]}" --density 1/256
     done
-    "$python" scripts/table.py "$out"/*.json
     ;;
   gpt-adamw)
     half="--dense-values fp16" diloco="--local-steps 50 --outer-lr 0.7 --outer-momentum 0.9"
@@ -251,16 +246,16 @@ case $experiment in
     ;;
   exchange-methods)
     export "${sleep[@]}"
-    exchange --rate 1gbit --json "$out/mpi.json"
+    exchange --rate 1gbit --json "$out/runs.jsonl/mpi"
     ;;
   exchange-buckets)
     export "${sleep[@]}"
     options=()
     for size in 8 16 32 64; do options+=(--option "iwp@$size:--bucket-mb $size"); done
-    exchange --rate none,1gbit,100mbit --runs 2 --methods iwp@8,iwp@16,iwp@32,iwp@64 "${options[@]}" --json "$out/mpi.json"
+    exchange --rate none,1gbit,100mbit --runs 2 --methods iwp@8,iwp@16,iwp@32,iwp@64 "${options[@]}" --json "$out/runs.jsonl/mpi"
     ;;
   growth)
-    "$python" scripts/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/entries.json"
+    "$python" scripts/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
     ;;
   race-gpt)
     for method in none fp16 demo; do having "$method" "${sleep[@]}"; done
@@ -300,3 +295,5 @@ case $experiment in
     "$python" scripts/gradient_errors.py "$out"/{cifar10,digits}
     ;;
 esac
+# Trainings by `one` end with their table.
+[[ -z ${common[*]} ]] || "$python" scripts/table.py "$out/runs.jsonl"

@@ -7,7 +7,7 @@ links. (root)
     race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6
 
 Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). The arguments after -- go to
-train.py in every run. OUT gets every run's JSON and race.md. A run whose result lies in OUT is not repeated,
+train.py in every run. OUT gets runs.jsonl and race.md. A run whose result lies in OUT/runs.jsonl is not repeated,
 so an interrupted race can be continued; for new times use another folder. Horovod uses MPI; ddp-METHOD runs on torch
 DDP. --report prints the races of several folders, FOLDER:TARGET, without running anything.
 
@@ -19,7 +19,6 @@ the gain from sending less is understated.
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from experiment import comparison, lab
 from experiment.comparison import Variant, texts
 from experiment.files import script_parser
 from experiment.quality import metric_of
+from experiment.result_file import read_runs
 from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
 
 from hvd_compress.cli.network import bandwidth
@@ -69,8 +69,8 @@ def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     """The result, from its file if it is there. ``Failed``, ``NoLab`` or ``OtherConfiguration`` say why not."""
     arguments = (*args.train, "--compression", variant.method, "--host", variant.host, *variant.options)
     backend = "ddp" if variant.host == "ddp" else "mpi"
-    file = args.out / f"{rate}-{variant.label}-{backend}.json"
-    run = Run(file, args.hosts, arguments, settings=args.environments[variant.label])
+    path = args.out / "runs.jsonl" / f"{rate}-{variant.label}-{backend}"
+    run = Run(path, args.hosts, arguments, settings=args.environments[variant.label])
     result = run.result()
     if result is None:
         with lab.netlab(args.hosts, rate, backend) as launcher:
@@ -84,17 +84,16 @@ def read(text: str) -> tuple[str, float, Results]:
     """The network, the target and the results of FOLDER:TARGET, slow links and dense first. ``ValueError`` says what is
     wrong with it."""
     folder, _, target = text.rpartition(":")
-    files = sorted(Path(folder).glob("*.json")) if folder else []
-    if not files:
+    file = Path(folder) / "runs.jsonl"
+    if not folder or not file.exists():
         raise ValueError(f"expected FOLDER:TARGET, of a race with results, got {text!r}")
     found: Results = {}
     networks = set()
-    for file in files:
-        rate, _, rest = file.stem.partition("-")
+    for name, result in read_runs(file).items():
+        rate, _, rest = name.partition("-")
         label, _, backend = rest.rpartition("-")  # labels may hold dashes
-        result = json.loads(file.read_text())
         if wrong := complaint(result):
-            raise ValueError(f"{file}: {wrong}")
+            raise ValueError(f"{file}/{name}: {wrong}")
         if label in found.setdefault(rate, {}):
             raise ValueError(f"{folder} holds two results of {label} at {rate}")
         found[rate][label] = {**result, "backend": backend}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Bytes that a rank sends in a step, from 2 to 1024 ranks: counted up to 16, and by formulas that the counts verify.
 
-    python scripts/scaling.py --json docs/results/scaling.json
+    python scripts/scaling.py --json docs/results/scaling/runs.jsonl/scaling
 
 Ranks are threads of this process. Counted is ``stats()["last"]["wire_bytes"]`` of rank 0's third step: every tensor
 that it hands to a collective, times what the collective's algorithm sends of it. More ranks are computed by the
@@ -10,12 +10,12 @@ formulas of hvd_compress.cli.wire. Exit status 1 where a formula and a count dif
 import copy
 import sys
 from fractions import Fraction
-from pathlib import Path
 
 import table
 import torch
 from experiment import metrics
-from experiment.files import script_parser, write_json
+from experiment.files import script_parser
+from experiment.result_file import run_path, write_run
 
 from hvd_compress.cli.wire import METHODS, messages, sent
 from hvd_compress.hosts.threads import ThreadWorld
@@ -57,7 +57,7 @@ def network() -> torch.nn.Module:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--density", type=lambda text: float(Fraction(text)), help="for all; else each one's default")
-    parser.add_argument("--json", type=Path, metavar="FILE.json")
+    parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def main() -> None:
     )
     print(f"N = {' and '.join(map(str, MODELLED))} by formula\n\n{table.markdown(rows)}")
     print("\nLargest relative difference of formula and count: " + ", ".join(f"N = {n} {worst[n]:.4%}" for n in worst))
-    write_json(args.json, {"config": metrics.environment(), "counted": COUNTED, "difference": worst, "methods": found})
+    write_run(args.json, {"config": metrics.environment(), "counted": COUNTED, "difference": worst, "methods": found})
     sys.exit(max(worst.values()) >= ALLOWED)
 
 

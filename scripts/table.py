@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Markdown table, CSV and plot of what `train.py --json` wrote.
 
-    table.py results/*.json --plot results/accuracy.png
+    table.py docs/results/digits/runs.jsonl --plot results/accuracy.png
 
-All files are of one data set. Runs that differ only in the seed share a row: mean ± half the range.
+All runs are of one data set. Runs that differ only in the seed share a row: mean ± half the range.
 """
 
 import json
@@ -16,10 +16,9 @@ from typing import Any
 from experiment import compressors
 from experiment.files import script_parser
 from experiment.quality import metric_of
+from experiment.result_file import Result, read_runs
 from experiment.runs import complete
 from tabulate import tabulate
-
-Result = dict[str, Any]
 
 # What may differ between the runs of a row: the seed, and what cannot change the outcome.
 NOT_A_SETTING = {
@@ -169,11 +168,11 @@ def steps_at(run: Result, entry: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="accuracy, or bits per byte, against wire bytes")
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line per run")
     args = parser.parse_args()
-    results = [json.loads(file.read_text()) for file in args.files]
+    results = [run for file in args.files for run in read_runs(file).values()]
     print(table(results))
     if args.plot:
         plot(results, args.plot)

@@ -31,9 +31,10 @@ import torch
 import torch.nn.functional as F
 from experiment import compressors, hosts, local_training, metrics, models, optimizers, quality
 from experiment import data as datasets
-from experiment.files import plain, script_parser, write_json
+from experiment.files import plain, script_parser
 from experiment.images import CIFAR_FOLDER
 from experiment.local_training import LocalTraining
+from experiment.result_file import run_path, write_run
 from experiment.trace import Trace
 
 from hvd_compress.methods import extrapolation
@@ -72,7 +73,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N steps")
     parser.add_argument("--eval-every", type=float, default=1, metavar="EPOCHS", help="between tests, e.g. 0.25")
     parser.add_argument("--until", type=float, metavar="VALUE", help="stop at the first test that reaches this result")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write the result here")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of rank 0's steps 21 to 23 here")
     chosen.add_arguments(parser)
     parser.set_defaults(optimizer=chosen.optimizer)
@@ -264,7 +265,7 @@ def train(args: argparse.Namespace, host: hosts.Horovod, kind: type[Run]) -> int
     result = run.train()
     if host.rank == 0:
         print(", ".join(f"{key} {value:.6g}" for key, value in result.items() if isinstance(value, int | float)))
-        write_json(args.json, result)
+        write_run(args.json, result)
         if args.trace:
             run.trace.write(args.trace)
     # A diverged run or unequal replicas is a result to keep, and a failure to report.

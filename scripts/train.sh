@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, then trains a small convolutional network on scikit-learn's handwritten digits with NP ranks under mpirun: dense,
 # with Horovod's fp16, and with five compressed methods. Prints accuracy, loss and cost of each, and the time of every stage.
-#   usage: train.sh [NP]      4 ranks by default; results, one JSON file a method, in results/train/
+#   usage: train.sh [NP]      4 ranks by default; results, one line a method, in results/train/runs.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/.."
 np=${1:-4}

@@ -2,7 +2,7 @@
 """Trains a small convolutional network on scikit-learn's digits with several methods, one after the other in one launch
 of Horovod: dense, with Horovod's fp16, and with five compressed methods. Prints their table.
 
-    bash scripts/run.sh 4 scripts/train_methods.py results/train     one JSON file a method, as train.py writes
+    bash scripts/run.sh 4 scripts/train_methods.py results/train     runs.jsonl, as train.py writes
 """
 
 import contextlib
@@ -15,7 +15,8 @@ import table
 import torch
 import train
 from experiment import hosts
-from experiment.files import script_parser, write_json
+from experiment.files import script_parser
+from experiment.result_file import write_run
 
 COMMON = "--data digits --model cnn --epochs 12 --batch-size 16"
 #: What differs between the trainings: options of train.py, with a learning rate that suits the method.
@@ -44,7 +45,7 @@ def main() -> int:
         equal &= result["replicas_equal"]
         if host.rank == 0:
             print(f"{name}: test accuracy {result['test_accuracy']:.3f}, {result['seconds']:.0f} s", flush=True)
-            write_json(folder / f"{name.lower().replace(', ', '-').replace(' ', '-')}.json", result)
+            write_run(folder / "runs.jsonl" / name, result)
     if host.rank == 0:
         print(table.markdown(rows))
         if not equal:

@@ -16,6 +16,7 @@ from launch import ROOT, end, finish, needs_hosts, start
 sys.path.insert(0, str(ROOT / "scripts"))
 
 bench = importlib.import_module("bench_exchange")
+read_runs = importlib.import_module("experiment.result_file").read_runs
 shapes = importlib.import_module("hvd_compress.cli.shapes")
 soundness = importlib.import_module("experiment.soundness")
 synthetic = importlib.import_module("hvd_compress.cli.synthetic")
@@ -268,12 +269,12 @@ def run(arguments, timeout):
 @pytest.mark.slow
 def test_a_run_on_the_loopback(tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-    file = tmp_path / "out" / "rows.json"
+    path = tmp_path / "out" / "runs.jsonl" / "rows"
     methods = "none,fp16,iwp@8,iwp@slow"
-    more = f"--option iwp@8:--density=1/8 --environment iwp@slow:HOROVOD_CYCLE_TIME=200 --json {file}"
+    more = f"--option iwp@8:--density=1/8 --environment iwp@slow:HOROVOD_CYCLE_TIME=200 --json {path}"
     output = run(f"--ranks 2 --methods {methods} --runs 2 {more}", timeout=240)
-    content = json.loads(file.read_text())
-    assert set(content) == {"config", "rows"}
+    content = read_runs(path.parent)[path.name]
+    assert set(content) == {"name", "config", "rows"}
     assert content["config"]["shapes"] == "tiny" and content["config"]["torch"] == torch.__version__
     assert [row["method"] for row in content["rows"]] == methods.split(",")
     for row in content["rows"]:
@@ -294,9 +295,9 @@ def hosts_of(process):
 
 
 def test_ddp_rows_on_the_loopback(tmp_path):
-    file = tmp_path / "rows.json"
-    run(f"--ranks 2 --methods ddp-fp16,ddp-powersgd,ddp-iwp --json {file}", timeout=240)
-    fp16, powersgd, iwp = json.loads(file.read_text())["rows"]
+    path = tmp_path / "runs.jsonl" / "rows"
+    run(f"--ranks 2 --methods ddp-fp16,ddp-powersgd,ddp-iwp --json {path}", timeout=240)
+    fp16, powersgd, iwp = read_runs(path.parent)[path.name]["rows"]
     assert fp16["wrong"] == powersgd["wrong"] == iwp["wrong"] == 0
     assert fp16["wire_ratio"] == pytest.approx(2) and powersgd["wire_ratio"] > 2 and iwp["wire_ratio"] > 30
     assert iwp["compress_ms"] > 0
@@ -305,9 +306,9 @@ def test_ddp_rows_on_the_loopback(tmp_path):
 @needs_hosts
 def test_a_run_on_hosts_of_its_own(tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-    file = tmp_path / "rows.json"
-    run(f"--hosts 2 --rate 1gbit --backend gloo --methods iwp,ddp-fp16 --json {file}", timeout=240)
-    iwp, ddp = json.loads(file.read_text())["rows"]
+    path = tmp_path / "runs.jsonl" / "rows"
+    run(f"--hosts 2 --rate 1gbit --backend gloo --methods iwp,ddp-fp16 --json {path}", timeout=240)
+    iwp, ddp = read_runs(path.parent)[path.name]["rows"]
     assert iwp["wrong"] == ddp["wrong"] == 0
     # The interface's counter includes negotiation: little of 0.3 MB, more of 12 kB.
     assert 1.8 < ddp["wire_ratio"] <= 2 and 10 < iwp["wire_ratio"] < 60

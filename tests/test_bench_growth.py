@@ -1,7 +1,6 @@
 """scripts/bench_growth.py: its simulated ranks, and its figures."""
 
 import importlib
-import json
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 growth = importlib.import_module("bench_growth")
+read_runs = importlib.import_module("experiment.result_file").read_runs
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_the_mirror_answers_as_ranks_that_send_the_same(request_):
 
 @pytest.mark.slow
 def test_measures_in_processes_of_their_own(tmp_path):
-    file = tmp_path / "growth.json"
-    options = ["--methods", "iwp,topk", "--millions", "1,8", "--ranks", "2", "--steps", "1", "--json", str(file)]
+    path = tmp_path / "runs.jsonl" / "entries"
+    options = ["--methods", "iwp,topk", "--millions", "1,8", "--ranks", "2", "--steps", "1", "--json", str(path)]
     command = [sys.executable, str(SCRIPTS / "bench_growth.py"), *options]
     process = start(command)
     output = finish(process, timeout=240)
     assert process.returncode == 0, output
-    rows = json.loads(file.read_text())["rows"]
+    rows = read_runs(path.parent)["entries"]["rows"]
     asked = [(method, millions * 10**6, 2) for method in ("iwp", "topk") for millions in (1, 8)]
     assert [(row["method"], row["entries"], row["ranks"]) for row in rows] == asked
     # The residual has four bytes per entry, a slot about twenty.

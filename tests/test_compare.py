@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import json
 import math
 import subprocess
 import sys
@@ -16,8 +15,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 compare = importlib.import_module("compare")
 comparison = importlib.import_module("experiment.comparison")
 compressors = importlib.import_module("experiment.compressors")
+result_file = importlib.import_module("experiment.result_file")
 runs = importlib.import_module("experiment.runs")
 table = importlib.import_module("table")
+
+read_runs, write_run = result_file.read_runs, result_file.write_run
 
 
 def result(compression="none", seed=0, accuracy=0.9, wire=1e6, **config):
@@ -200,7 +202,8 @@ def test_each_row_is_trained_at_its_best_learning_rate_by_further_seeds(tmp_path
 
 def test_a_simulated_comparison_starts_one_process(tmp_path):
     args = compare.parse(["--methods", "iwp", "--simulate", "--ranks", "16", "--out", str(tmp_path)])
-    command = runs.Run(tmp_path / "a.json", 16, compare.Comparison(args).arguments(args.variants[0], 0)).command()
+    arguments = compare.Comparison(args).arguments(args.variants[0], 0)
+    command = runs.Run(tmp_path / "runs.jsonl" / "a", 16, arguments).command()
     assert command[0] == sys.executable and command[-2:] == ["--ranks", "16"]
     assert command[command.index("--host") + 1] == "threads"
 
@@ -210,31 +213,29 @@ def test_a_simulated_comparison_starts_one_process(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    return runs.Run(tmp_path / "dgc-0.json", 2, ("--compression", "dgc", "--density", "1/8"))
+    return runs.Run(tmp_path / "runs.jsonl" / "dgc-0", 2, ("--compression", "dgc", "--density", "1/8"))
 
 
 def test_a_result_of_the_same_configuration_is_taken_and_of_another_refused(run):
     assert run.result() is None
     config = {**run.configuration(), "json": "elsewhere", "progress": False, "torch": "1"}
     assert config.pop("ranks") == 2 and config["density"] == 1 / 8 and config["momentum_correction"] is True
-    run.file.write_text(json.dumps({"config": config, "ranks": 2, "step": 3}))
+    write_run(run.path, {"config": config, "ranks": 2, "step": 3})
     assert run.result()["step"] == 3
     for other in (
-        runs.Run(run.file, 4, run.arguments),
-        runs.Run(run.file, 2, (*run.arguments, "--lr", "0.3")),
-        runs.Run(run.file, 2, (*run.arguments, "--seed", "1")),
+        runs.Run(run.path, 4, run.arguments),
+        runs.Run(run.path, 2, (*run.arguments, "--lr", "0.3")),
+        runs.Run(run.path, 2, (*run.arguments, "--seed", "1")),
     ):
-        with pytest.raises(runs.OtherConfiguration, match=r"dgc-0.json is of a run with (ranks|lr|seed) .*, not"):
+        with pytest.raises(runs.OtherConfiguration, match=r"runs.jsonl/dgc-0 is of a run with (ranks|lr|seed) .*, not"):
             other.result()
-    run.file.write_text('{"config": ')
-    assert run.result() is None  # left by a killed run
 
 
 def test_a_result_with_other_settings_is_refused(run):
     config = run.configuration()
     made = {"config": {**config, "settings": {"HOROVOD_X": "1", "OMPI_MCA_usual": "1"}}, "ranks": config.pop("ranks")}
-    with_x, with_y = (runs.Run(run.file, 2, run.arguments, settings={f"HOROVOD_{name}": "1"}) for name in "XY")
-    run.file.write_text(json.dumps({**made, "asked": {"HOROVOD_X": "1"}}))
+    with_x, with_y = (runs.Run(run.path, 2, run.arguments, settings={f"HOROVOD_{name}": "1"}) for name in "XY")
+    write_run(run.path, {**made, "asked": {"HOROVOD_X": "1"}})
     assert with_x.result()
     for other, says in ((with_y, "HOROVOD_Y None, not '1'"), (run, "HOROVOD_X '1', not None")):
         with pytest.raises(runs.OtherConfiguration, match=says):
@@ -292,11 +293,12 @@ def test_a_real_comparison_and_nothing_the_second_time(tmp_path):
     first = call()
     assert first.returncode == 0, first.stderr
     assert all((tmp_path / name).stat().st_size for name in ["table.md", "table.csv", "quality.png"])
-    assert sorted(file.name for file in (tmp_path / "runs").glob("*.json")) == ["none-0.json", "topk-1of16-0.json"]
-    share = 1 / json.loads((tmp_path / "runs" / "topk-1of16-0.json").read_text())["wire_ratio"]
+    trained = read_runs(tmp_path / "runs.jsonl")
+    assert sorted(trained) == ["none-0", "topk-1of16-0"]
+    share = 1 / trained["topk-1of16-0"]["wire_ratio"]
     assert share == pytest.approx(1 / 16, rel=0.01)
 
-    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.json")}
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.jsonl")}
     second = call()
     assert second.returncode == 0 and second.stdout == first.stdout, second.stderr
     assert files == {file: file.stat().st_mtime_ns for file in files}

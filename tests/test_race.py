@@ -1,7 +1,6 @@
 """scripts/race.py: when a target was reached, the comparison, reports; and a race on two hosts."""
 
 import importlib
-import json
 import sys
 
 import pytest
@@ -10,6 +9,8 @@ from launch import ROOT, finish, needs_hosts, start
 sys.path.insert(0, str(ROOT / "scripts"))
 
 race = importlib.import_module("race")
+result_file = importlib.import_module("experiment.result_file")
+read_runs, write_run = result_file.read_runs, result_file.write_run
 
 
 def result(*tests, step_ms=100.0):
@@ -68,7 +69,7 @@ def raced(folder, runs, **changes):
             "config": {"model": folder.name},
             **changes,
         }
-        (folder / f"{name}.json").write_text(json.dumps(made))
+        write_run(folder / "runs.jsonl" / name, made)
     return folder
 
 
@@ -101,7 +102,7 @@ def test_races_refuses_what_is_no_race(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="two results of none at 1gbit"):
         race.read(f"{twice}:0.7")
     apart = raced(tmp_path / "apart", {"1gbit-none-mpi": (0.7,)}, replicas_equal=False)
-    with pytest.raises(ValueError, match=r"1gbit-none-mpi\.json: its replicas differ"):
+    with pytest.raises(ValueError, match=r"runs\.jsonl/1gbit-none-mpi: its replicas differ"):
         race.read(f"{apart}:0.7")
 
 
@@ -131,7 +132,7 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
         assert process.returncode == 0, output
         text = (tmp_path / "race.md").read_text()
         assert "none (mpi)" in text and "iwp with HOROVOD_CYCLE_TIME=2" in text
-        written = [json.loads((tmp_path / f"1gbit-{run}.json").read_text()) for run in ("none-mpi", "iwp-mpi")]
+        written = list(read_runs(tmp_path / "runs.jsonl").values())
         assert [w["config"]["compression"] for w in written] == ["none", "iwp"]
         assert [w["config"]["settings"].get("HOROVOD_CYCLE_TIME") for w in written] == [None, "2"]
         seconds.append([w["seconds"] for w in written])

@@ -12,11 +12,10 @@ def script_parser(description: str | None, **options: Any) -> argparse.ArgumentP
     return argparse.ArgumentParser(description=description, formatter_class=raw, allow_abbrev=False, **options)
 
 
-def write_json(file: Path | None, content: Any) -> None:
-    """Writes the file, with its folder, where one was asked for."""
-    if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=1) + "\n")
+def write_json(file: Path, content: Any) -> None:
+    """Writes the file, with its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def plain(options: dict[str, Any]) -> dict[str, Any]:

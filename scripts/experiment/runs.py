@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from experiment import compressors, local_training
-from experiment.files import plain, write_json
+from experiment.files import plain
+from experiment.result_file import Result, read_runs, write_run
 from hvd_compress.cli.processes import Failed, last_lines, run_group
-
-Result = dict[str, Any]
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 # What a run may differ in and still be the same: where files lie.
@@ -27,7 +26,7 @@ GONE = {"progress", "warmup_epochs", "diminishing", "no_augment", "backward_pass
 
 
 class OtherConfiguration(Exception):
-    """The result's file was written by a run with other options."""
+    """The result was written by a run with other options."""
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    file: Path  # where train.py writes the result; the log lies beside it
+    path: Path  # FILE.jsonl/NAME, where train.py writes the result; the log is FILE/NAME.log
     ranks: int
     arguments: tuple[str, ...]  # of train.py
     #: The command that starts so many ranks of a script; by default run.sh, on this machine.
@@ -57,11 +56,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.file.stem
+        return self.path.name
 
     def command(self) -> list[str]:
         host = self.configuration()["host"]
-        train = (str(SCRIPTS / "train.py"), "--json", str(self.file), *self.arguments)
+        train = (str(SCRIPTS / "train.py"), "--json", str(self.path), *self.arguments)
         if host == "threads":
             return [sys.executable, *train, "--ranks", str(self.ranks)]
         ddp = ("--ddp",) if host == "ddp" else ()
@@ -75,18 +74,18 @@ class Run:
         return {**{key: value for key, value in asked.items() if key not in NOT_ASKED}, "ranks": self.ranks}
 
     def result(self) -> Result | None:
-        """What an earlier run with the same options has written; ``OtherConfiguration`` if its options were others. A
-        file that is not JSON was left by a killed run and is ignored."""
+        """What an earlier run with the same options has written; ``OtherConfiguration`` if its options were
+        others."""
         try:
-            found: Result = json.loads(self.file.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+            found = read_runs(self.path.parent)[self.name]
+        except (FileNotFoundError, KeyError):
             return None
         asked = {**self.configuration(), **dict.fromkeys(found.get("asked", {})), **self.settings}
         given = {**complete(found["config"]), "ranks": found["ranks"]}
         given |= given.get("settings") or {}  # what the ranks saw, their launchers' settings included
         other = [f"{key} {given.get(key)!r}, not {value!r}" for key, value in asked.items() if given.get(key) != value]
         if other:
-            raise OtherConfiguration(f"{self.file} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
+            raise OtherConfiguration(f"{self.path} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
         return found
 
     def execute(self, timeout: float) -> Result:
@@ -94,18 +93,17 @@ class Run:
 
         A diverged run ends with an error and a result: see :func:`complaint`.
         """
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.unlink(missing_ok=True)
-        run_group(self.command(), timeout, self.file.with_suffix(".log"), self.settings, self.name, check=False)
+        log = self.path.parent.with_suffix("") / f"{self.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        run_group(self.command(), timeout, log, self.settings, self.name, check=False)
         try:
             result = self.result()
         except OtherConfiguration as error:  # a method that changes its own options, a launcher that keeps a setting
             raise Failed(f"{self.name} ran with other options: {error}") from error
         if result is None:
-            raise Failed(f"{self.name} ended without a result\n{last_lines(self.file.with_suffix('.log'))}")
+            raise Failed(f"{self.name} ended without a result\n{last_lines(log)}")
         result["asked"] = dict(self.settings)
-        write_json(self.file.with_suffix(".new"), result)
-        self.file.with_suffix(".new").replace(self.file)
+        write_run(self.path, result)
         return result
 
 

@@ -1,7 +1,6 @@
 """README is short, its links lead somewhere, and its figures come from results that name a commit."""
 
 import importlib
-import json
 import re
 import subprocess
 import sys
@@ -43,7 +42,7 @@ def evidence() -> set[float]:
     """What the results say, rounded as README may print it."""
     steps, races = figures.steps(figures.RESULTS), figures.races(figures.RESULTS)
     ratios = [steps[column] / steps["IWP"] for column in figures.BASELINES.values()]
-    finals = [json.loads(f.read_text())["test_accuracy"] for f in (figures.RESULTS / "race-vgg11").glob("*.json")]
+    finals = [run["test_accuracy"] for run in figures.read(figures.RESULTS, "race-vgg11").values()]
     points = [point for line in figures.text(figures.RESULTS).values() for point in line]
     return {
         *(round(x) for x in races.stack().dropna()),
@@ -75,20 +74,21 @@ def test_break_even_is_what_was_measured():
     assert (int(low), int(high)) == (round(min(measured)), round(max(measured)))
 
 
-def results():
-    return [f for name in SOURCES for f in (figures.RESULTS / name).rglob("*.json")]
+def commits():
+    """By experiment and run."""
+    runs = {(name, run): found for name in SOURCES for run, found in figures.read(figures.RESULTS, name).items()}
+    return {key: found["config"]["git_commit"] for key, found in runs.items()}
 
 
 def test_results_name_a_commit():
-    assert len(results()) > 20
-    for file in results():
-        commit = json.loads(file.read_text())["config"]["git_commit"]
-        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit), f"{file}: {commit}"
+    assert len(commits()) > 20
+    for run, commit in commits().items():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit), f"{run}: {commit}"
 
 
 def test_commits_are_of_this_repository():
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip("not a git checkout")
-    for commit in {json.loads(f.read_text())["config"]["git_commit"].removesuffix("-dirty") for f in results()}:
+    for commit in {commit.removesuffix("-dirty") for commit in commits().values()}:
         ancestor = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
         assert subprocess.run(ancestor, cwd=ROOT, capture_output=True, check=False).returncode == 0, commit

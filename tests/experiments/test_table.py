@@ -1,13 +1,13 @@
 """scripts/table.py, and results of older runs."""
 
 import importlib
-import json
 import sys
 
 from launch import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+write_run = importlib.import_module("experiment.result_file").write_run
 runs = importlib.import_module("experiment.runs")
 table = importlib.import_module("table")
 
@@ -54,12 +54,10 @@ def test_table_names_unequal_replicas():
 
 
 def test_table_command_with_plot(tmp_path, monkeypatch, capsys):
-    files = []
     for seed in range(2):
-        files.append(tmp_path / f"{seed}.json")
-        files[-1].write_text(json.dumps(result("iwp", seed=seed, density=1 / 64)))
+        write_run(tmp_path / "runs.jsonl" / str(seed), result("iwp", seed=seed, density=1 / 64))
     picture = tmp_path / "plots" / "accuracy.png"
-    monkeypatch.setattr(sys, "argv", ["table.py", *map(str, files), "--plot", str(picture)])
+    monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path / "runs.jsonl"), "--plot", str(picture)])
     table.main()
     assert capsys.readouterr().out.count("\n") == 3
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,6 @@
 """Trainings by train.py on every host."""
 
 import importlib
-import json
 import os
 import sys
 
@@ -14,31 +13,32 @@ sys.path.insert(0, str(SCRIPTS))
 
 hosts = importlib.import_module("experiment.hosts")
 quality = importlib.import_module("experiment.quality")
+read_runs = importlib.import_module("experiment.result_file").read_runs
 train = importlib.import_module("train")
 
 
-def trained(launcher, arguments, file):
-    launch("run.sh", [*launcher, "2", str(SCRIPTS / "train.py"), *SHORT, *arguments, "--json", str(file)], timeout=120)
-    return json.loads(file.read_text())
+def trained(launcher, arguments, path):
+    launch("run.sh", [*launcher, "2", str(SCRIPTS / "train.py"), *SHORT, *arguments, "--json", str(path)], timeout=120)
+    return read_runs(path.parent)[path.name]
 
 
 TEXT = ["--data", "text", "--model", "gpt", "--optimizer", "adamw"]
 SHORT = ["--data", "digits", "--model", "cnn", "--epochs", "1", "--max-steps", "4", "--limit-train", "256"]
 
 
-def simulated(arguments, file):
+def simulated(arguments, path):
     """The same with all ranks in this process."""
     threads = torch.get_num_threads()
-    assert train.main(train.parse([*SHORT, "--host", "threads", "--ranks", "2", *arguments, "--json", str(file)])) == 0
+    assert train.main(train.parse([*SHORT, "--host", "threads", "--ranks", "2", *arguments, "--json", str(path)])) == 0
     torch.set_num_threads(threads)
-    return json.loads(file.read_text())
+    return read_runs(path.parent)[path.name]
 
 
 @pytest.mark.parametrize("method", ["none", "iwp"])
 def test_a_language_model_learns_with_adamw(method, tmp_path):
     given = [*TEXT, "--compression", method, "--limit-train", "9999"]
     given += ["--max-steps", "12", "--eval-every", "0.06", "--lr-warmup-epochs", "0", "--batch-size", "4"]
-    found = simulated(given, tmp_path / "result.json")
+    found = simulated(given, tmp_path / "runs.jsonl" / "result")
     tests = [entry["test_bits_per_byte"] for entry in found["history"]]
     assert len(tests) == 2 and 8 > tests[0] > tests[1] == found["test_bits_per_byte"]
     assert found["replicas_equal"] and found["ranks"] == 2 and "test_accuracy" not in found
@@ -48,7 +48,7 @@ def test_a_language_model_learns_with_adamw(method, tmp_path):
 @pytest.mark.parametrize(("until", "tests"), [(8.0, 1), (0.1, 2)])
 def test_a_run_ends_at_the_first_test_that_reaches_its_target(until, tests, tmp_path):
     given = [*TEXT, "--limit-train", "9999", "--eval-every", "0.02", "--batch-size", "4", "--until", str(until)]
-    found = simulated(given, tmp_path / "result.json")
+    found = simulated(given, tmp_path / "runs.jsonl" / "result")
     assert len(found["history"]) == tests and found["steps"] == 2 * tests
 
 
@@ -68,10 +68,10 @@ def test_ddp_trains_without_horovod(method, tmp_path, monkeypatch):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('Horovod is not installed')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    found = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "result.json")
+    found = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "runs.jsonl" / "result")
     assert found["replicas_equal"] and found["steps"] == 4 and found["config"]["host"] == "ddp"
     if method != "ddp-powersgd":  # with two ranks there is one order to sum in
-        alike = simulated(["--compression", method], tmp_path / "simulated.json")
+        alike = simulated(["--compression", method], tmp_path / "runs.jsonl" / "simulated")
         for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
             assert alike[key] == found[key], key
     assert found["wire_ratio"] == pytest.approx({"none": 1, "fp16": 2}.get(method, found["wire_ratio"]))
@@ -82,11 +82,11 @@ def test_ddp_trains_without_horovod(method, tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", ["none", "iwp"])
 def test_both_hosts_train_alike(method, tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-    ddp = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "ddp.json")
-    horovod = trained([], ["--compression", method], tmp_path / "horovod.json")
+    ddp = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "runs.jsonl" / "ddp")
+    horovod = trained([], ["--compression", method], tmp_path / "runs.jsonl" / "horovod")
     assert ddp["train_loss"] == pytest.approx(horovod["train_loss"], rel=1e-5)
     assert ddp["wire_bytes_per_step"] == pytest.approx(horovod["wire_bytes_per_step"], rel=1e-3)
-    threads = simulated(["--compression", method], tmp_path / "threads.json")
+    threads = simulated(["--compression", method], tmp_path / "runs.jsonl" / "threads")
     for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
         assert threads[key] == horovod[key], key
 
@@ -104,8 +104,8 @@ def test_both_hosts_train_alike(method, tmp_path):
 )
 def test_tests_between_exchanges_neither_change_nor_count(given, tmp_path):
     given = [*given.split(), "--local-steps", "4", "--optimizer", "adamw", "--epochs", "4", "--max-steps", "14"]
-    once = simulated([*given, "--eval-every", "99"], tmp_path / "once.json")
-    often = simulated([*given, "--eval-every", "1.25"], tmp_path / "often.json")
+    once = simulated([*given, "--eval-every", "99"], tmp_path / "runs.jsonl" / "once")
+    often = simulated([*given, "--eval-every", "1.25"], tmp_path / "runs.jsonl" / "often")
     tests = [entry["step"] for entry in often["history"] if entry["test_accuracy"] is not None]
     assert tests == [5, 10, 14]
     for key in ("test_accuracy", "train_loss", "wire_bytes_per_step", "residual_norm"):
@@ -116,7 +116,7 @@ def test_tests_between_exchanges_neither_change_nor_count(given, tmp_path):
 
 
 def test_local_steps_of_fp16_send_half_the_bytes(tmp_path):
-    found = simulated(["--compression", "fp16", "--local-steps", "2"], tmp_path / "result.json")
+    found = simulated(["--compression", "fp16", "--local-steps", "2"], tmp_path / "runs.jsonl" / "result")
     assert found["wire_ratio"] == 4 and found["replicas_equal"]
 
 
@@ -139,8 +139,8 @@ def test_local_steps_on_real_ranks_lower_the_loss_as_simulated_ones_do(launcher,
     given = ["--compression", "iwp", "--density", "1/4", "--local-steps", "2", "--optimizer", "adamw"]
     given += ["--epochs", "4", "--max-steps", "16", "--lr-warmup-epochs", "0"]
     host = ["--host", "ddp"] if launcher else []
-    found = trained(launcher, [*given, *host], tmp_path / "result.json")
-    alike = simulated(given, tmp_path / "simulated.json")
+    found = trained(launcher, [*given, *host], tmp_path / "runs.jsonl" / "result")
+    alike = simulated(given, tmp_path / "runs.jsonl" / "simulated")
     for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
         assert alike[key] == found[key], key
     losses = [entry["train_loss"] for entry in found["history"]]
