@@ -195,8 +195,8 @@ class MomentumCorrection:
         return {name: number for number, (name, parameter) in named if id(parameter) in held}
 
     def _state(self, optimizer: Optimizer, number: int) -> dict[str, Any]:
-        """Of a parameter, in the optimizer that steps: Horovod's shares parameter groups with the one that it wraps, not
-        the state."""
+        """Of a parameter, in the optimizer that steps: Horovod's shares parameter groups with the one that it wraps,
+        but not the state."""
         state: dict[str, Any] = self._engine.watch.stepping(optimizer).state[self._engine.parameters[number]]
         return state
 

@@ -251,9 +251,9 @@ class SparseMethod(Compressor):
         return self.momentum.take(optimizer)
 
     def return_momentum(self, optimizer: Optimizer) -> float:
-        """Moves the momentum and the velocities back to ``optimizer``, from which they were taken. Returns the momentum.
-        All ranks must call it, after a step: velocities are averaged over them. Raises ``ValueError`` if there is none,
-        or between an average and its step."""
+        """Moves the momentum and the velocities back to ``optimizer``, from which they were taken. Returns the
+        momentum. All ranks must call it, after a step: velocities are averaged over them. Raises ``ValueError`` if
+        there is none, or between an average and its step."""
         return self.momentum.give_back(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
