@@ -26,8 +26,9 @@ class LastAverage:
         self._probes = _spread([number for number, parameter in enumerate(parameters) if parameter.requires_grad])
         #: By probe whose ``.grad`` may hold the last average, that tensor when the average was written.
         self._written: dict[int, weakref.ref[Tensor] | None] = {}
-        #: Those of them to which a gradient was added; by probe, ``.grad`` and its version when an optimizer stepped.
-        self._added = set[int]()
+        #: Of those of them to which a gradient was added, ``.grad`` before; ``.grad`` and its version when an optimizer
+        #: stepped.
+        self._added: dict[int, weakref.ref[Tensor]] = {}
         self._applied: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._versions: list[int] = []
         # Whether the average before was followed by no optimizer's step: the user's own code applies averages.
@@ -67,29 +68,29 @@ class LastAverage:
         """A gradient is about to be added to parameter ``number``'s, or only to be returned (``autograd.grad``)."""
         if number not in self._written:
             return
-        if self._remains(number):
-            self._added.add(number)
+        grad = self._parameters[number].grad
+        if grad is not None and self._remains(number, grad):
+            self._added[number] = weakref.ref(grad)
         else:
             del self._written[number]
-            self._added.discard(number)
+            self._added.pop(number, None)
 
     def arrives(self, number: int) -> bool:
         """The gradient of parameter ``number`` is passed in: whether it contains the last average."""
         if number not in self._written:
             return False
-        written, grad = self._written.pop(number), self._parameters[number].grad
-        if number in self._added:
-            return grad is not None and bool(grad.any())
-        # Nothing was accumulated: it may be the average itself.
-        return written is not None and written() is grad and self._remains(number)
-
-    def _remains(self, number: int) -> bool:
-        """Whether the average is still there. Synchronises a GPU, but not if an optimizer has stepped and the gradient
-        was zeroed."""
-        parameter = self._parameters[number]
-        grad = parameter.grad
+        written, added, grad = self._written.pop(number), self._added.pop(number, None), self._parameters[number].grad
         if grad is None:
             return False
+        if added is not None:
+            return added() is grad and bool(grad.any())
+        # Nothing was accumulated: it may be the average itself.
+        return written is not None and written() is grad and self._remains(number, grad)
+
+    def _remains(self, number: int, grad: Tensor) -> bool:
+        """Whether the average is still in the gradient. Synchronises a GPU, but not if an optimizer has stepped and the
+        gradient was zeroed."""
+        parameter = self._parameters[number]
         if self._watch.stepped_by(parameter):
             applied, version = self._applied.get(number, (None, 0))
             if applied is None or applied() is not grad or grad._version != version:

@@ -28,6 +28,8 @@ class OptimizerWatch:
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
         self._steppers = weakref.WeakSet[Optimizer]()
+        #: The parameters of all optimizers that have ever stepped; None until somebody asks.
+        self._trained: set[int] | None = None
         #: False after the first gradient in this process, and after :meth:`bypassed_by` has been true.
         self.may_be_bypassed = True
         self.forget_step()
@@ -67,7 +69,6 @@ class OptimizerWatch:
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
             self._unread.append(weakref.ref(optimizer))
             self._steppers.add(optimizer)
-            self._trained = None
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this step of the optimizer applies gradients although the compressor has received none in this
@@ -104,7 +105,7 @@ class OptimizerWatch:
 
     def left_out(self, parameter: torch.nn.Parameter) -> bool:
         """Whether optimizers have stepped, and none that holds ``parameter``: nothing applies its gradients."""
-        if self._trained is None:
+        if self._trained is None:  # once a step: groups may be added
             self._trained = {id(p) for o in self._steppers for group in o.param_groups for p in group["params"]}
         return bool(self._trained) and id(parameter) not in self._trained
 
@@ -114,8 +115,7 @@ class OptimizerWatch:
         # The optimizers, until somebody asks, and the parameters that they hold.
         self._unread: list[weakref.ref[Optimizer]] = []
         self._held = set[int]()
-        #: The parameters of all optimizers that have ever stepped.
-        self._trained: set[int] | None = None
+        self._trained = None
 
 
 _watches: tuple[weakref.ref[OptimizerWatch], ...] = ()

@@ -306,3 +306,57 @@ def test_ddp_rank_divides_the_parameters_differently_in_every_step():
     grads = gradients(rank.model, 0)
     divisions = {tuple(tuple(map(id, b.parameters())) for b in rank.buckets(grads, shuffle=i)) for i in range(5)}
     assert len(divisions) == 5
+
+
+@pytest.mark.parametrize("hooks", [1, 2])
+def test_a_step_ends_with_backward_if_ddp_skips_the_last_buckets(hooks):
+    """``skip_all_reduce_unused_params``: no rank has used their parameters."""
+    world, ranks = ddp(2, IWP, density=1.0, values="fp32")
+    given = [[g.clone() for g in gradients(r.model, r.rank)] for r in ranks]
+
+    def body(i):
+        buckets, futures = ranks[i].buckets([g.clone() for g in given[i]])[:hooks], []
+        assert not buckets[-1].is_last()
+        in_backward(lambda: futures.extend(ddp_hook(ranks[i].compression, bucket) for bucket in buckets))
+        assert all(future.done() for future in futures)
+        return buckets
+
+    for _ in range(2):
+        numbers = {id(p): number for number, p in enumerate(ranks[0].model.parameters())}
+        for bucket in world.run(body)[0]:
+            for p, average in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                want = (given[0][numbers[id(p)]] + given[1][numbers[id(p)]]) / 2
+                torch.testing.assert_close(average, want, rtol=0, atol=1e-5)
+        assert ranks[0].compression.engine.collecting is False
+
+
+def test_a_bucket_that_its_parameters_do_not_cover_raises_an_error():
+    """As a future torch may lay it out, and as one that takes complex gradients for real ones would see it."""
+    _, (rank,) = ddp(1, IWP)
+    bucket = FakeBucket(0, [rank.model.deep.weight], torch.zeros(2 * 64 * 64), True)
+    with pytest.raises(RuntimeError, match=r"has 8192 entries, and its parameters 4096"):
+        in_backward(lambda: ddp_hook(rank.compression, bucket))
+
+
+@pytest.mark.parametrize("number", [0, 4, -1])
+def test_an_average_that_comes_back_in_a_gradient_raises_an_error(number):
+    """Of any parameter, in every step, if the method does not apply everything once."""
+    _, (rank,) = ddp(1, IWP, density=1 / 16, momentum=0.9)
+    parameter = list(rank.model.parameters())[number]
+
+    def step(again):
+        """Accumulates, and zeroes all gradients but perhaps one before."""
+        grads = gradients(rank.model, 0)
+        for p, grad in zip(rank.model.parameters(), grads, strict=True):
+            if not (again and p is parameter):
+                p.grad = None
+            with torch.enable_grad():
+                (p * grad).sum().backward()
+        for bucket in (buckets := rank.buckets([p.grad for p in rank.model.parameters()])):
+            assert buckets and bucket.flat.any()
+        in_backward(lambda: [ddp_hook(rank.compression, bucket) for bucket in buckets])
+
+    for _ in range(3):
+        step(again=False)
+    with pytest.raises(RuntimeError, match="the gradient contains the last average"):
+        step(again=True)

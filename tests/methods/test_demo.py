@@ -300,3 +300,32 @@ def test_ranks_must_agree_on_orthogonal_parameters() -> None:
         RuntimeError, match=r"orthogonal: 1 parameters, checksum .* on rank 0; 1 parameters, checksum .* on rank 1"
     ):
         world.run(begin)
+
+
+IDLE = [*VARIANTS, dict(density=1.0), dict(density=0.2, exchange="gather"), dict(leaders=1, budget_interval=2)]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("options", IDLE, ids=str)
+def test_what_no_rank_has_a_gradient_for_does_not_move(options: dict, host: str) -> None:
+    """Compressed or not, alone in its bucket or not; it keeps its momentum, and moves if one rank has a gradient."""
+    world, ranks = replicas(2, DeMo, host=host, decay=1.0, **options, **SMALL)
+    random_steps(world, ranks, range(3))
+    names = [name for name, _ in ranks[0].model.named_parameters()]
+    idle = [names.index(name) for name in ("conv.weight", "wide.weight", "wide.bias")]
+    held = [{names[n]: r.compression.residual(names[n]) for n in idle} for r in ranks]
+    for step in range(10, 14):
+        grads = [gradients(r.model, seed=step * 10 + r.rank) for r in ranks]
+        for n, grad in ((n, grad) for n in idle for grad in grads):
+            grad[n] = torch.zeros_like(grad[n]) if step % 2 else None  # used on no rank, or frozen
+        applied = together(world, ranks, grads, shuffle=step)
+        for number, grad in enumerate(applied[0]):
+            assert bool(grad.any()) == (number not in idle), names[number]
+    for rank, before in zip(ranks, held, strict=True):
+        for name, residual in before.items():
+            torch.testing.assert_close(rank.compression.residual(name), residual, rtol=0, atol=1e-4)
+    grads = [gradients(r.model, seed=r.rank) for r in ranks]
+    for n in idle:
+        grads[0][n] = None
+    applied = together(world, ranks, grads)
+    assert equal(*applied) and all(applied[0][n].any() for n in idle)
