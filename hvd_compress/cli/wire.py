@@ -84,14 +84,14 @@ class Wire:
         part = 4 * math.ceil(self.k / (8 * self.n))
         return [Message("alltoall", self.n * part), *self.gather(8 * self.tensors + part)]
 
-    def leaders(self) -> Messages:  # each rank's share of the indices, one byte each, after a header of four
-        return self.gather(4 + math.ceil(self.k / self.n))
+    def leaders(self, flags: int = 0) -> Messages:  # each rank's share of the indices, one byte each, after a header
+        return self.gather(4 + flags + math.ceil(self.k / self.n))
 
     def agreed(self) -> Messages:  # no indices, but a hash to compare: three float64
         return self.ring(24, "fp32")
 
-    def frequencies(self) -> Messages:  # per rank: header, a byte an index or a bitmap; scales, 10 bits a value
-        return self.gather(4 + min(self.k, self.padded // 8) + 4 * self.tensors + 10 * math.ceil(self.k / 8))
+    def frequencies(self, flags: int = 0) -> Messages:  # header, a byte an index or a bitmap; scales, 10 bits a value
+        return self.gather(4 + flags + min(self.k, self.padded // 8) + 4 * self.tensors + 10 * math.ceil(self.k / 8))
 
     def per_rank(self) -> Messages:  # header, four bytes an index; scales, four bytes a value
         return self.gather(4 + 4 * self.k + 4 * self.tensors + 4 * self.k)
@@ -125,18 +125,19 @@ class Method:
 
 _lloyd4 = partial(IWP, values="lloyd4")
 _gathered = partial(FFT, exchange="gather")
+_demo = partial(DeMo, exchange="gather")
 METHODS: dict[str, Method] = {
     "dense": Method(NoCompression, None, lambda w: w.dense(4), adam=True),
     "fp16": Method(partial(NoCompression, values="fp16"), None, lambda w: w.dense(2), adam=True),
     "IWP": Method(IWP, 1 / 32, lambda w: w.leaders() + w.with_means().lanes4() + w.rest()),
     "IWP, lloyd4": Method(_lloyd4, 1 / 32, lambda w: w.leaders() + w.with_means().lloyd4() + w.rest()),
     "FFT": Method(FFT, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
-    "DeMo": Method(DeMo, 1 / 16, lambda w: w.leaders() + w.lloyd4() + w.rest(), adam=True),
+    "DeMo": Method(DeMo, 1 / 16, lambda w: w.leaders(w.tensors) + w.lloyd4() + w.rest(), adam=True),
     "MIPD": Method(MIPD, 1 / 64, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "SlimDP": Method(SlimDP, 1 / 32, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "MP2": Method(MP2, 1 / 9, lambda w: w.agreed() + w.lanes4() + w.rest()),
     "FFT, gather": Method(_gathered, 1 / 32, lambda w: w.frequencies() + w.rest()),
-    "DeMo, gather": Method(partial(DeMo, exchange="gather"), 1 / 64, lambda w: w.frequencies() + w.rest(), adam=True),
+    "DeMo, gather": Method(_demo, 1 / 64, lambda w: w.frequencies(w.tensors) + w.rest(), adam=True),
     "TopK": Method(TopK, 1 / 256, lambda w: w.per_rank() + w.rest()),
     "DGC": Method(DGC, 1 / 1000, lambda w: w.per_rank() + w.rest()),
     "PowerSGD": Method(PowerSGD, None, lambda w: w.factors(4) + w.rest()),
