@@ -73,13 +73,12 @@ class LastAverage:
             self._added[number] = weakref.ref(grad)
         else:
             del self._written[number]
-            self._added.pop(number, None)
 
     def arrives(self, number: int) -> bool:
         """The gradient of parameter ``number`` is passed in: whether it contains the last average."""
         if number not in self._written:
             return False
-        written, added, grad = self._written.pop(number), self._added.pop(number, None), self._parameters[number].grad
+        written, added, grad = self._written.pop(number), self._added.get(number), self._parameters[number].grad
         if grad is None:
             return False
         if added is not None:

@@ -32,20 +32,20 @@ EXACT: dict[str, Build] = {
 
 
 class Layers(nn.Module):
-    """Of which a forward pass uses some."""
+    """Of which a forward pass uses some. ``checkpointed``: "model", "layers" or both."""
 
-    def __init__(self, checkpointed: bool = False) -> None:
+    def __init__(self, checkpointed: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor, use: list[int]) -> Tensor:
-        return checkpoint(self.run, x, use, use_reentrant=True) if self.checkpointed else self.run(x, use)
+        return checkpoint(self.run, x, use, use_reentrant=True) if "model" in self.checkpointed else self.run(x, use)
 
     def run(self, x: Tensor, use: list[int]) -> Tensor:
-        for i in use:
-            x = self.layers[i](x).tanh()
+        for layer in (self.layers[i] for i in use):
+            x = (checkpoint(layer, x, use_reentrant=True) if "layers" in self.checkpointed else layer(x)).tanh()
         return x
 
 
@@ -93,7 +93,7 @@ def assert_same(ours: Tensor, stock: Tensor, atol: float = 0.0) -> None:
 # The end of a step.
 
 
-def _layers(build: Build | None, used: list[list[int]], checkpointed: bool = False, **arguments: Any) -> Tensor:
+def _layers(build: Build | None, used: list[list[int]], checkpointed: str = "", **arguments: Any) -> Tensor:
     training = Training(Layers(checkpointed), build, 0.1, bucket_cap_mb=0.003, **arguments)
     for use in used:
         training.zero()
@@ -114,11 +114,11 @@ def buckets_that_no_rank_uses():
 
 @case
 def reentrant_backward_passes():
-    """The last hook is called in an inner pass, or none is called there."""
-    for arguments in {}, dict(static_graph=True):
-        use = [[0, 1, 2, 3]] * 3 if not arguments else [[0, 1, 2]] * 3
-        arguments = dict(used=use, checkpointed=True, **arguments)
-        assert_same(_layers(EXACT["entries"], **arguments), _layers(None, **arguments))
+    """The step goes on after an inner pass with hooks, or its last hook is called there."""
+    for checkpointed in "model", "layers", "model and layers":
+        for arguments in dict(used=[[0, 1, 2, 3]] * 3), dict(used=[[0, 1, 2]] * 3, static_graph=True):
+            arguments = dict(checkpointed=checkpointed, **arguments)
+            assert_same(_layers(EXACT["entries"], **arguments), _layers(None, **arguments))
 
 
 @case
@@ -333,6 +333,22 @@ def _with_momentum(build: Build | None, moves: dict[int, tuple[str, int]]) -> Te
         training.zero()
         _step(training)
     return training.weights()
+
+
+@case
+def momentum_of_parameters_that_ddp_ignores():
+    """It would be lost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    training = Training(model, EXACT["entries"], 0.05, momentum=0.9)
+    training.compression.take_momentum(training.optimizers[0])
+    try:
+        _step(training)
+    except ValueError as error:
+        assert "2.weight: its gradient has not passed through this compressor" in str(error), error
+        return
+    raise AssertionError("no error")
 
 
 # Process groups.
