@@ -63,7 +63,7 @@ class HorovodHost:
         """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
         optimizers may have other reasons to step. Raises ``RuntimeError`` if the step would exchange averages."""
         given, method = getattr(optimizer, "_compression", None), self._engine.method
-        if given is method and not method.linear:
+        if given is not None and given is method and not method.linear:
             self._check_synchronized(optimizer)
         if given not in (None, method) and self._engine.watch.bypassed_by(optimizer):
             self._engine.warn(
