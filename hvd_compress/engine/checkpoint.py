@@ -42,8 +42,9 @@ def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
     """The state as it was before the last average, which the model that is saved with it does not contain. Leaves the
     engine in the state ``now``."""
     engine.undo()
-    with _up_to_date(engine):  # what was sent may return by a deferred update
-        before: dict[str, Any] = states_of.save(_description(engine))
+    for bucket in engine.buckets:
+        bucket.apply_deferred()  # the undoing may be deferred, too
+    before: dict[str, Any] = states_of.save(_description(engine))
     _restore(engine, now)
     engine.restore = partial(_restore, engine, before)
     return before

@@ -36,6 +36,7 @@ def test_three_ranks_with_gloo():
     names = ("iwp", "iwp-lloyd4", "fft-gather", "mipd", "mp2", "terngrad", "powersgd")
     plan = {name: ["plain", "process_set"] for name in names}
     plan["mipd"] += ["local_steps"]
+    plan["iwp"] += ["overlapping_process_sets"]
     run_cases(["--gloo", "3"], plan, timeout=300, steps=15)
 
 
