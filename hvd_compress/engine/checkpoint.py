@@ -39,14 +39,14 @@ def save(engine: Engine) -> dict[str, Any]:
 
 
 def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
-    """The state as it was before the last average, which the model that is saved with it does not contain. Leaves the
-    engine in the state ``now``."""
+    """The state with what the last average has sent back in the residuals, since the model that is saved with it does
+    not contain that average. Leaves the engine in the state ``now``."""
     engine.undo()
     for bucket in engine.buckets:
         bucket.apply_deferred()  # the undoing may be deferred, too
-    before: dict[str, Any] = states_of.save(_description(engine))
+    before, kept = (states_of.save(_description(engine)) for _ in range(2))  # the user may modify what is returned
     _restore(engine, now)
-    engine.restore = partial(_restore, engine, before)
+    engine.restore = partial(_restore, engine, kept)
     return before
 
 

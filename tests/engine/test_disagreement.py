@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from methods import METHODS
 
-from hvd_compress import IWP
+from hvd_compress import IWP, TopK
 from hvd_compress.codecs import Lanes
 from hvd_compress.engine.agreement import LIMIT, all_equal
 from hvd_compress.engine.bucket import Bucket, Segment
@@ -208,3 +208,24 @@ def test_all_equal_is_true_if_and_only_if_all_ranks_have_the_same_number(numbers
     with pytest.raises(StopIteration) as result:
         exchange.send(sums)
     assert result.value.value.tolist() == [len(set(numbers)) == 1, True]
+
+
+@pytest.mark.parametrize("build", [partial(TopK, density=1.0), partial(IWP, density=1.0, values="fp32")])
+def test_ranks_begin_and_end_the_steps_of_several_compressors_in_different_orders(build):
+    """As Horovod allows: compress() for all of them, then decompress(). One is never used."""
+    world = ThreadWorld(2, timeout=5)
+
+    def body(rank):
+        models = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+        compressions = [build(m.named_parameters(), collectives=world.collectives(rank)) for m in models]
+        order, contexts, averages = [0, 2] if rank == 0 else [2, 0], {}, {}
+        for i in order:
+            models[i].weight.grad = torch.full((64, 64), float(10 * i + rank))
+            contexts[i] = compressions[i].compress(models[i].weight.grad)
+        for i in order:
+            averages[i] = compressions[i].decompress(*contexts[i])
+        return averages
+
+    for averages in world.run(body):
+        for i, average in averages.items():
+            torch.testing.assert_close(average, torch.full((64, 64), 10 * i + 0.5))

@@ -1,6 +1,7 @@
 """Horovod's own cases."""
 
 import horovod.torch as hvd
+import horovod_script_cases
 import job
 import optimizer_cases
 import torch
@@ -34,6 +35,28 @@ def process_set():
         assert trained.compression.stats()["steps"] == 0
     hvd.barrier()
     hvd.remove_process_set(chosen)
+
+
+@register(CASES, named=True)
+def overlapping_process_sets():
+    """Three compressors on {0, 1}, {1, 2} and all ranks; each rank begins with another one, and ends with another."""
+    left, right = (hvd.add_process_set(hvd.ProcessSet(ranks)) for ranks in ([0, 1], [1, 2]))
+    everyone = hvd.global_process_set
+    used = [(i, s) for i, s in enumerate((left, right, everyone)) if s.included()]
+    jobs = {i: Job(seed=i, density=1 / 32, group=chosen, unused=False) for i, chosen in used}
+    # A circle: 0 waits for the left set, 1 for all ranks, 2 for the right set.
+    order = {0: [0, 2], 1: [2, 1, 0], 2: [1, 2]}[hvd.rank()]
+    for step in range(4):
+        for i in order:
+            jobs[i].backward(step)
+        for i in order[::-1]:
+            jobs[i].optimizer.step()
+            jobs[i].optimizer.zero_grad()
+    for trained in jobs.values():
+        trained.assert_equal_replicas()
+    hvd.barrier()
+    for chosen in (left, right):
+        hvd.remove_process_set(chosen)
 
 
 @register(CASES, once=True)
@@ -127,4 +150,4 @@ def plain_allreduce_with_compression():
     assert x[0, 0] == hvd.rank()
 
 
-CASES.update(optimizer_cases.CASES)
+CASES.update(optimizer_cases.CASES | horovod_script_cases.CASES)

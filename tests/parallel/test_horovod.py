@@ -42,6 +42,7 @@ def test_three_ranks_with_gloo():
     for name in ("iwp", "fft-gather", "mp2"):
         plan[name] += ["process_set"]
     plan["mipd"] += ["local_steps"]
+    plan["iwp"] += ["overlapping_process_sets"]
     run_cases(["--gloo", "3"], plan, timeout=300, steps=8)
 
 
