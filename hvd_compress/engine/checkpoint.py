@@ -44,9 +44,10 @@ def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
     engine.undo()
     for bucket in engine.buckets:
         bucket.apply_deferred()  # the undoing may be deferred, too
-    before, kept = (states_of.save(_description(engine)) for _ in range(2))  # the user may modify what is returned
+    before: dict[str, Any] = states_of.save(_description(engine))
+    # A copy: the user may modify what is returned.
+    engine.restore = partial(_restore, engine, states_of.save(_description(engine)))
     _restore(engine, now)
-    engine.restore = partial(_restore, engine, kept)
     return before
 
 
