@@ -99,6 +99,7 @@ def _layers(build: Build | None, used: list[list[int]], checkpointed: str = "", 
         training.zero()
         training.loss(use).backward()
         training.step()
+    assert build is None or training.compression.step == len(used)
     return training.weights()
 
 

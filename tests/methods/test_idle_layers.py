@@ -1,0 +1,44 @@
+"""A layer that is trained no longer comes to rest: what was not sent of it arrives, and nothing else."""
+
+from functools import partial
+
+import pytest
+import torch
+from harness import replicas
+from methods import METHODS
+from torch import Tensor, nn
+
+from hvd_compress import DGC, IWP, DeMo
+
+BUILDS = {
+    **{
+        name: METHODS[name]
+        for name in ("iwp", "iwp-lloyd4", "fft", "fft-gather", "demo", "demo-gather", "mipd", "slimdp")
+    },
+    **{name: METHODS[name] for name in ("mp2", "topk", "qsgd-feedback", "terngrad-feedback", "powersgd")},
+    "iwp-momentum": partial(IWP, density=1 / 16, momentum=0.9),
+    "dgc-momentum": partial(DGC, density=1 / 64),
+    "demo-sign": DeMo,
+    "demo-orthogonal": partial(DeMo, orthogonal=True),
+    "demo-sign-gather": partial(DeMo, exchange="gather"),
+    "demo-sign-everything": partial(DeMo, density=1.0),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+def test_a_layer_without_gradients_comes_to_rest(build):
+    world, ranks = replicas(2, build, nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(32, 48)), "ddp")
+
+    def body(i: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(i)
+        moves = []
+        for step in range(220):
+            grads = [torch.randn(p.shape, generator=generator) for p in ranks[i].model.parameters()]
+            if step >= 20:
+                grads[1:] = map(torch.zeros_like, grads[1:])
+            moves.append(torch.stack([grad.abs().sum() for grad in ranks[i].exchange(grads)]))
+        return moves
+
+    moves = torch.stack(world.run(body)[0])
+    assert moves.isfinite().all() and moves[180:, 0].sum() > 0
+    assert moves[180:, 1].sum() < 0.2 * moves[:40, 1].sum()
