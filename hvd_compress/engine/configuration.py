@@ -141,9 +141,9 @@ def compare_ranks(engine: Any, timeout: float) -> None:
 
 def _wait(engine: Any, deadline: float) -> Comparison:
     """Waits for the engine's comparison, and meanwhile continues those of the process's other engines."""
-    if any(not other.compared for other in engine.registry.others(engine)):
+    if _not_compared(engine):
         gc.collect()  # one that was dropped may exist on some ranks still, where it would wait for ever
-    others = [other for other in engine.registry.others(engine) if not other.compared]
+    others = _not_compared(engine)
     for other in others:
         other.check_generation()
     for each in (engine, *others):
@@ -158,6 +158,12 @@ def _wait(engine: Any, deadline: float) -> Comparison:
     ended: Comparison = engine.comparison
     engine.comparison = None
     return ended
+
+
+def _not_compared(engine: Any) -> list[Any]:
+    """The other engines that ranks may begin with. Those with local steps are left out: what they compare changes up to
+    their first exchange, for which all ranks wait in any case."""
+    return [each for each in engine.registry.others(engine) if not each.compared and each.local_steps is None]
 
 
 def digest(values: Mapping[str, object]) -> int:

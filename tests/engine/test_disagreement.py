@@ -222,7 +222,7 @@ def test_ranks_begin_and_end_the_steps_of_several_compressors_in_different_order
         for i in order:
             models[i].weight.grad = torch.full((64, 64), float(10 * i + rank))
             contexts[i] = compressions[i].compress(models[i].weight.grad)
-        for i in order:
+        for i in order[::-1]:
             averages[i] = compressions[i].decompress(*contexts[i])
         return averages
 
