@@ -160,25 +160,17 @@ class FakeBucket:
         return parts
 
 
-class _Backward(torch.autograd.Function):
-    """Calls a function from backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, body: Callable[[], None]) -> Tensor:
-        ctx.body = body
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.body()
-        return grad, None
-
-
 def in_backward(body: Callable[[], None]) -> None:
     """Runs ``body`` during a backward pass, as DDP calls a hook."""
+
+    def hook(grad: Tensor) -> None:
+        body()
+
     x = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.enable_grad():
-        _Backward.apply(x, body).sum().backward()
+        y = x.clone()
+        y.register_hook(hook)
+        y.sum().backward()
 
 
 class DDPRank(Rank):

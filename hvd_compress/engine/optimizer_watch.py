@@ -88,6 +88,11 @@ class OptimizerWatch:
         )
 
     @property
+    def used(self) -> bool:
+        """Whether an optimizer has stepped the parameters in this process."""
+        return bool(self._steppers)
+
+    @property
     def called(self) -> bool:
         """Whether an optimizer's step was called since :meth:`forget_step`, also if it was skipped."""
         return bool(self._steps)

@@ -51,7 +51,7 @@ def test_float64_gradients_of_compressed_parameters_are_refused() -> None:
     world, ranks = replicas(1, IWP, model)
     for p in ranks[0].model.parameters():
         p.grad_dtype = torch.float64
-    with pytest.raises(TypeError, match=r"conv.weight: gradient of dtype torch.float64, but the parameter is"):
+    with pytest.raises(TypeError, match=r"conv.weight: its gradient is of dtype torch.float64, which is not"):
         together(world, ranks, [[g.double() for g in gradients(model, 0)]])
 
 

@@ -42,7 +42,7 @@ def gpu(monkeypatch):
 
     zeros = torch.zeros
     monkeypatch.setattr(_load, "COMPILED_CUDA", True)
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     _load.check_device.cache_clear()
     yield check

@@ -39,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     host = job.host = importlib.import_module(f"{chosen.host}_job")
     job.steps = chosen.steps
-    names = f"{chosen.host}_cases", "mismatch_cases", "script_cases", "ddp_script_cases"
+    names = f"{chosen.host}_cases", f"{chosen.host}_script_cases", "mismatch_cases", "script_cases"
     modules = [common_cases, *map(importlib.import_module, names)]
     cases = {name: case for module in modules for name, case in module.CASES.items()}
     host.start()
