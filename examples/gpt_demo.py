@@ -63,7 +63,8 @@ def main() -> None:
             part.load_state_dict(states[name])
     for step in range(first, options.steps):
         optimizer.zero_grad()
-        (loss := loss_of(ddp, step * ranks + rank)).backward()
+        loss = loss_of(ddp, step * ranks + rank)
+        loss.backward()
         optimizer.step()
         if rank == 0 and step % 50 == 0:
             print(f"step {step}: loss {loss.item():.2f}", flush=True)

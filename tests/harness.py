@@ -247,6 +247,24 @@ def random_steps(world: ThreadWorld, ranks: list[Rank], steps: Iterable[int], or
     return applied
 
 
+def waiting_average(build: Build, host: str = "horovod") -> tuple[ThreadWorld, list[Rank]]:
+    """Two ranks with an average that nobody has applied, after some that an optimizer has. Each has its ``optimizer``,
+    of learning rate 0."""
+    world, ranks = replicas(2, build, host=host)
+    for rank in ranks:
+        rank.optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.0)
+    for step in range(3):
+        random_steps(world, ranks, [step])
+        for rank in ranks:
+            rank.optimizer.step()
+    for rank in ranks:
+        rank.applied = lambda rank=rank: [p.grad for p in rank.model.parameters()]
+    random_steps(world, ranks, [3])
+    for rank in ranks:
+        del rank.applied
+    return world, ranks
+
+
 def train(world: ThreadWorld, ranks: list[Rank], steps: int) -> list[float]:
     """Trains :func:`toy_model` on different data on each rank. Returns the last losses."""
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.01) for r in ranks]

@@ -20,7 +20,7 @@ from .streams import StreamOrder
 class Segment:
     """One parameter's place in its bucket: blocks ``first_block`` to ``first_block + blocks``.
 
-    ``shape``, ``stride``, ``order``: the parameter's when the bucket was made; ``order`` tells the memory order.
+    ``shape``, ``stride``: the parameter's when the bucket was made.
     """
 
     name: str
@@ -28,12 +28,10 @@ class Segment:
     first_block: int
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
-    order: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", self.parameter.shape)
         object.__setattr__(self, "stride", self.parameter.stride())
-        object.__setattr__(self, "order", strides_of(self.parameter))
 
     @property
     def numel(self) -> int:

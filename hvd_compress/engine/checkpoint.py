@@ -33,7 +33,7 @@ def save(engine: Engine) -> dict[str, Any]:
     engine.undo_skipped_step()
     with _up_to_date(engine):
         values: dict[str, Any] = states_of.save(_description(engine))
-        if engine.undoable and engine.last_average.waits():
+        if engine.average_waits:
             values = _before_average(engine, values)
     return values
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from .._version import __version__
 from .bucket import strides_of
 from .collectives import Handle, Request, allgather
+from .exchange import POLL_INTERVAL
 
 # So many differences are written out.
 _LISTED = 6
-# Seconds between polls.
-_POLL_INTERVAL = 200e-6
 
 
 def configuration(engine: Any) -> dict[str, object]:
@@ -154,7 +153,7 @@ def _wait(engine: Any, deadline: float) -> Comparison:
             raise TimeoutError
         for other in others:
             other.comparison.advance()
-        time.sleep(_POLL_INTERVAL)
+        time.sleep(POLL_INTERVAL)
     ended: Comparison = engine.comparison
     engine.comparison = None
     return ended

@@ -18,24 +18,20 @@ class DenseVelocity:
 
     def get(self, number: int) -> Tensor:
         """The velocity of parameter ``number``: zeros before its first gradient."""
-        like = as_real(self._engine.parameters[number].detach())
         found = self._velocities.get(self._engine.names[number])
-        return _zeros_like(like) if found is None else found
+        return _zeros(self._engine.parameters[number]) if found is None else found
 
     def set(self, number: int, velocity: Tensor) -> None:
         """Replaces the velocity of parameter ``number``."""
-        real = as_real(velocity)
-        self._velocities[self._engine.names[number]] = _zeros_like(real).copy_(real)
+        self._velocities[self._engine.names[number]] = _zeros(velocity).copy_(as_real(velocity))
 
     def update(self, number: int, grad: Tensor, momentum: float, sign: bool = False) -> None:
         """Replaces the averaged gradient of parameter ``number`` by ``momentum * velocity + gradient``, or by its
         ``sign``, which is 0 while no rank has a gradient. Entries that are not usable stay in the gradient, for the
         user to see, and do not enter the velocity.
         """
-        engine, name = self._engine, self._engine.names[number]
-        velocity = self._velocities.get(name)
-        if velocity is None:
-            velocity = self._velocities[name] = _zeros_like(as_real(engine.parameters[number].detach()))
+        engine = self._engine
+        velocity = self._velocities[engine.names[number]] = self.get(number)
         scaled = engine.scale != 1.0
         step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
         fits, new = usable(step), (velocity * momentum).add_(step)
@@ -51,9 +47,9 @@ class DenseVelocity:
         """The saved state, by parameter name."""
         compressed = {place.segment.name for place in self._engine.places}
         named = zip(self._engine.names, self._engine.parameters, strict=True)
-        like = {name: _zeros_like(as_real(p.detach())) for name, p in named if name not in compressed}
-        return {name: OptionalTensor(self._velocities, name, velocity) for name, velocity in like.items()}
+        return {n: OptionalTensor(self._velocities, n, _zeros(p)) for n, p in named if n not in compressed}
 
 
-def _zeros_like(grad: Tensor) -> Tensor:
-    return torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+def _zeros(parameter: Tensor) -> Tensor:
+    real = as_real(parameter.detach())
+    return torch.zeros_like(real, dtype=torch.promote_types(real.dtype, torch.float32))

@@ -204,6 +204,11 @@ class Engine:
                 self.undoable, self._discarded = False, True
                 self.undo()
 
+    @property
+    def average_waits(self) -> bool:
+        """Whether there is an average that nobody has applied so far. Synchronises a GPU."""
+        return self.undoable and self.last_average.waits()
+
     def undo_skipped_step(self) -> float:
         """Takes the last average back if the ``GradScaler`` has lowered its scale and this optimizer has not stepped.
         (An average that no optimizer has used may be in use elsewhere, such as by the user's own update.)

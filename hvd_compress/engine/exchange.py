@@ -13,7 +13,7 @@ from .profiling import Stage, stage
 from .wire_stats import WireStats
 
 # Seconds between polls. Horovod looks for new work every millisecond; polling much faster only costs CPU time.
-_POLL_INTERVAL = 200e-6
+POLL_INTERVAL = 200e-6
 
 Exchange = Generator[Request, Tensor, None]
 
@@ -109,7 +109,7 @@ class Exchanges:
         with stage("wait"):
             while not any(running.handle and running.handle.done() for running in self._running):
                 self._meanwhile()
-                time.sleep(_POLL_INTERVAL)
+                time.sleep(POLL_INTERVAL)
         self.seconds_waited += time.perf_counter() - begin
 
     def _wait(self, handle: Handle) -> Tensor:

@@ -129,21 +129,24 @@ class MomentumCorrection:
                 "momentum would be lost: with one process, Horovod calls no compressor; give it to the optimizer, set "
                 "momentum=0 here, and call compression.take_momentum(optimizer), which then leaves it there"
             )
-        owed = self._owed.keys() & self._held(optimizer).keys()
-        if not owed:
+        held = self._held(optimizer)
+        if held.keys().isdisjoint(self._owed):
             return
         if self._engine.collectives.ordered or getattr(optimizer, "_compression", None) is method:
             self._check_complete(optimizer)
-        parameters = {id(self._engine.parameters[self._owed[name]]) for name in owed}
         for group in optimizer.param_groups:
             own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
-            if own and any(id(parameter) in parameters for parameter in group["params"]):
+            if own and self._owes_any(group["params"]):
                 raise ValueError(
                     f"momentum would count twice: {self.value:g} in this compressor and {own:g} in "
                     f"{type(optimizer).__name__}; set the optimizer's to 0, or call "
                     "compression.take_momentum(optimizer) before training instead of momentum="
                 )
-        self._check_arrived(owed)
+        self._check_arrived(held)
+
+    def _owes_any(self, parameters: Iterable[Tensor]) -> bool:
+        owed = {id(self._engine.parameters[number]) for number in self._owed.values()}
+        return any(id(parameter) in owed for parameter in parameters)
 
     def velocity(self, bucket: Bucket, position: int) -> Tensor | None:
         """The bucket-wide velocity, if the segment at ``position`` has momentum."""
@@ -201,7 +204,7 @@ class MomentumCorrection:
         return state
 
     def _check_between_steps(self) -> None:
-        if self._engine.undoable and self._engine.last_average.waits():
+        if self._engine.average_waits:
             raise ValueError(
                 "the momentum must not move between an average and the step that applies it: call take_momentum() or "
                 "return_momentum() after optimizer.step()"
@@ -255,13 +258,13 @@ class MomentumCorrection:
                 "momentum: give it all of the optimizer's named parameters"
             )
 
-    def _check_arrived(self, owed: Iterable[str]) -> None:
+    def _check_arrived(self, held: Iterable[str]) -> None:
         """Raises ``ValueError`` for a parameter whose gradients bypass the compressor."""
         engine = self._engine
         if not self._awaited or not engine.undoable:
             return
         self._awaited = {name: number for name, number in self._awaited.items() if not engine.arrived[number]}
-        for number in (self._awaited[name] for name in owed if name in self._awaited):
+        for number in (self._awaited[name] for name in held if name in self._awaited):
             grad = engine.parameters[number].grad
             if grad is not None and bool(grad.any()):
                 raise ValueError(

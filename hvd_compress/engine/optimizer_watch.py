@@ -27,9 +27,11 @@ class OptimizerWatch:
         self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
         self._single = single
         self._seen: weakref.ref[Optimizer] | None = None
-        self._steppers = weakref.WeakSet[Optimizer]()
-        #: The parameters of all optimizers that have ever stepped; None until somebody asks.
+        #: The optimizers that have stepped, ever and since :meth:`forget_step`.
+        self._steppers, self._stepped = weakref.WeakSet[Optimizer](), weakref.WeakSet[Optimizer]()
+        # The parameters that those optimizers hold; None until somebody asks.
         self._trained: set[int] | None = None
+        self._held: set[int] | None = None
         #: False after the first gradient in this process, and after :meth:`bypassed_by` has been true.
         self.may_be_bypassed = True
         self.forget_step()
@@ -67,8 +69,9 @@ class OptimizerWatch:
             # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
             found_inf = getattr(optimizer, "found_inf", None)
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
-            self._unread.append(weakref.ref(optimizer))
             self._steppers.add(optimizer)
+            self._stepped.add(optimizer)
+            self._trained = self._held = None
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this step of the optimizer applies gradients although the compressor has received none in this
@@ -103,24 +106,25 @@ class OptimizerWatch:
 
     def stepped_by(self, parameter: torch.nn.Parameter) -> bool:
         """Whether an optimizer that holds ``parameter`` has stepped since :meth:`forget_step`."""
-        for optimizer in (alive for ref in self._unread if (alive := ref()) is not None):
-            self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
-        self._unread.clear()
+        if self._held is None:
+            self._held = _parameters_of(self._stepped)
         return id(parameter) in self._held
 
     def left_out(self, parameter: torch.nn.Parameter) -> bool:
         """Whether optimizers have stepped, and none that holds ``parameter``: nothing applies its gradients."""
-        if self._trained is None:  # once a step: groups may be added
-            self._trained = {id(p) for o in self._steppers for group in o.param_groups for p in group["params"]}
+        if self._trained is None:
+            self._trained = _parameters_of(self._steppers)
         return bool(self._trained) and id(parameter) not in self._trained
 
     def forget_step(self) -> None:
         """From now on only new steps count."""
         self._steps: list[torch.Tensor | None] = []
-        # The optimizers, until somebody asks, and the parameters that they hold.
-        self._unread: list[weakref.ref[Optimizer]] = []
-        self._held = set[int]()
-        self._trained = None
+        self._stepped.clear()
+        self._trained = self._held = None  # groups may be added
+
+
+def _parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 _watches: tuple[weakref.ref[OptimizerWatch], ...] = ()

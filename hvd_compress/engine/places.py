@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Segment, is_dense, strides_of
+from .bucket import Bucket, Segment, is_dense
 
 # Of parameters and, independently of these (Tensor.grad_dtype), of gradients. float64 is used for gradient checks, not
 # for training over a slow network: it is not compressed.
@@ -67,7 +67,7 @@ def _check_layout(segment: Segment) -> None:
             f"{segment.name}: was of shape {tuple(segment.shape)} when the compressor was built and is of shape "
             f"{tuple(parameter.shape)} now; build a new compressor and a new optimizer"
         )
-    if strides_of(parameter) != segment.order:
+    if any(n > 1 and a != b for n, a, b in zip(segment.shape, segment.stride, parameter.stride(), strict=True)):
         raise ValueError(
             f"{segment.name}: had strides {segment.stride} when the compressor was built and has {parameter.stride()} "
             "now; call model.to(memory_format=...) before building the compressor"

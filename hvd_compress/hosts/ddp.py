@@ -12,7 +12,7 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, cast
 
@@ -87,14 +87,10 @@ class DDPHost:
         self._index, self._backward = bucket.index(), backward
         future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
         self._futures.append((future, buffer))
-        with engine.entered(), self._side_stream(buffer.device):
-            try:
-                self._take(bucket)
-                if bucket.is_last():
-                    self._finish()
-            except BaseException:
-                self._abandon()
-                raise
+        with self._inside(buffer.device):
+            self._take(bucket)
+            if bucket.is_last():
+                self._finish()
         return future
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -145,11 +141,16 @@ class DDPHost:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        if not self._futures:
-            return
-        with self._engine.entered(), self._side_stream(self._futures[0][1].device):
-            try:
+        if self._futures:
+            with self._inside(self._futures[0][1].device):
                 self._finish()
+
+    @contextmanager
+    def _inside(self, device: torch.device) -> Iterator[None]:
+        """For a part of a step, which is abandoned if it fails."""
+        with self._engine.entered(), self._side_stream(device):
+            try:
+                yield
             except BaseException:
                 self._abandon()
                 raise
@@ -233,9 +234,11 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
     """
     buffer, begin = bucket.buffer(), 0
     for parameter in bucket.parameters():
-        like = as_real(parameter.detach()) if parameter.is_complex() else parameter
-        stride = like.stride() if is_dense(like) else like.detach().contiguous().stride()
-        yield parameter, buffer.as_strided(like.shape, stride, buffer.storage_offset() + begin)
+        like = as_real(parameter)
+        if is_dense(like):
+            yield parameter, buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + begin)
+        else:
+            yield parameter, buffer[begin : begin + like.numel()].view(like.shape)
         begin += like.numel()
     if begin != buffer.numel():
         raise RuntimeError(

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from harness import (
-    Rank,
     compressed,
     equal,
     gradients,
@@ -17,10 +16,12 @@ from harness import (
     residuals,
     single,
     together,
+    waiting_average,
 )
 from methods import METHODS, SMALL, fitting
 
 from hvd_compress import FFT, IWP, MIPD, MP2, QSGD, SlimDP, reshard
+from hvd_compress.engine.state import same
 from hvd_compress.methods import iwp
 
 
@@ -188,33 +189,18 @@ def test_state_dict_in_the_middle_of_a_step_raises_an_error():
 
 @pytest.mark.parametrize(("host", "momentum"), [("horovod", 0.0), ("ddp", 0.9)])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_state_between_an_average_and_its_step_is_that_before_the_average(name, host, momentum, monkeypatch):
+def test_a_state_between_an_average_and_its_step_is_that_before_the_average(name, host, momentum):
     """As if the average had been discarded. Saving changes nothing: the average may still be applied, or discarded."""
     method = partial(METHODS[name], **SMALL)
     method = partial(method, **fitting(method, {"momentum": momentum}))
-
-    def waiting():
-        """Ranks with an average that nobody has applied so far."""
-        world, ranks = replicas(2, method, host=host)
-        for r in ranks:
-            r.optimizer = torch.optim.SGD(r.model.parameters(), lr=0.0)
-        for step in range(3):
-            random_steps(world, ranks, [step])
-            for r in ranks:
-                r.optimizer.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(Rank, "applied", lambda rank: [p.grad for p in rank.model.parameters()])
-            random_steps(world, ranks, [3])
-        return world, ranks
-
-    worlds, groups = zip(*(waiting() for _ in range(4)), strict=True)
+    worlds, groups = zip(*(waiting_average(method, host) for _ in range(4)), strict=True)
     saved, plain, discarded, expected = groups
     states = [[copy.deepcopy(r.compression.state_dict()) for r in group] for group in (saved, discarded)]
     for r in (*discarded, *expected):
         r.compression.discard_step()
     _, loaded = replicas(2, method, host=host)
     for r, one, other in zip(loaded, *states, strict=True):
-        assert _equal(one, other)
+        assert same(one, other)
         r.compression.load_state_dict(one)
     for r, one, other in zip(expected, discarded, loaded, strict=True):
         for key, residual in residuals(r).items():
@@ -225,12 +211,6 @@ def test_a_state_between_an_average_and_its_step_is_that_before_the_average(name
     after = [random_steps(world, group, [4])[0] for world, group in zip(worlds, groups, strict=True)]
     assert equal(after[0], after[1]), "saving has changed the step"
     assert equal(after[2], after[3]), "saving has changed what discard_step() restores"
-
-
-def _equal(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if torch.is_tensor(one) else one == other
 
 
 def test_a_state_with_error_feedback_does_not_load_without():

@@ -1,10 +1,11 @@
 """An average between backward and the optimizer's step: states that are saved there, and gradients that contain it."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import HOSTS, Rank, gradients, random_steps, replicas, together
+from harness import HOSTS, Rank, waiting_average
 from methods import METHODS, SMALL, TRAINED
 from torch import Tensor
 
@@ -31,14 +32,7 @@ def _different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def _pending(host: str, name: str) -> list[Rank]:
-    """Two ranks with an average that nobody has applied, after some that were."""
-    world, ranks = replicas(2, ALL[name], host=host, **SMALL)
-    random_steps(world, ranks, range(3))
-    for rank in ranks:
-        torch.optim.SGD(rank.model.parameters(), lr=0.0).step()
-        rank.applied = lambda rank=rank: [p.grad for p in rank.model.parameters()]
-    together(world, ranks, [gradients(r.model, 90 + r.rank) for r in ranks])
-    return ranks
+    return waiting_average(partial(ALL[name], **SMALL), host)[1]
 
 
 @pytest.mark.parametrize("name", ALL)
