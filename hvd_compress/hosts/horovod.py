@@ -4,9 +4,11 @@ Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that dif
 only after every gradient of the step has passed through ``compress``. Nothing in ``compress`` may wait.
 """
 
+import itertools
 import math
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ class HorovodHost:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lookup = GradientLookup(engine.parameters)
+        self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._references: list[Tensor] = []
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """See :meth:`hvd_compress.Compressor.compress`."""
@@ -40,9 +44,10 @@ class HorovodHost:
                 return tensor.contiguous(), None
             arrived = engine.arrive(number, as_real(tensor.resolve_conj()))
             if isinstance(arrived, DenseGradient):
-                return arrived.payload, arrived
-            # Horovod must reduce something under this name: an empty tensor.
-            return tensor.new_empty(0, dtype=torch.float32), arrived
+                payload = arrived.payload.detach()
+                self._references.append(_second_reference(payload))
+                return payload, arrived
+            return self._nothing(tensor.device), arrived
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor:
         """See :meth:`hvd_compress.Compressor.decompress`."""
@@ -51,6 +56,7 @@ class HorovodHost:
             if engine.collecting:
                 engine.finish_step()
                 self._lookup.forget()
+                self._references.clear()
             if isinstance(ctx, Place):
                 return ctx.bucket.result(ctx.position)
             with stage("dense"):
@@ -63,6 +69,13 @@ class HorovodHost:
             # Horovod keeps a lazy conjugation of p.grad, which copy_() follows.
             given = parameter.grad
             return given.copy_(average) if given is not None and given.is_conj() else average
+
+    def _nothing(self, device: torch.device) -> Tensor:
+        """Horovod must reduce something under a gradient's name: an empty tensor."""
+        if (found := self._empty.get(device)) is None:
+            empty = torch.empty(0, dtype=torch.float32, device=device)
+            found = self._empty[device] = empty, _second_reference(empty)
+        return found[0]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
@@ -119,9 +132,22 @@ class _Registries:
 _registries = _Registries()
 
 
+def _second_reference(tensor: Tensor) -> Tensor:
+    """A C++ reference to a tensor that is no view (as after ``detach()``), beside that of its Python object; to be held
+    while Horovod has the tensor.
+
+    When a rank fails, Horovod's thread drops its references while it holds the lock that its functions wait for, which
+    hold the interpreter meanwhile. If Python's is the only one left, dropping takes the interpreter, too: the rank
+    would hang instead of raising an error.
+    """
+    return tensor.view(-1)
+
+
 class _HorovodHandle:
-    def __init__(self, hvd: Any, number: int) -> None:
+    def __init__(self, hvd: Any, number: int, held: Iterable[Any]) -> None:
         self._hvd, self._number = hvd, number
+        tensors = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in held)
+        self._references = [_second_reference(tensor) for tensor in tensors]
 
     def done(self) -> bool:
         return bool(self._hvd.poll(self._number))
@@ -178,14 +204,14 @@ class HorovodCollectives:
         return _registries.of(self._set, self.generation())
 
     def start(self, request: Request, name: str) -> Handle:
-        hvd, tensor = self._hvd, request.tensor
+        hvd, tensor = self._hvd, request.tensor.detach()
         if request.verb == "allreduce":
             number = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self._set)
         elif request.verb == "allgather":
             number = hvd.allgather_async(tensor, name=name, process_set=self._set)
         else:
             number = hvd.alltoall_async(tensor, name=name, process_set=self._set)
-        return _HorovodHandle(hvd, number)
+        return _HorovodHandle(hvd, number, self._mpi_ops._handle_map[number])
 
     def check_optimizer(self, optimizer: Any) -> None:
         if not hasattr(optimizer, "_compression"):
