@@ -3,6 +3,7 @@
 
 #include "../pack.h"
 #include "../select.h"
+#include "pieces.h"
 
 namespace hvd_compress {
 
@@ -114,6 +115,20 @@ HVD_BODY void select_many(int32_t* scores, int count, uint8_t* selected) {
   uint8_t listed[kBlock + sizeof(uint64_t)];
   list_reaching(scores, low, listed);
   memcpy(selected, listed, count);
+}
+
+// Checks that every tensor has its piece's blocks, and that there is room for all indices.
+inline void check_selection(const Draw& draw, const Piece* pieces, const PieceTensors& tensors,
+                            int64_t blocks, const Indices& indices) {
+  int64_t count = tensors.rows.size(), slots = check_pieces(pieces, count, blocks);
+  for (int64_t i = 0; i < count; ++i) {
+    const PieceTensor& tensor = tensors.rows[i];
+    STD_TORCH_CHECK(tensor.entries == 0 || tensor.blocks == pieces[i].blocks, "piece ", i, " has ",
+                    pieces[i].blocks, " blocks, but its tensor ", tensor.entries, " entries");
+  }
+  int64_t room = slots_before(slots, draw.run, draw.ranks, draw.position);
+  STD_TORCH_CHECK(room <= indices.count, "indices must have ", room,
+                  " entries for these slots, got ", indices.count);
 }
 
 // Writes the indices that this rank selects in a block. Modifies the scores.

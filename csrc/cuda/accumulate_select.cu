@@ -1,7 +1,7 @@
 // accumulate_select on CUDA: one warp per block, with 8 entries per lane in registers.
 #include "../accumulate_select.h"
 #include "hadamard.h"
-#include "segments.h"
+#include "pieces.h"
 #include "select.h"
 
 namespace hvd_compress {
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(kThreads)
   float velocity[kPerLane];
   load(grads, grad + first, inside, aligned);  // in flight during the deferred update
   const Deferred& deferred = args.deferred;
-  if (deferred.segment.slots) {
+  if (deferred.piece.slots) {
     update_residual(deferred.update, deferred.indices,
-                    slots_in(deferred.segment, block, deferred.shift), first);
+                    slots_in(deferred.piece, block, deferred.shift), first);
   }
   load(residual, args.residual + first, used, aligned);
   if (kVelocity) load(velocity, args.velocity + first, used, aligned);

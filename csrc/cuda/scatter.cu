@@ -4,7 +4,7 @@
 
 #include "../scatter.h"
 #include "hadamard.h"
-#include "segments.h"
+#include "pieces.h"
 
 namespace hvd_compress {
 namespace {
@@ -13,7 +13,7 @@ constexpr int kTensors = 192;     // keeps the arguments below 4 KiB, the limit 
 constexpr unsigned kGrid = 4096;  // thread blocks, at most
 
 struct Chunk {
-  int64_t first;  // the first segment
+  int64_t first;  // the first piece
   int64_t count;
   void* data[kTensors];
   int64_t entries[kTensors];  // 0: skip
@@ -59,8 +59,8 @@ __device__ __forceinline__ void scatter_transformed(const Scatter& args, const C
   for (int i = 0; i < kPerLane; ++i) {
     values[i] = (args.sign ? sign_of(values[i]) : values[i]) * args.scale;
   }
-  void* grad = chunk.data[slots.segment];
-  switch (chunk.dtype[slots.segment]) {
+  void* grad = chunk.data[slots.piece];
+  switch (chunk.dtype[slots.piece]) {
     case ScalarType::Float:
       return write_block<float>(grad, slots.entry, values, inside);
     case ScalarType::Half:
@@ -73,9 +73,9 @@ __device__ __forceinline__ void scatter_transformed(const Scatter& args, const C
 __device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& chunk,
                                               int64_t block) {
   const BucketSlots& bucket = args.bucket;
-  BlockSlots slots = slots_of(bucket, bucket.segments + chunk.first, chunk.count, block);
-  if (slots.segment < 0) return;                                // in no segment
-  int64_t inside = chunk.entries[slots.segment] - slots.entry;  // <= 0: skipped or padding
+  BlockSlots slots = slots_of(bucket, bucket.pieces + chunk.first, chunk.count, block);
+  if (slots.piece < 0) return;                                // in no piece
+  int64_t inside = chunk.entries[slots.piece] - slots.entry;  // <= 0: skipped or padding
   if (args.transform) {
     if (inside > 0)
       scatter_transformed(args, chunk, slots, static_cast<int>(min(inside, int64_t{kBlock})));
@@ -87,7 +87,7 @@ __device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& 
   if (args.block_means) {
     base = args.block_means[block] * args.scale;
     for (int index = lane_id(); index < kBlock && index < inside; index += kLanes) {
-      assign(chunk.data[slots.segment], slots.entry + index, chunk.dtype[slots.segment], base);
+      assign(chunk.data[slots.piece], slots.entry + index, chunk.dtype[slots.piece], base);
     }
     __syncwarp();
   }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& 
           if (index >= inside) return;
           float value = args.update.mean[slot] * args.scale;
           if (args.block_means) value = base + value;
-          assign(chunk.data[slots.segment], slots.entry + index, chunk.dtype[slots.segment], value);
+          assign(chunk.data[slots.piece], slots.entry + index, chunk.dtype[slots.piece], value);
         });
   }
   if (args.update.error) update_residual(args.update, bucket.indices, slots.range, block * kBlock);
@@ -106,13 +106,13 @@ __device__ __forceinline__ void scatter_block(const Scatter& args, const Chunk& 
 
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ Scatter args, const __grid_constant__ Chunk chunk) {
-  const Segment* segments = args.bucket.segments + chunk.first;
-  Segment last = segments[chunk.count - 1];
+  const Piece* pieces = args.bucket.pieces + chunk.first;
+  Piece last = pieces[chunk.count - 1];
   // Not checked on the host. Whatever the table holds, the walk is within the bucket, and nothing
   // overflows.
   uint64_t sum = static_cast<uint64_t>(last.first_block) + static_cast<uint64_t>(last.blocks);
   int64_t end = min(static_cast<int64_t>(sum), args.bucket.blocks);
-  int64_t block = max(segments[0].first_block, int64_t{0});
+  int64_t block = max(pieces[0].first_block, int64_t{0});
   if (block >= end) return;
   block += warp_id();
   for (; block < end; block += static_cast<int64_t>(gridDim.x) * kWarps) {
@@ -123,24 +123,24 @@ __global__ void __launch_bounds__(kThreads)
 int64_t blocks_of(const Tensor& grad) { return (grad.numel() + kBlock - 1) / kBlock; }
 
 void scatter_cuda(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
-                  Tensor indices, Tensor segments, Tensor mean,
+                  Tensor indices, Tensor pieces, Tensor mean,
                   std::optional<Tensor> quantization_error, int64_t phase, double scale,
                   std::optional<Tensor> block_means, bool transform, bool sign) {
-  Scatter args = checked(grads, residual, velocity, indices, segments, mean, quantization_error,
+  Scatter args = checked(grads, residual, velocity, indices, pieces, mean, quantization_error,
                          phase, scale, block_means, transform, sign);
   const BucketSlots& bucket = args.bucket;
   if (bucket.blocks == 0 || (bucket.slots == 0 && !block_means && !transform)) return;
   Launch launch(residual);
-  // The segments are on the device, but a gradient has as many blocks as its segment. Those of
+  // The pieces are on the device, but a gradient has as many blocks as its piece. Those of
   // skipped gradients are among the bucket's others; they matter for the residual only.
   int64_t others = bucket.blocks;
   for (const Tensor& grad : grads) others -= blocks_of(grad);
-  for (int64_t first = 0; first < bucket.segment_count; first += kTensors) {
+  for (int64_t first = 0; first < bucket.piece_count; first += kTensors) {
     Chunk chunk{};
     chunk.first = first;
     int64_t blocks = 0;
     bool skips = false;
-    for (int64_t i = first; i < bucket.segment_count && i < first + kTensors; ++i) {
+    for (int64_t i = first; i < bucket.piece_count && i < first + kTensors; ++i) {
       chunk.data[i - first] = grads[i].mutable_data_ptr();
       chunk.entries[i - first] = grads[i].numel();
       chunk.dtype[i - first] = grads[i].scalar_type();

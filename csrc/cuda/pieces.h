@@ -5,12 +5,12 @@
 
 namespace hvd_compress {
 
-// The slots of a segment's block. `shift` is the phase modulo blocks.
-__device__ __forceinline__ SlotRange slots_in(const Segment& segment, int64_t block,
+// The slots of a piece's block. `shift` is the phase modulo blocks.
+__device__ __forceinline__ SlotRange slots_in(const Piece& piece, int64_t block,
                                               int64_t shift) {
   // 64-bit divisions are slow: even lanes compute the begin, odd lanes the end.
-  int64_t edge = slot_start(block + lane_id() % 2, segment.slots, segment.blocks, shift);
-  edge += segment.first_slot;
+  int64_t edge = slot_start(block + lane_id() % 2, piece.slots, piece.blocks, shift);
+  edge += piece.first_slot;
   return {__shfl_sync(kAll, edge, 0), __shfl_sync(kAll, edge, 1)};
 }
 
@@ -39,20 +39,20 @@ __device__ __forceinline__ void update_residual(const ResidualUpdate& update,
 
 struct BlockSlots {
   SlotRange range;
-  int64_t segment = -1;  // relative to the first segment searched; -1: none
-  int64_t entry = 0;     // the first entry of the block within its segment
+  int64_t piece = -1;  // relative to the first piece searched; -1: none
+  int64_t entry = 0;     // the first entry of the block within its piece
 };
 
-// The slots of a block in `count` segments; empty if it is in none of them.
-__device__ __forceinline__ BlockSlots slots_of(const BucketSlots& bucket, const Segment* segments,
+// The slots of a block in `count` pieces; empty if it is in none of them.
+__device__ __forceinline__ BlockSlots slots_of(const BucketSlots& bucket, const Piece* pieces,
                                                int64_t count, int64_t block) {
-  int64_t index = find_segment(segments, count, block);
+  int64_t index = find_piece(pieces, count, block);
   if (index < 0) return {};
-  Segment segment = segments[index];
-  if (!fits(segment, bucket.blocks, bucket.slots)) return {};  // not checked on the host
-  int64_t local = block - segment.first_block;
-  if (local >= segment.blocks) return {};
-  return {slots_in(segment, local, modulo(bucket.phase, segment.blocks)), index, local * kBlock};
+  Piece piece = pieces[index];
+  if (!fits(piece, bucket.blocks, bucket.slots)) return {};  // not checked on the host
+  int64_t local = block - piece.first_block;
+  if (local >= piece.blocks) return {};
+  return {slots_in(piece, local, modulo(bucket.phase, piece.blocks)), index, local * kBlock};
 }
 
 }  // namespace hvd_compress
