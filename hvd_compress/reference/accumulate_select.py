@@ -10,8 +10,8 @@ from .hadamard import GAIN, hadamard
 
 
 class Draw(NamedTuple):
-    """Which slots a rank selects as leader in a step, and at random: the last arguments of :func:`accumulate_select` and
-    :func:`select`.
+    """Which slots a rank selects as leader in a step, and at random: the last arguments of :func:`accumulate_select`
+    and :func:`select`.
 
     ``phase``, ``run``, ``ranks``, ``position``: see :mod:`.blocks`. ``key``: of the step's random numbers; piece ``i``
     has the key ``mix(i, key)``. In a share ``explore / 2**32`` of the blocks, entries are drawn at random.
@@ -143,12 +143,12 @@ def select(
     """Write the indices of the entries with the largest scores (>= 0; a NaN counts as 0), as leader.
 
     In a block in which this rank leads ``c > 0`` slots, the indices of the ``c`` largest scores are written in
-    ascending order; of equal scores, the lower index is preferred. In the share ``explore`` of the blocks, each score is
-    first divided by a draw from an exponential distribution: the result is a sample without replacement with
+    ascending order; of equal scores, the lower index is preferred. In the share ``explore`` of the blocks, each score
+    is first divided by a draw from an exponential distribution: the result is a sample without replacement with
     probabilities proportional to the score.
 
-    ``scores``: for each piece as many blocks, float32, (entries,), or an empty tensor: then the piece is skipped. In the
-    padding, scores are 0. ``pieces``, ``indices`` and the last six: as in :func:`accumulate_select`.
+    ``scores``: for each piece as many blocks, float32, (entries,), or an empty tensor: then the piece is skipped. In
+    the padding, scores are 0. ``pieces``, ``indices`` and the last six: as in :func:`accumulate_select`.
     """
     for i, (_, blocks, first_slot, slots) in enumerate(pieces.tolist()):
         if slots == 0 or scores[i].numel() == 0:
