@@ -51,6 +51,11 @@ inline Indices checked_indices(const Tensor& indices, const Tensor& other) {
   return {data<uint8_t>(indices), indices.numel()};
 }
 
+inline PieceTensors checked_scores(const std::vector<Tensor>& scores, const Tensor& pieces) {
+  for (const Tensor& score : scores) check_flat(score, "scores", ScalarType::Float, pieces);
+  return checked_tensors(scores, "scores", pieces);
+}
+
 // The slots of one piece.
 struct Select {
   Draw draw;

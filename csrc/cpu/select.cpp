@@ -32,8 +32,7 @@ struct Blocks {
 };
 
 void select_cpu(Draw draw, std::vector<Tensor> scores, Tensor pieces, Tensor indices) {
-  PieceTensors tensors = checked_tensors(scores, "scores", pieces);
-  for (const Tensor& score : scores) check_flat(score, "scores", ScalarType::Float, pieces);
+  PieceTensors tensors = checked_scores(scores, pieces);
   const Piece* rows = checked_pieces(pieces, indices);
   Indices out = checked_indices(indices, pieces);
   check_selection(draw, rows, tensors, kMaxBlocks, out);

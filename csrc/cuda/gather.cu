@@ -9,7 +9,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const BucketSlots& bucket = args.bucket;
   int64_t block = warp_id();
   if (block >= bucket.blocks) return;
-  BlockSlots slots = slots_of(bucket, bucket.pieces, bucket.piece_count, block);
+  BlockSlots slots = slots_of(bucket, block);
   for (int64_t slot = slots.range.begin + lane_id(); slot < slots.range.end; slot += kLanes) {
     args.values[slot] = args.residual[block * kBlock + bucket.indices[slot]];
   }
