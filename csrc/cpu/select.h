@@ -167,7 +167,7 @@ HVD_BODY void select_block(const Select& select, int64_t block, int32_t* scores,
   if (select.explored(block)) explore_block(scores, block, select.key);
   if (count <= kFew) return list_few(scores, count, selected);
   uint8_t listed[kBlock + sizeof(uint64_t)];
-  int reached = kBlock;
+  int reached = kBlock + 1;  // nothing is listed
   if (count <= kSome) {
     int32_t bound =
         count <= kSome / 4 ? reached_by<16>(scores, count) : reached_by<32>(scores, count);
