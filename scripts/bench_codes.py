@@ -7,6 +7,8 @@ GB/s counts the bytes that have to cross memory; "of copy" is its share of what 
 this size. "fp16 / ours" is how many times longer a cast to fp16 (for a decoder: from fp16) takes, by ``copy_`` into
 existing memory. "wrong" counts results that differ from hvd_compress/reference, for FEW values, since the reference is
 slow: if any does, the exit status is 1.
+
+``ATEN_CPU_CAPABILITY=avx2`` in the environment limits torch and the operators to AVX2, on every processor.
 """
 
 import sys

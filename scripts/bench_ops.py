@@ -6,9 +6,10 @@
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for
 accumulating and ``torch.topk`` over the whole tensor, for indexing, or for a matrix product; "wrong" counts entries
-that differ from hvd_compress/reference: if any does, the exit status is 1. "deferred": with the residual update of the
-last ``scatter``, as IWP, FFT and DeMo do it in every step; "not deferred": a ``scatter`` that updates the residual
-itself, as the other methods do. "transform": into Walsh-Hadamard coefficients and back, as DeMo does it.
+that differ from hvd_compress/reference: if any does, the exit status is 1. "many pieces": of 1,024 entries each, in
+one call. "transform": into Walsh-Hadamard coefficients and back, as DeMo does it.
+
+``ATEN_CPU_CAPABILITY=avx2`` in the environment limits torch and the operators to AVX2, on every processor.
 """
 
 import argparse
@@ -79,49 +80,53 @@ class Bench:
         self.wrong += wrong
 
     def slots(self, each: int) -> tuple[int, Tensor, Tensor]:
-        """``each`` slots a block: their number, their indices, and the operators' table of segments."""
+        """``each`` slots a block: their number, their indices, and the operators' table of pieces."""
         slots = each * self.blocks
         indices = torch.randint(0, BLOCK, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
         return slots, indices.to(self.device), torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
 
-    def selection(self, each: int, ranks: int, explore: int) -> dict[str, Any]:
-        """``each`` slots a block, dealt one by one to ``ranks``."""
-        indices = self.zeros(max(1, self.blocks * each // ranks + 1), dtype=torch.uint8)
-        counts = {"slots": each * self.blocks, "first_slot": 0, "phase": 0}
-        return {"indices": indices, **counts, "run": 1, "ranks": ranks, "position": 0, "key": 1234, "explore": explore}
+    def draw(self, ranks: int, explore: int) -> dict[str, int]:
+        """Slots are dealt one by one to ``ranks``."""
+        return ops.Draw(phase=0, run=1, ranks=ranks, position=0, key=1234, explore=explore)._asdict()
 
     def accumulate(
         self, each: int, ranks: int, explore: int = 0, *, dtype: torch.dtype = torch.float32, velocity: bool = False,
-        weight: bool = True, means: bool = False, deferred: bool = False, transform: bool = False
+        weight: bool = True, means: bool = False, transform: bool = False, piece: int = 0
     ) -> dict[str, Any]:  # fmt: skip
-        """The arguments of ``accumulate_select``; with ``each`` = 0 it accumulates only."""
-        padded = self.blocks * BLOCK
+        """The arguments of ``accumulate_select``; with ``each`` = 0 it accumulates only. ``piece``: entries of a
+        piece."""
+        piece = piece or self.n
+        padded, blocks = self.blocks * BLOCK, -(-piece // BLOCK)
+        grads = [grad.clone() for grad in self.random(self.n, dtype).split(piece)]
+        rows = [[i * blocks, -(-grad.numel() // BLOCK)] for i, grad in enumerate(grads)]
+        pieces = [[first, count, first * each, count * each] for first, count in rows]
         arguments = {
-            "grad": self.random(self.n, dtype),
+            "grads": grads,
             "residual": self.random(padded),
-            "weight": self.random(self.n, dtype) if weight else None,
+            "weights": [grad.clone() for grad in grads] if weight else [],
             "velocity": self.random(padded) if velocity else None,
-            "floor": torch.tensor([1e-3], device=self.device),
+            "pieces": torch.tensor(pieces, device=self.device),
+            "floors": torch.full((len(grads),), 1e-3, device=self.device),
+            "indices": self.zeros(max(1, self.blocks * each // ranks + 1), dtype=torch.uint8),
             "invalid": self.zeros(1, dtype=torch.int32),
-            "touched": self.zeros(1, dtype=torch.int32),
+            "touched": self.zeros(len(grads), dtype=torch.int32),
             "block_means": self.zeros(self.blocks) if means else None,
             "scale": 0.5,
             "momentum": 0.9,
-            **self.selection(each, ranks, explore),
-            "transform": transform,
             "decay": 0.999 if transform else 1.0,
+            "transform": transform,
+            **self.draw(ranks, explore),
         }
         arguments["residual"][self.n :] = 0
-        if deferred:
-            slots, indices, _ = self.slots(each)
-            arguments |= {"deferred_indices": indices, "deferred_mean": self.random(slots), "deferred_slots": slots}
-            arguments["deferred_error"] = self.random(slots) * 1e-3
+        if velocity:
+            arguments["velocity"][self.n :] = 0
         return arguments
 
     def accumulate_select(self, name: str, each: int, ranks: int, explore: int = 0, **options: Any) -> None:
         arguments = self.accumulate(each, ranks, explore, **options)
-        grad, residual, weight = arguments["grad"], arguments["residual"], arguments["weight"]
-        slots = arguments.get("deferred_slots", 0)
+        grads, residual, weights = arguments["grads"], arguments["residual"], arguments["weights"]
+        grad = torch.cat(grads)
+        weight = torch.cat(weights) if weights else None
 
         def plain() -> None:
             flat = residual[: self.n].add_(grad, alpha=0.5)
@@ -131,20 +136,21 @@ class Bench:
 
         reads_weight = weight is not None and each >= ranks  # then this rank leads in every block
         entry = 8 + grad.element_size() * (1 + reads_weight) + 8 * options.get("velocity", False)
-        self.row(name, "accumulate_select", arguments, self.n * entry + slots * 9, plain)
+        self.row(name, "accumulate_select", arguments, self.n * entry, plain)
 
     def select(self, name: str, each: int, ranks: int, explore: int = 0) -> None:
-        score = self.random(self.blocks * BLOCK).abs()
-        arguments = {"score": score, **self.selection(each, ranks, explore)}
-        count = self.blocks * each // ranks
+        score, count = self.random(self.n).abs(), self.blocks * each // ranks
+        pieces = torch.tensor([[0, self.blocks, 0, each * self.blocks]], device=self.device)
+        indices = self.zeros(count + 1, dtype=torch.uint8)
+        arguments = {"scores": [score], "pieces": pieces, "indices": indices, **self.draw(ranks, explore)}
         self.row(name, "select", arguments, 4 * score.numel(), lambda: torch.topk(score, count))
 
     def gather(self, each: int) -> None:
         """The plain code reaches the same entries by flat int64 indices."""
-        slots, indices, segments = self.slots(each)
+        slots, indices, pieces = self.slots(each)
         residual, fresh, values = self.random(self.blocks * BLOCK), self.random(self.blocks * BLOCK), self.zeros(slots)
-        arguments = {"residual": residual, "indices": indices, "segments": segments, "values": values, "phase": 0}
-        where = reference.flat_positions(indices, segments, 0)
+        arguments = {"residual": residual, "indices": indices, "pieces": pieces, "values": values, "phase": 0}
+        where = reference.flat_positions(indices, pieces, 0)
 
         def plain() -> None:
             torch.index_select(residual, 0, where, out=values)
@@ -161,33 +167,30 @@ class Bench:
             "", "hadamard", arguments, 8 * values.numel(), lambda: torch.mm(values.view(-1, BLOCK), matrix, out=out)
         )
 
-    def scatter(
-        self, each: int, velocity: bool = False, means: bool = False, deferred: bool = True, transform: bool = False
-    ) -> None:
+    def scatter(self, each: int, velocity: bool = False, means: bool = False, transform: bool = False) -> None:
         """The inverse of :meth:`gather`."""
-        slots, indices, segments = self.slots(each)
+        slots, indices, pieces = self.slots(each)
         residual, fresh, grad = self.random(self.blocks * BLOCK), self.random(self.blocks * BLOCK), self.zeros(self.n)
         momentum, block_means = torch.ones_like(residual) if velocity else None, self.random(self.blocks)
-        mean, error = self.random(slots), None if deferred else self.random(slots) * 1e-3
+        mean, error = self.random(slots), self.random(slots) * 1e-3
         arguments = {
-            "grads": [grad], "residual": residual, "velocity": momentum, "indices": indices, "segments": segments,
+            "grads": [grad], "residual": residual, "velocity": momentum, "indices": indices, "pieces": pieces,
             "mean": mean, "quantization_error": error, "phase": 0, "scale": 0.25,
             "block_means": block_means if means else None, "transform": transform, "sign": transform,
         }  # fmt: skip
-        where = reference.flat_positions(indices, segments, 0).clamp(max=self.n - 1)
+        where = reference.flat_positions(indices, pieces, 0).clamp(max=self.n - 1)
 
         def plain() -> None:
             grad[where] = mean * 0.25
-            if error is not None:
-                residual[where] = error
+            residual[where] = error
 
         def before() -> None:
             residual.copy_(fresh)
             grad.zero_()
 
         whole = means or transform  # all of the gradient is written
-        byte_count = slots * (1 + 8 + (8 + 4 * velocity) * (not deferred)) + 4 * self.n * whole - 4 * slots * transform
-        options = {"velocity": velocity, "means": means, "not deferred": not deferred, "transform, sign": transform}
+        byte_count = slots * (1 + 8 + 8 + 4 * velocity) + 4 * self.n * whole - 4 * slots * transform
+        options = {"velocity": velocity, "means": means, "transform, sign": transform}
         name = ", ".join([f"{each} of 256", *(option for option, given in options.items() if given)])
         self.row(name, "scatter", arguments, byte_count, plain, before)
 
@@ -223,29 +226,26 @@ def started(kind: type[B], description: str | None) -> B:
 
 def main() -> int:
     bench = started(Bench, __doc__)
-    bench.accumulate_select("fp32, 1 of 4 slots, deferred", 4, 4, deferred=True)
     bench.accumulate_select("fp32, 1 of 4 slots", 4, 4)
+    bench.accumulate_select("fp32, 1 of 4 slots, many pieces", 4, 4, piece=1024)
     bench.accumulate_select("fp32, 1 of 4 slots, velocity", 4, 4, velocity=True)
     bench.accumulate_select("fp32, 1 of 4 slots, explored", 4, 4, EXPLORE)
     bench.accumulate_select("fp32, 1 of 4 slots, means", 4, 4, means=True)
-    name = "fp32, 1 of 4 slots, velocity, means, deferred"
-    bench.accumulate_select(name, 4, 4, velocity=True, means=True, deferred=True)
+    bench.accumulate_select("fp32, 1 of 4 slots, velocity, means", 4, 4, velocity=True, means=True)
     bench.accumulate_select("fp32, 4 slots", 4, 1)
     bench.accumulate_select("fp32, 16 slots", 16, 1)
     bench.accumulate_select("fp32, no slots", 0, 1)
     bench.accumulate_select("bf16, 1 of 4 slots", 4, 4, dtype=torch.bfloat16)
     bench.accumulate_select("fp16, 1 of 4 slots", 4, 4, dtype=torch.float16)
     bench.accumulate_select("fp32, 1 of 4 slots, no weight", 4, 4, weight=False)
-    name = "fp32, 4 of 16 slots, deferred"
-    bench.accumulate_select(name, 16, 4, weight=False, deferred=True)
-    bench.accumulate_select(f"{name}, transform", 16, 4, weight=False, deferred=True, transform=True)
+    bench.accumulate_select("fp32, 4 of 16 slots", 16, 4, weight=False)
+    bench.accumulate_select("fp32, 4 of 16 slots, transform", 16, 4, weight=False, transform=True)
     bench.select("1 of 4 slots", 4, 4)
     bench.select("1 of 4 slots, explored", 4, 4, EXPLORE)
     bench.gather(4)
     bench.scatter(4)
     bench.scatter(4, means=True)
-    bench.scatter(4, deferred=False)
-    bench.scatter(4, velocity=True, deferred=False)
+    bench.scatter(4, velocity=True)
     bench.scatter(16, transform=True)
     bench.hadamard()
     print(table.markdown(bench.rows))

@@ -16,7 +16,6 @@ from strategies import (
     check_device,
     clone,
     draws,
-    dtypes,
     gradients,
     kinds,
     layout_of,
@@ -131,7 +130,9 @@ def test_many_blocks(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_pieces(device: str) -> None:
     layout = layout_of([(1 + 7 * i % 700, i % 3) for i in range(400)])
-    grads = [values(n, "normal", n).to(DTYPES[i % 3]) if i % 5 else torch.empty(0) for i, n in enumerate(layout.entries)]
+    grads = [
+        values(n, "normal", n).to(DTYPES[i % 3]) if i % 5 else torch.empty(0) for i, n in enumerate(layout.entries)
+    ]
     with threads(3):
         args = agrees("accumulate_select", arguments_of(layout, grads, clone(grads), DRAW, velocity=True), device)
     assert args[8].bool().tolist() == [bool(i % 5) for i in range(400)], "touched"
@@ -210,10 +211,10 @@ def test_touched(device: str, dtype: torch.dtype, way: dict) -> None:
     """Set by one entry other than zero, wherever it is, and never unset. A thread's part has 128 blocks or more."""
     check_device(device)
     n = 299 * BLOCK + 3
-    layout = layout_of([(n, 300), (n, 0), (5, 0)])
+    layout = layout_of([(5, 1), (n, 300), (5, 0)])
 
     def touched(grad: torch.Tensor, before: int = 0, scale: float = 1.0) -> int:
-        grads = [torch.zeros(n, dtype=dtype), grad.to(dtype), torch.zeros(5, dtype=dtype)]
+        grads = [torch.zeros(5, dtype=dtype), grad.to(dtype), torch.zeros(5, dtype=dtype)]
         args = on(device, arguments_of(layout, grads, [], DRAW, scale=scale, **way))
         args[8][1] += before
         with threads(3):
