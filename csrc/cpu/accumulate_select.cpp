@@ -95,11 +95,20 @@ HVD_BODY void fetch(const void* memory, int64_t bytes) {
   }
 }
 
-// The blocks `begin` to `end` of one piece.
+// Prefetches a block that has no padding, or the first one of a tensor.
+HVD_BODY void fetch_block(const PieceTensor& tensor, int64_t block, bool weighted) {
+  int64_t size = tensor.dtype == ScalarType::Float ? 4 : 2, offset = block * kBlock * size;
+  int64_t bytes = tensor.inside(block) * size;
+  fetch<false>(static_cast<const char*>(tensor.data) + offset, bytes);
+  if (weighted) fetch<false>(static_cast<const char*>(tensor.weight) + offset, bytes);
+}
+
+// The blocks `begin` to `end` of one piece. `next`: the tensor of the next piece, or null.
 template <bool kVelocity>
 struct Blocks {
   static HVD_BODY uint32_t run(const AccumulateSelect* args, const PieceTensor* tensor,
-                               int64_t number, int64_t begin, int64_t end) {
+                               const PieceTensor* next_tensor, int64_t number, int64_t begin,
+                               int64_t end) {
     alignas(64) int32_t scores[kBlock];
     alignas(64) float converted[kBlock], weights[kBlock];
     const Piece& piece = args->pieces[number];
@@ -120,18 +129,15 @@ struct Blocks {
       char* grad = at(tensor->data, offset);
       float* residual = args->residual + (piece.first_block + block) * kBlock;
       float* velocity = kVelocity ? args->velocity + (piece.first_block + block) * kBlock : nullptr;
+      // Prefetch the next block during the selection in this one.
       if (block + 1 < end) {
-        // Prefetch the next block during the selection in this one.
         after = first_index_of(block + 2);
-        if (tensor->inside(block + 1) == kBlock) {
-          fetch<false>(grad + kBlock * bytes, kBlock * bytes);
-          fetch<true>(residual + kBlock, kBlock * sizeof(float));
-          if (kVelocity) fetch<true>(velocity + kBlock, kBlock * sizeof(float));
-          if (tensor->weight && after > next) {
-            fetch<false>(at(tensor->weight, offset + kBlock * bytes), kBlock * bytes);
-          }
-        }
+        fetch_block(*tensor, block + 1, tensor->weight && after > next);
+      } else if (next_tensor) {
+        fetch_block(*next_tensor, 0, next_tensor->weight);
       }
+      fetch<true>(residual + kBlock, kBlock * sizeof(float));
+      if (kVelocity) fetch<true>(velocity + kBlock, kBlock * sizeof(float));
       int inside = tensor->inside(block), count = static_cast<int>(next - place);
       const float* steps = reinterpret_cast<const float*>(grad);
       float scale = args->scale;
@@ -190,8 +196,10 @@ void accumulate_select_cpu(Draw draw, std::vector<Tensor> grads, Tensor residual
   torch::stable::parallel_for(0, tensors.blocks, kGrain, [&](int64_t begin, int64_t end) {
     auto work = [&](int64_t number, int64_t first, int64_t last) {
       const PieceTensor* tensor = &tensors.rows[number];
-      uint32_t found = args.velocity ? run_best<Blocks<true>>(&args, tensor, number, first, last)
-                                     : run_best<Blocks<false>>(&args, tensor, number, first, last);
+      const PieceTensor* next = number + 1 < pieces.size(0) ? tensor + 1 : nullptr;
+      uint32_t found = args.velocity
+                           ? run_best<Blocks<true>>(&args, tensor, next, number, first, last)
+                           : run_best<Blocks<false>>(&args, tensor, next, number, first, last);
       if (found & kInvalid) set(*args.invalid);
       if (found & kTouched) set(args.touched[number]);
     };
