@@ -10,6 +10,8 @@
 #else
 #define HVD_BODY inline __attribute__((always_inline))
 #endif
+// For lambdas, which do not inherit HVD_BODY from the enclosing function.
+#define HVD_INLINE __attribute__((always_inline))
 
 namespace hvd_compress {
 

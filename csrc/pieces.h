@@ -97,6 +97,8 @@ struct PieceTensor {
   int64_t blocks;
   ScalarType dtype;
 
+  HVD_BODY int64_t entry_size() const { return dtype == ScalarType::Float ? 4 : 2; }
+
   // The number of entries of a block without the padding.
   HVD_BODY int inside(int64_t block) const {
     int64_t left = entries - block * kBlock;

@@ -95,54 +95,54 @@ HVD_BODY void fetch(const void* memory, int64_t bytes) {
   }
 }
 
-// Prefetches a block that has no padding, or the first one of a tensor.
-HVD_BODY void fetch_block(const PieceTensor& tensor, int64_t block, bool weighted) {
-  int64_t size = tensor.dtype == ScalarType::Float ? 4 : 2, offset = block * kBlock * size;
-  int64_t bytes = tensor.inside(block) * size;
-  fetch<false>(static_cast<const char*>(tensor.data) + offset, bytes);
-  if (weighted) fetch<false>(static_cast<const char*>(tensor.weight) + offset, bytes);
+HVD_BODY char* at(const void* data, int64_t offset) {
+  return static_cast<char*>(const_cast<void*>(data)) + offset;
 }
 
-// The blocks `begin` to `end` of one piece. `next`: the tensor of the next piece, or null.
+HVD_BODY void fetch_block(const PieceTensor& tensor, int64_t block, bool weighted) {
+  int64_t offset = block * kBlock * tensor.entry_size();
+  int64_t bytes = tensor.inside(block) * tensor.entry_size();
+  fetch<false>(at(tensor.data, offset), bytes);
+  if (weighted) fetch<false>(at(tensor.weight, offset), bytes);
+}
+
+// The blocks `begin` to `end` of one piece. `after`: the tensor of the next piece, or null.
 template <bool kVelocity>
 struct Blocks {
   static HVD_BODY uint32_t run(const AccumulateSelect* args, const PieceTensor* tensor,
-                               const PieceTensor* next_tensor, int64_t number, int64_t begin,
+                               const PieceTensor* after, int64_t number, int64_t begin,
                                int64_t end) {
     alignas(64) int32_t scores[kBlock];
     alignas(64) float converted[kBlock], weights[kBlock];
     const Piece& piece = args->pieces[number];
-    Select select(args->draw, piece, number);
-    const bool in_place = tensor->dtype == ScalarType::Float && !args->keeps_gradient();
-    const int64_t bytes = tensor->dtype == ScalarType::Float ? 4 : 2;
+    const bool plain = tensor->dtype == ScalarType::Float;
     const float floor = args->floors ? args->floors[number] : 0.0f;
-    auto at = [](const void* data, int64_t offset) {
-      return static_cast<char*>(const_cast<void*>(data)) + offset;
-    };
+    Select select(args->draw, piece, number);
     auto first_index_of = [&](int64_t block) {
       return piece.slots ? select.first_index(block) : 0;
     };
     uint32_t found = 0;
-    int64_t place = first_index_of(begin), next = first_index_of(begin + 1);
-    for (int64_t block = begin; block < end; ++block) {
-      int64_t offset = block * kBlock * bytes, after = next;
+    int64_t place = first_index_of(begin), next = first_index_of(begin + 1), later = next;
+    for (int64_t block = begin; block < end; ++block, place = next, next = later) {
+      int64_t offset = block * kBlock * tensor->entry_size();
+      int64_t bucket_block = piece.first_block + block;
       char* grad = at(tensor->data, offset);
-      float* residual = args->residual + (piece.first_block + block) * kBlock;
-      float* velocity = kVelocity ? args->velocity + (piece.first_block + block) * kBlock : nullptr;
+      float* residual = args->residual + bucket_block * kBlock;
+      float* velocity = kVelocity ? args->velocity + bucket_block * kBlock : nullptr;
       // Prefetch the next block during the selection in this one.
       if (block + 1 < end) {
-        after = first_index_of(block + 2);
-        fetch_block(*tensor, block + 1, tensor->weight && after > next);
-      } else if (next_tensor) {
-        fetch_block(*next_tensor, 0, next_tensor->weight);
+        later = first_index_of(block + 2);
+        fetch_block(*tensor, block + 1, tensor->weight && later > next);
+      } else if (after) {
+        fetch_block(*after, 0, after->weight);
       }
       fetch<true>(residual + kBlock, kBlock * sizeof(float));
       if (kVelocity) fetch<true>(velocity + kBlock, kBlock * sizeof(float));
       int inside = tensor->inside(block), count = static_cast<int>(next - place);
       const float* steps = reinterpret_cast<const float*>(grad);
       float scale = args->scale;
-      uint32_t mask = kInvalid | kTouched;
-      if (!in_place || inside < kBlock) {
+      uint32_t counts = kInvalid | kTouched;  // of what accumulate_block finds
+      if (!plain || args->keeps_gradient() || inside < kBlock) {
         found |= convert(grad, tensor->dtype, inside, converted);
         steps = converted;
       }
@@ -153,29 +153,28 @@ struct Blocks {
         } else {
           float mean = block_mean(converted, inside);
           for (int i = 0; i < inside; ++i) converted[i] -= mean;
-          args->block_means[piece.first_block + block] += mean;
+          args->block_means[bucket_block] += mean;
         }
         scale = 1.0f;
-        mask = kInvalid;
+        counts = kInvalid;
       }
+      auto accumulate = [&](auto score, const float* weight) HVD_INLINE {
+        found |= counts & accumulate_block<kVelocity, score()>(*args, steps, scale, residual,
+                                                               velocity, weight, floor, scores);
+      };
       if (count == 0) {
-        found |= mask & accumulate_block<kVelocity, Score::kNone>(*args, steps, scale, residual,
-                                                                  velocity, nullptr, floor, scores);
+        accumulate(std::integral_constant<Score, Score::kNone>(), nullptr);
       } else if (!tensor->weight) {
-        found |= mask & accumulate_block<kVelocity, Score::kMagnitude>(
-                            *args, steps, scale, residual, velocity, nullptr, floor, scores);
+        accumulate(std::integral_constant<Score, Score::kMagnitude>(), nullptr);
+      } else if (plain && inside == kBlock) {
+        accumulate(std::integral_constant<Score, Score::kWeighted>(),
+                   reinterpret_cast<const float*>(at(tensor->weight, offset)));
       } else {
-        const void* weight = at(tensor->weight, offset);
-        bool direct = tensor->dtype == ScalarType::Float && inside == kBlock;
-        if (!direct) convert(weight, tensor->dtype, inside, weights);
-        found |= mask & accumulate_block<kVelocity, Score::kWeighted>(
-                            *args, steps, scale, residual, velocity,
-                            direct ? static_cast<const float*>(weight) : weights, floor, scores);
+        convert(at(tensor->weight, offset), tensor->dtype, inside, weights);
+        accumulate(std::integral_constant<Score, Score::kWeighted>(), weights);
       }
-      if (!args->keeps_gradient()) memset(grad, 0, inside * bytes);
+      if (!args->keeps_gradient()) memset(grad, 0, inside * tensor->entry_size());
       if (count > 0) select_block(select, block, scores, count, args->indices.data + place);
-      place = next;
-      next = after;
     }
     return found;
   }
@@ -196,10 +195,10 @@ void accumulate_select_cpu(Draw draw, std::vector<Tensor> grads, Tensor residual
   torch::stable::parallel_for(0, tensors.blocks, kGrain, [&](int64_t begin, int64_t end) {
     auto work = [&](int64_t number, int64_t first, int64_t last) {
       const PieceTensor* tensor = &tensors.rows[number];
-      const PieceTensor* next = number + 1 < pieces.size(0) ? tensor + 1 : nullptr;
+      const PieceTensor* after = number + 1 < pieces.size(0) ? tensor + 1 : nullptr;
       uint32_t found = args.velocity
-                           ? run_best<Blocks<true>>(&args, tensor, next, number, first, last)
-                           : run_best<Blocks<false>>(&args, tensor, next, number, first, last);
+                           ? run_best<Blocks<true>>(&args, tensor, after, number, first, last)
+                           : run_best<Blocks<false>>(&args, tensor, after, number, first, last);
       if (found & kInvalid) set(*args.invalid);
       if (found & kTouched) set(args.touched[number]);
     };

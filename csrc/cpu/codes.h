@@ -13,9 +13,6 @@
 #include "isa.h"
 #include "wide.h"
 
-// For lambdas, which do not inherit HVD_BODY from the enclosing function.
-#define HVD_INLINE __attribute__((always_inline))
-
 namespace hvd_compress {
 
 constexpr int kChunk = 512;  // values

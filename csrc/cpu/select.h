@@ -23,37 +23,26 @@ HVD_BODY int reaching(const int32_t* scores, int32_t threshold) {
   return reached;
 }
 
-// Four numbers in a register, with any instruction set: GCC does not vectorise the loops below.
-using Four = int32_t __attribute__((vector_size(16)));
-
-HVD_BODY void load(Four& to, const int32_t* from) { memcpy(&to, from, sizeof(to)); }
-
 // The `count`-th largest of the groups' largest scores: at least `count` scores reach it, and few
 // more.
 template <int kGroups>
 HVD_BODY int32_t reached_by(const int32_t* scores, int count) {
-  constexpr int kParts = kGroups / 4;
-  Four best[kParts] = {}, rank[kParts] = {}, next;
+  alignas(64) int32_t best[kGroups] = {}, larger[kGroups] = {};
   for (int row = 0; row < kBlock; row += kGroups) {
-    for (int part = 0; part < kParts; ++part) {
-      load(next, scores + row + 4 * part);
-      Four larger = next > best[part];  // all bits or none
-      best[part] = (next & larger) | (best[part] & ~larger);
+    for (int i = 0; i < kGroups; ++i) {
+      best[i] = scores[row + i] > best[i] ? scores[row + i] : best[i];
     }
   }
-  int32_t each[kGroups], least[4];
-  memcpy(each, best, sizeof(each));
   for (int other = 0; other < kGroups; ++other) {
-    for (int part = 0; part < kParts; ++part) rank[part] -= each[other] > best[part];
+    for (int i = 0; i < kGroups; ++i) larger[i] += best[other] > best[i];
   }
-  Four bound = Four{} + INT32_MAX;
-  for (int part = 0; part < kParts; ++part) {
-    Four lower = (rank[part] < count) & (best[part] < bound);
-    bound = (best[part] & lower) | (bound & ~lower);
+  int32_t bound = INT32_MAX;
+  for (int i = 0; i < kGroups; ++i) {
+    int32_t smaller = (count - 1 - larger[i]) >> 31;  // -1 if it is not among the largest
+    int32_t mine = best[i] | (smaller & INT32_MAX);   // without a branch
+    bound = mine < bound ? mine : bound;
   }
-  memcpy(least, &bound, sizeof(least));
-  for (int i = 1; i < 4; ++i) least[0] = least[i] < least[0] ? least[i] : least[0];
-  return least[0];
+  return bound;
 }
 
 // For every byte, the positions of its set bits, ascending, one byte each.
@@ -87,6 +76,10 @@ HVD_BODY int list_reaching(const int32_t* scores, int32_t threshold, uint8_t* li
   return filled;
 }
 
+// Four numbers in a register, with any instruction set. GCC would keep the sums of the loop below
+// in memory.
+using Four = int32_t __attribute__((vector_size(16)));
+
 // Of `size` listed indices, keeps those whose scores are among the `count` largest. Returns their
 // number, which is above `count` if scores are equal.
 HVD_BODY int keep_largest(const int32_t* scores, uint8_t* listed, int size, int count) {
@@ -94,7 +87,7 @@ HVD_BODY int keep_largest(const int32_t* scores, uint8_t* listed, int size, int 
   for (int i = 0; i < size; ++i) candidates[i] = scores[listed[i]];
   for (int first = 0; first < size; first += 4) {  // beyond the last one, any numbers
     Four mine, sum = {};
-    load(mine, candidates + first);
+    memcpy(&mine, candidates + first, sizeof(mine));
     for (int other = 0; other < size; ++other) sum -= candidates[other] > mine;
     memcpy(larger + first, &sum, sizeof(sum));
   }
