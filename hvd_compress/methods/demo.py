@@ -29,21 +29,22 @@ class DeMo(TransformedMethod):
 
     Implements the published idea of Peng, Quesnelle & Kingma, *DeMo: Decoupled Momentum Optimization* (2024; arXiv
     2411.19870). It replaces AdamW: the momentum is in this object, the optimizer is ``torch.optim.SGD`` without
-    momentum, whose weight decay is then decoupled, as AdamW's. On rank i, with momentum m (of coefficients) and
-    gradient g::
+    momentum, whose weight decay is then decoupled, as AdamW's. On rank i, for one parameter with gradient g_i and m_i,
+    the momentum's coefficients; H is the Walsh-Hadamard transform of blocks of 256 entries, orthonormal and its own
+    inverse::
 
-        m_i = decay m_i + H g_i                          Walsh-Hadamard transform in blocks of 256 entries
-        S   = union over leaders of their largest |m_i|  one allgather, one byte an index
-        q   = mean_i m_i[S] on S, else 0                 one ring allreduce
-        m_i = m_i - what was sent
-        w   = w - lr (sign(H q) + weight_decay w)        by the optimizer: H is its own inverse
+        m_i = decay m_i + H g_i
+        S   = union over this step's leaders of their largest |m_i|, m of every 256
+        q   = mean_i Q(m_i[S]) on S, 0 elsewhere                Q: the codec
+        m_i = m_i - Q(m_i[S]) on S, m_i elsewhere
+        w   = w - lr (sign(H q) + weight_decay w)               by the optimizer
+        orthogonal=: U V^T sqrt(max(rows, columns)) in place of the sign, where H q = U S V^T
 
-    The paper's: the momentum that each rank keeps for itself, of which only fast components are sent, the transform,
-    the sign. Ours: leaders and the ring, whose bytes do not grow with the ranks; codebooks of 4 bits; the
-    Walsh-Hadamard transform in place of a DCT. With ``exchange="gather"``, as in the paper, every rank selects its own
-    coefficients and sends them to all.
-
-    Uncompressed gradients are replaced by the sign of a momentum of their own.
+    The paper's: a momentum for each rank, from which what is sent is subtracted; the largest coefficients of a
+    transform; the sign; ``exchange="gather"``, where every rank sends its own coefficients to all, and the bytes grow
+    with the ranks. Ours: leaders and the ring; Walsh-Hadamard in place of a DCT, since additions give the same bits on
+    all processors; codebooks of 4 bits; the sign of a momentum of their own for uncompressed gradients. ``orthogonal``
+    is Muon's (Jordan et al., 2024): the Newton-Schulz iteration, scaled to root mean square 1.
 
     Do not clip gradients: after the exchange they are signs or orthogonal matrices, whose norm depends on their size
     only. Clipping raises a warning. Learning rates are as for AdamW.

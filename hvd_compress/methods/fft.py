@@ -23,19 +23,22 @@ class FFT(TransformedMethod):
     r"""Frequency-domain sparsification: the largest Fourier coefficients are sent, the others stay in the residual.
 
     Implements the published idea of Wang et al., *FFT-based Gradient Sparsification for the Distributed Training of
-    Deep Neural Networks* (HPDC 2020; arXiv 1811.08596): gradients are sparsified in the frequency domain, and what is
-    kept is sent as range-based floats. On rank i, with residual R (of coefficients) and gradient g::
+    Deep Neural Networks* (HPDC 2020; arXiv 1811.08596). On rank i, for one parameter with gradient g_i and R_i, the
+    residual of its spectrum; F is the real Fourier transform of chunks of 4096 entries, an orthonormal change of
+    basis::
 
-        A_i = R_i + F g_i                                  real FFT in chunks of 4096 entries
-        S   = union over leaders of their largest |A_i|     one allgather, one byte an index
-        g   = F^-1 (mean_i A_i[S] on S, else 0)            the transform is linear: one inverse is enough
-        R_i = A_i - what was sent
+        U_i = momentum U_i + F g_i                    with momentum, else F g_i
+        A_i = R_i + U_i
+        S   = union over this step's leaders of their largest |A_i|, m of every 256
+        g   = F^-1 (mean_i Q(A_i[S]) on S, 0 elsewhere)             Q: the codec
+        R_i = A_i - Q(A_i[S]) on S, A_i elsewhere;  U_i[S] = 0
 
-    The paper's: thresholding the spectrum by magnitude, range-based floats, a compression ratio that diminishes with
-    the learning rate. Ours: error feedback in the frequency domain, the chunks, real and imaginary parts selected
-    separately in the orthonormal real basis (interior bins count twice), leaders and the ring (``exchange="ring"``).
-    With ``exchange="gather"``, as in the paper, every rank selects its own frequencies and sends them to all, with a
-    bitmap of indices where that is shorter; the bytes grow with the ranks.
+    The paper's: the largest coefficients; range-based floats (their definition is ours); a density that diminishes with
+    the learning rate (:class:`~hvd_compress.schedule.Diminishing`); ``exchange="gather"``, where every rank selects its
+    own frequencies and sends them to all, with a bitmap of indices where that is shorter, so that the bytes grow with
+    the ranks. Ours: the residual in the frequency domain; real and imaginary parts selected separately, which at equal
+    bytes keeps more energy than pairs; interior bins times sqrt(2), so that the transform preserves the norm; leaders
+    and the ring, since the mean of coefficients is the coefficient of the mean, and one inverse transform is enough.
 
     Replicas stay bit-equal if all ranks compute the same inverse transform: on one type of CPU or GPU.
 

@@ -24,21 +24,25 @@ class IWP(SparseMethod):
     r"""Importance-weighted pruning: all ranks send the same few entries, selected by leaders drawn at random.
 
     Implements the published idea of Cheng & Xu, *Bandwidth Reduction using Importance Weighted Pruning on Ring
-    AllReduce* (arXiv 1901.01544): importance is the ratio of gradient to parameter, and the indices of important
-    gradients are broadcast from randomly chosen nodes, so that the sum on the ring stays sparse. On rank i, with
-    residual r and gradient g::
+    AllReduce* (arXiv 1901.01544). On rank i, for one parameter with weights w (equal on all ranks), gradient g_i and
+    residual r_i::
 
-        a_i = r_i + g_i
-        I   = |a_i| / (|w| + floor * mean|w|)             importance
-        S   = union over leaders of their largest I        one allgather, one byte an index
-        g   = mean_i a_i[S] on S, else 0                    one ring allreduce
-        r_i = a_i - what was sent
+        m_i = mean of g_i over each block of 256      with block_means, else 0
+        u_i = momentum u_i + (g_i - m_i)              with momentum, else g_i - m_i
+        a_i = r_i + u_i
+        I_i = |a_i| / (|w| + floor mean|w|)           importance
+        S   = union over this step's leaders of their largest I_i, block by block
+        g   = mean_i Q(a_i[S]) on S, 0 elsewhere      Q: the codec
+        g   = g + mean_i Q(m_i) everywhere            m_i with its own momentum and its own quantization error
+        r_i = a_i - Q(a_i[S]) on S, a_i elsewhere;  u_i[S] = 0      (not at density 1, where nothing is delayed)
 
-    With ``block_means``, the mean of every block of 256 gradients is subtracted first and sent in every step.
+    One allgather carries the indices of all leaders, one allreduce the values and block means.
 
-    The paper's: the importance, the random leaders, the layer-wise budget, the ring. Ours: block-local selection (the m
-    largest of every 256 entries), ``floor``, the random share, the block means, and a wire ratio that counts
-    everything.
+    The paper's: the importance; indices from nodes drawn at random (here an order of the ranks, drawn in each step);
+    the sum of the same few entries on the ring; layers' shares (``budget_interval``); a chance for entries below the
+    threshold (``explore``; its form is ours). Ours: the m largest of every 256 entries; ``floor``, which keeps weights
+    near zero from being selected in every step; block means. Error feedback, momentum correction and the warm-up of the
+    density are DGC's.
 
     Args:
         density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`). Where two
@@ -53,8 +57,8 @@ class IWP(SparseMethod):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by importance (each within
             1/4 and 4 times the density); 0 keeps the shares equal.
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
-        momentum: of momentum correction (u = momentum u + g enters the residual; sent entries of u are cleared), in [0,
-            1). The optimizer's own momentum must then be 0; :meth:`take_momentum` moves it here.
+        momentum: of momentum correction, in [0, 1). The optimizer's own momentum must then be 0; :meth:`take_momentum`
+            moves it here. Uncompressed gradients get plain momentum, after they are averaged.
         Others, and errors: see :class:`~hvd_compress.Compressor`.
     """
 

@@ -27,23 +27,32 @@ class LocalSteps:
     2311.08105); with ``unsent="buffer"``, SparseLoCo's error feedback (Sarfi et al., arXiv 2508.15706). A are the
     common weights, w_i the weights of rank i after its local steps, r_i the compressor's residual::
 
-        d_i = w_i - (A + r_i)                     the local progress   (unsent="buffer": w_i - A)
-        a_i = r_i + d_i                           = w_i - A
-        u   = mean_i of what the compressor sends of a_i
-        r_i = a_i - what was sent                                      (unsent="buffer": times decay)
-        A   = A + outer_lr u                      with outer_momentum, a step of Nesterov's
-        w_i = A + r_i                                                  (unsent="buffer": A)
+        d_i = w_i - (A + r_i)             the local progress: to the compressor, a gradient
+        a_i = r_i + d_i                   = w_i - A
+        u   = mean_i Q(a_i[S])            on the entries S that the compressor selects, 0 elsewhere; Q: its codec
+        r_i = a_i - what was sent
+        A   = A + u
+        w_i = A + r_i                     what was not sent stays in the rank's own weights
 
-    Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer::
+    With ``unsent="buffer"``::
 
-        compression = hvd_compress.IWP(model.named_parameters(), density=1 / 4)
-        local = hvd_compress.LocalSteps(compression, optimizer, period=16)
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss(model(inputs), targets).backward()
-            optimizer.step()
-            local.step()
-        local.finish(model)
+        d_i = w_i - A
+        r_i = decay (r_i + d_i - what was sent)
+        w_i = A
+
+    With ``outer_lr`` and ``outer_momentum``::
+
+        v   = outer_momentum v + u
+        A   = A + outer_lr (u + outer_momentum v)
+
+    With the defaults, the mean of the ranks' weights is the same before and after an exchange. Ours: what was not sent
+    stays in the rank's own weights (Slim-DP's idea), any compressor, complete averages of what it does not compress,
+    and parameters that hold the common weights while an exchange runs, so that methods that select by weights see the
+    same on all ranks. Of differences that are not finite, all ranks see NaN in their weights, and A keeps its value:
+    once the weights are restored, the next exchange is valid.
+
+    Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer
+    (``docs/local_steps.md``).
 
     All ranks must begin with the same parameters, which the first exchange checks, and call :meth:`step` equally often.
     The gradients, their clipping and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.

@@ -24,21 +24,25 @@ class MIPD(SparseMethod):
     r"""MIPD: entries are selected by a significance that all ranks compute from shared state; no indices are sent.
 
     Implements the published idea of Zhang & Wang, *MIPD: An Adaptive Gradient Sparsification Framework for Distributed
-    DNNs Training* (IEEE TPDS 33(11), 2022): the significance of a parameter comes from the model's interpretability,
-    not from the gradient's size alone; each layer is encoded by its own distribution; half of the parameters are
-    updated each step; exponential smoothing compensates for what was not sent. With weights w, the smoothed average
-    gradient e (per step), and t steps since an entry was last sent, all of them equal on all ranks::
+    DNNs Training* (IEEE TPDS 33(11), 2022). On rank i, for one parameter with gradient g_i and residual r_i; weights w,
+    smoothed average gradient e (per step) and t, the steps since an entry was last sent, are equal on all ranks::
 
+        a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
         s   = (|w| + floor rms(w)) (|e| + floor rms(e)) t       significance
-        S   = the m largest s of every 256, in one half of the layer, alternating
-        p   = compensation e                                    shared prediction, in that half
-        g   = p + mean_i (a_i - p)[S] on S, p off it, 0 in the other half
-        r_i = a_i - what was applied of it                      includes prediction errors
-        e   = smoothing e + (1 - smoothing) (what arrived / t)  on S
+        S   = the m largest s of every 256, in that half of the layer whose turn it is
+        p   = compensation e                                    in that half, 0 in the other
+        g   = p + mean_i Q((a_i - p)[S]) on S, p off it         Q: the codec
+        r_i = a_i - p - Q((a_i - p)[S]) on S, a_i - p off it
+        e   = smoothing e + (1 - smoothing) (received value / t + compensation applied since)   on S
 
-    The paper's: significance by interpretability, layer-wise budgets and encoding, half of the parameters a step,
-    smoothing. Ours: ``|w e|`` (first-order attribution) as significance, from shared state; the factor t; halves as
-    first and last blocks of a layer; the residual beside the smoothing; the codecs.
+    The paper's: significance by the model's interpretability; layers' shares (``budget_interval``); half of the
+    parameters a step; exponential smoothing in place of what was not sent; each layer encoded by its own distribution.
+    Ours: first-order attribution, ``|w e|``, as significance, from shared state; the factor t, without which the same
+    few entries would be selected in every step; halves as first and last blocks of a layer; the residual, which
+    corrects the errors of p; the codecs.
+
+    In each step the ranks compare seed, step, options and a hash of the selected entries, and raise an error if they
+    differ (on a GPU in every hundredth step, since the comparison synchronises it).
 
     Args:
         density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;

@@ -29,20 +29,24 @@ _PRIME = 1048573  # the largest below agreement.LIMIT
 class MP2(SparseMethod):
     r"""MP2: a part of the entries is sent, and a small network predicts the others from shared state.
 
-    Implements the published idea of Liu et al., *MP2* (Computer Networks 255, 2024): workers push a subset of the
-    parameters, and the rest is predicted by an already trained network of convolution, channel attention and max
-    pooling, where training shows that its predictions are good. On rank i::
+    Implements the published idea of Liu et al., *MP2* (Computer Networks 255, 2024). On rank i, for one parameter with
+    gradient g_i and residual r_i; h is the same on all ranks::
 
-        S   = drawn in proportion to the smoothed gradient         no indices are sent
-        h   = predictor(last values; ages; smoothed; weights)      the same on all ranks; 0 where the gate is closed
-        g   = mean_i a_i[S] on S, h off it                         a_i = r_i + g_i
-        r_i = a_i - what was sent on S, a_i - h off it              includes prediction errors
+        a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
+        S   = m of every 256 entries, drawn in proportion to |smoothed| + floor rms(smoothed)
+        h   = predictor(received values on S; S; age; last received values; their trend; w), 0 where the gate is closed
+        g   = mean_i Q(a_i[S]) on S, h off it                   Q: the codec
+        r_i = a_i - Q(a_i[S]) on S, a_i - h off it
 
-    The gate of a layer is open while the cosine of prediction and received gradient is at least ``gate``.
+    The gate of a layer is open while the cosine of prediction and received gradient is at least ``gate``. Without
+    ``prediction``, h is 0.
 
-    The paper's: the predictor's architecture, predicting what is not sent, using predictions only where they are good.
-    Ours: which entries are sent, the residual, the predictor's inputs and training (``scripts/train_predictor.py``),
-    the criterion of the gate.
+    The paper's: a part is pushed, by default a ninth, and the rest is predicted by a network of convolution, channel
+    attention and max pooling, trained beforehand on recorded trainings, where training shows that it is good. Ours:
+    which entries are sent (with prediction those that were predicted badly more often, since only their errors are
+    sent); the residual, so that over all steps nothing is lost; the predictor's inputs, sizes and training
+    (``docs/predictor.md``); the measure of the gate; a step predicts a ninth of the windows, the others keep their
+    prediction until their turn.
 
     Every rank computes the predictions itself, so all ranks need the same type of processor and number of threads. They
     compare a checksum every ``check_interval`` steps.

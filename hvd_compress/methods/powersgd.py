@@ -21,17 +21,21 @@ class PowerSGD(Compressor):
     r"""PowerSGD: each gradient matrix is replaced by a product of two thin matrices, by one step of power iteration.
 
     Implements Vogels, Karimireddy & Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization* (NeurIPS 2019). On rank i, with residual r and gradient g, both n x m, and Q of m x rank::
+    Optimization* (NeurIPS 2019). On rank i, for one parameter with gradient g_i and residual r_i, both as n x m
+    matrices (the first dimension by all others), and Q, m x rank, equal on all ranks::
 
         M_i = r_i + g_i
-        P   = orthonormalise(mean_i M_i Q)                  one allreduce
-        Q   = mean_i M_i^T P                                one allreduce; the start of the next step's iteration
+        P   = orthonormalise(mean_i M_i Q)            one allreduce a bucket; columns of Q scaled to norm 1
+        Q   = mean_i M_i^T P                          another one; Q is kept for the next step
         g   = P Q^T
         r_i = M_i - P (M_i^T P)^T
 
-    A parameter of more than two dimensions is a matrix with its first dimension as rows. A matrix that would not get
-    smaller is sent complete. The bytes do not grow with the number of ranks. Replicas stay bit-equal if all ranks
-    compute the same orthonormalisation (:func:`torch.linalg.qr`): on one type of processor.
+    Ours: :func:`torch.linalg.qr` instead of Gram-Schmidt; matrices that would not get smaller, sent complete with the
+    first factor; factors in float16, clamped so that the sum cannot overflow (the residual keeps the rest); gradients
+    that are not finite never enter residual or Q. The rest is the paper's; torch's own hook subtracts the average from
+    the residual instead of a rank's own projection.
+
+    Replicas stay bit-equal if all ranks compute the same orthonormalisation: on one type of processor.
 
     Args:
         rank: of the approximation, at least 1.

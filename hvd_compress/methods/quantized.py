@@ -55,15 +55,20 @@ class QSGD(Quantized):
     r"""QSGD: every entry as a random multiple of the norm of its run, unbiased.
 
     Implements Alistarh, Grubic, Li, Tomioka & Vojnovic, *QSGD: Communication-Efficient SGD via Gradient Quantization
-    and Encoding* (NeurIPS 2017). With s levels, for every run of entries v of a rank's gradient::
+    and Encoding* (NeurIPS 2017). On rank i, for every run v of g_i, with L = 2**(bits - 1) - 1 levels::
 
-        Q(v_j) = ||v|| sgn(v_j) xi_j / s      xi_j = floor or ceil of s |v_j| / ||v||, at random so that E Q(v) = v
-        g      = mean_i Q(g_i)                one allgather
+        x_j    = L |v_j| / ||v||                  ||v||: the l2 norm, or the largest |v_j| with norm="max"
+        q_j    = x_j rounded up or down at random, so that E q_j = x_j
+        Q(v_j) = ||v|| sgn(v_j) q_j / L
+        g      = mean_i Q(g_i)                    one allgather of norms and codes
+
+    Ours: codes of fixed length, where the paper's Elias code is shorter if most entries are 0 (collectives have
+    constant size here); error feedback; momentum, which at full density is plain momentum on each rank.
 
     The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
 
     Args:
-        bits: per entry, 2 to 8, with the sign: s = 2**(bits - 1) - 1.
+        bits: per entry, 2 to 8, with the sign.
         run: entries that share a norm (the paper's bucket size).
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
         error_feedback: keep the quantization error for the next step (not in the paper; diverges with few levels).
@@ -81,14 +86,14 @@ class TernGrad(Quantized):
     r"""TernGrad: every entry as -s, 0 or s, unbiased, with gradients clipped and the scale shared.
 
     Implements Wen, Xu, Yan, Wu, Wang, Chen & Li, *TernGrad: Ternary Gradients to Reduce Communication in Distributed
-    Deep Learning* (NeurIPS 2017). For each parameter::
+    Deep Learning* (NeurIPS 2017). On rank i, for each parameter::
 
-        c_i = g_i clipped to clip standard deviations
-        s   = max_i max |c_i|                         shared scaler: 4 bytes a parameter
-        t_i = s sgn(c_i) b_i                          b_i = 1 with probability |c_i| / s, so that E t_i = c_i
-        g   = mean_i t_i                              integers, summed by allreduce
+        s   = max_i min(max |g_i|, clip rms(g_i))     shared scale: 4 bytes a parameter from every rank to all
+        t_i = s sgn(g_i) b_i                          b_i = 1 with probability min(|g_i| / s, 1), else 0
+        g   = mean_i t_i                              integers in lanes of 2 + ceil(log2 ranks) bits, one allreduce
 
-    The sums are sent in lanes of ``2 + ceil(log2 ranks)`` bits.
+    Ours: the root mean square as standard deviation, with the zeros that pad a parameter to blocks of 256; a shared
+    scale always; error feedback; momentum, which at full density is plain momentum on each rank.
 
     Args:
         clip: in standard deviations (the paper's 2.5), above 0; None does not clip.

@@ -25,20 +25,26 @@ _CORE = 1e20
 class SlimDP(SparseMethod):
     r"""Slim-DP: significant entries (the core) are sent in every step, and a random part of the others (the explorer).
 
-    Implements Sun, Chen, Bian, Liu & Liu, *Slim-DP: A Light Communication Data Parallelism for DNN* (arXiv 1709.09393;
-    AAMAS 2018). Core and explorer are computed from shared state, so no indices are sent. With weights w
-    and the smoothed average gradient e (per step)::
+    Implements the published idea of Sun, Chen, Bian, Liu & Liu, *Slim-DP: A Light Communication Data Parallelism for
+    DNN* (arXiv 1709.09393; AAMAS 2018). On rank i, for one parameter with gradient g_i and residual r_i; weights w and
+    smoothed average gradient e (per step) are equal on all ranks::
 
+        a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
         s   = |w| / rms(w) + gradient_weight |e| / rms(e)       every ``reselect`` steps
-        C   = the largest s: a share ``core`` of the slots of every 256 entries
-        E   = random others in the remaining slots, drawn in each step
+        C   = the largest s of every 256: a share ``core`` of their slots
+        E   = random others of the 256 in the remaining slots, drawn in each step
         S   = C + E
-        g   = mean_i a_i[S] on S, 0 elsewhere                   a_i = r_i + g_i
-        r_i = a_i - what was sent
+        g   = mean_i Q(a_i[S]) on S, 0 elsewhere                Q: the codec
+        r_i = a_i - Q(a_i[S]) on S, a_i elsewhere
+        e   = smoothing e + (1 - smoothing) (received value / steps since the entry was last sent)   on S
 
-    The paper's: core and explorer, significance by magnitude and gradient, re-selection. Ours: no indices, the
-    residual, block-local selection, the codecs. The paper's workers take several steps, exchange parameters and
-    continue from their own: :class:`~hvd_compress.LocalSteps`.
+    The paper's: a core by magnitude and gradient (the formula is ours), a random explorer. Re-selection is of later
+    literature. Ours: core and explorer from state and seed that all ranks share, so that no indices are sent; the m
+    largest of every 256, which may leave out a significant entry whose block is full; the residual. The paper's workers
+    take several steps, exchange parameters and continue from their own: :class:`~hvd_compress.LocalSteps` does so here.
+
+    In each step the ranks compare a hash of seed, step, options and selection, and raise an error if they differ (on a
+    GPU in every hundredth step).
 
     Args:
         density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.

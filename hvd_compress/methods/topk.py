@@ -22,13 +22,16 @@ class TopK(SparseMethod):
     r"""Top-k sparsification with error feedback: every rank sends its largest entries to all others.
 
     Implements Aji & Heafield, *Sparse Communication for Distributed Gradient Descent* (EMNLP 2017), with the error
-    feedback whose convergence Stich et al., *Sparsified SGD with Memory* (NeurIPS 2018), prove. On rank i, with
-    residual r and gradient g, for each parameter::
+    feedback whose convergence Stich, Cordonnier & Jaggi, *Sparsified SGD with Memory* (NeurIPS 2018), prove. On rank i,
+    for each parameter with gradient g_i and residual r_i::
 
         a_i = r_i + g_i
-        S_i = the k entries of largest |a_i|               exact; four bytes an index
-        g   = mean_i of a_i on S_i, 0 elsewhere             two allgathers: indices, values
-        r_i = a_i off S_i; the quantization error on S_i
+        S_i = the k entries of largest |a_i|               a different set on each rank
+        g   = mean_i of Q(a_i[S_i]) on S_i, 0 elsewhere    Q: the codec
+        r_i = a_i - Q(a_i[S_i]) on S_i, a_i elsewhere
+
+    k is the parameter's share of the density times its bucket, at least 1. Two allgathers carry indices, of four bytes,
+    and values. The papers encode indices in fewer bytes.
 
     Args:
         density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
@@ -58,13 +61,17 @@ class DGC(TopK):
     r"""Deep Gradient Compression: top-k with momentum correction, factor masking, a sampled threshold and a warm-up.
 
     Implements Lin, Han, Mao, Wang & Dally, *Deep Gradient Compression: Reducing the Communication Bandwidth for
-    Distributed Training* (ICLR 2018). On rank i, with velocity u and residual v, for each parameter::
+    Distributed Training* (ICLR 2018). On rank i of N, for each parameter, with velocity u_i and residual v_i::
 
-        u_i = momentum u_i + clip(g_i)                     momentum correction; local clipping
+        u_i = momentum u_i + g_i min(1, clip_norm / (sqrt(N) |g_i|))     momentum correction, local clipping
         v_i = v_i + u_i
-        S_i = the k entries of largest |v_i|                found among those above a sampled threshold
-        g   = mean_i of v_i on S_i, 0 elsewhere
-        u_i = v_i = 0 on S_i                               factor masking
+        S_i = the k entries of largest |v_i|                             of those above a sampled threshold
+        g   = mean_i of Q(v_i[S_i]) on S_i, 0 elsewhere                  Q: the codec
+        v_i = v_i - Q(v_i[S_i]) on S_i;  u_i[S_i] = 0                    momentum factor masking
+
+    Ours: the norm of one parameter where the paper clips by that of the whole gradient (a hook sees one parameter at a
+    time; uncompressed tensors are not clipped); the exact k largest of those above the threshold, which lets 1.3 times
+    as many through as are wanted, and of all entries if there are too few. The rest is the paper's.
 
     The optimizer's own momentum must be 0: :meth:`take_momentum` moves it here.
 
