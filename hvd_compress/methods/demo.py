@@ -70,7 +70,8 @@ class DeMo(TransformedMethod):
             equal.
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
         momentum: see :class:`~hvd_compress.IWP`. Without ``sign`` only.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
         ValueError: also, with ``sign``, in the optimizer's step: an optimizer with momentum, or with parameters that

@@ -53,7 +53,8 @@ class FFT(TransformedMethod):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     # What trained best at equal bytes (docs/benchmarks.md); the paper's.

@@ -59,7 +59,8 @@ class IWP(SparseMethod):
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
         momentum: of momentum correction, in [0, 1). The optimizer's own momentum must then be 0; :meth:`take_momentum`
             moves it here. Uncompressed gradients get plain momentum, after they are averaged.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(

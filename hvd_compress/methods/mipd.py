@@ -58,7 +58,8 @@ class MIPD(SparseMethod):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by significance (each
             within 1/4 and 4 times the density); 0 keeps the shares equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(

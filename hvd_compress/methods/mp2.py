@@ -65,7 +65,8 @@ class MP2(SparseMethod):
         check_interval: steps between checksums of predictions and weights; 0 never compares them.
         predictor: replaces the shipped predictor; the same on all ranks.
         momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
         RuntimeError: the ranks' predictions or weights differ.

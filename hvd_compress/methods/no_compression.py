@@ -25,8 +25,9 @@ class NoCompression(Compressor):
     Args:
         values: ``"fp32"``, or ``"fp16"`` to send float32 and bfloat16 gradients in float16, rounded. Gradients of
             other dtypes are sent as they are, with ``"fp32"`` bfloat16 ones in float32, complex ones as pairs.
-        Others, and errors: see :class:`~hvd_compress.Compressor`. ``seed``, ``min_numel`` and ``bucket_mb`` have no
-            effect, and ``dense_values`` is not an argument.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`. ``seed``, ``min_numel`` and ``bucket_mb`` have
+    no effect, and ``dense_values`` is not an argument.
 
     Raises:
         TypeError: ``dense_values`` was given.

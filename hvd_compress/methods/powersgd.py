@@ -42,7 +42,8 @@ class PowerSGD(Compressor):
         values: how factors are sent, ``"fp16"`` or ``"fp32"``.
         error_feedback: keep the approximation error for the next step.
         warm_start: start each step's iteration from the last Q; otherwise from a random one.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ class QSGD(Quantized):
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
         error_feedback: keep the quantization error for the next step (not in the paper; diverges with few levels).
         momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class TernGrad(Quantized):
         clip: in standard deviations (the paper's 2.5), above 0; None does not clip.
         error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
         momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(self, named_parameters: NamedParameters, *, clip: float | None = 2.5, **options: Any) -> None:

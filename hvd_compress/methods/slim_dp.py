@@ -56,7 +56,8 @@ class SlimDP(SparseMethod):
         budget_interval: exchanges between updates of the parameters' shares of a bucket's slots by significance; 0
             keeps them equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(

@@ -37,7 +37,8 @@ class TopK(SparseMethod):
         density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class DGC(TopK):
             ``clip_norm / sqrt(ranks)``, before momentum correction. None does not clip.
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``; the paper's are four epochs.
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`).
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
