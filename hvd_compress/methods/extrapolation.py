@@ -91,7 +91,7 @@ class Line(Extrapolation):
 
 class WNN(Extrapolation):
     """The weight nowcaster network: Jang et al., *Learning to Boost Training by Periodic Nowcasting Near Future
-    Weights* (ICML 2023), trained by ``scripts/train_wnn.py``.
+    Weights* (ICML 2023), trained by ``scripts/experiments/train_wnn.py``.
 
     Args:
         parameters: see :class:`Extrapolation`.

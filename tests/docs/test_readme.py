@@ -1,17 +1,14 @@
 """README is short, its links lead somewhere, and its figures come from results that name a commit."""
 
-import importlib
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import figures
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-figures = importlib.import_module("figures")
 README = (ROOT / "README.md").read_text()
 #: Where README's figures are from: its tables and its picture.
 SOURCES = ("exchange-ring", "gpt-adamw", *figures.RACES)
@@ -35,7 +32,7 @@ def test_links_lead_somewhere():
 
 
 def test_table_of_steps_is_current():
-    assert figures.readme(README, figures.RESULTS) == README, "run scripts/figures.py"
+    assert figures.readme(README, figures.RESULTS) == README, "run scripts/experiments/figures.py"
 
 
 def evidence() -> set[float]:

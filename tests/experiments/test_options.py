@@ -1,19 +1,12 @@
 """Options of train.py: those of methods, hosts and optimizers; byte accounting of stock compressors."""
 
-import importlib
-import sys
-
 import pytest
 import torch
-from launch import ROOT
+import train
+import train_methods
+from experiment import compressors, models
 
 from hvd_compress.hosts.threads import ThreadWorld
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-compressors = importlib.import_module("experiment.compressors")
-models = importlib.import_module("experiment.models")
-train, train_methods = importlib.import_module("train"), importlib.import_module("train_methods")
 
 
 class Half:

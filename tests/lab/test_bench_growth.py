@@ -1,20 +1,15 @@
-"""scripts/bench_growth.py: its simulated ranks, and its figures."""
+"""scripts/lab/bench_growth.py: its simulated ranks, and its figures."""
 
-import importlib
 import sys
 
+import bench_growth as growth
 import pytest
 import torch
-from launch import ROOT, finish, start
+from experiment.result_file import read_runs
+from launch import finish, start
 
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall
 from hvd_compress.hosts.threads import ThreadWorld
-
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-growth = importlib.import_module("bench_growth")
-read_runs = importlib.import_module("experiment.result_file").read_runs
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def test_the_mirror_answers_as_ranks_that_send_the_same(request_):
 def test_measures_in_processes_of_their_own(tmp_path):
     path = tmp_path / "runs.jsonl" / "entries"
     options = ["--methods", "iwp,topk", "--millions", "1,8", "--ranks", "2", "--steps", "1", "--json", str(path)]
-    command = [sys.executable, str(SCRIPTS / "bench_growth.py"), *options]
+    command = [sys.executable, growth.__file__, *options]
     process = start(command)
     output = finish(process, timeout=240)
     assert process.returncode == 0, output

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train MP2's predictor on what record_histories.py kept, and write its weights and a model card.
 
-    python scripts/train_predictor.py HISTORIES_DIR [--weights FILE.safetensors] [--card FILE.md]
+    python scripts/experiments/train_predictor.py HISTORIES_DIR [--weights FILE.safetensors] [--card FILE.md]
 
 Some runs are held out (`--held-out`, by data and network): nothing is tuned on them, and the card's figures are of
 them alone. The loss is the squared error in units of a layer's root mean square, with the largest targets clipped.
@@ -99,9 +99,9 @@ def card(predictor: Predictor, error: float, examples: Examples, held_out: Examp
     return (
         f"""# The predictor's model card
 
-Written by `scripts/train_predictor.py` (hvd_compress {hvd_compress.__version__}, torch {torch.__version__}) from the
-data of `scripts/record_histories.py`: {len(examples.seen):,} windows of 256 entries for training, and
-{len(held_out.seen):,} held out (all runs of {args.held_out}).
+Written by `scripts/experiments/train_predictor.py` (hvd_compress {hvd_compress.__version__}, torch
+{torch.__version__}) from the data of `scripts/experiments/record_histories.py`: {len(examples.seen):,} windows of 256
+entries for training, and {len(held_out.seen):,} held out (all runs of {args.held_out}).
 
 - **What it is**: {parameters:,} parameters: two convolutions, channel attention, max pooling, one convolution
   (`hvd_compress/methods/predictor.py`; the architecture is MP2's, Liu et al., Computer Networks 255, 2024; inputs and

@@ -8,7 +8,7 @@
 # Labs of different names (by default hvd; at most 9 letters and digits) can exist at once: NAMEhost0, ... on their own bridge.
 # The bytes that a rank sent: /sys/class/net/eth0/statistics/tx_bytes, read inside the rank.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd) bin=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin
+here=$(cd "$(dirname "$0")" && pwd) bin=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin
 lab=hvd ranks=()
 usage() { sed -n '2,9s/^# \?//p' "$0" >&2; exit 2; }
 number() { [[ $1 =~ ^[1-9][0-9]?$ ]] || { echo "netlab.sh: HOSTS must be 1 to 99, got '$1'" >&2; exit 2; }; }

@@ -2,10 +2,10 @@
 """Train a network with a compression method and write cost and quality as JSON: on Horovod, on torch DDP, or with all
 ranks in one process, in turn, which needs neither.
 
-    bash scripts/run.sh 4 scripts/train.py --data digits --model cnn --compression iwp --density 1/64
-    bash scripts/run.sh --ddp 4 scripts/train.py --host ddp --compression iwp
-    .venv/bin/python scripts/train.py --host threads --ranks 8 --data text --model gpt --optimizer adamw --epochs 6
-    bash scripts/run.sh 4 scripts/train.py --compression iwp --density 1/4 --local-steps 16 --optimizer adamw
+    bash scripts/run.sh 4 scripts/experiments/train.py --data digits --model cnn --compression iwp --density 1/64
+    bash scripts/run.sh --ddp 4 scripts/experiments/train.py --host ddp --compression iwp
+    .venv/bin/python scripts/experiments/train.py --host threads --ranks 8 --data text --model gpt --optimizer adamw
+    bash scripts/run.sh 4 scripts/experiments/train.py --compression iwp --local-steps 16 --optimizer adamw
 
 Data is images, tested by accuracy, or text: the source files of Python's standard library as bytes, a tenth of the
 files held out, tested by bits per byte. An epoch of text is 100 steps. The learning rate rises and falls within the

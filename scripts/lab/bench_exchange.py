@@ -5,7 +5,7 @@
     bench_exchange.py --hosts 4 --rate 1gbit --methods none,iwp,ddp-none,ddp-fp16,ddp-powersgd,ddp-iwp
     bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
 
-With --hosts, every rank has a network namespace of its own, whose egress is shaped to --rate (scripts/netlab.sh; root);
+With --hosts, every rank has a network namespace of its own, whose egress is shaped to --rate (netlab.sh; root);
 they are made for each run and removed after it. With --ranks, all are on the loopback. Methods are those of train.py,
 with its defaults except for --option. They run on the unmodified Horovod optimizer, by MPI or Gloo (--backend), or, as
 ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16 (fp16_compress_hook), ddp-powersgd
@@ -36,9 +36,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
 import pandas as pd
 import table
-from experiment import comparison, compressors, lab
+from experiment import comparison, compressors, netlab
 from experiment.comparison import Variant, texts
 from experiment.files import plain, script_parser
 from experiment.result_file import run_path, write_run
@@ -104,14 +106,14 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, Variant]]:
 def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant) -> dict[str, Any]:
     """What the ranks measured; ``Failed`` or ``NoLab`` if they did not."""
     launcher = "ddp" if variant.host == "ddp" else backend
-    place = lab.netlab(args.hosts, rate, launcher) if args.hosts else nullcontext(lab.loopback(args.ranks, launcher))
+    place = netlab.up(args.hosts, rate, launcher) if args.hosts else nullcontext(netlab.loopback(args.ranks, launcher))
     with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as start:
         file = Path(folder) / "result.json"
         names = ("shapes", "steps", "warmup", "max_seconds", "timeout")
         options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
         options += [f"--method={variant.method}", f"--host={variant.host}", f"--result={file}"]
         options += [f"--expect={name}={value}" for name, value in args.environments[variant.label].items()]
-        command = [*start, str(SCRIPTS / "exchange_rank.py"), *options, *variant.options]
+        command = [*start, str(SCRIPTS / "lab" / "exchange_rank.py"), *options, *variant.options]
         name = f"{variant.label} by {backend} at {rate}"
         run_group(command, args.timeout, Path(folder) / "log", args.environments[variant.label], name)
         result: dict[str, Any] = json.loads(file.read_text())
@@ -214,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     for rate, backend, variant in runs(args):
         try:
             result = measure(args, rate, backend, variant)
-        except lab.NoLab as error:
+        except netlab.NoLab as error:
             print(f"bench_exchange.py: {error}", file=sys.stderr)
             if rows:
                 print(markdown(rows))

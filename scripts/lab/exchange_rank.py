@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
 import torch
 from experiment import compressors, hosts, metrics, soundness
 from experiment.files import write_json

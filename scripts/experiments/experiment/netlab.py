@@ -21,19 +21,19 @@ def loopback(ranks: int, launcher: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def netlab(hosts: int, rate: str, launcher: str) -> Iterator[tuple[str, ...]]:
+def up(hosts: int, rate: str, launcher: str) -> Iterator[tuple[str, ...]]:
     """The command that starts a rank on each of so many hosts; afterwards the hosts are removed, with everything that
     still runs there. A lab is named by its process, so that several can exist at once."""
-    lab = ("bash", str(SCRIPTS / "netlab.sh"), "--lab", f"b{os.getpid()}")
+    netlab = ("bash", str(SCRIPTS / "lab" / "netlab.sh"), "--lab", f"b{os.getpid()}")
     try:
-        up = subprocess.run([*lab, "up", str(hosts), rate], capture_output=True, text=True, check=False)
-        if up.returncode:
-            raise NoLab(f"no network namespaces here (they need root and iproute2): {up.stderr.strip()[-300:]}")
-        yield *lab, "run", *LAUNCHERS[launcher], str(hosts)
+        done = subprocess.run([*netlab, "up", str(hosts), rate], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NoLab(f"no network namespaces here (they need root and iproute2): {done.stderr.strip()[-300:]}")
+        yield *netlab, "run", *LAUNCHERS[launcher], str(hosts)
     finally:
         # A second Ctrl-C must not interrupt the removal.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-        subprocess.run([*lab, "down"], check=False, start_new_session=True)
+        subprocess.run([*netlab, "down"], check=False, start_new_session=True)
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Relative error against bits per entry, on gradients that scripts/record_gradients.py recorded.
+"""Relative error against bits per entry, on gradients that scripts/experiments/record_gradients.py recorded.
 
-    python scripts/gradient_errors.py /tmp/gradients/cifar10 /tmp/gradients/digits
+    python scripts/experiments/gradient_errors.py /tmp/gradients/cifar10 /tmp/gradients/digits
 
 One rank's own gradient is encoded and decoded once, without error feedback: the error is |g - decoded| / |g| over all
 its tensors. Bits per entry count what one message holds: codes, and for sparse methods one byte per index. The second
@@ -39,7 +39,7 @@ def load(folder: Path, by_kernel: bool = False) -> dict[int, list[Gradient]]:
             tensors.append(shaped.contiguous().view(-1) if by_kernel else flat)
         found.setdefault(saved["step"], []).append(tensors)
     if not found:
-        raise SystemExit(f"{folder} holds no step*.rank*.pt: run scripts/record_gradients.py first")
+        raise SystemExit(f"{folder} holds no step*.rank*.pt: run scripts/experiments/record_gradients.py first")
     return found
 
 

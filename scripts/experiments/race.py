@@ -6,8 +6,8 @@ links. (root)
         --out docs/results/race-resnet20 -- --data cifar10 --data-dir DATA_DIR --model resnet20 --epochs 4 --lr 0.3
     race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6
 
-Every rank has a network namespace of its own, whose egress is shaped (scripts/netlab.sh). The arguments after -- go to
-train.py in every run. OUT gets runs.jsonl and race.md. A run whose result lies in OUT/runs.jsonl is not repeated,
+Every rank has a network namespace of its own, whose egress is shaped (netlab.sh). The arguments after -- go
+to train.py in every run. OUT gets runs.jsonl and race.md. A run whose result lies in OUT/runs.jsonl is not repeated,
 so an interrupted race can be continued; for new times use another folder. Horovod uses MPI; ddp-METHOD runs on torch
 DDP. --report prints the races of several folders, FOLDER:TARGET, without running anything.
 
@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import table
-from experiment import comparison, lab
+from experiment import comparison, netlab
 from experiment.comparison import Variant, texts
 from experiment.files import script_parser
 from experiment.quality import metric_of
@@ -73,7 +73,7 @@ def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     run = Run(path, args.hosts, arguments, settings=args.environments[variant.label])
     result = run.result()
     if result is None:
-        with lab.netlab(args.hosts, rate, backend) as launcher:
+        with netlab.up(args.hosts, rate, backend) as launcher:
             result = replace(run, launcher=launcher).execute(args.timeout)
     if wrong := complaint(result):
         raise Failed(f"{run.name}: {wrong}")
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     for rate, variant in itertools.product(args.rates, args.variants):
         try:
             result = trained(args, rate, variant)
-        except (lab.NoLab, OtherConfiguration, Failed) as error:
+        except (netlab.NoLab, OtherConfiguration, Failed) as error:
             print(f"race.py: {error}", file=sys.stderr, flush=True)
             status = 1 if isinstance(error, Failed) else 2
             if status == 1:

@@ -13,10 +13,13 @@ processor's time of a rank, which other programs disturb little: it says whether
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
 import table
-from experiment import lab
+from experiment import netlab
 from experiment.comparison import texts
 from experiment.files import plain, script_parser
 from experiment.metrics import environment
@@ -74,7 +77,7 @@ def main(argv: list[str]) -> int:
         gloo, kernels = transport.measure(), Kernels(sizes, min(cores, args.hosts))
         seconds = {method: kernels.seconds(method, args.hosts) for method in args.methods}
         for rate in args.rates:
-            with lab.netlab(args.hosts, rate, "ddp") as start:
+            with netlab.up(args.hosts, rate, "ddp") as start:
                 launcher = shlex.join(start)
                 measured = bench.measure(
                     model, args.methods, args.hosts, launcher, "ddp", steps=args.steps, timeout=args.timeout

@@ -1,16 +1,11 @@
-"""scripts/race.py: when a target was reached, the comparison, reports; and a race on two hosts."""
+"""scripts/experiments/race.py: when a target was reached, the comparison, reports; and a race on two hosts."""
 
-import importlib
 import sys
 
 import pytest
-from launch import ROOT, finish, needs_hosts, start
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-race = importlib.import_module("race")
-result_file = importlib.import_module("experiment.result_file")
-read_runs, write_run = result_file.read_runs, result_file.write_run
+import race
+from experiment.result_file import read_runs, write_run
+from launch import finish, needs_hosts, start
 
 
 def result(*tests, step_ms=100.0):
@@ -120,7 +115,7 @@ def test_refuses(wrong, tmp_path, capsys):
 def test_a_race_on_two_hosts_is_run_once(tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     options = ["--hosts", "2", "--rates", "1gbit", "--methods", "none,iwp", "--target", "0.01", "--out", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "scripts" / "race.py"), *options]
+    command = [sys.executable, race.__file__, *options]
     command += ["--environment", "iwp:HOROVOD_CYCLE_TIME=2"]
     command += ["--", "--data", "digits", "--epochs", "1", "--max-steps", "8", "--limit-train", "400"]
     seconds = []

@@ -18,7 +18,7 @@ from experiment.files import plain
 from experiment.result_file import Result, read_runs, write_run
 from hvd_compress.cli.processes import Failed, last_lines, run_group
 
-SCRIPTS = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(__file__).resolve().parents[2]
 # What a run may differ in and still be the same: where files lie.
 NOT_ASKED = {"json", "trace", "data_dir"}
 # Former options of train.py.
@@ -60,7 +60,7 @@ class Run:
 
     def command(self) -> list[str]:
         host = self.configuration()["host"]
-        train = (str(SCRIPTS / "train.py"), "--json", str(self.path), *self.arguments)
+        train = (str(SCRIPTS / "experiments" / "train.py"), "--json", str(self.path), *self.arguments)
         if host == "threads":
             return [sys.executable, *train, "--ranks", str(self.ranks)]
         ddp = ("--ddp",) if host == "ddp" else ()

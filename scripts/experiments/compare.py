@@ -234,7 +234,8 @@ class Comparison:
         parts = [
             f"# {args.model} on {args.data}, {args.ranks} ranks, {args.epochs} epochs, seeds {seeds}",
             f"Mean over the seeds, ± half the range. All ranks shared {os.cpu_count()} cores: step times compare "
-            "only among runs of one call. Written by `scripts/compare.py`; all options are in [table.csv](table.csv).",
+            "only among runs of one call. Written by `scripts/experiments/compare.py`; all options are in "
+            "[table.csv](table.csv).",
             table.table(results),
             *([f"Learning rates, seed {args.seeds[0]}:", table.table(tried)] if args.lrs else []),
             *([budget_text(decisions)] if args.budgets else []),

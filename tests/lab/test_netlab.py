@@ -1,4 +1,4 @@
-"""scripts/netlab.sh: the hosts' links; and stats() against the network interface's counter, on four hosts."""
+"""scripts/lab/netlab.sh: the hosts' links; and stats() against the network interface's counter, on four hosts."""
 
 import json
 import os
@@ -14,7 +14,7 @@ LAB = ["--lab", f"t{os.getpid()}"]
 
 
 def netlab(*arguments):
-    command = ["bash", str(ROOT / "scripts" / "netlab.sh"), *LAB, *arguments]
+    command = ["bash", str(ROOT / "scripts" / "lab" / "netlab.sh"), *LAB, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -53,7 +53,7 @@ def test_a_wrong_rate_leaves_the_hosts_alone(hosts):
 def test_stats_agree_with_the_network_interface(hosts):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     hosts(4, "none")
-    output = launch("netlab.sh", [*LAB, "run", "4", str(PARALLEL / "check_wire.py")], timeout=240)
+    output = launch("lab/netlab.sh", [*LAB, "run", "4", str(PARALLEL / "check_wire.py")], timeout=240)
     rows = [json.loads(line.split("wire ", 1)[1]) for line in output.splitlines() if "wire {" in line]
     assert len(rows) == 20, output[-3000:]
     for row in rows:

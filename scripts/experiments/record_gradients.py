@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train without compression, as train.py does, and keep each rank's own gradients of a few steps.
 
-    bash scripts/run.sh 4 scripts/record_gradients.py --data digits --model cnn --out results/gradients
+    bash scripts/run.sh 4 scripts/experiments/record_gradients.py --data digits --model cnn --out results/gradients
 
 It takes train.py's options and writes `OUT/step000042.rank0.pt` for each rank and recorded step, a dict: `step`, the
 number of updates before; `gradients`, name -> the rank's gradient before averaging, flat, in the parameter's memory

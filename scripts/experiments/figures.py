@@ -17,7 +17,7 @@ import table
 from experiment.files import script_parser
 from experiment.result_file import Result, read_runs
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FIGURES = ROOT / "docs" / "results", ROOT / "docs" / "figures"
 
 LINKS = {"none": "no limit", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
@@ -52,7 +52,7 @@ TEXT = {
 
 BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
 #: What README's table of steps stands between.
-MARK, END = "<!-- steps: written by scripts/figures.py -->", "<!-- end -->"
+MARK, END = "<!-- steps: written by scripts/experiments/figures.py -->", "<!-- end -->"
 #: Words in labels, of which the first that fits counts, and positions in the lists of colours and the like in table.py.
 LOOKS = ("orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
 PLACES = (6, 0, 1, 2, 3, 3, 4, 4, 5, 6, 6)

@@ -1,6 +1,5 @@
-"""scripts/bench_exchange.py: shapes, gradients, checks, columns; and real runs, on the loopback and in a netlab."""
+"""scripts/lab/bench_exchange.py: shapes, gradients, checks, columns; and real runs, on the loopback and in a netlab."""
 
-import importlib
 import json
 import math
 import signal
@@ -9,19 +8,15 @@ import sys
 import time
 from types import SimpleNamespace
 
+import bench_exchange as bench
 import pytest
 import torch
+from experiment import soundness
+from experiment.result_file import read_runs
 from launch import ROOT, end, finish, needs_hosts, start
 
-sys.path.insert(0, str(ROOT / "scripts"))
+from hvd_compress.cli import shapes, synthetic
 
-bench = importlib.import_module("bench_exchange")
-read_runs = importlib.import_module("experiment.result_file").read_runs
-shapes = importlib.import_module("hvd_compress.cli.shapes")
-soundness = importlib.import_module("experiment.soundness")
-synthetic = importlib.import_module("hvd_compress.cli.synthetic")
-
-SCRIPT = ROOT / "scripts" / "bench_exchange.py"
 ROW = {"method", "step_ms", "backward_ms", "exchange_ms", "compress_ms", "tx_bytes", "wire_ratio", "wrong"}
 
 # Shapes and gradients.
@@ -253,7 +248,7 @@ def test_a_wrong_argument_is_named(arguments, says, capsys):
 
 
 def begin(arguments):
-    command = [sys.executable, str(SCRIPT), "--shapes", "tiny", "--steps", "3", "--warmup", "1", "--timeout", "100"]
+    command = [sys.executable, bench.__file__, "--shapes", "tiny", "--steps", "3", "--warmup", "1", "--timeout", "100"]
     return start([*command, *arguments.split()], PYTHONPATH=str(ROOT))
 
 

@@ -1,20 +1,14 @@
-"""scripts/timeline.py and the traces it reads."""
+"""scripts/experiments/timeline.py and the traces it reads."""
 
-import importlib
 import json
-import sys
 from functools import partial
 
 import pytest
+import timeline
+from experiment import trace
 from harness import gradients, replicas, together
-from launch import ROOT
 
 from hvd_compress import IWP
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-timeline = importlib.import_module("timeline")
-trace = importlib.import_module("experiment.trace")
 
 
 def span(row, name, begin, end):

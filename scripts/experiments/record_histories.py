@@ -2,7 +2,7 @@
 """Train small networks with MP2 without prediction, and record the predictor's inputs and targets: the examples for
 train_predictor.py.
 
-    python scripts/record_histories.py --out results/histories [--data-dir DATA_DIR]
+    python scripts/experiments/record_histories.py --out results/histories [--data-dir DATA_DIR]
 
 Networks are scikit-learn's digits and synthetic images with mlp, cnn and resnet20, and with --data-dir CIFAR-10 too;
 with and without momentum correction. From every compressed layer a few windows of 256 entries are taken at random

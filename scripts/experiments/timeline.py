@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What overlaps with backward in a step: a table and a plot of the last step of a trace.
 
-    run.sh 4 scripts/train.py --model vgg11 ... --compression iwp --max-steps 30 --trace trace.json
+    run.sh 4 scripts/experiments/train.py --model vgg11 ... --compression iwp --max-steps 30 --trace trace.json
     timeline.py trace.json --plot timeline.png
 
 The trace itself opens in chrome://tracing or ui.perfetto.dev. "in flight" is the time of all messages, summed over

@@ -1,25 +1,16 @@
-"""scripts/compare.py: variants, densities for a budget, results that are kept; and one real comparison."""
+"""scripts/experiments/compare.py: variants, densities for a budget, results that are kept; and one real comparison."""
 
 import csv
-import importlib
 import math
 import subprocess
 import sys
 import time
 
+import compare
 import pytest
-from launch import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-compare = importlib.import_module("compare")
-comparison = importlib.import_module("experiment.comparison")
-compressors = importlib.import_module("experiment.compressors")
-result_file = importlib.import_module("experiment.result_file")
-runs = importlib.import_module("experiment.runs")
-table = importlib.import_module("table")
-
-read_runs, write_run = result_file.read_runs, result_file.write_run
+import table
+from experiment import compressors, runs
+from experiment.result_file import read_runs, write_run
 
 
 def result(compression="none", seed=0, accuracy=0.9, wire=1e6, **config):
@@ -285,7 +276,7 @@ def test_csv_has_a_line_per_run(tmp_path):
 def test_a_real_comparison_and_nothing_the_second_time(tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     given = ["--methods", "none,topk", "--budgets", "1/16", "--ranks", "2", "--epochs", "1", "--timeout", "100"]
-    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *given, "--out", str(tmp_path)]
+    command = [sys.executable, compare.__file__, *given, "--out", str(tmp_path)]
 
     def call(*more):
         return subprocess.run([*command, *more], capture_output=True, text=True, timeout=700)

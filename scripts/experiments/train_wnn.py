@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train the weight nowcaster (hvd_compress.methods.extrapolation.WNN) on small trainings, and write its weights.
 
-    python scripts/train_wnn.py [--weights FILE.safetensors]
+    python scripts/experiments/train_wnn.py [--weights FILE.safetensors]
 
 It trains scikit-learn's digits with mlp, cnn and resnet20, without compression and in one process, and follows random
 weights of every layer over all epochs. Every window of ten epochs is an example: five as input, the tenth as target.

@@ -1,4 +1,4 @@
-"""Checks of one exchanged step: the "wrong" column of `scripts/bench_exchange.py`."""
+"""Checks of one exchanged step: the "wrong" column of `scripts/lab/bench_exchange.py`."""
 
 from typing import Any
 

@@ -1,15 +1,8 @@
-"""scripts/scaling.py: its formulas against counted bytes."""
-
-import importlib
-import sys
-from pathlib import Path
+"""scripts/lab/scaling.py: its formulas against counted bytes."""
 
 import pytest
+import scaling
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-
-scaling = importlib.import_module("scaling")
 
 
 @pytest.fixture(scope="module")

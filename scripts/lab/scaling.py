@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Bytes that a rank sends in a step, from 2 to 1024 ranks: counted up to 16, and by formulas that the counts verify.
 
-    python scripts/scaling.py --json docs/results/scaling/runs.jsonl/scaling
+    python scripts/lab/scaling.py --json docs/results/scaling/runs.jsonl/scaling
 
 Ranks are threads of this process. Counted is ``stats()["last"]["wire_bytes"]`` of rank 0's third step: every tensor
 that it hands to a collective, times what the collective's algorithm sends of it. More ranks are computed by the
@@ -10,6 +10,9 @@ formulas of hvd_compress.cli.wire. Exit status 1 where a formula and a count dif
 import copy
 import sys
 from fractions import Fraction
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 import table
 import torch

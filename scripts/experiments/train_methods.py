@@ -2,7 +2,7 @@
 """Trains a small convolutional network on scikit-learn's digits with several methods, one after the other in one launch
 of Horovod: dense, with Horovod's fp16, and with five compressed methods. Prints their table.
 
-    bash scripts/run.sh 4 scripts/train_methods.py results/train     runs.jsonl, as train.py writes
+    bash scripts/run.sh 4 scripts/experiments/train_methods.py results/train     runs.jsonl, as train.py writes
 """
 
 import contextlib
