@@ -29,15 +29,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from experiment import compressors, hosts, local_training, metrics, models, optimizers, quality
+from experiment import compressors, extrapolation, hosts, local_training, metrics, models, optimizers, quality
 from experiment import data as datasets
 from experiment.files import plain, script_parser
 from experiment.images import CIFAR_FOLDER
 from experiment.local_training import LocalTraining
 from experiment.result_file import run_path, write_run
 from experiment.trace import Trace
-
-from hvd_compress.methods import extrapolation
 
 EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the weight nowcaster (hvd_compress.methods.extrapolation.WNN) on small trainings, and write its weights.
+"""Train the weight nowcaster (experiment/extrapolation.py) on small trainings, and write its weights.
 
     python scripts/experiments/train_wnn.py [--weights FILE.safetensors]
 
@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from experiment import data as datasets
 from experiment import models
+from experiment.extrapolation import AHEAD, SEEN, WEIGHTS, Line, Nowcaster
 from experiment.files import script_parser
 from safetensors.torch import save_file
 from torch import Tensor
-
-from hvd_compress.methods.extrapolation import AHEAD, SEEN, Line, Nowcaster
 
 # model, learning rate, momentum, seed
 RUNS = [
@@ -63,7 +62,7 @@ def error(predicted: Tensor, past: Tensor, true: Tensor) -> float:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--weights", type=Path, default=Path("hvd_compress/weights/wnn.safetensors"))
+    parser.add_argument("--weights", type=Path, default=WEIGHTS)
     parser.add_argument("--steps", type=int, default=6000)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from hvd_compress.methods.extrapolation import WNN, Line, Nowcaster, shipped
+from experiment.extrapolation import WNN, Line, trained
 
 
 def test_a_line_is_continued():
@@ -47,7 +46,7 @@ def test_weights_that_would_not_be_finite_stay_as_they_are(kind):
 def test_the_network_is_equivariant_to_shift_and_scale():
     """Shifted and scaled weights give shifted and scaled results."""
     past = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))
-    network = shipped(torch.device("cpu"))
+    network = trained()
     with torch.no_grad():
         torch.testing.assert_close(network(past * 8 + 3), network(past) * 8 + 3, rtol=1e-3, atol=1e-3)
     assert network(torch.zeros(1, 5)).abs().item() < 1e-4, "a constant weight stays constant"
@@ -59,47 +58,5 @@ def test_the_shipped_network_is_better_than_predicting_no_change():
     curves = torch.stack([a * (1 - torch.exp(-time / tau)) for a in (0.1, 1.0) for tau in (5.0, 10.0, 20.0)])
     past, following = curves.unfold(1, 10, 3)[..., :5].reshape(-1, 5), curves.unfold(1, 10, 3)[..., -1].reshape(-1)
     with torch.no_grad():
-        predicted = shipped(torch.device("cpu"))(past)
+        predicted = trained()(past)
     assert (predicted - following).abs().sum() < 0.7 * (past[:, -1] - following).abs().sum()
-
-
-def test_a_checkpoint_contains_the_past_epochs():
-    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    ahead, resumed = Line(model.parameters()), Line(other.parameters())
-    for _ in range(3):
-        ahead.epoch_end()
-    resumed.load_state_dict(ahead.state_dict())
-    other.load_state_dict(model.state_dict())
-    assert [resumed.epoch_end() for _ in range(2)] == [ahead.epoch_end() for _ in range(2)] == [False, True]
-    assert torch.equal(other.weight, model.weight)
-    with pytest.raises(ValueError, match=r"seen.0.0: must be a float32 tensor of shape \(2, 4\), got .* \(2, 3\)"):
-        Line(torch.nn.Linear(4, 2).parameters()).load_state_dict({"seen": [[torch.zeros(2, 3), torch.zeros(2)]]})
-
-
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        (None, "seen: must be a list"),
-        ({}, "seen: must be a list of at most 4 epochs, got None"),
-        ({"seen": [[torch.zeros(2, 3), torch.zeros(2)]] * 5}, "seen: must be a list of at most 4 epochs"),
-        ({"seen": [[torch.zeros(2, 3)]]}, "seen.0: must be a list of 2 tensors"),
-        ({"seen": [[torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)]]}, "seen.0.1: must be a float32 tensor"),
-        ({"seen": [[torch.zeros(2, 3), None]]}, "seen.0.1: must be a float32 tensor of shape .*, got None"),
-    ],
-)
-def test_a_damaged_checkpoint_raises_an_error_and_loads_nothing(state, says):
-    ahead = Line(torch.nn.Linear(3, 2).parameters())
-    ahead.epoch_end()
-    with pytest.raises(ValueError, match=says):
-        ahead.load_state_dict(state)
-    assert len(ahead.state_dict()["seen"]) == 1
-
-
-def test_another_network_can_be_given():
-    torch.manual_seed(0)
-    model, network = torch.nn.Linear(3, 2), Nowcaster()
-    ahead = WNN(model.parameters(), network)
-    past = torch.stack([model.weight.detach().flatten()] * 5, 1)
-    for _ in range(5):
-        ahead.epoch_end()
-    torch.testing.assert_close(model.weight.flatten(), network(past))
