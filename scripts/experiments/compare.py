@@ -267,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     if args.list:
         for name, method in compressors.METHODS.items():
-            print(f"{name:12}  {method.summary}\n{'':12}  {method.paper}")
+            print(f"{name:12}  {compressors.about(method.kind) if method.kind else 'of Horovod or torch'}")
         return 0
     compare = Comparison(args)
     for variant in args.variants:  # options that train.py refuses end it here

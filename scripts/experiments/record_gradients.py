@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import train
-from experiment.hosts import Horovod
+from experiment.hosts import Host
 from torch import Tensor
 
 
@@ -43,7 +43,7 @@ class Recorder:
 class RecordedRun(train.Run):
     """A run that writes the gradients of the steps at `--moments`."""
 
-    def __init__(self, args: argparse.Namespace, host: Horovod) -> None:
+    def __init__(self, args: argparse.Namespace, host: Host) -> None:
         super().__init__(args, host)
         self.recorded = {min(int(moment * self.total_steps), self.total_steps - 1) for moment in args.moments}
         args.out.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,7 @@ def check(args: argparse.Namespace) -> None:
 class Run:
     """One training run: the model, the optimizer on its host, and the measurements."""
 
-    def __init__(self, args: argparse.Namespace, host: hosts.Horovod) -> None:
+    def __init__(self, args: argparse.Namespace, host: hosts.Host) -> None:
         self.args, self.host = args, host
         self.period: int = args.local_steps or 1
         self.coupling = LocalTraining(args, host) if args.local_steps else host
@@ -124,8 +124,7 @@ class Run:
 
         torch.manual_seed(args.seed)
         self.model = models.build(args.model, *self.data.shape).to(self.device)
-        host.broadcast(self.model)
-        if args.channels_last:  # after the broadcast: Horovod requires contiguous tensors
+        if args.channels_last:
             self.model.to(memory_format=torch.channels_last)
         optimizer = optimizers.build(args, self.model)
         self.compression = self.build_compression(optimizer)
@@ -249,7 +248,7 @@ def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
     return hosts.run(args.host, lambda host: train(args, host, kind), args.device, args.ranks or 1)
 
 
-def train(args: argparse.Namespace, host: hosts.Horovod, kind: type[Run]) -> int:
+def train(args: argparse.Namespace, host: hosts.Host, kind: type[Run]) -> int:
     """The whole work of a rank; its exit status."""
     if args.device == "cuda":
         torch.cuda.set_device(host.local_rank)

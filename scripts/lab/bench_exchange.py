@@ -13,15 +13,15 @@ ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16 (
 
 Figures are medians over the steps of all --runs, with the fastest and the slowest step in brackets.
   step                  backward, exchange and update, of the slowest rank
-  backward              alone, without hooks; gradients are prepared, so it is short and little overlaps with it
-  exchange              what a step takes beyond backward and update alone
+  alone                 backward and update; gradients are prepared, so it is short and little overlaps with it
+  exchange              what a step takes beyond these
   compress              time in the compressor without waiting, by stats(), mean over ranks; 0 for torch's own hooks
   sent                  MB per rank and step by the network interface's counter, with negotiation and the benchmark's
                         barrier (on the loopback: by stats())
   wire ratio            bytes of a float32 ring allreduce, 2 (N - 1) / N x 4 bytes an entry, over the bytes sent
   speed-up              of whole steps over the fastest row of none and of fp16 at that rate, by any backend
   break-even            the bandwidth below which the saved bytes are worth the compressor's time without any overlap
-  wrong                 failed checks of one more step (experiment/soundness.py), without momentum correction
+  wrong                 runs after which the weights differ between ranks
 All ranks share this machine's cores: compare within one call only; compress is an upper bound, break-even a lower
 one. Exit status 1 if a run failed or anything was wrong.
 """
@@ -29,6 +29,8 @@ one. Exit status 1 if a run failed or anything was wrong.
 import argparse
 import itertools
 import json
+import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -38,7 +40,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
-import pandas as pd
 import table
 from experiment import comparison, compressors, netlab
 from experiment.comparison import Variant, texts
@@ -68,12 +69,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backend", type=texts, default=["mpi"], help="of Horovod: mpi, gloo or mpi,gloo")
     parser.add_argument("--runs", type=int, default=1, help="of every method, in turn")
     parser.add_argument("--steps", type=int, default=7, help="measured in each run")
-    parser.add_argument("--warmup", type=int, default=3, metavar="STEPS")
-    parser.add_argument("--max-seconds", type=float, default=120, help="limit for the steps of a run, but at least 5")
+    parser.add_argument("--max-seconds", type=float, default=120, help="limit for the steps of a run, but at least 3")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write all rows here")
     args = parser.parse_args(argv)
-    for name, least in (("hosts", 2), ("ranks", 2), ("runs", 1), ("steps", 1), ("warmup", 0)):
+    for name, least in (("hosts", 2), ("ranks", 2), ("runs", 1), ("steps", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant)
     place = netlab.up(args.hosts, rate, launcher) if args.hosts else nullcontext(netlab.loopback(args.ranks, launcher))
     with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as start:
         file = Path(folder) / "result.json"
-        names = ("shapes", "steps", "warmup", "max_seconds", "timeout")
+        names = ("shapes", "steps", "max_seconds", "timeout")
         options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
         options += [f"--method={variant.method}", f"--host={variant.host}", f"--result={file}"]
         options += [f"--expect={name}={value}" for name, value in args.environments[variant.label].items()]
@@ -121,45 +121,30 @@ def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant)
 
 
 def make_row(method: str, rate: str, backend: str, results: Sequence[dict[str, Any]]) -> Row:
-    """Medians over the steps of all runs, and [least, largest] as ``*_spread``; ``step_ms_runs`` has each run's
-    median."""
-    ranks, entries = results[0]["ranks"], results[0]["entries"]
-    measured = pd.DataFrame(
-        [
-            (key, run, step, value)
-            for run, result in enumerate(results)
-            for rank in result["measured"]
-            for key, values in rank.items()
-            for step, value in enumerate(values)
-        ],
-        columns=["key", "run", "step", "value"],
-    ).groupby(["key", "run", "step"])["value"]
-    slowest, mean = measured.max(), measured.mean()
-    backward, base, step = slowest["backward"], slowest["base"], slowest["step"]
-    seconds = {
-        "step": step,
-        "backward": backward,
-        "update": base - backward,
-        "backward_with_hooks": slowest["hooked"],
-        "exchange": step - base.median(),
-        "compress": mean["compress"],
-    }
-    found: Row = {"method": method, "rate": rate, "backend": backend, "ranks": ranks, "steps": len(step)}
-    for name, values in seconds.items():
-        found[f"{name}_ms"] = 1e3 * values.median()
-        found[f"{name}_ms_spread"] = [1e3 * values.min(), 1e3 * values.max()]
-    dense, sent = ring_bytes("allreduce", 4 * entries, ranks), mean["sent"].mean()
-    failures = [text for result in results for text in result["failures"]]
-    return found | {
-        "step_ms_runs": (1e3 * step.groupby("run").median()).tolist(),
+    """Medians over the steps of all runs, and [least, largest]; ``step_ms_runs`` has each run's median."""
+    ranks, median = results[0]["ranks"], statistics.median
+    steps = [ms for result in results for ms in result["steps_ms"]]
+    alone, compress = (median(result[key] for result in results) for key in ("alone_ms", "compress_ms"))
+    dense = ring_bytes("allreduce", 4 * results[0]["entries"], ranks)
+    sent = statistics.mean(result["sent_bytes"] for result in results)
+    return {
+        "method": method,
+        "rate": rate,
+        "backend": backend,
+        "ranks": ranks,
+        "steps": len(steps),
+        "step_ms": median(steps),
+        "step_ms_spread": [min(steps), max(steps)],
+        "step_ms_runs": [median(result["steps_ms"]) for result in results],
+        "alone_ms": alone,
+        "exchange_ms": median(steps) - alone,
+        "compress_ms": compress,
         "dense_bytes": dense,
         "tx_bytes": sent,
         "wire_ratio": dense / sent,
-        "bus_gbit_s": 8e-6 * dense / found["exchange_ms"],  # as in nccl-tests
-        "break_even_gbit_s": break_even(dense - sent, found["compress_ms"]),
-        "settings": results[0]["settings"],
-        "wrong": len(failures),
-        "failures": failures,
+        "break_even_gbit_s": break_even(dense - sent, compress),
+        "settings": results[0]["environment"]["settings"],
+        "wrong": sum(not result["replicas_equal"] for result in results),
     }
 
 
@@ -175,7 +160,10 @@ def compared(rows: Sequence[Row], failed: Collection[tuple[str, str]] = ()) -> l
     def baseline(label: str) -> str:
         return label.partition("@")[0].removeprefix("ddp-")
 
-    fastest = pd.DataFrame(rows).groupby([[baseline(one["method"]) for one in rows], "rate"])["step_ms"].min().to_dict()
+    fastest: dict[tuple[str, str], float] = {}
+    for one in rows:
+        key = baseline(one["method"]), one["rate"]
+        fastest[key] = min(one["step_ms"], fastest.get(key, math.inf))
     for label, rate in failed:
         fastest.pop((baseline(label), rate), None)
     return [
@@ -200,7 +188,7 @@ def markdown(rows: Sequence[Row]) -> str:
             "wire ratio": f"{one['wire_ratio']:.1f}",
             **{f"speed-up over {base}": text(one[f"speedup_over_{base}"], ".2f") for base in BASELINES},
         }
-        parts = {f"{name} ms": f"{one[f'{name}_ms']:,.1f}" for name in ("backward", "exchange", "compress")}
+        parts = {f"{name} ms": f"{one[f'{name}_ms']:,.1f}" for name in ("alone", "exchange", "compress")}
         parts |= {"break-even Gbit/s": text(one["break_even_gbit_s"], ".2f"), "wrong": str(one["wrong"])}
         for lines, columns in zip(tables, (step, parts), strict=True):
             lines.append({**key, **columns})
@@ -226,13 +214,12 @@ def main(argv: Sequence[str]) -> int:
             print(f"bench_exchange.py: {error}", file=sys.stderr)
             continue
         run = variant.label, rate, backend
-        for text in result["failures"][:5]:  # the file has them all
-            print(f"bench_exchange.py: {' '.join(run)}: {text}", file=sys.stderr)
         print(f"{' '.join(run)}: {make_row(*run, [result])['step_ms']:.1f} ms", file=sys.stderr, flush=True)
         results.setdefault(run, []).append(result)
         rows = compared([make_row(*key, of) for key, of in results.items()], failed)
         # After every run, so that nothing is lost if a later one is interrupted. ``failed``: (label, rate).
         config = {**asked, **result["environment"], "failed": failed}
+        del config["settings"]  # each row has its own
         write_run(args.json, {"config": config, "rows": rows})
     if rows:
         print(markdown(rows))

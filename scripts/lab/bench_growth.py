@@ -102,7 +102,7 @@ def main() -> int:
     def counts(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    known = [name for name, method in METHODS.items() if method.name]
+    known = [name for name, method in METHODS.items() if method.kind]
     parser = script_parser(__doc__)
     parser.add_argument("--methods", type=texts, default=known, help=f"by default all: {','.join(known)}")
     parser.add_argument("--millions", type=counts, default=[1, 10, 100], help="of entries, as 1,10,200")

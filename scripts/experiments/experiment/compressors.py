@@ -1,9 +1,9 @@
 """The compression methods of the experiments: command-line options, construction, byte accounting of stock hooks.
 
 The options of a method are the keyword arguments of its class: ``explore: float = 0.05`` becomes ``--explore``, a bool
-becomes ``--name`` and ``--no-name``. An argument of another type (a process group, a predictor) has no option. To add a
-method, add one entry to METHODS. ``train.py --compression iwp --help`` shows the options of a method; an option of
-another method is refused.
+becomes ``--name`` and ``--no-name``. An argument of another type (a process group, a predictor) has no option. Every
+class that hvd_compress exports is a method. ``train.py --compression iwp --help`` shows the options of a method; an
+option of another method is refused.
 """
 
 import argparse
@@ -30,15 +30,9 @@ _NOT_OPTIONS = {"named_parameters", "seed", "momentum"}
 
 @dataclass(frozen=True)
 class Method:
-    summary: str
-    paper: str
-    name: str = ""  # of the class in hvd_compress; empty for what Horovod and torch bring along
+    kind: Any = None  # the class in hvd_compress; None for what Horovod and torch bring along
     hosts: tuple[str, ...] = ("horovod", "ddp", "threads")
     optimizer: str = "sgd"  # by default; "plain" for a method that allows no other
-
-    @property
-    def kind(self) -> Any:
-        return getattr(hvd_compress, self.name) if self.name else None
 
     def options(self) -> dict[str, tuple[Any, Any]]:
         """Name -> (type, default) of each option; type is bool, int, float or str: the arguments of the class and of
@@ -68,7 +62,7 @@ class Method:
         if hasattr(self.kind, "take_momentum"):
             # DGC without momentum correction is not DGC.
             parser.add_argument(
-                "--momentum-correction", action=argparse.BooleanOptionalAction, default=self.name == "DGC",
+                "--momentum-correction", action=argparse.BooleanOptionalAction, default=self.kind is hvd_compress.DGC,
                 help="move the momentum of SGD into the compressor, before the residual",
             )  # fmt: skip
 
@@ -111,6 +105,12 @@ def _documented(kind: Any) -> dict[str, str]:
     return {
         name.strip(): " ".join(text.replace("%", "%%").split()) for names, text in entries for name in names.split(",")
     }
+
+
+def about(kind: Any) -> str:
+    """A method's summary and paper, from its docstring."""
+    summary, paper = inspect.cleandoc(kind.__doc__).split("\n\n")[:2]
+    return " ".join(f"{summary} {re.findall(r'.*?[0-9]{4}[)]', paper, re.DOTALL)[0]}.".split())
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {
@@ -173,27 +173,24 @@ STOCK = {"none": Cast(None), "fp16": Cast(torch.float16)}
 
 
 class CountedHook(Counted):
-    """Byte accounting of one of torch's own communication hooks; ``state`` and ``hook`` are for ``register_comm_hook``.
-    Without a hook, DDP allreduces float32."""
+    """Byte accounting of one of torch's own communication hooks; ``hook`` is for
+    :meth:`hvd_compress.cli.ranks.Ddp.wrap`. Without a hook, DDP allreduces float32."""
 
     def __init__(self, method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         super().__init__(None, ranks)
-        self.state: Any = None
-        self.hook: Any = None
-        if method == "fp16":
-            self.hook = default_hooks.fp16_compress_hook
-        elif method == "ddp-powersgd":
-            self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            self.hook = powerSGD_hook.powerSGD_hook
+        self.hook: Any = "fp16" if method == "fp16" else None
+        if method == "ddp-powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            self.hook = state, powerSGD_hook.powerSGD_hook
         self.entries, self.saved = sum(p.numel() for p in model.parameters()), 0
         optimizer.register_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
-        sent, saved = (2 if self.hook and not self.state else 4) * self.entries, 0
-        if self.state is not None:
-            _, before, after = self.state.compression_stats()  # entries so far
+        sent, saved = (2 if self.hook == "fp16" else 4) * self.entries, 0
+        if isinstance(self.hook, tuple):
+            _, before, after = self.hook[0].compression_stats()  # entries so far
             saved = 4 * (before - after)
         self.wire.begin_step()
         self.wire.count_dense(self.entries, sent - (saved - self.saved), self.ranks)
@@ -201,38 +198,17 @@ class CountedHook(Counted):
         self.saved, self.steps = saved, self.steps + 1
 
 
-# fmt: off
 METHODS: dict[str, Method] = {
-    "none": Method("float32, allreduced", "Sergeev & Del Balso, Horovod, 2018; arXiv 1802.05799"),
-    "fp16": Method("float16, allreduced", "Horovod's Compression.fp16 (2018), DDP's fp16_compress_hook"),
-    "ddp-powersgd": Method("low-rank factors of each gradient matrix, by torch's own hook, rank 4",
-                           "Vogels et al., PowerSGD, NeurIPS 2019; arXiv 1905.13727", hosts=("ddp",)),
-    "powersgd": Method("low-rank factors of each gradient matrix; error feedback",
-                       "Vogels et al., PowerSGD, NeurIPS 2019; arXiv 1905.13727", "PowerSGD"),
-    "iwp": Method("the entries of largest gradient relative to weight, selected by random leaders",
-                  "Cheng & Xu, Importance Weighted Pruning on Ring AllReduce, 2019; arXiv 1901.01544", "IWP"),
-    "fft": Method("the largest Fourier coefficients",
-                  "Wang et al., FFT-based Gradient Sparsification, HPDC 2020; arXiv 1811.08596", "FFT"),
-    "demo": Method("the largest coefficients of each rank's momentum; weights move by the sign",
-                   "Peng et al., DeMo: Decoupled Momentum Optimization, 2024; arXiv 2411.19870", "DeMo",
-                   optimizer="plain"),
-    "mipd": Method("entries that are significant by weights and past gradients: no indices",
-                   "Zhang & Wang, MIPD, IEEE TPDS 33(11), 2022", "MIPD"),
-    "slimdp": Method("a core of significant entries, and random other entries: no indices",
-                     "Sun et al., Slim-DP, AAMAS 2018; arXiv 1709.09393", "SlimDP"),
-    "mp2": Method("entries that are significant by what all ranks know; predicts others on request: no indices",
-                  "Liu et al., MP2, Computer Networks 255, 2024", "MP2"),
-    "topk": Method("each rank's entries of largest magnitude, gathered; error feedback",
-                   "Aji & Heafield, Sparse Communication for Distributed SGD, EMNLP 2017; arXiv 1704.05021", "TopK"),
-    "dgc": Method("top-k with momentum correction, masking and a sampled threshold",
-                  "Lin et al., Deep Gradient Compression, ICLR 2018; arXiv 1712.01887", "DGC"),
-    "qsgd": Method("every entry as a random multiple of its run's norm, in a few bits, gathered",
-                   "Alistarh et al., QSGD, NeurIPS 2017; arXiv 1610.02132", "QSGD"),
-    "terngrad": Method("every entry as -s, 0 or s, allreduced",
-                       "Wen et al., TernGrad, NeurIPS 2017; arXiv 1705.07878", "TernGrad"),
+    "none": Method(),
+    "fp16": Method(),
+    "ddp-powersgd": Method(hosts=("ddp",)),
+    **{
+        name.lower(): Method(kind, optimizer="plain" if kind is hvd_compress.DeMo else "sgd")
+        for name, kind in vars(hvd_compress).items()
+        if isinstance(kind, type) and issubclass(kind, hvd_compress.Compressor)
+        if kind not in (hvd_compress.Compressor, hvd_compress.NoCompression)
+    },
 }
-# fmt: on
-METHODS = {key: method for key, method in METHODS.items() if not method.name or hasattr(hvd_compress, method.name)}
 
 
 def method_and_host(label: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 import hvd_compress
 from experiment import compressors
-from experiment.hosts import Horovod
+from experiment.hosts import Host
 
 #: The options that go with --local-steps, and their defaults.
 OPTIONS: dict[str, Any] = {"unsent": "weights", "buffer_decay": 1.0, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -49,7 +49,7 @@ def complete(args: argparse.Namespace) -> None:
 class LocalTraining:
     """Trains by :class:`hvd_compress.LocalSteps`: those calls of a host that couple the ranks' optimizers."""
 
-    def __init__(self, args: argparse.Namespace, host: Horovod) -> None:
+    def __init__(self, args: argparse.Namespace, host: Host) -> None:
         self._args, self._host = args, host
 
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:

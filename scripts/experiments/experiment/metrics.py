@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiment.hosts import Horovod
+from experiment.hosts import Host
 from hvd_compress import ops
 
 
-def mean_over_ranks(values: dict[str, float], host: Horovod) -> dict[str, float]:
+def mean_over_ranks(values: dict[str, float], host: Host) -> dict[str, float]:
     """Every value averaged over the ranks, in float64: byte counts exceed float32's integers."""
     total = host.sum(torch.tensor(list(values.values()), dtype=torch.float64))
     return dict(zip(values, (total / host.size).tolist(), strict=True))
@@ -30,7 +30,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
-def replicas_equal(tensors: Iterable[Tensor], host: Horovod) -> bool:
+def replicas_equal(tensors: Iterable[Tensor], host: Host) -> bool:
     """Whether all tensors have the same bits on every rank."""
     mine = [digest(tensor) for tensor in tensors]
     return all(theirs == mine for theirs in host.gather(mine))
