@@ -17,17 +17,16 @@
 # Time to an accuracy, or to bits per byte, on four hosts with slow links (root; DATA_DIR for the images):
 #   race-resnet20, race-vgg11                                       race-gpt
 # Others:
-#   growth           time and memory as network and ranks grow      timeline   overlap with backward, two hosts (root, DATA_DIR)
+#   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients (DATA_DIR)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${1:-}
 case $experiment in
   cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
-  timeline) data=${2:?DATA_DIR} out=${3:-results/timeline} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,21s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,20s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -278,15 +277,6 @@ case $experiment in
     fi
     "$python" scripts/experiments/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${options[@]}" "${environments[@]}" \
       --target "${target[$experiment]}" --out "$out" -- "${resnet20[@]}" "${training[@]}" --eval-every 0.25
-    ;;
-  timeline)
-    # Two hosts for two cores: with more, a rank waits for a core.
-    export "${sleep[@]}"; trace=$(mktemp)
-    trap 'bash scripts/lab/netlab.sh --lab tl down; rm -f "$trace"' EXIT
-    bash scripts/lab/netlab.sh --lab tl up 2 1gbit
-    bash scripts/lab/netlab.sh --lab tl run 2 scripts/experiments/train.py "${resnet20[@]}" --model vgg11 --batch-size 64 --epochs 2 --lr 0.1 \
-      --compression iwp "${ours[@]}" --bucket-mb 4 --max-steps 30 --eval-every 1000 --limit-train 5120 --trace "$trace"
-    "$python" scripts/experiments/timeline.py "$trace" --plot "$out/timeline.png"
     ;;
   gradients)
     bash scripts/run.sh 4 scripts/experiments/record_gradients.py --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \

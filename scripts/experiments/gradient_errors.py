@@ -5,10 +5,9 @@
 
 One rank's own gradient is encoded and decoded once, without error feedback: the error is |g - decoded| / |g| over all
 its tensors. Bits per entry count what one message holds: codes, and for sparse methods one byte per index. The second
-table compares frequencies with entries, the third says what tighter indices would save.
+table compares frequencies with entries.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -162,17 +161,6 @@ def frequency_table(folders: list[Path]) -> str:
     return table.markdown(rows, left=2)
 
 
-def index_table() -> str:
-    """c of 256 indices as one number below C(256, c), against one byte each."""
-    share, rows = (RANKS - 1) / RANKS, []
-    values = {"fp16": 2 * share * 16, "lanes4": 2 * share * 64 / (64 // lane_width(4)), "lloyd4": 2 * share * 4}
-    for count in (1, 2, 4, 8, 16, 32):
-        bits = math.ceil(math.log2(math.comb(BLOCK, count))) / count
-        saved = {f"saved with {name}": f"{share * (8 - bits) / (share * 8 + v):.1%}" for name, v in values.items()}
-        rows.append({"indices per block and leader": str(count), "bits per index": f"{bits:.2f}", **saved})
-    return table.markdown(rows)
-
-
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
@@ -180,7 +168,6 @@ def main() -> None:
     print(f"Relative error of rank 0's gradient; distributions {' or '.join(DISTRIBUTIONS)} by kurtosis.\n")
     print(error_table(args.folders))
     print(f"\n38 of 256 kept, values exact: relative error.\n\n{frequency_table(args.folders)}")
-    print(f"\nIndices, {RANKS} ranks:\n\n{index_table()}")
 
 
 if __name__ == "__main__":

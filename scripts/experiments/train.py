@@ -35,7 +35,7 @@ from experiment.files import plain, script_parser
 from experiment.images import CIFAR_FOLDER
 from experiment.local_training import LocalTraining
 from experiment.result_file import run_path, write_run
-from experiment.trace import Trace
+from torch.profiler import record_function
 
 EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
 
@@ -72,7 +72,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--eval-every", type=float, default=1, metavar="EPOCHS", help="between tests, e.g. 0.25")
     parser.add_argument("--until", type=float, metavar="VALUE", help="stop at the first test that reaches this result")
     parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write the result here")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of rank 0's steps 21 to 23 here")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a profile of rank 0's steps 21 to 23 here")
     chosen.add_arguments(parser)
     parser.set_defaults(optimizer=chosen.optimizer)
     args = parser.parse_args(argv)
@@ -104,8 +104,16 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--model {args.model} reads {reads}, and --data {args.data} is {given}")
     if args.channels_last and given == "text":
         raise ValueError("--channels-last is for images")
-    if args.trace and (args.device != "cpu" or args.host != "horovod" or args.local_steps):
-        raise ValueError("--trace needs --host horovod --device cpu, without --local-steps")
+    if args.trace and args.host == "threads":
+        raise ValueError("--trace is for ranks that are processes: --host horovod or ddp")
+
+
+def profile(file: Path) -> torch.profiler.profile:
+    """A profile of steps 21 to 23, begun, that writes itself for chrome://tracing and Perfetto."""
+    steps = torch.profiler.schedule(wait=19, warmup=1, active=3, repeat=1)
+    found = torch.profiler.profile(schedule=steps, on_trace_ready=lambda found: found.export_chrome_trace(str(file)))
+    found.start()
+    return found
 
 
 class Run:
@@ -128,12 +136,10 @@ class Run:
             self.model.to(memory_format=torch.channels_last)
         optimizer = optimizers.build(args, self.model)
         self.compression = self.build_compression(optimizer)
-        self.trace = Trace(range(20, 23) if args.trace else range(0))
-        if args.trace:
-            self.trace.watch(self.compression)
         self.module, self.optimizer = self.coupling.wrap(self.model, optimizer, self.compression)
         self.extrapolation = EXTRAPOLATIONS[args.extrapolate](self.model.parameters()) if args.extrapolate else None
 
+        self.profile = profile(args.trace) if args.trace and host.rank == 0 else None
         self.step = 0
         self.step_seconds: list[float] = []
         self.data_seconds: list[float] = []
@@ -147,18 +153,19 @@ class Run:
         rate = optimizers.learning_rate(self.step, args.lr, warmup, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.trace.step(self.step)
         self.optimizer.zero_grad()
         if args.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with self.trace.span(Trace.MODEL, "forward"), quality.autocast(args.amp, self.device):
+        with record_function("forward"), quality.autocast(args.amp, self.device):
             loss = F.cross_entropy(self.module(inputs).flatten(0, -2), targets.flatten())
-        with self.trace.span(Trace.MODEL, "backward"):
+        with record_function("backward"):
             loss.backward()
-        with self.trace.span(Trace.MODEL, "synchronize and update"):
+        with record_function("synchronize and update"):
             self.coupling.synchronize(self.optimizer)
             self.coupling.update(self.optimizer)
         self.step += 1
+        if self.profile:
+            self.profile.step()
         return loss.detach()
 
     def train(self) -> dict[str, Any]:
@@ -202,6 +209,8 @@ class Run:
                 break
             if args.until is not None and tested is not None and metric.reached(tested, args.until):
                 break
+        if self.profile:
+            self.profile.stop()
         return self.result(history)
 
     def test(self) -> float:
@@ -263,8 +272,6 @@ def train(args: argparse.Namespace, host: hosts.Host, kind: type[Run]) -> int:
     if host.rank == 0:
         print(", ".join(f"{key} {value:.6g}" for key, value in result.items() if isinstance(value, int | float)))
         write_run(args.json, result)
-        if args.trace:
-            run.trace.write(args.trace)
     # A diverged run or unequal replicas is a result to keep, and a failure to report.
     return host.close(0 if result["replicas_equal"] and math.isfinite(result["train_loss"]) else 1)
 

@@ -13,7 +13,7 @@ its last call, which completes the exchange, counts for the step only. Other ran
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,24 +30,39 @@ class DDPMirror(Mirror):
     ordered = True
 
 
-class Bucket:
+class Bucket(NamedTuple):
     """What DDP passes to a hook."""
 
-    def __init__(self, number: int, parameters: list[nn.Parameter], last: bool) -> None:
-        self._number, self._parameters, self._last = number, parameters, last
-        self._buffer = torch.cat([p.grad.flatten() for p in parameters])
+    number: int
+    given: list[nn.Parameter]
+    flat: Tensor
+    last: bool
 
     def index(self) -> int:
-        return self._number
+        return self.number
 
     def is_last(self) -> bool:
-        return self._last
+        return self.last
 
     def buffer(self) -> Tensor:
-        return self._buffer
+        return self.flat
 
     def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
+        return self.given
+
+
+def make_buckets(groups: list[list[nn.Parameter]]) -> list[Bucket]:
+    """Of a step: a bucket with the gradients of each group."""
+    flat = [torch.cat([p.grad.flatten() for p in group]) for group in groups]
+    return [Bucket(i, group, flat[i], i == len(groups) - 1) for i, group in enumerate(groups)]
+
+
+def in_backward(body: Callable[[], None]) -> None:
+    """Runs ``body`` during a backward pass, as DDP calls a hook."""
+    x = torch.zeros(1, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda grad: body())
+    y.sum().backward()
 
 
 def horovod(compressor: Any, parameters: list[nn.Parameter]) -> tuple[float, float]:
@@ -78,19 +93,15 @@ def ddp(compressor: Any, parameters: list[nn.Parameter]) -> tuple[float, float]:
     size = BUCKET_BYTES // (4 * parameters[0].numel())
     groups = [parameters[::-1][begin : begin + size] for begin in range(0, len(parameters), size)]
     groups[-1:] = [groups[-1][:-1], groups[-1][-1:]]  # so that the last call has one gradient only
-    buckets = [Bucket(number, group, number == len(groups) - 1) for number, group in enumerate(groups)]
-    times: list[float] = []
+    buckets, times = make_buckets(groups), []
 
-    def hooks(grad: Tensor) -> None:
+    def hooks() -> None:
         for bucket in buckets:
             begin = time.thread_time()
             ddp_hook(compressor, bucket)
             times.append(time.thread_time() - begin)
 
-    x = torch.zeros(1, requires_grad=True)
-    y = x.clone()
-    y.register_hook(hooks)
-    y.sum().backward()
+    in_backward(hooks)
     return sum(times[:-1]), sum(times)
 
 

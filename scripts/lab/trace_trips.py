@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from arrival import in_backward, make_buckets
+from torch import nn
 
 import hvd_compress
 from hvd_compress import IWP, DeMo, ddp_hook
@@ -57,28 +58,6 @@ class Trace:
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-
-
-class Bucket:
-    """What DDP passes to a hook: here, all gradients of a layer."""
-
-    def __init__(self, number: int, layers: nn.Module) -> None:
-        self._number = number
-        self._parameters = list(layers[len(layers) - 1 - number].parameters())[::-1]
-        self._last = number == len(layers) - 1
-        self._buffer = torch.cat([p.grad.flatten() for p in self._parameters])
-
-    def index(self) -> int:
-        return self._number
-
-    def is_last(self) -> bool:
-        return self._last
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
 
 
 class Ranks:
@@ -138,17 +117,14 @@ def ddp(build: Callable[..., Any]) -> Trace:
 
     def exchange(rank: int, step: int) -> list[Trace]:
         layers, trace = ranks.models[rank], Trace()
+        buckets = make_buckets([list(layer.parameters())[::-1] for layer in reversed(layers)])
 
-        def hooks(grad: Tensor) -> None:
-            for number in range(len(layers)):
-                bucket = Bucket(number, layers)
+        def hooks() -> None:
+            for bucket in buckets:
                 with trace:
                     ddp_hook(ranks.compressors[rank], bucket)
 
-        x = torch.zeros(1, requires_grad=True)
-        y = x.clone()
-        y.register_hook(hooks)
-        y.sum().backward()
+        in_backward(hooks)
         return [trace]
 
     return ranks.run(exchange)[0]

@@ -84,6 +84,17 @@ def test_both_hosts_train_alike(method, tmp_path):
         assert threads[key] == horovod[key], key
 
 
+def test_a_profile_has_three_steps(tmp_path):
+    found = train.profile(tmp_path / "profile.json")
+    for _ in range(25):
+        with train.record_function("backward"):
+            torch.ones(1)
+        found.step()
+    found.stop()
+    text = (tmp_path / "profile.json").read_text()
+    assert text.count('"name": "ProfilerStep#') == 3 and '"name": "backward"' in text
+
+
 # Local steps.
 
 
