@@ -41,7 +41,7 @@ class MP2(SparseMethod):
     The gate of a layer is open while the cosine of prediction and received gradient is at least ``gate``.
 
     The paper's: the predictor's architecture, predicting what is not sent, using predictions only where they are good.
-    Ours: which entries are sent, the residual, the predictor's inputs and training (``scripts/train_predictor.py``),
+    Ours: which entries are sent, the residual, the predictor's inputs and training (``train_predictor.py``),
     the criterion of the gate.
 
     Every rank computes the predictions itself, so all ranks need the same type of processor and number of threads. They

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time the operators against memory bandwidth and against plain torch code, all in the same run.
 
-    python scripts/bench_ops.py --device cpu --numel 25000000 --threads 2
+    python scripts/lab/bench_ops.py --device cpu --numel 25000000 --threads 2
 
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time the operators on codes against memory bandwidth and fp16, all in the same run.
 
-    python scripts/bench_codes.py --device cpu --numel 25000000 --threads 1
+    python scripts/lab/bench_codes.py --device cpu --numel 25000000 --threads 1
 
 GB/s counts the bytes that have to cross memory; "of copy" is its share of what ``b.copy_(a)`` reaches on tensors of
 this size. "fp16 / ours" is how many times longer a cast to fp16 (for a decoder: from fp16) takes, by ``copy_`` into
