@@ -15,7 +15,7 @@ Figures are medians over the steps of all --runs, with the fastest and the slowe
   step                  backward, exchange and update, of the slowest rank
   alone                 backward and update; gradients are prepared, so it is short and little overlaps with it
   exchange              what a step takes beyond these
-  compress              time in the compressor without waiting, by stats(), mean over ranks; 0 for torch's own hooks
+  compress              time in the compressor without waiting, by stats(), mean over ranks; 0 for what is not ours
   sent                  MB per rank and step by the network interface's counter, with negotiation and the benchmark's
                         barrier (on the loopback: by stats())
   wire ratio            bytes of a float32 ring allreduce, 2 (N - 1) / N x 4 bytes an entry, over the bytes sent

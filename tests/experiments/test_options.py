@@ -9,34 +9,22 @@ from experiment import compressors, models
 from hvd_compress.hosts.threads import ThreadWorld
 
 
-class Half:
-    """As Horovod's fp16 compressor."""
-
-    @staticmethod
-    def compress(tensor):
-        return tensor.half(), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor, ctx):
-        return tensor.to(ctx)
-
-
-def test_counted_follows_the_ring_formula_and_the_steps():
-    counted = compressors.Counted(Half, ranks=4)
+@pytest.mark.parametrize(("method", "width"), [("none", 4), ("fp16", 2)])
+def test_stock_follows_the_ring_formula_and_the_steps(method, width):
+    model = torch.nn.ParameterList([torch.randn(8, 4, 3, 3), torch.randn(10)])
+    stock = compressors.Stock(method, model, ranks=4)
     gradients = [torch.randn(8, 4, 3, 3).contiguous(memory_format=torch.channels_last), torch.randn(10)]
     for _ in range(3):
-        sent = [counted.compress(gradient) for gradient in gradients]
-        assert all(payload.is_contiguous() for payload, _ in sent)
+        sent = [stock.compress(gradient.clone()) for gradient in gradients]
+        assert all(payload.is_contiguous() and payload.itemsize == width for payload, _ in sent)
         for gradient, (payload, ctx) in zip(gradients, sent, strict=True):
-            result = counted.decompress(payload, ctx)
-            assert result.stride() == gradient.stride()
-            torch.testing.assert_close(result, gradient, rtol=1e-3, atol=1e-3)
-    stats = counted.stats()
-    assert stats["steps"] == 3
-    assert stats["last"]["dense_bytes"] == 2 * 3 / 4 * 4 * 298
-    assert stats["total"]["wire_bytes"] == 3 * 2 * 3 / 4 * 2 * 298
-    assert stats["total"]["wire_ratio"] == stats["last"]["wire_ratio"] == 2
-    assert stats["compress_ms"] > 0
+            result = stock.decompress(payload * 2, ctx)
+            assert result.stride() == gradient.stride() and result.dtype == gradient.dtype
+            torch.testing.assert_close(result, 2 * gradient, rtol=1e-3, atol=1e-3)
+    stats = stock.stats()
+    assert stats["steps"] == 3 and stats["last"]["dense_bytes"] == 2 * 3 / 4 * 4 * 298
+    assert stats["total"]["wire_bytes"] == 3 * 2 * 3 / 4 * width * 298
+    assert stats["total"]["wire_ratio"] == stats["last"]["wire_ratio"] == 4 / width
 
 
 def options(method, *given):

@@ -1,4 +1,4 @@
-"""The compression methods of the experiments: command-line options, construction, byte accounting of stock hooks.
+"""The compression methods of the experiments: command-line options, construction, what Horovod and torch bring along.
 
 The options of a method are the keyword arguments of its class: ``explore: float = 0.05`` becomes ``--explore``, a bool
 becomes ``--name`` and ``--no-name``. An argument of another type (a process group, a predictor) has no option. Every
@@ -9,7 +9,6 @@ option of another method is refused.
 import argparse
 import inspect
 import re
-import time
 import types
 import typing
 from collections.abc import Callable
@@ -120,75 +119,35 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
 }
 
 
-class Counted:
-    """A stock Horovod compressor with the package's accounting. It also makes channels_last gradients contiguous, as
-    Horovod requires, and restores their strides."""
+class Stock:
+    """What Horovod and torch bring along, with the package's accounting. As Horovod's compressor it does what
+    ``hvd.Compression.none`` and ``fp16`` do; it also makes channels_last gradients contiguous, as Horovod requires, and
+    restores their strides. ``hook`` is for :meth:`hvd_compress.cli.ranks.Ddp.wrap`."""
 
-    def __init__(self, stock: Any, ranks: int) -> None:
-        self.stock, self.ranks, self.steps, self.pending = stock, ranks, 0, 0
-        self.wire = WireStats()
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        if self.pending == 0:
-            self.wire.begin_step()
-        start = time.perf_counter()
-        payload, context = self.stock.compress(tensor.contiguous())
-        self.wire.count_dense(tensor.numel(), payload.nbytes, self.ranks)
-        self.pending += 1
-        self.wire.add_seconds(time.perf_counter() - start)
-        return payload, (context, None if tensor.is_contiguous() else tensor)
-
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        start = time.perf_counter()
-        context, restore = context
-        result: Tensor = self.stock.decompress(tensor, context)
-        if restore is not None:
-            result = restore.copy_(result)
-        self.pending -= 1
-        self.wire.add_seconds(time.perf_counter() - start)
-        if self.pending == 0:  # Horovod submits every gradient before it synchronizes the first
-            self.wire.end_step()
-            self.steps += 1
-        return result
-
-    def stats(self) -> dict[str, Any]:
-        return {"steps": self.steps, **self.wire.report(), "residual_norm": 0.0}
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A compressor that sends gradients in a dtype; None: as they are."""
-
-    dtype: torch.dtype | None
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        return tensor.to(self.dtype or tensor.dtype), tensor.dtype
-
-    def decompress(self, tensor: Tensor, context: torch.dtype) -> Tensor:
-        return tensor.to(context)
-
-
-#: What Horovod has as hvd.Compression, for ranks without Horovod.
-STOCK = {"none": Cast(None), "fp16": Cast(torch.float16)}
-
-
-class CountedHook(Counted):
-    """Byte accounting of one of torch's own communication hooks; ``hook`` is for
-    :meth:`hvd_compress.cli.ranks.Ddp.wrap`. Without a hook, DDP allreduces float32."""
-
-    def __init__(self, method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    def __init__(self, method: str, model: torch.nn.Module, ranks: int) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-        super().__init__(None, ranks)
-        self.hook: Any = "fp16" if method == "fp16" else None
+        self.half, self.ranks, self.steps, self.pending = method == "fp16", ranks, 0, 0
+        self.hook: Any = "fp16" if self.half else None
         if method == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self.hook = state, powerSGD_hook.powerSGD_hook
         self.entries, self.saved = sum(p.numel() for p in model.parameters()), 0
-        optimizer.register_step_post_hook(self._stepped)
+        self.wire = WireStats()
 
-    def _stepped(self, *_: Any) -> None:
-        sent, saved = (2 if self.hook == "fp16" else 4) * self.entries, 0
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        self.pending += 1
+        return (tensor.half() if self.half else tensor).contiguous(), tensor
+
+    def decompress(self, tensor: Tensor, gradient: Tensor) -> Tensor:
+        self.pending -= 1
+        if self.pending == 0:  # Horovod submits every gradient before it synchronizes the first
+            self.count()
+        return tensor if tensor.data_ptr() == gradient.data_ptr() else gradient.copy_(tensor)
+
+    def count(self) -> None:
+        """A step has been made."""
+        sent, saved = (2 if self.half else 4) * self.entries, 0
         if isinstance(self.hook, tuple):
             _, before, after = self.hook[0].compression_stats()  # entries so far
             saved = 4 * (before - after)
@@ -196,6 +155,9 @@ class CountedHook(Counted):
         self.wire.count_dense(self.entries, sent - (saved - self.saved), self.ranks)
         self.wire.end_step()
         self.saved, self.steps = saved, self.steps + 1
+
+    def stats(self) -> dict[str, Any]:
+        return {"steps": self.steps, **self.wire.report(), "residual_norm": 0.0}
 
 
 METHODS: dict[str, Method] = {

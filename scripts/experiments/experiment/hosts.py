@@ -27,7 +27,7 @@ class Host:
         """The object that compresses and has ``stats()``."""
         if compressors.METHODS[method].kind:
             return compressors.METHODS[method].build(args, model, optimizer, collectives=self.collectives)
-        return self.stock(method, model, optimizer)
+        return compressors.Stock(method, model, self.size)
 
     def replicas(self, model: nn.Module) -> list[Tensor]:
         """Ends the training: what must then be the same on all ranks."""
@@ -35,17 +35,17 @@ class Host:
 
 
 class Horovod(Host, ranks.Horovod):
-    def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
-        """What the host's library brings along for none, fp16 and ddp-powersgd."""
-        return compressors.Counted(getattr(self._hvd.Compression, method), self.size)
+    """Horovod's optimizer."""
 
 
 class Ddp(Host, ranks.Ddp):
-    def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
-        return compressors.CountedHook(method, model, optimizer, self.size)
+    """torch's DistributedDataParallel."""
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
-        hook = getattr(compression, "hook", compression)
+        hook = compression
+        if isinstance(compression, compressors.Stock):
+            hook = compression.hook
+            optimizer.register_step_post_hook(lambda *_: compression.count())
         # powerSGD_hook starts collectives from callbacks, in an order that with Gloo differs between ranks if there are
         # several buckets.
         one_bucket = {"bucket_cap_mb": 1 << 20} if isinstance(hook, tuple) else {}
@@ -65,12 +65,9 @@ class Threads(Host):
         self.collectives, self._board = world.collectives(rank), board
         self.rank, self.size, self.local_rank = rank, world.size, 0
 
-    def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
-        return compressors.Counted(compressors.STOCK[method], self.size)
-
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
-        counted = isinstance(compression, compressors.Counted)
-        self._protocol = compression if counted else HorovodHost(compression.engine)
+        stock = isinstance(compression, compressors.Stock)
+        self._protocol = compression if stock else HorovodHost(compression.engine)
         self._pending: list[tuple[nn.Parameter, Tensor, Any]] = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._compress)

@@ -38,7 +38,7 @@ def complete(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, default)
     method = compressors.METHODS[args.compression]
-    if not method.kind and args.compression not in compressors.STOCK:
+    if not method.kind and args.compression not in ("none", "fp16"):
         raise ValueError(f"--compression {args.compression} compresses gradients only: it has no --local-steps")
     if getattr(args, "momentum_correction", False):
         raise ValueError("momentum stays with the local optimizer: --local-steps needs --no-momentum-correction")
