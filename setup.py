@@ -70,8 +70,9 @@ if not with_cuda and (want == "1" or (want == "" and has_cuda)):
 
 # The oldest torch whose stable ABI is used: the binary loads under it and every later one.
 TARGET = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
-# Equal to the reference to the last bit: a product and a sum are rounded one after the other.
-CXX_FLAGS = [*TARGET, "-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+# Equal to the reference to the last bit: a product and a sum are rounded one after the other. Without AVX-512's masks,
+# conditions on floats are vectorised only if they need not keep the processor's exception flags.
+CXX_FLAGS = [*TARGET, "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
 NVCC_FLAGS = [*TARGET, "-std=c++20", "-O3", "-fmad=false", "-DUSE_CUDA"]
 if "TORCH_CUDA_ARCH_LIST" not in os.environ:
     NVCC_FLAGS += ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]

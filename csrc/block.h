@@ -10,6 +10,8 @@
 #else
 #define HVD_BODY inline __attribute__((always_inline))
 #endif
+// For lambdas, which do not inherit HVD_BODY from the enclosing function.
+#define HVD_INLINE __attribute__((always_inline))
 
 namespace hvd_compress {
 
@@ -56,7 +58,7 @@ HVD_BODY int64_t modulo(int64_t value, int64_t divisor) {
   return rest < 0 ? rest + divisor : rest;
 }
 
-// The first slot of a block within its segment. `shift` is the phase modulo blocks.
+// The first slot of a block within its piece. `shift` is the phase modulo blocks.
 HVD_BODY int64_t slot_start(int64_t block, int64_t slots, int64_t blocks, int64_t shift) {
   return (block * slots + shift) / blocks;
 }

@@ -52,6 +52,7 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& ot
       dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
       name, " must be Float, Half or BFloat16, got ", dtype);
   check_device(tensor, name, other);
+  if (tensor.is_contiguous()) return;
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     if (tensor.size(i) != 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
@@ -59,9 +60,8 @@ inline void check_dense(const Tensor& tensor, const char* name, const Tensor& ot
   std::sort(dims.begin(), dims.end());
   int64_t expected = 1;
   for (auto [stride, size] : dims) {
-    STD_TORCH_CHECK(tensor.numel() == 0 || stride == expected, name,
-                    " must be dense in memory, got a stride of ", stride, " where ", expected,
-                    " is required");
+    STD_TORCH_CHECK(stride == expected, name, " must be dense in memory, got a stride of ", stride,
+                    " where ", expected, " is required");
     expected *= size;
   }
 }

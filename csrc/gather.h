@@ -1,7 +1,7 @@
 // gather: its arguments, and their checks.
 #pragma once
 
-#include "segments.h"
+#include "pieces.h"
 
 namespace hvd_compress {
 
@@ -11,10 +11,10 @@ struct Gather {
   float* values;
 };
 
-inline Gather checked(const Tensor& residual, const Tensor& indices, const Tensor& segments,
+inline Gather checked(const Tensor& residual, const Tensor& indices, const Tensor& pieces,
                       const Tensor& values, int64_t phase) {
   check_residual(residual, std::nullopt);
-  BucketSlots bucket = checked_slots(residual, indices, segments, phase);
+  BucketSlots bucket = checked_slots(residual, indices, pieces, phase);
   check_flat(values, "values", ScalarType::Float, residual);
   check_numel(values, "values", bucket.slots);
   return {bucket, const_data<float>(residual), data<float>(values)};

@@ -23,10 +23,8 @@ struct Lanes {
   }
 };
 
-// Whole: a signed integer type that holds -top to top.
-template <typename Whole>
 struct Rounded {
-  Whole digit;
+  int32_t digit;
   float error;
 };
 
@@ -41,14 +39,13 @@ struct Grid {
         inverse(1.0f / step),
         top(static_cast<float>((int64_t{1} << (args.bits - 1)) - 1)) {}
 
-  // Clamped before rounding, so that the conversion to Whole does not overflow.
-  template <typename Whole>
-  HVD_BODY Rounded<Whole> encode(float value, float draw) const {
+  // Clamped before rounding, so that the conversion does not overflow.
+  HVD_BODY Rounded encode(float value, float draw) const {
     float scaled = value * inverse + draw;
     scaled = scaled == scaled ? scaled : 0.0f;
     scaled = scaled > -top ? scaled : -top;
     scaled = scaled < top ? scaled : top;
-    Whole digit = static_cast<Whole>(scaled);
+    int32_t digit = static_cast<int32_t>(scaled);
     digit -= static_cast<float>(digit) > scaled;
     return {digit, value - static_cast<float>(digit) * step};
   }

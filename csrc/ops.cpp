@@ -1,27 +1,25 @@
 // The schemas of all operators. They are specified in hvd_compress/reference/.
 #include <torch/csrc/stable/library.h>
 
+// Draw in select.h.
+#define HVD_DRAW "int phase, int run, int ranks, int position, int key, int explore"
+
 STABLE_TORCH_LIBRARY(hvd_compress, library) {
   // reference/accumulate_select.py
   library.def(
-      "accumulate_select(Tensor(a!) grad, Tensor(b!) residual, Tensor? weight, "
-      "Tensor(c!)? velocity, Tensor floor, Tensor(d!) indices, Tensor(e!) invalid, "
-      "Tensor(f!) touched, Tensor(g!)? block_means, float scale, float momentum, int slots, "
-      "int first_slot, int phase, int run, int ranks, int position, int key, int explore, "
-      "Tensor? deferred_indices=None, Tensor? deferred_mean=None, Tensor? deferred_error=None, "
-      "int deferred_slots=0, int deferred_first_slot=0, int deferred_phase=0, float decay=1.0, "
-      "bool transform=False) -> ()");
-  library.def(
-      "select(Tensor score, Tensor(a!) indices, int slots, int first_slot, int phase, "
-      "int run, int ranks, int position, int key, int explore) -> ()");
+      "accumulate_select(Tensor(a!)[] grads, Tensor(b!) residual, Tensor[] weights, "
+      "Tensor(c!)? velocity, Tensor pieces, Tensor floors, Tensor(d!) indices, "
+      "Tensor(e!) invalid, Tensor(f!) touched, Tensor(g!)? block_means, float scale, "
+      "float momentum, float decay, bool transform, " HVD_DRAW ") -> ()");
+  library.def("select(Tensor[] scores, Tensor pieces, Tensor(a!) indices, " HVD_DRAW ") -> ()");
 
   // reference/scatter.py
   library.def(
-      "gather(Tensor residual, Tensor indices, Tensor segments, Tensor(a!) values, "
+      "gather(Tensor residual, Tensor indices, Tensor pieces, Tensor(a!) values, "
       "int phase) -> ()");
   library.def(
       "scatter(Tensor(a!)[] grads, Tensor(b!) residual, Tensor(c!)? velocity, Tensor indices, "
-      "Tensor segments, Tensor mean, Tensor? quantization_error, int phase, float scale, "
+      "Tensor pieces, Tensor mean, Tensor quantization_error, int phase, float scale, "
       "Tensor? block_means=None, bool transform=False, bool sign=False) -> ()");
 
   // reference/hadamard.py

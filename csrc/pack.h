@@ -34,11 +34,21 @@ HVD_BODY uint64_t fold(uint64_t word, int bits, uint8_t) {
 
 HVD_BODY uint64_t fold(uint64_t word, int, uint64_t) { return word; }
 
-// The inverse, for digits of 16 bits. The bits above the last field must be 0.
-HVD_BODY uint64_t unfold(uint64_t word, int bits) {
+// The inverse. The bits above the last field must be 0.
+HVD_BODY uint64_t unfold(uint64_t word, int bits, uint32_t) {
+  return (word & low_bits(bits)) | (word >> bits) << 32;
+}
+
+HVD_BODY uint64_t unfold(uint64_t word, int bits, uint16_t) {
   uint64_t fields = low_bits(bits) * 0x0000000100000001;
-  word = (word & low_bits(2 * bits)) | (word >> (2 * bits)) << 32;
+  word = unfold(word, 2 * bits, uint32_t());
   return (word & fields) | ((word >> bits) & fields) << 16;
+}
+
+HVD_BODY uint64_t unfold(uint64_t word, int bits, uint8_t) {
+  uint64_t fields = low_bits(bits) * 0x0001000100010001;
+  word = unfold(word, 2 * bits, uint16_t());
+  return (word & fields) | ((word >> bits) & fields) << 8;
 }
 
 // Eight codes: 8 * bits bits.
@@ -52,16 +62,26 @@ HVD_BODY Unit join(uint64_t first, uint64_t second, int bits) {
   return {first | (second << (4 * bits - 1)) << 1, second >> (64 - 4 * bits)};
 }
 
+HVD_BODY Unit pack_unit(const uint8_t* digits, int bits) {
+  return {fold(load_word(digits), bits, uint8_t()), 0};
+}
+
 HVD_BODY Unit pack_unit(const uint16_t* digits, int bits) {
   return join(fold(load_word(digits), bits, uint16_t()),
               fold(load_word(digits + 4), bits, uint16_t()), bits);
 }
 
 // The bits above the unit in its words are ignored.
+HVD_BODY void unpack_unit(Unit unit, int bits, uint8_t* digits) {
+  uint64_t word = unfold(unit.low & low_bits(8 * bits), bits, uint8_t());
+  memcpy(digits, &word, sizeof(word));
+}
+
 HVD_BODY void unpack_unit(Unit unit, int bits, uint16_t* digits) {
   uint64_t mask = low_bits(4 * bits);
   uint64_t second = (unit.low >> (4 * bits - 1)) >> 1 | unit.high << (64 - 4 * bits);
-  uint64_t words[2] = {unfold(unit.low & mask, bits), unfold(second & mask, bits)};
+  uint64_t words[2] = {unfold(unit.low & mask, bits, uint16_t()),
+                       unfold(second & mask, bits, uint16_t())};
   memcpy(digits, words, sizeof(words));
 }
 

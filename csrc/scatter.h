@@ -1,13 +1,13 @@
 // scatter: its arguments, and their checks.
 #pragma once
 
-#include "segments.h"
+#include "pieces.h"
 
 namespace hvd_compress {
 
 struct Scatter {
   BucketSlots bucket;
-  ResidualUpdate update;  // deferred if its `error` is null
+  ResidualUpdate update;
   float scale;
   const float* block_means;  // or null
   bool transform;
@@ -20,31 +20,25 @@ HVD_BODY float sign_of(float value) {
   return (value < 0.0f) | (value > 0.0f) ? one : value;
 }
 
-inline Scatter checked(const std::vector<Tensor>& grads, const Tensor& residual,
-                       const std::optional<Tensor>& velocity, const Tensor& indices,
-                       const Tensor& segments, const Tensor& mean,
-                       const std::optional<Tensor>& quantization_error, int64_t phase, double scale,
+inline Scatter checked(const Tensor& residual, const std::optional<Tensor>& velocity,
+                       const Tensor& indices, const Tensor& pieces, const Tensor& mean,
+                       const Tensor& quantization_error, int64_t phase, double scale,
                        const std::optional<Tensor>& block_means, bool transform, bool sign) {
   STD_TORCH_CHECK(!transform || !block_means, "transform goes without block_means");
   STD_TORCH_CHECK(transform || !sign, "sign goes with transform");
   check_residual(residual, velocity);
-  BucketSlots bucket = checked_slots(residual, indices, segments, phase);
-  STD_TORCH_CHECK(static_cast<int64_t>(grads.size()) == bucket.segment_count, "grads must have ",
-                  bucket.segment_count, " tensors, one per segment, got ", grads.size());
-  for (const Tensor& grad : grads) check_dense(grad, "every grad", residual);
+  BucketSlots bucket = checked_slots(residual, indices, pieces, phase);
   check_flat(mean, "mean", ScalarType::Float, residual);
   check_numel(mean, "mean", bucket.slots);
-  if (quantization_error) {
-    check_flat(*quantization_error, "quantization_error", ScalarType::Float, residual);
-    check_numel(*quantization_error, "quantization_error", bucket.slots);
-  }
+  check_flat(quantization_error, "quantization_error", ScalarType::Float, residual);
+  check_numel(quantization_error, "quantization_error", bucket.slots);
   if (block_means) {
     check_flat(*block_means, "block_means", ScalarType::Float, residual);
     check_numel(*block_means, "block_means", bucket.blocks);
   }
   return {bucket,
           {data<float>(residual), data_or_null(velocity), const_data<float>(mean),
-           quantization_error ? const_data<float>(*quantization_error) : nullptr},
+           const_data<float>(quantization_error)},
           static_cast<float>(scale),
           block_means ? const_data<float>(*block_means) : nullptr,
           transform,

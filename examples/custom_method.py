@@ -2,48 +2,57 @@
 
     torchrun --nproc-per-node 2 examples/custom_method.py --steps 200 --checkpoints /tmp/custom_method
 
-docs/your_own_method.md explains the hooks. The class runs under Horovod as it is, too.
+docs/your_own_method.md explains the two classes. They run under Horovod as they are, too.
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
 from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.collectives import allgather
 from hvd_compress.engine.exchange import Exchange
+from hvd_compress.engine.work import Step, Work
 
 BITS = 2 ** torch.arange(8, dtype=torch.uint8)
 
 
-class SignSGD(hvd_compress.Compressor):
+class SignSGDWork(Work):
     """The momentum is in ``bucket.residual``, which checkpoints contain."""
 
-    def begin(self, bucket: Bucket) -> None:
-        bucket.residual.mul_(0.9)
-        if bucket.index == 0:
-            self.invalid = torch.zeros(len(self.buckets), dtype=torch.bool)
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.bucket.residual.mul_(0.9)
+        self.invalid = torch.zeros((), dtype=torch.bool)
 
-    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
-        finite = grad.isfinite()  # what is not finite must never enter a state
-        self.invalid[bucket.index] |= ~finite.all()
-        bucket.segments[position].shaped(bucket.residual).add_(torch.where(finite, grad, 0.0) / self.scale, alpha=0.1)
+    def accumulate(self) -> None:
+        for piece, grad in zip(self.bucket.pieces, self.bucket.gradients, strict=True):
+            finite = grad.isfinite()  # what is not finite must never enter a state
+            self.invalid |= ~finite.all()
+            if grad.numel():  # else none arrived
+                piece.shaped(self.bucket.residual).add_(torch.where(finite, grad, 0.0) / self.step.scale, alpha=0.1)
 
-    def exchange(self, bucket: Bucket) -> Exchange:
+    def exchange(self) -> Exchange:
+        bucket, step = self.bucket, self.step
         bits = (bucket.residual > 0).view(-1, 8) * BITS
-        message = torch.cat([bits.sum(1, dtype=torch.uint8), self.invalid[bucket.index].view(1).to(torch.uint8)])
-        rows = (yield allgather(message, "values")).view(self.ranks, -1)
-        votes = (rows[:, :-1, None] & BITS).ne(0).sum(0).flatten() * 2 - self.ranks
-        average = votes.sign().float() * self.scale
+        message = torch.cat([bits.sum(1, dtype=torch.uint8), self.invalid.view(1).to(torch.uint8)])
+        rows = (yield allgather(message, "values")).view(step.ranks, -1)
+        votes = (rows[:, :-1, None] & BITS).ne(0).sum(0).flatten() * 2 - step.ranks
+        average = votes.sign().float() * step.scale
         if rows[:, -1].any():  # on every rank, so that a GradScaler skips the step on every rank
             average.fill_(float("nan"))
-        for segment, target in zip(bucket.segments, bucket.targets(), strict=True):
-            if target.numel():
-                target.copy_(segment.shaped(average))
+        for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
+            if grad.numel():
+                grad.copy_(piece.shaped(average))
+
+
+class SignSGD(hvd_compress.Compressor):
+    def work(self, bucket: Bucket) -> Work:
+        return SignSGDWork(bucket)
 
 
 def main() -> None:
@@ -57,7 +66,7 @@ def main() -> None:
     ddp, compression = DistributedDataParallel(model), SignSGD(model.named_parameters())
     ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-3)
-    rank, ranks = compression.rank, compression.ranks
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
     first, file = 0, options.checkpoints / f"rank-{rank}.pt"
     if file.exists():
         first, *states = torch.load(file, weights_only=True)

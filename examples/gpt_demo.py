@@ -50,8 +50,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.SGD(model.parameters(), lr=4e-3, weight_decay=0.01)
-    matrices = [name for name, p in model.body.named_parameters(prefix="body") if p.dim() == 2]
-    compression = hvd_compress.DeMo(model.named_parameters(), density=1 / 32, orthogonal=matrices)
+    compression = hvd_compress.DeMo(model, density=1 / 32, orthogonal="matrices")
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 

@@ -1,6 +1,6 @@
 """Gradient compression for data-parallel training with Horovod or torch DistributedDataParallel."""
 
-from . import extrapolation, schedule
+from . import schedule
 from ._version import __version__
 from .engine.checkpoint import reshard
 from .hosts.ddp import ddp_hook
@@ -34,7 +34,6 @@ __all__ = [
     "TopK",
     "__version__",
     "ddp_hook",
-    "extrapolation",
     "reshard",
     "schedule",
 ]

@@ -172,7 +172,7 @@ fi
 # --- bench
 if stage bench; then
   for bench in bench_ops bench_codes; do
-    step "$bench" "$bench.txt" "$python" "scripts/$bench.py" --device cuda
+    step "$bench" "$bench.txt" "$python" "scripts/lab/$bench.py" --device cuda
   done
   for bench in bench_ops bench_codes; do
     echo

@@ -17,17 +17,16 @@
 # Time to an accuracy, or to bits per byte, on four hosts with slow links (root; DATA_DIR for the images):
 #   race-resnet20, race-vgg11                                       race-gpt
 # Others:
-#   growth           time and memory as network and ranks grow      timeline   overlap with backward, two hosts (root, DATA_DIR)
+#   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients (DATA_DIR)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${1:-}
 case $experiment in
   cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
-  timeline) data=${2:?DATA_DIR} out=${3:-results/timeline} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,21s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,20s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -46,7 +45,7 @@ common=()
 one() {  # NAME METHOD ARGUMENTS...: a run with the common arguments
   local name=$1 method=$2; shift 2
   grep -qsF "{\"name\":\"$name\"," "$out/runs.jsonl" ||
-    bash scripts/run.sh "${ranks:-4}" scripts/train.py --json "$out/runs.jsonl/$name" "${common[@]}" --compression "$method" "$@"
+    bash scripts/run.sh "${ranks:-4}" scripts/experiments/train.py --json "$out/runs.jsonl/$name" "${common[@]}" --compression "$method" "$@"
 }
 
 # Options of bench_exchange.py and race.py: settings for the ranks of one method.
@@ -56,7 +55,7 @@ having() {  # LABEL NAME=VALUE...
   for setting in "$@"; do environments+=(--environment "$label:$setting"); done
 }
 
-exchange() { "$python" scripts/bench_exchange.py --shapes resnet50 --hosts 4 "$@" "${environments[@]}"; }
+exchange() { "$python" scripts/lab/bench_exchange.py --shapes resnet50 --hosts 4 "$@" "${environments[@]}"; }
 
 steps_by_rate() {  # ARGUMENTS...: one run where a dense step takes 20 s
   exchange --rate none,10gbit,1gbit --runs 3 --max-seconds 60 --json "$out/runs.jsonl/resnet50-none-10gbit-1gbit" "$@"
@@ -84,7 +83,7 @@ at_equal_bytes() {  # densities such that all bytes together, uncompressed tenso
 
 simulate() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: a row by compare.py; its ranks in one process, on one core
   local row=$1 rates=$2 budgets=$3 options=$4; shift 4
-  "$python" scripts/compare.py --simulate --ranks "${ranks:-4}" --out "${folder:-$out}" --methods "$row" --lrs "$rates" \
+  "$python" scripts/experiments/compare.py --simulate --ranks "${ranks:-4}" --out "${folder:-$out}" --methods "$row" --lrs "$rates" \
     ${budgets:+--budgets "$budgets"} ${options:+--option "$row:$options"} "$@" >/dev/null
 }
 
@@ -93,7 +92,7 @@ gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
 }
 
 report() {  # FOLDER
-  { printf '# %s\n\n' "$(realpath --relative-to "$out/.." "$1")"; "$python" scripts/table.py "$1/runs.jsonl"; } >"$1/table.md"
+  { printf '# %s\n\n' "$(realpath --relative-to "$out/.." "$1")"; "$python" scripts/experiments/table.py "$1/runs.jsonl"; } >"$1/table.md"
 }
 
 images=(--data-dir "${data:-}" --batch-size 32 --amp bf16)
@@ -255,12 +254,12 @@ case $experiment in
     exchange --rate none,1gbit,100mbit --runs 2 --methods iwp@8,iwp@16,iwp@32,iwp@64 "${options[@]}" --json "$out/runs.jsonl/mpi"
     ;;
   growth)
-    "$python" scripts/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
+    "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
     ;;
   race-gpt)
     for method in none fp16 demo; do having "$method" "${sleep[@]}"; done
     for method in none fp16; do having "$method" "${ring[@]}"; done
-    "$python" scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,demo "${environments[@]}" \
+    "$python" scripts/experiments/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,demo "${environments[@]}" \
       --option "none:--optimizer adamw --lr 3e-3" --option "fp16:--optimizer adamw --lr 3e-3" \
       --option "demo:--density 1/4 --dense-values fp16 --lr 2e-3" --target 3.4 --out "$out" -- \
       --data text --model gpt-5m --epochs 3 --batch-size 8 --eval-every 0.1 --until 3.4
@@ -276,24 +275,15 @@ case $experiment in
       for method in iwp iwp@16 fft; do having "$method" "${sleep[@]}"; done
       for method in none fp16; do having "$method" "${ring[@]}"; done
     fi
-    "$python" scripts/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${options[@]}" "${environments[@]}" \
+    "$python" scripts/experiments/race.py --hosts 4 --rates 100mbit,1gbit --methods "$methods" "${options[@]}" "${environments[@]}" \
       --target "${target[$experiment]}" --out "$out" -- "${resnet20[@]}" "${training[@]}" --eval-every 0.25
     ;;
-  timeline)
-    # Two hosts for two cores: with more, a rank waits for a core.
-    export "${sleep[@]}"; trace=$(mktemp)
-    trap 'bash scripts/netlab.sh --lab tl down; rm -f "$trace"' EXIT
-    bash scripts/netlab.sh --lab tl up 2 1gbit
-    bash scripts/netlab.sh --lab tl run 2 scripts/train.py "${resnet20[@]}" --model vgg11 --batch-size 64 --epochs 2 --lr 0.1 \
-      --compression iwp "${ours[@]}" --bucket-mb 4 --max-steps 30 --eval-every 1000 --limit-train 5120 --trace "$trace"
-    "$python" scripts/timeline.py "$trace" --plot "$out/timeline.png"
-    ;;
   gradients)
-    bash scripts/run.sh 4 scripts/record_gradients.py --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \
+    bash scripts/run.sh 4 scripts/experiments/record_gradients.py --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \
       --out "$out/digits"
-    bash scripts/run.sh 4 scripts/record_gradients.py "${resnet20[@]}" --epochs 3 --lr 0.3 --out "$out/cifar10"
-    "$python" scripts/gradient_errors.py "$out"/{cifar10,digits}
+    bash scripts/run.sh 4 scripts/experiments/record_gradients.py "${resnet20[@]}" --epochs 3 --lr 0.3 --out "$out/cifar10"
+    "$python" scripts/experiments/gradient_errors.py "$out"/{cifar10,digits}
     ;;
 esac
 # Trainings by `one` end with their table.
-[[ -z ${common[*]} ]] || "$python" scripts/table.py "$out/runs.jsonl"
+[[ -z ${common[*]} ]] || "$python" scripts/experiments/table.py "$out/runs.jsonl"

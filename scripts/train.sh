@@ -8,5 +8,5 @@ np=${1:-4}
 setup=$(bash scripts/setup.sh --train)
 begin=$SECONDS
 printf '\033[1m%s\033[0m\n' "train: $np ranks, seven methods (about 80 s)" >&2
-bash scripts/run.sh "$np" scripts/train_methods.py results/train
+bash scripts/run.sh "$np" scripts/experiments/train_methods.py results/train
 echo "It took: ${setup:+$setup, }training $((SECONDS - begin)) s, in all $SECONDS s."

@@ -128,7 +128,11 @@ class Rank:
 def set_collectives(compression: Compressor, collectives: Any) -> None:
     """Replaces the collectives of a compressor."""
     engine = compression.engine
-    engine.collectives = engine.exchanges._collectives = collectives
+    compression.collectives = engine.collectives = collectives
+    owners = [engine.exchanges, engine.comparison]
+    owners += [work.values for work in engine.works if "values" in work.parts]
+    for owner in owners:
+        owner._collectives = collectives
 
 
 @dataclass
@@ -277,6 +281,7 @@ def train(world: ThreadWorld, ranks: list[Rank], steps: int) -> list[float]:
             grads = torch.autograd.grad(loss, list(rank.model.parameters()))
             rank.exchange([g.clone() for g in grads], shuffle=step)
             optimizers[i].step()
+            optimizers[i].zero_grad()
         return float(loss.detach())
 
     return world.run(body)

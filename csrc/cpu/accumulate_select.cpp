@@ -1,12 +1,14 @@
 // accumulate_select on the CPU: one block at a time, so that its scores stay in the L1 cache.
 #include "../accumulate_select.h"
 
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
 #include <type_traits>
 
-#include "any.h"
 #include "hadamard.h"
 #include "isa.h"
-#include "segments.h"
+#include "pieces.h"
 #include "select.h"
 
 namespace hvd_compress {
@@ -15,172 +17,192 @@ namespace {
 constexpr int64_t kGrain = 128;  // blocks per thread, at least
 constexpr uint32_t kInvalid = 1, kTouched = 2;
 
-// Whether a block has an entry that is neither 0 nor -0. It runs in few blocks: inlined, it would
-// slow down the loop that calls it.
+// Converts a block's entries to float32, followed by zeros. Returns kTouched if any is neither 0
+// nor -0.
 template <typename T>
-__attribute__((noinline)) bool any_nonzero(const T* grad, int inside) {
+HVD_BODY uint32_t convert(const T* __restrict from, int inside, float* __restrict to) {
   using Word = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
   Word any = 0;
-  for (int i = 0; i < inside; ++i) any |= bits_as<Word>(grad[i]);
-  return static_cast<Word>(any << 1);  // without the sign
+  for (int i = 0; i < inside; ++i) {
+    any |= bits_as<Word>(from[i]);
+    to[i] = static_cast<float>(from[i]);
+  }
+  for (int i = inside; i < kBlock; ++i) to[i] = 0.0f;
+  return static_cast<Word>(any << 1) ? kTouched : 0;
 }
 
-// The mean of a block's scaled gradient, by pairwise summation as in the reference.
-template <typename T>
-HVD_BODY float block_mean(const T* __restrict grad, float scale, int inside) {
-  alignas(64) float sums[kBlock];
-  for (int i = 0; i < inside; ++i) sums[i] = static_cast<float>(grad[i]) * scale;
-  for (int i = inside; i < kBlock; ++i) sums[i] = 0.0f;
-  for (int half = kBlock / 2; half > 0; half /= 2) {
+HVD_BODY uint32_t convert(const void* from, ScalarType dtype, int inside, float* to) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return convert(static_cast<const float*>(from), inside, to);
+    case ScalarType::Half:
+      return convert(static_cast<const Half*>(from), inside, to);
+    default:
+      return convert(static_cast<const BFloat16*>(from), inside, to);
+  }
+}
+
+// The mean of a block, by pairwise summation as in the reference.
+HVD_BODY float block_mean(const float* __restrict steps, int inside) {
+  alignas(64) float sums[kBlock / 2];
+  for (int i = 0; i < kBlock / 2; ++i) sums[i] = steps[i] + steps[i + kBlock / 2];
+  for (int half = kBlock / 4; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
   return mean_of(sums[0], inside);
 }
 
-template <bool kWrite, typename T>
-HVD_BODY void fetch(const T* entries) {
-  constexpr int kLine = 64 / sizeof(T);
-  for (int i = 0; i < kBlock; i += kLine) __builtin_prefetch(entries + i, kWrite);
-}
-
-// The transform of a block's scaled gradient. Returns whether an entry may not be transformed.
-template <typename T>
-HVD_BODY bool transform_block(const T* __restrict grad, float scale, int inside,
-                              float* __restrict coefficients) {
+// Transforms a block's scaled gradient. Returns kInvalid if an entry may not be transformed.
+HVD_BODY uint32_t transform_block(float* steps) {
   uint32_t bad = 0;
-  for (int i = 0; i < inside; ++i) {
-    float step = static_cast<float>(grad[i]) * scale;
-    bool fits = is_transformable(step);
-    coefficients[i] = fits ? step : 0.0f;
+  for (int i = 0; i < kBlock; ++i) {
+    bool fits = is_transformable(steps[i]);
+    steps[i] = fits ? steps[i] : 0.0f;
     bad |= !fits;
   }
-  for (int i = inside; i < kBlock; ++i) coefficients[i] = 0.0f;
-  hadamard_block(coefficients);
-  return bad;
+  hadamard_block(steps);
+  return bad ? kInvalid : 0;
 }
 
-// One loop reads an entry's weight before it writes the residual and the gradient. If the tensors
-// have the same offset in their pages, a later read would be delayed by those writes (4K aliasing).
-template <bool kVelocity, bool kWeighted, typename T>
-HVD_BODY bool accumulate_block(const AccumulateSelect& args, T* __restrict grad, float scale,
-                               float* __restrict residual, float* __restrict velocity,
-                               const T* __restrict weight, float mean, int32_t* __restrict scores,
-                               int inside) {
-  float momentum = args.momentum, decay = args.decay, floor = *args.floor;
-  uint32_t bad = 0;
-  for (int i = 0; i < inside; ++i) {
-    float step = static_cast<float>(grad[i]) * scale - mean;
-    Entry entry =
-        accumulate<kVelocity>(step, residual[i], kVelocity ? velocity[i] : 0.0f, momentum, decay);
-    scores[i] = kWeighted ? weighted_bits(entry.residual, static_cast<float>(weight[i]), floor)
-                          : score_bits(magnitude(entry.residual));
+enum class Score { kNone, kMagnitude, kWeighted };
+
+// One loop reads an entry's weight before it writes the residual. If the tensors have the same
+// offset in their pages, a later read would be delayed by those writes (4K aliasing).
+template <bool kVelocity, Score kScore>
+HVD_BODY uint32_t accumulate_block(const AccumulateSelect& args, const float* __restrict steps,
+                                   float scale, float* __restrict residual,
+                                   float* __restrict velocity, const float* __restrict weights,
+                                   float floor, int32_t* __restrict scores) {
+  float momentum = args.momentum, decay = args.decay;
+  uint32_t bad = 0, any = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    any |= bits_as<uint32_t>(steps[i]);
+    Entry entry = accumulate<kVelocity>(steps[i] * scale, residual[i],
+                                        kVelocity ? velocity[i] : 0.0f, momentum, decay);
+    if (kScore == Score::kMagnitude) scores[i] = score_bits(magnitude(entry.residual));
+    if (kScore == Score::kWeighted) scores[i] = weighted_bits(entry.residual, weights[i], floor);
     residual[i] = entry.residual;
     if (kVelocity) velocity[i] = entry.velocity;
     bad |= !entry.usable;
   }
-  if (!args.keeps_gradient()) memset(static_cast<void*>(grad), 0, inside * sizeof(T));
-  for (int i = inside; i < kBlock; ++i) scores[i] = 0;
-  return bad;
+  return (bad ? kInvalid : 0) | (any << 1 ? kTouched : 0);  // without the sign
 }
 
-template <typename T, bool kVelocity>
+template <bool kWrite>
+HVD_BODY void fetch(const void* memory, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(static_cast<const char*>(memory) + i, kWrite);
+  }
+}
+
+HVD_BODY char* at(const void* data, int64_t offset) {
+  return static_cast<char*>(const_cast<void*>(data)) + offset;
+}
+
+HVD_BODY void fetch_block(const PieceTensor& tensor, int64_t block, bool weighted) {
+  int64_t offset = block * kBlock * tensor.entry_size();
+  int64_t bytes = tensor.inside(block) * tensor.entry_size();
+  fetch<false>(at(tensor.data, offset), bytes);
+  if (weighted) fetch<false>(at(tensor.weight, offset), bytes);
+}
+
+// The blocks `begin` to `end` of one piece. `after`: the tensor of the next piece, or null.
+template <bool kVelocity>
 struct Blocks {
-  static HVD_BODY uint32_t run(const AccumulateSelect* args, T* grad, const T* weight,
-                               int64_t begin, int64_t end) {
+  static HVD_BODY uint32_t run(const AccumulateSelect* args, const PieceTensor* tensor,
+                               const PieceTensor* after, int64_t number, int64_t begin,
+                               int64_t end) {
     alignas(64) int32_t scores[kBlock];
-    alignas(64) float coefficients[kBlock];
-    float scale = args->scale;
-    bool bad = false, touched = false;
-    const Select& select = args->select;
+    alignas(64) float converted[kBlock], weights[kBlock];
+    const Piece& piece = args->pieces[number];
+    const bool plain = tensor->dtype == ScalarType::Float;
+    const float floor = args->floors ? args->floors[number] : 0.0f;
+    Select select(args->draw, piece, number);
     auto first_index_of = [&](int64_t block) {
-      return select.slots ? select.first_index(block) : 0;
+      return piece.slots ? select.first_index(block) : 0;
     };
-    int64_t place = first_index_of(begin), next = first_index_of(begin + 1);
-    const Deferred& deferred = args->deferred;
-    SlotIterator iterator(deferred.segment, begin, deferred.shift);
-    auto update_block = [&](int64_t block) {
-      auto [slot, last] = iterator.next();
-      for (; slot < last; ++slot) {
-        if (deferred.update.applies(slot))
-          deferred.update.write(slot, block * kBlock + deferred.indices[slot]);
-      }
-    };
-    update_block(begin);
-    for (int64_t block = begin; block < end; ++block) {
-      int64_t base = block * kBlock;
-      int inside = args->inside(block);
-      int64_t after = next;
+    uint32_t found = 0;
+    int64_t place = first_index_of(begin), next = first_index_of(begin + 1), later = next;
+    for (int64_t block = begin; block < end; ++block, place = next, next = later) {
+      int64_t offset = block * kBlock * tensor->entry_size();
+      int64_t bucket_block = piece.first_block + block;
+      char* grad = at(tensor->data, offset);
+      float* residual = args->residual + bucket_block * kBlock;
+      float* velocity = kVelocity ? args->velocity + bucket_block * kBlock : nullptr;
+      // Prefetch the next block during the selection in this one.
       if (block + 1 < end) {
-        // Prefetch the next block during the selection in this one.
-        after = first_index_of(block + 2);
-        if (args->inside(block + 1) == kBlock) {
-          fetch<false>(grad + base + kBlock);
-          fetch<true>(args->residual + base + kBlock);
-          if (kVelocity) fetch<true>(args->velocity + base + kBlock);
-          if (weight && after > next) fetch<false>(weight + base + kBlock);
+        later = first_index_of(block + 2);
+        fetch_block(*tensor, block + 1, tensor->weight && later > next);
+      } else if (after) {
+        fetch_block(*after, 0, after->weight);
+      }
+      fetch<true>(residual + kBlock, kBlock * sizeof(float));
+      if (kVelocity) fetch<true>(velocity + kBlock, kBlock * sizeof(float));
+      int inside = tensor->inside(block), count = static_cast<int>(next - place);
+      const float* steps = reinterpret_cast<const float*>(grad);
+      float scale = args->scale;
+      uint32_t counts = kInvalid | kTouched;  // of what accumulate_block finds
+      if (!plain || args->keeps_gradient() || inside < kBlock) {
+        found |= convert(grad, tensor->dtype, inside, converted);
+        steps = converted;
+      }
+      if (args->keeps_gradient()) {
+        for (int i = 0; i < kBlock; ++i) converted[i] *= scale;
+        if (args->transform) {
+          found |= transform_block(converted);
+        } else {
+          float mean = block_mean(converted, inside);
+          for (int i = 0; i < inside; ++i) converted[i] -= mean;
+          args->block_means[bucket_block] += mean;
         }
+        scale = 1.0f;
+        counts = kInvalid;
       }
-      float* residual = args->residual + base;
-      float* velocity = kVelocity ? args->velocity + base : nullptr;
-      int count = static_cast<int>(next - place);
-      if (!touched) touched = any_nonzero(grad + base, inside);
-      float mean = 0.0f;
-      if (args->block_means) {
-        mean = block_mean(grad + base, scale, inside);
-        args->block_means[block] += mean;
-      }
-      if (args->transform) {
-        bad |= transform_block(grad + base, scale, inside, coefficients);
-        const float* no_weight = nullptr;
-        bad |= accumulate_block<kVelocity, false>(*args, coefficients, 1.0f, residual, velocity,
-                                                  no_weight, mean, scores, kBlock);
-      } else if (weight && count > 0) {  // only needed if this rank leads slots
-        bad |= accumulate_block<kVelocity, true>(*args, grad + base, scale, residual, velocity,
-                                                 weight + base, mean, scores, inside);
+      auto accumulate = [&](auto score, const float* weight) HVD_INLINE {
+        found |= counts & accumulate_block<kVelocity, score()>(*args, steps, scale, residual,
+                                                               velocity, weight, floor, scores);
+      };
+      if (count == 0) {
+        accumulate(std::integral_constant<Score, Score::kNone>(), nullptr);
+      } else if (!tensor->weight) {
+        accumulate(std::integral_constant<Score, Score::kMagnitude>(), nullptr);
+      } else if (plain && inside == kBlock) {
+        accumulate(std::integral_constant<Score, Score::kWeighted>(),
+                   reinterpret_cast<const float*>(at(tensor->weight, offset)));
       } else {
-        bad |= accumulate_block<kVelocity, false>(*args, grad + base, scale, residual, velocity,
-                                                  weight, mean, scores, inside);
+        convert(at(tensor->weight, offset), tensor->dtype, inside, weights);
+        accumulate(std::integral_constant<Score, Score::kWeighted>(), weights);
       }
-      // Now, and not when the next block is read: a vector load just after narrower stores is slow.
-      if (block + 1 < end) update_block(block + 1);
-      if (count > 0) select_block(select, block, scores, count, select.indices + place);
-      place = next;
-      next = after;
+      if (!args->keeps_gradient()) memset(grad, 0, inside * tensor->entry_size());
+      if (count > 0) select_block(select, block, scores, count, args->indices.data + place);
     }
-    return (bad ? kInvalid : 0) | (touched ? kTouched : 0);
+    return found;
   }
 };
 
-template <typename T>
-void run(const AccumulateSelect& args, T* grad, const T* weight) {
-  uint32_t found = any_part(args.select.blocks, kGrain, [&](int64_t begin, int64_t end) {
-    return args.velocity ? run_best<Blocks<T, true>>(&args, grad, weight, begin, end)
-                         : run_best<Blocks<T, false>>(&args, grad, weight, begin, end);
-  });
-  if (found & kInvalid) *args.invalid |= 1;
-  if (found & kTouched) *args.touched |= 1;
-}
+void set(int32_t& flag) { std::atomic_ref(flag).store(1, std::memory_order_relaxed); }
 
-void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> weight,
-                           std::optional<Tensor> velocity, Tensor floor, Tensor indices,
-                           Tensor invalid, Tensor touched, std::optional<Tensor> block_means,
-                           double scale, double momentum, int64_t slots, int64_t first_slot,
-                           int64_t phase, int64_t run_length, int64_t ranks, int64_t position,
-                           int64_t key, int64_t explore, std::optional<Tensor> deferred_indices,
-                           std::optional<Tensor> deferred_mean,
-                           std::optional<Tensor> deferred_error, int64_t deferred_slots,
-                           int64_t deferred_first_slot, int64_t deferred_phase, double decay,
-                           bool transform) {
-  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, touched,
-                                  block_means, scale, momentum, decay, transform);
-  args.deferred =
-      checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
-                       deferred_slots, deferred_first_slot, deferred_phase);
-  args.select = checked_select(residual, indices, slots, first_slot, phase, run_length, ranks,
-                               position, key, explore);
-  with_type(grad.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    run<T>(args, data<T>(grad), weight ? const_data<T>(*weight) : nullptr);
+void accumulate_select_cpu(Draw draw, std::vector<Tensor> grads, Tensor residual,
+                           std::vector<Tensor> weights, std::optional<Tensor> velocity,
+                           Tensor pieces, Tensor floors, Tensor indices, Tensor invalid,
+                           Tensor touched, std::optional<Tensor> block_means, double scale,
+                           double momentum, double decay, bool transform) {
+  PieceTensors tensors = checked_tensors(grads, "grads", pieces);
+  AccumulateSelect args =
+      checked(draw, tensors, residual, weights, velocity, pieces, floors, indices, invalid, touched,
+              block_means, scale, momentum, decay, transform);
+  check_selection(args.draw, args.pieces, tensors, args.blocks, args.indices);
+  torch::stable::parallel_for(0, tensors.blocks, kGrain, [&](int64_t begin, int64_t end) {
+    auto work = [&](int64_t number, int64_t first, int64_t last) {
+      const PieceTensor* tensor = &tensors.rows[number];
+      const PieceTensor* after = number + 1 < pieces.size(0) ? tensor + 1 : nullptr;
+      uint32_t found = args.velocity
+                           ? run_best<Blocks<true>>(&args, tensor, after, number, first, last)
+                           : run_best<Blocks<false>>(&args, tensor, after, number, first, last);
+      if (found & kInvalid) set(*args.invalid);
+      if (found & kTouched) set(args.touched[number]);
+    };
+    for_parts(tensors.rows.data(), tensors.rows.size(), begin, end, work);
   });
 }
 
@@ -188,5 +210,6 @@ void accumulate_select_cpu(Tensor grad, Tensor residual, std::optional<Tensor> w
 }  // namespace hvd_compress
 
 STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CPU, library) {
-  library.impl("accumulate_select", TORCH_BOX(&hvd_compress::accumulate_select_cpu));
+  library.impl("accumulate_select",
+               TORCH_BOX(&hvd_compress::DrawLast<&hvd_compress::accumulate_select_cpu>::run));
 }

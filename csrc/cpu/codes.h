@@ -13,9 +13,6 @@
 #include "isa.h"
 #include "wide.h"
 
-// For lambdas, which do not inherit HVD_BODY from the enclosing function.
-#define HVD_INLINE __attribute__((always_inline))
-
 namespace hvd_compress {
 
 constexpr int kChunk = 512;  // values
@@ -30,7 +27,8 @@ class Plain {
  public:
   HVD_BODY explicit Plain(int bits) : bits_(bits) {}
 
-  HVD_BODY void pack(const uint16_t* digits, uint8_t* codes) const {
+  template <typename Digit>
+  HVD_BODY void pack(const Digit* digits, uint8_t* codes) const {
     alignas(64) uint64_t low[kUnits], high[kUnits];
     for (int i = 0; i < kUnits; ++i) {
       Unit unit = pack_unit(digits + 8 * i, bits_);
@@ -43,7 +41,8 @@ class Plain {
     }
   }
 
-  HVD_BODY void unpack(const uint8_t* codes, int units, uint16_t* digits) const {
+  template <typename Digit>
+  HVD_BODY void unpack(const uint8_t* codes, int units, Digit* digits) const {
     uint8_t packed[kChunk * 2 + kOver] = {};
     memcpy(packed, codes, units * bits_);
     for (int i = 0; i < kUnits; ++i) {
@@ -142,11 +141,11 @@ struct Encode {
   }
 };
 
-template <typename Code, typename Packing>
+template <typename Code, typename Digit, typename Packing>
 struct Decode {
   static HVD_BODY void run(const Code* code, const uint8_t* codes, float* values, bool add,
                            int64_t begin, int64_t end) {
-    alignas(64) uint16_t digits[kChunk];
+    alignas(64) Digit digits[kChunk];
     Packing packing(code->bits);
     int64_t group = code->groups.find(begin * 8);
     for (; begin < end; begin += kUnits) {
@@ -167,17 +166,17 @@ struct Decode {
 
 // All units in parallel. plain: with any instruction set. wide: with AVX-512 intrinsics.
 
-template <typename Code>
+template <typename Digit, typename Code>
 void encode_plain(const Code& code, const float* values, float* error, uint8_t* codes) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    run_best<Encode<Code, uint16_t, Plain>>(&code, values, error, codes, begin, end);
+    run_best<Encode<Code, Digit, Plain>>(&code, values, error, codes, begin, end);
   });
 }
 
-template <typename Code>
+template <typename Digit, typename Code>
 void decode_plain(const Code& code, const uint8_t* codes, float* values, bool add) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    run_best<Decode<Code, Plain>>(&code, codes, values, add, begin, end);
+    run_best<Decode<Code, Digit, Plain>>(&code, codes, values, add, begin, end);
   });
 }
 
@@ -192,7 +191,7 @@ void encode_wide(const Code& code, const float* values, float* error, uint8_t* c
 template <typename Code>
 void decode_wide(const Code& code, const uint8_t* codes, float* values, bool add) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    Isa<Decode<Code, Wide>>::v4(&code, codes, values, add, begin, end);
+    Isa<Decode<Code, uint16_t, Wide>>::v4(&code, codes, values, add, begin, end);
   });
 }
 #endif

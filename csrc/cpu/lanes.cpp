@@ -81,14 +81,13 @@ template <typename Digit, bool kStochastic>
 HVD_BODY void encode_run(const Lanes& args, int64_t group, int64_t first,
                          const float* __restrict values, float* __restrict error,
                          Digit* __restrict digits, int count) {
-  using Whole = std::conditional_t<sizeof(Digit) == 8, int64_t, int32_t>;
   Grid grid(args, group);
-  Whole half = Whole{1} << (args.width - 1);
+  uint32_t half = uint32_t{1} << (args.width - 1);
   uint32_t key = args.key, start = static_cast<uint32_t>(first);
   for (int i = 0; i < count; ++i) {
     float draw = kStochastic ? uniform(start + static_cast<uint32_t>(i), key) : 0.5f;
-    Rounded<Whole> rounded = grid.encode<Whole>(values[i], draw);
-    digits[i] = static_cast<Digit>(rounded.digit + half);
+    Rounded rounded = grid.encode(values[i], draw);
+    digits[i] = static_cast<Digit>(static_cast<uint32_t>(rounded.digit) + half);
     error[i] = rounded.error;
   }
 }
@@ -123,18 +122,32 @@ struct EncodeWords {
   }
 };
 
-class PlainLanes {
+// Splits words into digits: the inverse of Joiner.
+template <typename D>
+class Splitter {
  public:
-  using Digit = uint32_t;
+  using Digit = D;
 
-  HVD_BODY explicit PlainLanes(const Lanes& args)
+  HVD_BODY explicit Splitter(const Lanes& args)
       : lanes_(args.count), width_(args.width), bias_(args.bias()) {}
 
-  HVD_BODY void split(const int64_t* words, int size, uint32_t* digits) const {
-    for (int i = 0; i < size; ++i) {
-      uint64_t word = static_cast<uint64_t>(words[i]) + bias_;
-      for (int lane = 0; lane < lanes_; ++lane, word >>= width_) {
-        *digits++ = static_cast<uint32_t>(word & low_bits(width_));
+  // Writes the digits of a part at once; those beyond the last lane are overwritten by the next
+  // word's.
+  HVD_BODY void split(const int64_t* words, int size, Digit* digits) const {
+    constexpr int kPer = Joiner<Digit>::kPer;
+    alignas(64) uint64_t biased[kWords] = {}, parts[Joiner<Digit>::kParts][kWords];
+    memcpy(biased, words, size * sizeof(uint64_t));
+    for (int i = 0; i < kWords; ++i) biased[i] += bias_;
+    int count = (lanes_ + kPer - 1) / kPer;
+    for (int part = 0; part < count; ++part) {
+      int shift = part * kPer * width_;
+      for (int i = 0; i < kWords; ++i) {
+        parts[part][i] = unfold((biased[i] >> shift) & low_bits(kPer * width_), width_, Digit());
+      }
+    }
+    for (int i = 0; i < size; ++i, digits += lanes_) {
+      for (int part = 0; part < count; ++part) {
+        memcpy(digits + part * kPer, &parts[part][i], sizeof(uint64_t));
       }
     }
   }
@@ -249,7 +262,13 @@ void lanes_decode_cpu(Tensor words, Tensor scale, Tensor edges, Tensor values, i
       return Isa<DecodeWords<WideLanes>>::v4(&args, from, to, begin, end);
     }
 #endif
-    run_best<DecodeWords<PlainLanes>>(&args, from, to, begin, end);
+    if (args.width <= 8) {
+      run_best<DecodeWords<Splitter<uint8_t>>>(&args, from, to, begin, end);
+    } else if (args.width <= 16) {
+      run_best<DecodeWords<Splitter<uint16_t>>>(&args, from, to, begin, end);
+    } else {
+      run_best<DecodeWords<Splitter<uint32_t>>>(&args, from, to, begin, end);
+    }
   });
 }
 

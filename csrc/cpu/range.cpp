@@ -18,7 +18,8 @@ struct RangeCode : Range {
     }
   }
 
-  HVD_BODY void decode(int64_t group, const uint16_t* __restrict digits, float* __restrict values,
+  template <typename Digit>
+  HVD_BODY void decode(int64_t group, const Digit* __restrict digits, float* __restrict values,
                        int count, bool add) const {
     Window window(*this, group);
     for (int i = 0; i < count; ++i) {
@@ -51,7 +52,8 @@ void range_encode_cpu(Tensor values, Tensor base, Tensor edges, Tensor codes,
                      : encode_wide<uint16_t>(code, from, error, to);
   }
 #endif
-  encode_plain(code, from, error, to);
+  bits <= 8 ? encode_plain<uint8_t>(code, from, error, to)
+            : encode_plain<uint16_t>(code, from, error, to);
 }
 
 void range_decode_cpu(Tensor codes, Tensor base, Tensor edges, Tensor values, int64_t bits,
@@ -62,7 +64,8 @@ void range_decode_cpu(Tensor codes, Tensor base, Tensor edges, Tensor values, in
 #ifdef HVD_V4
   if (isa_level() == 4) return decode_wide(code, from, to, add);
 #endif
-  decode_plain(code, from, to, add);
+  bits <= 8 ? decode_plain<uint8_t>(code, from, to, add)
+            : decode_plain<uint16_t>(code, from, to, add);
 }
 
 }  // namespace

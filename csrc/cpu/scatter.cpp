@@ -8,7 +8,7 @@
 
 #include "hadamard.h"
 #include "isa.h"
-#include "segments.h"
+#include "pieces.h"
 #include "stream.h"
 
 namespace hvd_compress {
@@ -20,12 +20,12 @@ constexpr int64_t kCached = 4096;  // blocks (4 MiB): larger buckets bypass the 
 // Both functions write the slots in order: of several slots of one entry, the last one counts.
 
 template <typename T>
-void scatter_entries(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
-                     T* grad, int64_t entries) {
+void scatter_entries(const Scatter& args, const Piece& piece, int64_t first, int64_t last, T* grad,
+                     int64_t entries) {
   const float* mean = args.update.mean;
   float scale = args.scale;
   for_slots(
-      args.bucket, segment, first, last,
+      args.bucket, piece, first, last,
       [=](int64_t entry) {
         if (entry < entries) __builtin_prefetch(grad + entry, 1);
       },
@@ -36,14 +36,14 @@ void scatter_entries(const Scatter& args, const Segment& segment, int64_t first,
 
 // With block means, all of the gradient is written, one block at a time from the L1 cache.
 template <typename T>
-void scatter_with_means(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
+void scatter_with_means(const Scatter& args, const Piece& piece, int64_t first, int64_t last,
                         T* grad, int64_t entries) {
-  const float* base = args.block_means + segment.first_block;
+  const float* base = args.block_means + piece.first_block;
   const float* mean = args.update.mean;
   const uint8_t* indices = args.bucket.indices;
   float scale = args.scale;
   bool bypass_caches = args.bucket.blocks > kCached;
-  SlotIterator iterator(segment, first, args.bucket.phase);
+  SlotIterator iterator(piece, first, args.bucket.phase);
   for (int64_t block = first; block < last; ++block) {
     alignas(64) T values[kBlock];
     float all = base[block] * scale;
@@ -75,11 +75,11 @@ struct Coefficient {
 
 template <bool kSign, typename T>
 struct Transformed {
-  static HVD_BODY void run(const Scatter* args, const Segment* segment, int64_t first, int64_t last,
+  static HVD_BODY void run(const Scatter* args, const Piece* piece, int64_t first, int64_t last,
                            T* grad, int64_t entries) {
     const float* mean = args->update.mean;
     const uint8_t* indices = args->bucket.indices;
-    SlotIterator iterator(*segment, first, args->bucket.phase);
+    SlotIterator iterator(*piece, first, args->bucket.phase);
     Coefficient<kSign, T> finish{args->scale};
     alignas(64) float coefficients[2][kBlock];
     alignas(64) T values[kBlock];
@@ -105,20 +105,20 @@ struct Transformed {
 };
 
 template <typename T>
-void scatter_transformed(const Scatter& args, const Segment& segment, int64_t first, int64_t last,
+void scatter_transformed(const Scatter& args, const Piece& piece, int64_t first, int64_t last,
                          T* grad, int64_t entries) {
   if (args.sign) {
-    run_best<Transformed<true, T>>(&args, &segment, first, last, grad, entries);
+    run_best<Transformed<true, T>>(&args, &piece, first, last, grad, entries);
   } else {
-    run_best<Transformed<false, T>>(&args, &segment, first, last, grad, entries);
+    run_best<Transformed<false, T>>(&args, &piece, first, last, grad, entries);
   }
 }
 
-void update_residual(const Scatter& args, const Segment& segment, int64_t first, int64_t last) {
+void update_residual(const Scatter& args, const Piece& piece, int64_t first, int64_t last) {
   const ResidualUpdate& update = args.update;
-  int64_t base = segment.first_block * kBlock;
+  int64_t base = piece.first_block * kBlock;
   for_slots(
-      args.bucket, segment, first, last,
+      args.bucket, piece, first, last,
       [=](int64_t entry) {
         __builtin_prefetch(update.residual + base + entry, 1);
         if (update.velocity) __builtin_prefetch(update.velocity + base + entry, 1);
@@ -129,28 +129,30 @@ void update_residual(const Scatter& args, const Segment& segment, int64_t first,
 }
 
 void scatter_cpu(std::vector<Tensor> grads, Tensor residual, std::optional<Tensor> velocity,
-                 Tensor indices, Tensor segments, Tensor mean,
-                 std::optional<Tensor> quantization_error, int64_t phase, double scale,
-                 std::optional<Tensor> block_means, bool transform, bool sign) {
-  Scatter args = checked(grads, residual, velocity, indices, segments, mean, quantization_error,
-                         phase, scale, block_means, transform, sign);
-  check_segments(args.bucket);
+                 Tensor indices, Tensor pieces, Tensor mean, Tensor quantization_error,
+                 int64_t phase, double scale, std::optional<Tensor> block_means, bool transform,
+                 bool sign) {
+  Scatter args = checked(residual, velocity, indices, pieces, mean, quantization_error, phase,
+                         scale, block_means, transform, sign);
+  PieceTensors tensors = checked_tensors(grads, "grads", pieces);
+  check_pieces(args.bucket);
   const BucketSlots& bucket = args.bucket;
   torch::stable::parallel_for(0, bucket.blocks, kGrain, [&](int64_t begin, int64_t end) {
-    for_parts(bucket, begin, end, [&](int64_t index, int64_t first, int64_t last) {
-      const Segment& segment = bucket.segments[index];
-      const Tensor& grad = grads[index];
-      if (grad.numel() > 0) {  // else skipped
-        with_type(grad.scalar_type(), [&](auto type) {
-          using T = decltype(type);
-          auto scatter = args.transform     ? scatter_transformed<T>
-                         : args.block_means ? scatter_with_means<T>
-                                            : scatter_entries<T>;
-          scatter(args, segment, first, last, data<T>(grad), grad.numel());
-        });
-      }
-      if (args.update.error) update_residual(args, segment, first, last);
-    });
+    for_parts(bucket.pieces, bucket.piece_count, begin, end,
+              [&](int64_t index, int64_t first, int64_t last) {
+                const Piece& piece = bucket.pieces[index];
+                const PieceTensor& grad = tensors.rows[index];
+                if (grad.entries > 0) {  // else skipped
+                  with_type(grad.dtype, [&](auto type) {
+                    using T = decltype(type);
+                    auto scatter = args.transform     ? scatter_transformed<T>
+                                   : args.block_means ? scatter_with_means<T>
+                                                      : scatter_entries<T>;
+                    scatter(args, piece, first, last, static_cast<T*>(grad.data), grad.entries);
+                  });
+                }
+                update_residual(args, piece, first, last);
+              });
     stream_fence();
   });
 }

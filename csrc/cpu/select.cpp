@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include "../select.h"
 #include "isa.h"
 
 namespace hvd_compress {
@@ -11,31 +10,38 @@ namespace {
 
 constexpr int64_t kGrain = 128;  // blocks per thread, at least
 
+// The blocks `begin` to `end` of one piece.
 struct Blocks {
-  static HVD_BODY void run(const Select* args, const float* score, int64_t begin, int64_t end) {
+  static HVD_BODY void run(const Draw* draw, const Piece* piece, const PieceTensor* tensor,
+                           int64_t number, uint8_t* indices, int64_t begin, int64_t end) {
     alignas(64) int32_t scores[kBlock];
-    int64_t place = args->first_index(begin);
+    const float* score = static_cast<const float*>(tensor->data);
+    Select select(*draw, *piece, number);
+    int64_t place = select.first_index(begin);
     for (int64_t block = begin; block < end; ++block) {
-      int64_t next = args->first_index(block + 1);
-      int count = static_cast<int>(next - place);
+      int64_t next = select.first_index(block + 1);
+      int count = static_cast<int>(next - place), inside = tensor->inside(block);
       if (count > 0) {  // only needed if this rank leads slots
-        for (int i = 0; i < kBlock; ++i) scores[i] = score_bits(score[block * kBlock + i]);
-        select_block(*args, block, scores, count, args->indices + place);
+        for (int i = 0; i < inside; ++i) scores[i] = score_bits(score[block * kBlock + i]);
+        for (int i = inside; i < kBlock; ++i) scores[i] = 0;
+        select_block(select, block, scores, count, indices + place);
       }
       place = next;
     }
   }
 };
 
-void select_cpu(Tensor score, Tensor indices, int64_t slots, int64_t first_slot, int64_t phase,
-                int64_t run_length, int64_t ranks, int64_t position, int64_t key, int64_t explore) {
-  check_blocks(score, "score");
-  Select args = checked_select(score, indices, slots, first_slot, phase, run_length, ranks,
-                               position, key, explore);
-  if (args.slots == 0) return;
-  const float* scores = const_data<float>(score);
-  torch::stable::parallel_for(0, args.blocks, kGrain, [&](int64_t begin, int64_t end) {
-    run_best<Blocks>(&args, scores, begin, end);
+void select_cpu(Draw draw, std::vector<Tensor> scores, Tensor pieces, Tensor indices) {
+  PieceTensors tensors = checked_scores(scores, pieces);
+  const Piece* rows = checked_pieces(pieces, indices);
+  Indices out = checked_indices(indices, pieces);
+  check_selection(draw, rows, tensors, kMaxBlocks, out);
+  torch::stable::parallel_for(0, tensors.blocks, kGrain, [&](int64_t begin, int64_t end) {
+    auto work = [&](int64_t number, int64_t first, int64_t last) {
+      if (rows[number].slots == 0) return;
+      run_best<Blocks>(&draw, rows + number, &tensors.rows[number], number, out.data, first, last);
+    };
+    for_parts(tensors.rows.data(), tensors.rows.size(), begin, end, work);
   });
 }
 
@@ -43,5 +49,5 @@ void select_cpu(Tensor score, Tensor indices, int64_t slots, int64_t first_slot,
 }  // namespace hvd_compress
 
 STABLE_TORCH_LIBRARY_IMPL(hvd_compress, CPU, library) {
-  library.impl("select", TORCH_BOX(&hvd_compress::select_cpu));
+  library.impl("select", TORCH_BOX(&hvd_compress::DrawLast<&hvd_compress::select_cpu>::run));
 }

@@ -3,10 +3,13 @@
 
 #include "../pack.h"
 #include "../select.h"
+#include "pieces.h"
 
 namespace hvd_compress {
 
-constexpr int kFew = 2;            // up to this count, repeated argmax is faster than the search
+constexpr int kFew = 2;            // up to this count, repeated argmax is fastest
+constexpr int kSome = 16;          // up to this count, candidates are faster than the search
+constexpr int kCandidates = 64;    // at most
 constexpr int32_t kSelected = -1;  // below every score and threshold
 
 HVD_BODY void explore_block(int32_t* scores, int64_t block, uint32_t key) {
@@ -20,27 +23,27 @@ HVD_BODY int reaching(const int32_t* scores, int32_t threshold) {
   return reached;
 }
 
-// The least and the greatest of 16 groups' largest scores: at least 16 scores reach `low`, and none
-// is above `high`.
-struct Bounds {
-  static constexpr int kGroups = 16;
-  int32_t low;
-  int32_t high;
-
-  HVD_BODY explicit Bounds(const int32_t* scores) {
-    int32_t best[kGroups] = {};
-    for (int row = 0; row < kBlock; row += kGroups) {
-      for (int i = 0; i < kGroups; ++i) {
-        best[i] = scores[row + i] > best[i] ? scores[row + i] : best[i];
-      }
-    }
-    low = high = best[0];
-    for (int i = 1; i < kGroups; ++i) {
-      low = best[i] < low ? best[i] : low;
-      high = best[i] > high ? best[i] : high;
+// The `count`-th largest of the groups' largest scores: at least `count` scores reach it, and few
+// more.
+template <int kGroups>
+HVD_BODY int32_t reached_by(const int32_t* scores, int count) {
+  alignas(64) int32_t best[kGroups] = {}, larger[kGroups] = {};
+  for (int row = 0; row < kBlock; row += kGroups) {
+    for (int i = 0; i < kGroups; ++i) {
+      best[i] = scores[row + i] > best[i] ? scores[row + i] : best[i];
     }
   }
-};
+  for (int other = 0; other < kGroups; ++other) {
+    for (int i = 0; i < kGroups; ++i) larger[i] += best[other] > best[i];
+  }
+  int32_t bound = INT32_MAX;
+  for (int i = 0; i < kGroups; ++i) {
+    int32_t smaller = (count - 1 - larger[i]) >> 31;  // -1 if it is not among the largest
+    int32_t mine = best[i] | (smaller & INT32_MAX);   // without a branch
+    bound = mine < bound ? mine : bound;
+  }
+  return bound;
+}
 
 // For every byte, the positions of its set bits, ascending, one byte each.
 struct BitPositions {
@@ -57,8 +60,8 @@ struct BitPositions {
 inline constexpr BitPositions kBitPositions;
 
 // Writes the indices of the scores that reach a threshold, one word at a time: up to one word
-// beyond the last index is overwritten.
-HVD_BODY void list_reaching(const int32_t* scores, int32_t threshold, uint8_t* listed) {
+// beyond the last index is overwritten. Returns their number.
+HVD_BODY int list_reaching(const int32_t* scores, int32_t threshold, uint8_t* listed) {
   constexpr uint64_t kOnes = 0x0101010101010101, kCollect = 0x0102040810204080;
   alignas(64) uint8_t reached[kBlock];
   for (int i = 0; i < kBlock; ++i) reached[i] = scores[i] >= threshold;
@@ -70,10 +73,34 @@ HVD_BODY void list_reaching(const int32_t* scores, int32_t threshold, uint8_t* l
     memcpy(listed + filled, &indices, sizeof(indices));
     filled += static_cast<int>((flags * kOnes) >> 56);
   }
+  return filled;
 }
 
-// Selects the largest score `count` times, and keeps the indices sorted.
-HVD_BODY void select_few(int32_t* scores, int count, uint8_t* selected) {
+// Four numbers in a register, with any instruction set. GCC would keep the sums of the loop below
+// in memory.
+using Four = int32_t __attribute__((vector_size(16)));
+
+// Of `size` listed indices, keeps those whose scores are among the `count` largest. Returns their
+// number, which is above `count` if scores are equal.
+HVD_BODY int keep_largest(const int32_t* scores, uint8_t* listed, int size, int count) {
+  int32_t candidates[kCandidates], larger[kCandidates];
+  for (int i = 0; i < size; ++i) candidates[i] = scores[listed[i]];
+  for (int first = 0; first < size; first += 4) {  // beyond the last one, any numbers
+    Four mine, sum = {};
+    memcpy(&mine, candidates + first, sizeof(mine));
+    for (int other = 0; other < size; ++other) sum -= candidates[other] > mine;
+    memcpy(larger + first, &sum, sizeof(sum));
+  }
+  int kept = 0;
+  for (int i = 0; i < size; ++i) {
+    listed[kept] = listed[i];
+    kept += larger[i] < count;
+  }
+  return kept;
+}
+
+// Lists the largest score `count` times, and keeps the indices sorted.
+HVD_BODY void list_few(int32_t* scores, int count, uint8_t* listed) {
   for (int k = 0; k < count; ++k) {
     int32_t best = kSelected;
     for (int i = 0; i < kBlock; ++i) best = scores[i] > best ? scores[i] : best;
@@ -84,17 +111,16 @@ HVD_BODY void select_few(int32_t* scores, int count, uint8_t* selected) {
     }
     scores[where] = kSelected;
     int slot = k;
-    for (; slot > 0 && selected[slot - 1] > where; --slot) selected[slot] = selected[slot - 1];
-    selected[slot] = static_cast<uint8_t>(where);
+    for (; slot > 0 && listed[slot - 1] > where; --slot) listed[slot] = listed[slot - 1];
+    listed[slot] = static_cast<uint8_t>(where);
   }
 }
 
-// Binary search for a threshold that `count` scores reach. If there is none, the lowest indices of
-// the scores equal to the threshold are selected.
-HVD_BODY void select_many(int32_t* scores, int count, uint8_t* selected) {
-  Bounds bounds(scores);
-  int32_t high = bounds.high;
-  int32_t low = count <= Bounds::kGroups ? bounds.low : 0;
+// Lists the `count` largest scores by a binary search for a threshold that so many reach. If there
+// is none, the lowest indices of the scores equal to the threshold are listed.
+HVD_BODY void list_largest(int32_t* scores, int count, uint8_t* listed) {
+  int32_t low = 0, high = 0;
+  for (int i = 0; i < kBlock; ++i) high = scores[i] > high ? scores[i] : high;
   int reached = 0;
   while (low < high && reached != count) {
     int32_t middle = low + (high - low + 1) / 2;
@@ -111,20 +137,40 @@ HVD_BODY void select_many(int32_t* scores, int count, uint8_t* selected) {
     scores[i] = equal ? kSelected : scores[i];
     reached -= equal;
   }
-  uint8_t listed[kBlock + sizeof(uint64_t)];
   list_reaching(scores, low, listed);
-  memcpy(selected, listed, count);
+}
+
+// Checks that every tensor has its piece's blocks, and that there is room for all indices.
+inline void check_selection(const Draw& draw, const Piece* pieces, const PieceTensors& tensors,
+                            int64_t blocks, const Indices& indices) {
+  int64_t count = tensors.rows.size(), slots = check_pieces(pieces, count, blocks);
+  for (int64_t i = 0; i < count; ++i) {
+    const PieceTensor& tensor = tensors.rows[i];
+    STD_TORCH_CHECK(tensor.entries == 0 || tensor.blocks == pieces[i].blocks, "piece ", i, " has ",
+                    pieces[i].blocks, " blocks, but its tensor ", tensor.entries, " entries");
+  }
+  int64_t room = slots_before(slots, draw.run, draw.ranks, draw.position);
+  STD_TORCH_CHECK(room <= indices.count, "indices must have ", room,
+                  " entries for these slots, got ", indices.count);
 }
 
 // Writes the indices that this rank selects in a block. Modifies the scores.
 HVD_BODY void select_block(const Select& select, int64_t block, int32_t* scores, int count,
                            uint8_t* selected) {
   if (select.explored(block)) explore_block(scores, block, select.key);
-  if (count <= kFew) {
-    select_few(scores, count, selected);
-  } else {
-    select_many(scores, count, selected);
+  if (count <= kFew) return list_few(scores, count, selected);
+  uint8_t listed[kBlock + sizeof(uint64_t)];
+  int reached = kBlock + 1;  // nothing is listed
+  if (count <= kSome) {
+    int32_t bound =
+        count <= kSome / 4 ? reached_by<16>(scores, count) : reached_by<32>(scores, count);
+    reached = list_reaching(scores, bound, listed);
+    if (count < reached && reached <= kCandidates) {
+      reached = keep_largest(scores, listed, reached, count);
+    }
   }
+  if (reached > count) list_largest(scores, count, listed);
+  memcpy(selected, listed, count);
 }
 
 }  // namespace hvd_compress

@@ -1,7 +1,7 @@
 // accumulate_select on CUDA: one warp per block, with 8 entries per lane in registers.
 #include "../accumulate_select.h"
 #include "hadamard.h"
-#include "segments.h"
+#include "pieces.h"
 #include "select.h"
 
 namespace hvd_compress {
@@ -29,41 +29,35 @@ __device__ __forceinline__ float block_mean(const T (&grad)[kPerLane], float sca
   return mean_of(sums[0], inside);
 }
 
+// `touched` is this piece's flag in the thread block.
 template <typename T, bool kVelocity>
-__global__ void __launch_bounds__(kThreads)
-    accumulate_select_kernel(const __grid_constant__ AccumulateSelect args, T* __restrict__ grad,
-                             const T* __restrict__ weight, bool aligned) {
-  HVD_SHARED(int, touched, 1);  // by this thread block
-  if (threadIdx.x == 0) *touched = 0;
-  __syncthreads();
-  int64_t block = warp_id();
-  if (block >= args.select.blocks) return;
-  int64_t first = block * kBlock;
-  int inside = args.inside(block);
-  int used = args.transform ? kBlock : inside;  // of the residual
+__device__ __forceinline__ void accumulate_block(const AccumulateSelect& args,
+                                                 const TensorBlock& found, int* touched) {
+  const PieceTensor& tensor = found.tensor;
+  T* grad = static_cast<T*>(tensor.data);
+  int64_t entry = found.block * kBlock;
+  int64_t bucket_block = found.piece.first_block + found.block, first = bucket_block * kBlock;
+  int inside = tensor.inside(found.block);
+  bool grad_aligned = on_16_bytes(grad);
+  bool aligned = on_16_bytes(args.residual) && on_16_bytes(args.velocity);
 
   T grads[kPerLane];  // 0 in the padding
   float step[kPerLane];
   float residual[kPerLane];
   float velocity[kPerLane];
-  load(grads, grad + first, inside, aligned);  // in flight during the deferred update
-  const Deferred& deferred = args.deferred;
-  if (deferred.segment.slots) {
-    update_residual(deferred.update, deferred.indices,
-                    slots_in(deferred.segment, block, deferred.shift), first);
-  }
-  load(residual, args.residual + first, used, aligned);
-  if (kVelocity) load(velocity, args.velocity + first, used, aligned);
+  load(grads, grad + entry, inside, grad_aligned);
+  load(residual, args.residual + first, kBlock, aligned);
+  if (kVelocity) load(velocity, args.velocity + first, kBlock, aligned);
   float mean = 0.0f;
   if (args.block_means) {
     mean = block_mean(grads, args.scale, inside);
-    if (lane_id() == 0) args.block_means[block] += mean;
+    if (lane_id() == 0) args.block_means[bucket_block] += mean;
   }
   bool bad = false, nonzero = false;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     nonzero |= static_cast<float>(grads[i]) != 0.0f;
-    step[i] = static_cast<float>(grads[i]) * args.scale - mean;
+    step[i] = static_cast<float>(grads[i]) * args.scale - (index_of(i) < inside ? mean : 0.0f);
     if (args.transform && !is_transformable(step[i])) {
       step[i] = 0.0f;
       bad = true;
@@ -79,71 +73,79 @@ __global__ void __launch_bounds__(kThreads)
     velocity[i] = entry.velocity;
     grads[i] = static_cast<T>(0.0f);
   }
-  if (!args.keeps_gradient()) store(grad + first, grads, inside, aligned);
-  store(args.residual + first, residual, used, aligned);
-  if (kVelocity) store(args.velocity + first, velocity, used, aligned);
+  if (!args.keeps_gradient()) store(grad + entry, grads, inside, grad_aligned);
+  store(args.residual + first, residual, kBlock, aligned);
+  if (kVelocity) store(args.velocity + first, velocity, kBlock, aligned);
   if (__any_sync(kAll, bad) && lane_id() == 0) atomicOr(args.invalid, 1);
   // One atomic per thread block: most warps have entries that are not zero.
   if (__any_sync(kAll, nonzero) && lane_id() == 0 && !atomicOr(touched, 1)) {
-    atomicOr(args.touched, 1);
+    atomicOr(args.touched + found.number, 1);
   }
-  if (!args.select.slots) return;
+  if (found.piece.slots == 0) return;
 
-  LeaderSlots leads = leader_slots(args.select, block);
+  Select select(args.draw, found.piece, found.number);
+  LeaderSlots leads = leader_slots(select, found.block, args.indices);
   if (leads.count == 0) return;  // only needed if this rank leads slots
   int32_t scores[kPerLane];
-  if (weight) {
+  if (args.floors) {
+    const T* weight = static_cast<const T*>(tensor.weight);
     T weights[kPerLane];
-    load(weights, weight + first, inside, aligned);
-    float floor = *args.floor;
+    load(weights, weight + entry, inside, on_16_bytes(weight));
+    float floor = args.floors[found.number];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      float width = static_cast<float>(weights[i]);
-      scores[i] = index_of(i) < inside ? weighted_bits(residual[i], width, floor) : 0;
+      scores[i] = weighted_bits(residual[i], static_cast<float>(weights[i]), floor);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      scores[i] = index_of(i) < used ? score_bits(magnitude(residual[i])) : 0;
-    }
+    for (int i = 0; i < kPerLane; ++i) scores[i] = score_bits(magnitude(residual[i]));
   }
-  select_block(args.select, block, scores, leads);
+  select_block(select, found.block, scores, leads, args.indices);
 }
 
-void accumulate_select_cuda(Tensor grad, Tensor residual, std::optional<Tensor> weight,
-                            std::optional<Tensor> velocity, Tensor floor, Tensor indices,
-                            Tensor invalid, Tensor touched, std::optional<Tensor> block_means,
-                            double scale, double momentum, int64_t slots, int64_t first_slot,
-                            int64_t phase, int64_t run, int64_t ranks, int64_t position,
-                            int64_t key, int64_t explore, std::optional<Tensor> deferred_indices,
-                            std::optional<Tensor> deferred_mean,
-                            std::optional<Tensor> deferred_error, int64_t deferred_slots,
-                            int64_t deferred_first_slot, int64_t deferred_phase, double decay,
-                            bool transform) {
-  AccumulateSelect args = checked(grad, residual, weight, velocity, floor, invalid, touched,
-                                  block_means, scale, momentum, decay, transform);
-  args.deferred =
-      checked_deferred(residual, velocity, indices, deferred_indices, deferred_mean, deferred_error,
-                       deferred_slots, deferred_first_slot, deferred_phase);
-  args.select = checked_select(residual, indices, slots, first_slot, phase, run, ranks, position,
-                               key, explore);
-  if (args.select.blocks == 0) return;
+template <bool kVelocity>
+__global__ void __launch_bounds__(kThreads)
+    accumulate_select_kernel(const __grid_constant__ AccumulateSelect args,
+                             const __grid_constant__ TensorBlocks tensors) {
+  HVD_SHARED(int, touched, kWarps);  // a piece's flag is that of its first warp
+  if (threadIdx.x < kWarps) touched[threadIdx.x] = 0;
+  __syncthreads();
+  TensorBlock found;
+  if (warp_id() >= tensors.blocks) return;
+  if (!find_block(tensors, args.pieces, args.blocks, warp_id(), found)) return;
+  int64_t before = found.tensor.first_block - static_cast<int64_t>(blockIdx.x) * kWarps;
+  int* flag = touched + max(before, int64_t{0});
+  switch (found.tensor.dtype) {
+    case ScalarType::Float:
+      return accumulate_block<float, kVelocity>(args, found, flag);
+    case ScalarType::Half:
+      return accumulate_block<Half, kVelocity>(args, found, flag);
+    default:
+      return accumulate_block<BFloat16, kVelocity>(args, found, flag);
+  }
+}
+
+void accumulate_select_cuda(Draw draw, std::vector<Tensor> grads, Tensor residual,
+                            std::vector<Tensor> weights, std::optional<Tensor> velocity,
+                            Tensor pieces, Tensor floors, Tensor indices, Tensor invalid,
+                            Tensor touched, std::optional<Tensor> block_means, double scale,
+                            double momentum, double decay, bool transform) {
+  PieceTensors tensors = checked_tensors(grads, "grads", pieces);
+  AccumulateSelect args =
+      checked(draw, tensors, residual, weights, velocity, pieces, floors, indices, invalid, touched,
+              block_means, scale, momentum, decay, transform);
+  if (tensors.blocks == 0) return;
   Launch launch(residual);
-  with_type(grad.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    T* grad_data = data<T>(grad);
-    const T* weight_data = weight ? const_data<T>(*weight) : nullptr;
-    bool aligned = on_16_bytes(grad_data) && on_16_bytes(weight_data) &&
-                   on_16_bytes(args.residual) && on_16_bytes(args.velocity);
-    auto kernel =
-        args.velocity ? accumulate_select_kernel<T, true> : accumulate_select_kernel<T, false>;
-    launch.run(grid_for(args.select.blocks), kernel, args, grad_data, weight_data, aligned);
-  });
+  DeviceRows rows(tensors.rows, residual);
+  TensorBlocks blocks{rows.data(), pieces.size(0), tensors.blocks};
+  auto kernel = args.velocity ? accumulate_select_kernel<true> : accumulate_select_kernel<false>;
+  launch.run(grid_for(tensors.blocks), kernel, args, blocks);
 }
 
 }  // namespace
 }  // namespace hvd_compress
 
 STABLE_TORCH_LIBRARY_IMPL(hvd_compress, HVD_CUDA_KEY, library) {
-  library.impl("accumulate_select", TORCH_BOX(&hvd_compress::accumulate_select_cuda));
+  library.impl("accumulate_select",
+               TORCH_BOX(&hvd_compress::DrawLast<&hvd_compress::accumulate_select_cuda>::run));
 }

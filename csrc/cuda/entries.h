@@ -17,7 +17,7 @@ __device__ __forceinline__ int index_of(int i) {
   return i / kAdjacent * (kBlock / 2) + lane_id() * kAdjacent + i % kAdjacent;
 }
 
-inline bool on_16_bytes(const void* pointer) {
+HVD_BODY bool on_16_bytes(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 

@@ -17,10 +17,10 @@ __global__ void __launch_bounds__(kThreads)
   OfGroup<Grid> grid(args, first + thread);
   for (int local = thread; local < share; local += kThreads) {
     int64_t i = first + local;
-    Rounded<int32_t> rounded{};
+    Rounded rounded{};
     if (i < args.size) {
       float draw = stochastic ? uniform(i, args.key) : 0.5f;
-      rounded = grid.at(args, i).encode<int32_t>(values[i], draw);
+      rounded = grid.at(args, i).encode(values[i], draw);
       error[i] = rounded.error;
     }
     digits[local] = rounded.digit;

@@ -14,12 +14,14 @@ struct LeaderSlots {
   int count;
 };
 
-// The slots that this rank leads in a block: where they begin in `indices`, and their number.
-__device__ __forceinline__ LeaderSlots leader_slots(const Select& select, int64_t block) {
+// The slots that this rank leads in a block: where they begin in `indices`, and their number. None
+// if the indices have no room, which is not checked on the host.
+__device__ __forceinline__ LeaderSlots leader_slots(const Select& select, int64_t block,
+                                                    const Indices& indices) {
   // 64-bit divisions are slow: even lanes compute the begin, odd lanes the end.
   int64_t edge = select.first_index(block + lane_id() % 2);
-  int64_t begin = __shfl_sync(kAll, edge, 0);
-  return {begin, static_cast<int>(__shfl_sync(kAll, edge, 1) - begin)};
+  int64_t begin = __shfl_sync(kAll, edge, 0), end = __shfl_sync(kAll, edge, 1);
+  return {begin, end <= indices.count ? static_cast<int>(end - begin) : 0};
 }
 
 // Numbers in the order of the block's entries: first come all lanes' entries of the first part.
@@ -100,7 +102,8 @@ __device__ __forceinline__ unsigned select_many(const int32_t (&scores)[kPerLane
 
 // Writes the indices that this rank selects in a block. Modifies the scores.
 __device__ __forceinline__ void select_block(const Select& select, int64_t block,
-                                             int32_t (&scores)[kPerLane], LeaderSlots slots) {
+                                             int32_t (&scores)[kPerLane], LeaderSlots slots,
+                                             const Indices& indices) {
   if (select.explored(block)) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -111,7 +114,7 @@ __device__ __forceinline__ void select_block(const Select& select, int64_t block
       slots.count <= kFew ? select_few(scores, slots.count) : select_many(scores, slots.count);
   constexpr unsigned kFirst = (1u << kAdjacent) - 1;
   Places place = places_before(__popc(selected & kFirst), __popc(selected & ~kFirst));
-  uint8_t* out = select.indices + slots.begin;
+  uint8_t* out = indices.data + slots.begin;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     if (selected >> i & 1) out[place.of(i)++] = static_cast<uint8_t>(index_of(i));

@@ -102,7 +102,7 @@ def estimate(
         ),
     ] = 0,
     hosts_share_cores: Annotated[
-        bool, typer.Option(help="All ranks run on this machine's cores, as with scripts/netlab.sh.")
+        bool, typer.Option(help="All ranks run on this machine's cores, as with scripts/lab/netlab.sh.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from . import shapes
 from .ranks import HOSTS, Horovod, start
+from .shapes import Named
 from .synthetic import Synthetic
 from .wire import BASELINES, METHODS, messages, sent
 
@@ -32,37 +34,43 @@ def parse() -> argparse.Namespace:
 
 
 class Bench:
-    """Steps of a model without computation, each begun together on all ranks."""
+    """Steps of a model without computation, each begun together on all ranks.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.ranks = args, start(args.host, args.store)
-        self.named = shapes.named(args.model)
+    Args:
+        ranks: this process's rank.
+        named: the model's parameters.
+        steps: number of measured steps, fewer if they take more than ``seconds``, but at least 3.
+        seconds: for the steps of a method.
+    """
 
-    def alone(self) -> dict[str, float]:
-        """Backward and update without exchange: of the slowest rank, and the processor's time, in ms."""
+    def __init__(self, ranks: Horovod, named: Sequence[Named], steps: int, seconds: float) -> None:
+        self.ranks, self.named, self.steps, self.seconds = ranks, named, steps, seconds
+
+    def replica(self, momentum: float = 0.0) -> tuple[Synthetic, torch.optim.Optimizer]:
+        """A model and its optimizer."""
         model = Synthetic(self.named, self.ranks.rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
+
+    def alone(self, momentum: float = 0.0) -> dict[str, float]:
+        """Backward and update without exchange: of the slowest rank, and the processor's time, in ms."""
+        model, optimizer = self.replica(momentum)
 
         def step() -> None:
             model().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        found = self._steps(step)
+        found = self.timed(step)
         cpu = self.ranks.gather(statistics.median(cpu for _, cpu in found))
         return {
-            "alone_ms": self._slowest([seconds for seconds, _ in found])[0],
+            "alone_ms": statistics.median(self._slowest([seconds for seconds, _ in found])),
             "alone_processor_ms": 1e3 * statistics.mean(cpu),
         }
 
-    def measure(self, method: str) -> dict[str, Any]:
+    def measure(self, model: Synthetic, optimizer: Any, compression: Any) -> dict[str, Any]:
         """One method's figures, in ms: the steps of the slowest rank; the processor's time of a step, and that in the
-        compressor, means over ranks."""
-        host, model = self.ranks, Synthetic(self.named, self.ranks.rank)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
-        compression: Any = method if method == "fp16" else None
-        if method not in BASELINES:
-            compression = METHODS[method].build(model.named_parameters())
+        compressor, means over ranks. ``compression``: see :meth:`hvd_compress.cli.ranks.Horovod.wrap`."""
+        host = self.ranks
         module, optimizer = host.wrap(model, optimizer, compression)
 
         def step() -> None:
@@ -71,29 +79,27 @@ class Bench:
             host.update(optimizer)
             optimizer.zero_grad()
 
-        found = self._steps(step)
-        stats = compression.stats() if method not in BASELINES else None
-        sizes = [shape for _, shape in self.named]
-        formula = sent(messages(method, sizes, METHODS[method].density, host.size), host.size)
+        found = self.timed(step)
+        stats = compression.stats() if hasattr(compression, "stats") else None
         # Not by numpy(), which torch does not require.
         weights = [zlib.crc32(ctypes.string_at(p.data_ptr(), p.nbytes)) for p in model.parameters()]
         everyone = host.gather((weights, statistics.median(cpu for _, cpu in found), stats and stats["compress_ms"]))
-        step_ms, least, largest = self._slowest([seconds for seconds, _ in found])
+        steps = self._slowest([seconds for seconds, _ in found])
         return {
-            "method": method,
-            "step_ms": step_ms,
-            "step_ms_spread": [least, largest],
+            "step_ms": statistics.median(steps),
+            "step_ms_spread": [min(steps), max(steps)],
+            "steps_ms": steps,
             "processor_ms": 1e3 * statistics.mean(cpu for _, cpu, _ in everyone),
             "compress_ms": statistics.mean(ms or 0.0 for *_, ms in everyone),
-            "sent_bytes": stats["last"]["wire_bytes"] if stats else formula,
+            "sent_bytes": stats and stats["last"]["wire_bytes"],
             "replicas_equal": all(theirs == weights for theirs, *_ in everyone),
         }
 
-    def _steps(self, step: Any) -> list[tuple[float, float]]:
+    def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
         """Seconds, and seconds of the processor, of each step."""
         found, begin = [], time.monotonic()
-        for number in range(WARMUP + self.args.steps):
-            late = number >= WARMUP + 3 and time.monotonic() - begin > self.args.seconds
+        for number in range(WARMUP + self.steps):
+            late = number >= WARMUP + 3 and time.monotonic() - begin > self.seconds
             if any(self.ranks.gather(late)):  # also a barrier
                 break
             clock, cpu = time.perf_counter(), time.process_time()
@@ -101,22 +107,27 @@ class Bench:
             found.append((time.perf_counter() - clock, time.process_time() - cpu))
         return found[WARMUP:]
 
-    def _slowest(self, seconds: list[float]) -> tuple[float, float, float]:
-        """Median, least and largest over the steps of the slowest rank, in ms."""
-        slowest = [1e3 * max(ranks) for ranks in zip(*self.ranks.gather(seconds), strict=True)]
-        return statistics.median(slowest), min(slowest), max(slowest)
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """The steps of the slowest rank, in ms."""
+        return [1e3 * max(ranks) for ranks in zip(*self.ranks.gather(seconds), strict=True)]
 
 
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    bench = Bench(args)
-    host: Horovod = bench.ranks
-    first = {"ranks": host.size, **bench.alone()}
-    lines = [first]
+    host = start(args.host, args.store)
+    bench = Bench(host, shapes.named(args.model), args.steps, args.seconds)
+    lines: list[dict[str, Any]] = [{"ranks": host.size, **bench.alone()}]
     for method in args.methods:
         _append(args.result, host, lines.pop())
-        lines.append(bench.measure(method))
+        model, optimizer = bench.replica()
+        compression: Any = method if method == "fp16" else None
+        if method not in BASELINES:
+            compression = METHODS[method].build(model.named_parameters())
+        row = {"method": method, **bench.measure(model, optimizer, compression)}
+        if method in BASELINES:
+            row["sent_bytes"] = sent(messages(method, [shape for _, shape in bench.named], None, host.size), host.size)
+        lines.append(row)
     _append(args.result, host, lines.pop())
     host.close()
 

@@ -46,7 +46,7 @@ class Network:
     Args:
         bits: per second, of each host's link.
         latency: seconds from one host to the next, in addition to the processor's share of a message.
-        cores: that all ranks share, as the hosts of scripts/netlab.sh do; None if each rank has a core of its own.
+        cores: that all ranks share, as the hosts of scripts/lab/netlab.sh do; None if each rank has a core of its own.
     """
 
     ranks: int

@@ -1,4 +1,4 @@
-"""A launched rank of ``doctor`` or ``bench``: of Horovod, or of torch.distributed with Gloo."""
+"""A launched rank of ``doctor``, ``bench`` or an experiment: of Horovod, or of torch.distributed."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..hosts.ddp import ddp_hook
 
@@ -33,13 +33,14 @@ class Horovod:
 
         hvd.init()
         self._hvd = hvd
-        self.rank, self.size = int(hvd.rank()), int(hvd.size())
+        self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
 
     def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
         """The module to call and the optimizer to step.
 
         Args:
-            compression: a :class:`hvd_compress.Compressor`, ``"fp16"`` for the host's own, or None.
+            compression: a :class:`hvd_compress.Compressor`, ``"fp16"`` for the host's own, or None. Also another object
+                with Horovod's ``compress`` and ``decompress``, or, for DDP, a hook's state and the hook.
         """
         stock = self._hvd.Compression.fp16 if compression == "fp16" else self._hvd.Compression.none
         given = compression if compression not in ("fp16", None) else stock
@@ -55,12 +56,13 @@ class Horovod:
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    def barrier(self) -> None:
-        """Waits for all ranks, without taking a core from those that are still computing."""
-        handle = self._hvd.allreduce_async(torch.zeros(1, dtype=torch.float32, device="cpu"), name="barrier")
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all ranks. Waits without taking a core from those that are still computing."""
+        handle = self._hvd.allreduce_async(tensor, name=f"sum.{tensor.dtype}.{tensor.numel()}", op=self._hvd.Sum)
         while not self._hvd.poll(handle):
             time.sleep(1e-4)
-        self._hvd.synchronize(handle)
+        total: Tensor = self._hvd.synchronize(handle)
+        return total
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
@@ -73,36 +75,44 @@ class Horovod:
 
 
 class Ddp(Horovod):
-    """``DistributedDataParallel`` over Gloo.
+    """``DistributedDataParallel``, over Gloo, or with NCCL on a GPU for each rank.
 
     Args:
         store: ``HOST:PORT`` of :func:`serve_store`, for launchers such as srun and mpirun, which do not set torchrun's
             variables. Where all of these are set, it is not used.
+        device: ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, store: str = "") -> None:
+    def __init__(self, store: str = "", device: str = "cpu") -> None:
         from torch import distributed
 
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if device == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        backend = "nccl" if device == "cuda" else "gloo"
         if not store or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}:
-            distributed.init_process_group("gloo")
+            distributed.init_process_group(backend)
         else:
             rank, size = _rank_and_size()
             host, _, port = store.rpartition(":")
             client = distributed.TCPStore(host, int(port), is_master=False)
-            distributed.init_process_group("gloo", store=client, rank=rank, world_size=size)
-        self._dist = distributed
+            distributed.init_process_group(backend, store=client, rank=rank, world_size=size)
+        self._dist, self._device = distributed, device
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
-    def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
+    def wrap(self, model: nn.Module, optimizer: Any, compression: Any, **options: Any) -> tuple[nn.Module, Any]:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option's new name does not exist in torch 2.11
-            module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+            module = nn.parallel.DistributedDataParallel(
+                model, broadcast_buffers=False, gradient_as_bucket_view=True, **options
+            )
         if compression == "fp16":
-            module.register_comm_hook(None, fp16_compress_hook)
-        elif compression is not None:
-            module.register_comm_hook(compression, ddp_hook)
+            compression = None, fp16_compress_hook
+        if compression is not None:
+            state, hook = compression if isinstance(compression, tuple) else (compression, ddp_hook)
+            module.register_comm_hook(state, hook)
         return module, optimizer
 
     def synchronize(self, optimizer: Any) -> None:
@@ -111,15 +121,17 @@ class Ddp(Horovod):
     def update(self, optimizer: Any) -> None:
         optimizer.step()
 
-    def barrier(self) -> None:
-        self._dist.barrier()
+    def sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.to(self._device, copy=True)
+        self._dist.all_reduce(total)
+        return total.to(tensor.device)
 
     def gather(self, value: Any) -> list[Any]:
         """By tensors: ``all_gather_object()`` needs NumPy, which torch does not require."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        self._dist.all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device="cpu"))
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
+        self._dist.all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=self._device))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=self._device)
         padded[: mine.numel()] = mine
         parts = [torch.empty_like(padded) for _ in sizes]
         self._dist.all_gather(parts, padded)
@@ -159,6 +171,6 @@ def serve_store() -> tuple[Any, str]:
     return store, f"{name}:{store.port}"
 
 
-def start(host: str, store: str = "") -> Horovod:
-    """This process's rank. ``host``: one of HOSTS. ``store``: see :class:`Ddp`."""
-    return Ddp(store) if host == "ddp" else Horovod()
+def start(host: str, store: str = "", device: str = "cpu") -> Horovod:
+    """This process's rank. ``host``: one of HOSTS. ``store``, ``device``: see :class:`Ddp`."""
+    return Ddp(store, device) if host == "ddp" else Horovod()

@@ -1,6 +1,6 @@
 """What every method sends in a step, by formula: any number of ranks, without running it.
 
-``scripts/scaling.py`` and ``tests/test_scaling.py`` compare the formulas with counted bytes.
+``scripts/lab/scaling.py`` and ``tests/lab/test_scaling.py`` compare the formulas with counted bytes.
 """
 
 import copy

@@ -17,7 +17,7 @@ The quantization error stays in the residual of the rank that encoded the value.
 
 import re
 
-from .base import Channel, Codec
+from .base import Averaged, Channel, Codec
 from .cast import Cast
 from .lanes import Lanes
 from .packed import Lloyd, Plain, RangeFloat
@@ -43,3 +43,13 @@ def codec(values: str | Codec) -> Codec:
         return Cast(values)
     code = {"fp": Plain, "lloyd": Lloyd, "range": RangeFloat}[family](bits)
     return CodedGather(code) if gather else CodedRing(code)
+
+
+def gather_codec(values: str | Codec) -> Codec:
+    """The codec; raises ``ValueError`` unless it sends every rank's own values to all others."""
+    found = codec(values)
+    if not isinstance(found, CodedGather):
+        raise ValueError(
+            f"every rank sends its own entries: values have to be gathered, as fp16-gather; got {found.name}"
+        )
+    return found

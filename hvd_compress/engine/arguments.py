@@ -1,31 +1,15 @@
-"""The arguments that all compressors share: checks, and which of them must be the same on all ranks."""
+"""Checks of the arguments that all compressors share."""
 
-import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
-
-# Arguments that may differ between ranks.
-_OF_A_RANK = ("process_set", "process_group", "grad_scaler", "collectives", "start_timeout")
-
-
-def shared_options(
-    init: Callable[..., None], base: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The numbers, strings and Nones among the arguments of ``init(*args, **kwargs)`` that must be the same on all
-    ranks, by name, with the defaults of ``init`` and of ``base``, to which it passes its ``**kwargs``."""
-    given = inspect.signature(init).bind(*args, **kwargs)
-    given.apply_defaults()
-    common = {name: p.default for name, p in inspect.signature(base).parameters.items()}
-    common = {name: default for name, default in common.items() if isinstance(default, str | int | float)}
-    values = {**common, **given.arguments, **given.kwargs}.items()
-    return {n: v for n, v in values if n not in _OF_A_RANK and isinstance(v, str | int | float | None)}
+#: ``(name, parameter)`` pairs, or a model, whose named parameters they are.
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 
 
 def check_common(min_numel: int, bucket_mb: float, dense_values: str, grad_scaler: Any, start_timeout: float) -> None:
@@ -59,6 +43,8 @@ def check_fraction(name: str, value: float) -> None:
 def named_pairs(named_parameters: NamedParameters) -> list[tuple[str, torch.nn.Parameter]]:
     """The pairs as a list. Raises ``TypeError`` if they are not ``(name, parameter)`` pairs, ``ValueError`` if there
     are none or a name or a parameter occurs twice."""
+    if isinstance(named_parameters, torch.nn.Module):
+        named_parameters = named_parameters.named_parameters()
     named = list(named_parameters)
     for item in named:
         if not (

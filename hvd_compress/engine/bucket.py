@@ -1,10 +1,10 @@
-"""Buckets: parameters whose gradients are exchanged together, with their state in flat memory.
+"""Buckets: pieces of parameters whose gradients are exchanged together, side by side in flat memory.
 
-Each parameter starts at a block boundary of the bucket's flat tensors and lies there in the parameter's own memory
-order (channels_last stays channels_last), so that gradient, weight and residual are read side by side.
+Each piece starts at a block boundary of the bucket's flat tensors and lies there in the parameter's own memory order
+(channels_last stays channels_last), so that gradient, weight and residual are read side by side.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from ..reference import BLOCK
-from .deferred import DeferredUpdate
-from .streams import StreamOrder
+from .state import TensorLeaf, Tree
+from .streams import stream_order
 
 
 @dataclass(frozen=True)
-class Segment:
-    """One parameter's place in its bucket: blocks ``first_block`` to ``first_block + blocks``.
+class Piece:
+    """A part of the model that is exchanged as one: so far, a whole parameter. Its blocks in the bucket are
+    ``first_block`` to ``first_block + blocks``.
 
-    ``shape``, ``stride``: the parameter's when the bucket was made.
+    ``number``: of its gradient, as the host counts. ``shape``, ``stride``: the parameter's when the bucket was made.
     """
 
     name: str
+    number: int
     parameter: torch.nn.Parameter
     first_block: int
     shape: torch.Size = field(init=False)
@@ -42,155 +44,162 @@ class Segment:
         return -(-self.numel // BLOCK)
 
     def of(self, flat: Tensor) -> Tensor:
-        """This segment's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
+        """This piece's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]
 
     def padding(self, flat: Tensor) -> Tensor:
-        """The padding behind this segment's entries in a bucket-wide tensor: a view."""
+        """The padding behind this piece's entries in a bucket-wide tensor: a view."""
         return self.of(flat)[self.numel :]
 
     def of_blocks(self, per_block: Tensor) -> Tensor:
-        """This segment's part of a tensor with one entry per block of the bucket: a view."""
+        """This piece's part of a tensor with one entry per block of the bucket: a view."""
         return per_block[self.first_block : self.first_block + self.blocks]
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """This segment's entries of a bucket-wide tensor in the parameter's shape and memory order: a view."""
+        """This piece's entries of a bucket-wide tensor in its shape and memory order: a view."""
         return self.reshaped(self.of(flat))
 
     def reshaped(self, part: Tensor) -> Tensor:
-        """``part``, (blocks * 256,) or (numel,), in the parameter's shape and memory order: a view."""
+        """``part``, (blocks * 256,) or (numel,), in the piece's shape and memory order: a view."""
         return part.as_strided(self.shape, self.stride)
 
+    def weight(self) -> Tensor:
+        """The weights: a view without gradient, in the piece's shape."""
+        return self.parameter.detach()
+
     def flat_weight(self) -> Tensor:
-        """The parameter's entries in memory order: a view without gradient, (numel,)."""
+        """The weights in memory order: a view without gradient, (numel,)."""
         return self.parameter.detach().as_strided((self.numel,), (1,))
 
 
-@dataclass
 class Bucket:
-    """Parameters that are exchanged together, their state, and the current step's gradients.
+    """Pieces that are exchanged together, their residual, and the current step's gradients.
 
-    ``state``: bucket-wide float32 tensors of ``blocks * 256`` entries by name, saved in checkpoints; ``residual`` is
-    always among them. ``rules``: see :meth:`add_state`. ``gradients``: per segment, the gradient in the parameter's
-    memory order, or None before it arrives. ``originals``: per segment, the tensor that the host passed in and gets
-    back.
+    ``residual``: the sum of all gradients that has not been sent, float32, (blocks * 256,). ``table``: the operators'
+    table of pieces without slots, int64, (pieces, 4), see ``hvd_compress/reference/scatter.py``. ``originals``: by
+    piece, the tensor that the host passed in and gets back. ``gradients``: by piece, that gradient in the piece's
+    memory order, once all have arrived.
     """
 
-    index: int
-    segments: Sequence[Segment]
-    device: torch.device
-    state: dict[str, Tensor] = field(default_factory=dict)
-    rules: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.blocks = sum(segment.blocks for segment in self.segments)
-        self.order = StreamOrder(self.device)
-        #: The last exchange's update of ``state`` that is not applied yet.
-        self.deferred: DeferredUpdate | None = None
-        self.add_state("residual", per_rank=True)
+    def __init__(self, index: int, pieces: Sequence[Piece], device: torch.device) -> None:
+        self.index, self.pieces, self.device = index, pieces, device
+        self.blocks, self.numel = sum(piece.blocks for piece in pieces), sum(piece.numel for piece in pieces)
+        self.order = stream_order(device)
+        rows = [(piece.first_block, piece.blocks, 0, 0) for piece in pieces]
+        self.table = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._on_gpu = device.type == "cuda"
+        self._empty = torch.empty(0, dtype=torch.float32, device=device)
+        self.residual = self.zeros()
         self.clear()
 
-    def add_state(self, name: str, **rules: Any) -> Tensor:
-        """Adds a bucket-wide tensor of zeros to ``state``.
-
-        ``rules``: what a checkpoint of it must fulfil, the options of :class:`~hvd_compress.engine.state.TensorLeaf`.
-        With ``per_rank=True`` it is a sum of gradients; otherwise it must be the same on all ranks.
-        """
-        self.rules[name] = rules
+    def zeros(self) -> Tensor:
+        """A new bucket-wide tensor: float32, (blocks * 256,)."""
         with self.order:
-            self.state[name] = torch.zeros(self.blocks * BLOCK, dtype=torch.float32, device=self.device)
-        return self.state[name]
+            return torch.zeros(self.blocks * BLOCK, dtype=torch.float32, device=self.device)
 
-    @property
-    def residual(self) -> Tensor:
-        """The sum of all gradients that has not been sent: float32, (blocks * 256,). Applies a deferred update, so only
-        the training thread may ask."""
-        self.apply_deferred()
-        return self.state["residual"]
+    def saved(self, flat: Tensor, **rules: Any) -> Tree:
+        """Describes a bucket-wide tensor in a checkpoint, by piece.
 
-    def apply_deferred(self) -> None:
-        """Brings ``state`` up to date with the last exchange."""
-        if self.deferred is not None and self.deferred.pending:
-            with self.order:
-                self.deferred.apply(self.state["residual"], self.state.get("velocity"))
+        ``rules``: what it must fulfil, the options of :class:`~hvd_compress.engine.state.TensorLeaf`. With
+        ``per_rank=True`` it is a sum of gradients; otherwise it must be the same on all ranks.
+        """
+        # Codecs without a zero leave errors in the padding, and these are encoded again.
+        return {
+            p.name: {
+                "entries": TensorLeaf(p.shaped(flat), **rules),
+                "padding": TensorLeaf(p.padding(flat), **rules),
+            }
+            for p in self.pieces
+        }
 
-    def drop_deferred(self) -> None:
-        """Applies the last exchange's deferred update and frees its memory. Called before a new exchange."""
-        self.apply_deferred()
-        if self.deferred is not None:
-            d = self.deferred
-            with self.order:
-                self.order.release(d.indices, d.segments, d.mean, d.error)
-            self.deferred = None
-
-    def residual_of(self, segment: Segment) -> Tensor:
-        """A segment's part of the residual, padding included, without writing to it: safe from any thread."""
-        part = segment.of(self.state["residual"])
-        return part if self.deferred is None else self.deferred.preview(self.segments.index(segment), part)
+    # The current step.
 
     @property
     def full(self) -> bool:
-        """Whether every segment's gradient of this step has arrived."""
-        return all(self.arrived)
+        """Whether the gradients of all pieces have arrived."""
+        return not self._missing
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient has arrived."""
+        return self._missing < len(self.pieces)
 
     def clear(self) -> None:
         """Prepares for the next step."""
-        self.gradients: list[Tensor | None] = [None] * len(self.segments)
-        self.originals: list[Tensor | None] = [None] * len(self.segments)
-        self.arrived = [False] * len(self.segments)
-        self._versions: list[int | None] = [None] * len(self.segments)
+        count = len(self.pieces)
+        self.gradients: list[Tensor] = []
+        self.originals: list[Tensor | None] = [None] * count
+        self._arrived, self._missing = bytearray(count), count
+        self._versions: list[int | None] = [None] * count
+        #: Whether the gradients are being added to the state, or have been.
+        self.collected = False
 
-    def add_gradient(self, position: int, grad: Tensor) -> Tensor:
-        """Registers a segment's gradient and returns it in the parameter's memory order (a copy only if its own order
-        differs)."""
-        ordered = in_order_of(self.segments[position].parameter, grad)
-        self.gradients[position], self.originals[position] = ordered, grad
-        self.arrived[position] = True
-        return ordered
-
-    def mark_accumulated(self, position: int) -> None:
-        """The segment's gradient is now part of the bucket's state."""
-        original = self.originals[position]
-        assert original is not None
-        self._versions[position] = original._version
-
-    def mark_averaged(self) -> None:
-        """The exchange has written averages into the accumulated gradients."""
-        for position, version in enumerate(self._versions):
-            if version is not None:
-                self.mark_accumulated(position)
-
-    def zero_accumulated(self) -> None:
-        """Zeros the gradients that are part of the state, except those that somebody else has written to since:
-        accumulating on top of them would count them twice."""
-        with self.order:
-            for original, version in zip(self.originals, self._versions, strict=True):
-                if original is not None and original._version == version:
-                    original.zero_()
-
-    def result(self, position: int) -> Tensor:
-        """The tensor that the host passed in, now holding the averaged gradient. Drops the bucket's reference to it."""
-        original, ordered = self.originals[position], self.gradients[position]
-        if original is None or ordered is None:
+    def arrive(self, index: int, grad: Tensor) -> bool:
+        """Keeps the gradient of a piece. Returns whether those of all pieces have arrived. Raises ``RuntimeError`` for
+        a second one."""
+        if self._arrived[index]:
             raise RuntimeError(
-                f"{self.segments[position].name}: the step in which this gradient was compressed is gone (it failed "
-                "and was reset, or the result was requested twice)"
+                f"{self.pieces[index].name}: compressed twice in one step (after a step that failed, call reset())"
             )
-        self.gradients[position] = self.originals[position] = None
+        self.originals[index], self._versions[index], self._arrived[index] = grad, grad._version, True
+        self._missing -= 1
+        if self._on_gpu:
+            self.order.note_input()
+        return not self._missing
+
+    def arrived(self, index: int) -> bool:
+        """Whether the gradient of a piece has arrived in this step."""
+        return bool(self._arrived[index])
+
+    def collect(self) -> None:
+        """Puts the gradients that have arrived into ``gradients``, empty ones for the others. (A copy only where the
+        memory order is not the piece's.)"""
+        self.gradients = [
+            self._empty if grad is None else in_order_of(piece.parameter, grad)
+            for piece, grad in zip(self.pieces, self.originals, strict=True)
+        ]
+        self._versions, self.collected = [None] * len(self.pieces), True
+
+    def forget_changed(self) -> None:
+        """Drops the gradients that somebody has written to since they arrived, or since they were last marked: they are
+        no longer what they were."""
+        for index, (grad, version) in enumerate(zip(self.originals, self._versions, strict=True)):
+            if grad is not None and grad._version != version:
+                self.originals[index] = None
+
+    def mark_written(self) -> None:
+        """The gradients are as this package has left them: added to the state, or replaced by averages."""
+        self._versions = [None if grad is None else grad._version for grad in self.originals]
+
+    def zero(self) -> None:
+        """Zeros the gradients that are left: accumulating on top of them would count them twice."""
         with self.order:
+            for grad in self.originals:
+                if grad is not None:
+                    grad.zero_()
+
+    def result(self, index: int) -> Tensor:
+        """The tensor that the host passed in, now holding the averaged gradient. Drops the bucket's reference to it."""
+        original = self.originals[index]
+        if original is None or not self.gradients:
+            raise RuntimeError(
+                f"{self.pieces[index].name}: the step in which this gradient was compressed is gone (it failed and was "
+                "reset, or the result was requested twice)"
+            )
+        ordered, self.originals[index], self.gradients[index] = self.gradients[index], None, self._empty
+        with self.order:  # the caller's stream waits for the exchange's
             if ordered.data_ptr() != original.data_ptr():
                 original.copy_(ordered)
                 self.order.release(ordered)
         return original
 
-    def targets(self) -> list[Tensor]:
-        """The gradients to which averages are assigned, one per segment; empty where none arrived."""
-        empty = torch.empty(0, dtype=torch.float32, device=self.device)
-        return [empty if grad is None else grad for grad in self.gradients]
+    def missing(self) -> Iterator[Piece]:
+        """The pieces of which no gradient has arrived."""
+        return (piece for index, piece in enumerate(self.pieces) if not self.arrived(index))
 
-    def no_targets(self) -> list[Tensor]:
-        """Empty tensors, one per segment: an update that reaches no gradient."""
-        return [torch.empty(0, dtype=torch.float32, device=self.device)] * len(self.segments)
+    def nothing(self) -> list[Tensor]:
+        """Empty tensors, one per piece: an update that reaches no gradient."""
+        return [self._empty] * len(self.pieces)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -218,11 +227,12 @@ def in_order_of(parameter: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-def make_buckets(parameters: Iterable[tuple[str, torch.nn.Parameter]], capacity: int) -> list[Bucket]:
-    """Divides parameters into buckets of at most ``capacity`` bytes of float32 (or one parameter), last parameter
-    first: backward reaches the last parameters first, so the first buckets fill early. A bucket lies on one device."""
+def make_buckets(parameters: Iterable[tuple[int, str, torch.nn.Parameter]], capacity: int) -> list[Bucket]:
+    """Divides parameters, each with its number and name, into buckets of at most ``capacity`` bytes of float32 (or one
+    parameter), last parameter first: backward reaches the last parameters first, so the first buckets fill early. A
+    bucket lies on one device."""
     buckets: list[Bucket] = []
-    pending: list[Segment] = []
+    pending: list[Piece] = []
     blocks = 0
 
     def close() -> None:
@@ -231,13 +241,13 @@ def make_buckets(parameters: Iterable[tuple[str, torch.nn.Parameter]], capacity:
             buckets.append(Bucket(len(buckets), tuple(pending), pending[0].parameter.device))
         pending, blocks = [], 0
 
-    for name, parameter in reversed(list(parameters)):
-        segment = Segment(name, parameter, blocks)
-        size = (blocks + segment.blocks) * BLOCK * 4
+    for number, name, parameter in reversed(list(parameters)):
+        piece = Piece(name, number, parameter, blocks)
+        size = (blocks + piece.blocks) * BLOCK * 4
         if pending and (size > capacity or parameter.device != pending[0].parameter.device):
             close()
-            segment = Segment(name, parameter, 0)
-        pending.append(segment)
-        blocks += segment.blocks
+            piece = Piece(name, number, parameter, 0)
+        pending.append(piece)
+        blocks += piece.blocks
     close()
     return buckets

@@ -1,6 +1,6 @@
 """Saving and loading of a compressor's state between steps, and its conversion for another number of ranks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from . import state as states_of
-from .bucket import Segment
 from .engine import Engine
 from .modes import modes_off
-from .state import Entry, Fixed, Leaf, TensorLeaf, Tree, described, joined, refuse, same
+from .state import Entry, Fixed, Leaf, Tree, described, joined, refuse, same
 
 # Increased when a state of an older version can no longer be loaded.
-_FORMAT = 3
+_FORMAT = 4
 
 _CONVERT = (
     "hvd_compress.reshard(states) converts the states of all ranks into one that every rank of a job of any size may "
@@ -31,7 +30,7 @@ def save(engine: Engine) -> dict[str, Any]:
             "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
         )
     engine.undo_skipped_step()
-    with _up_to_date(engine):
+    with _in_order(engine):
         values: dict[str, Any] = states_of.save(_description(engine))
         if engine.average_waits:
             values = _before_average(engine, values)
@@ -42,19 +41,16 @@ def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
     """The state with what the last average has sent back in the residuals, since the model that is saved with it does
     not contain that average. Leaves the engine in the state ``now``."""
     engine.undo()
-    for bucket in engine.buckets:
-        bucket.apply_deferred()  # the undoing may be deferred, too
     before: dict[str, Any] = states_of.save(_description(engine))
     # A copy: the user may modify what is returned.
-    engine.restore = partial(_restore, engine, states_of.save(_description(engine)))
+    engine.restore = partial(_restore, values=states_of.save(_description(engine)))
     _restore(engine, now)
     return before
 
 
 def _restore(engine: Engine, values: dict[str, Any]) -> None:
-    with _up_to_date(engine):
-        for bucket in engine.buckets:
-            engine.method.restart(bucket)  # forgets the last step
+    with _in_order(engine):
+        engine.restart()
         states_of.load(_description(engine), values)
 
 
@@ -66,7 +62,7 @@ def load(engine: Engine, state: Any) -> None:
     engine.reset()
     _restore(engine, state)
     engine.last_average.forget()
-    engine.compared = engine.undoable = False
+    engine.comparison.done = engine.undoable = False
     engine.restore = None
 
 
@@ -135,27 +131,17 @@ class _Owner(Leaf):
 
 
 def _description(engine: Engine) -> Tree:
-    method = engine.method
-
-    def by_name(part: Callable[[Segment, Tensor], Tensor]) -> Tree:
-        return {
-            p.segment.name: {k: TensorLeaf(part(p.segment, v), **p.bucket.rules[k]) for k, v in p.bucket.state.items()}
-            for p in engine.places
-        }
-
     body: dict[str, Tree] = {
-        "parameters": {place.segment.name: Fixed(list(place.segment.parameter.shape)) for place in engine.places},
-        "extra": method.method_state(),
-        "tensors": by_name(method.saved),
-        # Codecs without a zero leave errors in the padding, and these are encoded again.
-        "padding": by_name(lambda segment, flat: segment.padding(flat)),
+        "parameters": {place.piece.name: Fixed(list(place.piece.shape)) for place in engine.places},
+        "method_state": engine.method.state(),
+        "buckets": {str(work.bucket.index): work.state() for work in engine.works},
         "wire_stats": engine.stats.state(),
     }
     if engine.local_steps is not None:
         body["local_steps"] = engine.local_steps.state()
     return {
         "format": Fixed(_FORMAT, "the state is of another version of hvd_compress"),
-        "method": Fixed(type(method).__name__),
+        "method": Fixed(type(engine.method).__name__),
         "owner": _Owner(engine),
         "step": Entry(vars(engine), "step", int, low=0),
         "shared": states_of.part_of(body, per_rank=False),
@@ -164,12 +150,11 @@ def _description(engine: Engine) -> Tree:
 
 
 @contextmanager
-def _up_to_date(engine: Engine) -> Iterator[None]:
-    """In the stream order of all buckets, without deferred updates."""
+def _in_order(engine: Engine) -> Iterator[None]:
+    """In the stream order of all buckets."""
     with ExitStack() as stack:
-        for bucket in engine.buckets:
-            stack.enter_context(bucket.order)
-            bucket.apply_deferred()
+        for work in engine.works:
+            stack.enter_context(work.bucket.order)
         yield
 
 

@@ -6,7 +6,7 @@ the operation without waiting.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -89,6 +89,10 @@ class Collectives(Protocol):
         """Whether gradients are exchanged at all: Horovod's optimizer skips the exchange with one process."""
 
     @property
+    def host(self) -> Literal["horovod", "ddp"]:
+        """Who passes the gradients in."""
+
+    @property
     def ordered(self) -> bool:
         """Whether collectives are matched by the order of the calls (torch.distributed) and not by name (Horovod)."""
 
@@ -100,6 +104,3 @@ class Collectives(Protocol):
 
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raises ``ValueError`` if ``optimizer`` reduces gradients in a way that does not fit."""

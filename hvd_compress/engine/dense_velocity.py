@@ -45,9 +45,8 @@ class DenseVelocity:
 
     def state(self) -> Tree:
         """The saved state, by parameter name."""
-        compressed = {place.segment.name for place in self._engine.places}
-        named = zip(self._engine.names, self._engine.parameters, strict=True)
-        return {n: OptionalTensor(self._velocities, n, _zeros(p)) for n, p in named if n not in compressed}
+        named = zip(self._engine.names, self._engine.parameters, self._engine.place_of, strict=True)
+        return {n: OptionalTensor(self._velocities, n, _zeros(p)) for n, p, place in named if place is None}
 
 
 def _zeros(parameter: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ first hook of all, to compare configurations, when no exchange is open. This wai
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,20 +19,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import ops
-from .bucket import Bucket, make_buckets
+from .._version import __version__
+from .bucket import make_buckets, strides_of
 from .collectives import Collectives
-from .configuration import Comparison, compare_ranks
+from .comparison import Comparison, digest
 from .dense import DenseGradient, dense_gradient
 from .entered import Entered
 from .exchange import Exchange, Exchanges
+from .guard import Facts
 from .last_average import LastAverage
+from .method import LocalStepping, Method
 from .modes import modes_off
 from .optimizer_watch import OptimizerWatch
-from .places import Place, check_gradient, compressed
+from .place import Place, check_gradient, compressed
 from .profiling import stage
-from .registry import Registry
+from .registry import Peer
 from .user_warning import warn_user
 from .wire_stats import WireStats
+from .work import Step, Work
 
 
 class Engine:
@@ -47,7 +51,7 @@ class Engine:
 
     def __init__(
         self,
-        method: Any,
+        method: Method,
         named: Sequence[tuple[str, torch.nn.Parameter]],
         collectives: Collectives,
         *,
@@ -62,34 +66,36 @@ class Engine:
         self.dense_half, self.scaler, self._start_timeout = dense_values == "fp16", grad_scaler, start_timeout
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.buckets = make_buckets(compressed(named, min_numel, method.compresses), int(bucket_mb * 2**20))
-        for bucket in self.buckets:
+        buckets = make_buckets(compressed(named, min_numel, method.compresses), int(bucket_mb * 2**20))
+        for bucket in buckets:
             ops.check_device(bucket.device)
-        self.places = [Place(bucket, i) for bucket in self.buckets for i in range(len(bucket.segments))]
-        by_parameter = {id(place.segment.parameter): place for place in self.places}
-        self._place_of = [by_parameter.get(id(parameter)) for parameter in self.parameters]
+        self.works = [method.work(bucket) for bucket in buckets]
+        self.places = [Place(work, index) for work in self.works for index in range(len(work.bucket.pieces))]
+        by_number = {place.piece.number: place for place in self.places}
+        #: By parameter, where it lies if it is compressed, else None.
+        self.place_of = [by_number.get(number) for number in range(len(named))]
         self.stats = WireStats()
         self.registry = collectives.registry()
         self.number = self.registry.add(self)
         # Horovod matches collectives by name: the label is the same on all ranks, and every compressor has another one.
-        label, advance_others = f"hvd_compress.{self.number}", partial(Registry.advance_others, weakref.ref(self))
-        self.exchanges = Exchanges(collectives, self.stats, label, advance_others)
-        self.watch = OptimizerWatch(self.parameters, self.before_optimizer_step, method, not collectives.ordered)
+        label, this = f"hvd_compress.{self.number}", weakref.ref(self)
+        self.exchanges = Exchanges(collectives, self.stats, label, lambda: _advance_others(this))
+        self.watch = OptimizerWatch(self, method)
         self.last_average = LastAverage(self.parameters, self.watch)
-        #: The :class:`hvd_compress.LocalSteps` that runs the steps instead of a host, if any.
-        self.local_steps: Any = None
-        #: Whether the ranks have compared their configurations, and the comparison in progress.
-        self.compared = False
-        self.comparison: Comparison | None = None
+        #: What runs the steps instead of a host, if anything does.
+        self.local_steps: LocalStepping | None = None
+        self.comparison = Comparison(collectives, label, self.parameters[0].device)
         #: The number of parameters of the optimizer whose groups changed most recently, or None.
-        self.regrouped: int | None = None
+        self._regrouped: int | None = None
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
         #: Whether the last average may still be taken back, and whether it was.
         self.undoable, self._discarded = False, False
         #: Loads the state before the last average, if it was saved: the methods' own means to undo are used up then.
-        self.restore: Callable[[], None] | None = None
+        self.restore: Callable[[Engine], None] | None = None
         # Gradients of a model on several GPUs arrive from several threads.
         self.lock = threading.RLock()
+        #: The context of a host's calls.
+        self.entered = Entered(self.lock, self.exchanges, self.stats)
         self.step = 0
         #: Whether a step is in progress: after its first gradient, before finish_step().
         self.collecting = False
@@ -101,12 +107,15 @@ class Engine:
         self._warned: set[str] = set()
 
     @property
-    def method(self) -> Any:
-        return self._method()
+    def method(self) -> Method:
+        found = self._method()
+        assert found is not None, "the compressor no longer exists"
+        return found
 
-    def place_of(self, number: int) -> Place | None:
-        """Where parameter ``number`` lies, if it is compressed."""
-        return self._place_of[number]
+    @property
+    def exchanging(self) -> bool:
+        """See :class:`hvd_compress.engine.registry.Peer`."""
+        return self.collectives.active and self.collectives.size > 1
 
     def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
         """Takes the gradient of parameter ``number``: returns its place in a bucket, or, if it is not compressed, the
@@ -117,8 +126,8 @@ class Engine:
             ValueError: the parameter has changed its device, shape or memory order.
             RuntimeError: a second gradient of the parameter in one step; the gradient contains the last average.
         """
-        place = self._place_of[number]
-        check_gradient(self.names[number], self.parameters[number], grad, place)
+        place = self.place_of[number]
+        check_gradient(self.names[number], grad, place)
         self.check_generation()
         reentered = self.last_average.arrives(number)
         if not self.collecting:
@@ -131,22 +140,15 @@ class Engine:
                 dense = dense_gradient(number, self.parameters[number], grad, self.dense_half, self.scale)
             self.stats.count_dense(grad.numel(), dense.payload.nbytes, self.ranks)
             return dense
-        bucket, position = place
-        if bucket.arrived[position]:
-            raise RuntimeError(
-                f"{self.names[number]}: compressed twice in one step (after a step that failed, call reset())"
-            )
-        self.stats.count_gradient(grad.numel(), self.ranks)
-        try:
-            with bucket.order, stage("accumulate"):
-                self.method.receive(bucket, position, bucket.add_gradient(position, grad))
-                bucket.mark_accumulated(position)
-            if bucket.full:
-                self.exchanges.launch(bucket, self._whole_exchange(bucket))
-            self.exchanges.advance()
-        except BaseException:
-            self.reset()
-            raise
+        full = place.work.bucket.arrive(place.index, grad)
+        if full or self.exchanges.due():
+            try:
+                if full:
+                    self._launch(place.work)
+                self.exchanges.advance()
+            except BaseException:
+                self.reset()
+                raise
         return place
 
     def finish_step(self) -> None:
@@ -154,42 +156,57 @@ class Engine:
         if not self.collecting:
             return
         try:
-            for bucket in self.buckets:
-                if any(bucket.arrived) and not bucket.full:
+            for work in self.works:
+                if work.bucket.begun and not work.bucket.full:
                     # Hosts pass the same parameters on all ranks, so the same ones are missing everywhere.
-                    missing = [s.name for s, here in zip(bucket.segments, bucket.arrived, strict=True) if not here]
+                    missing = ", ".join(piece.name for piece in work.bucket.missing())
                     self.warn(
-                        f"no gradients arrived for {', '.join(missing)}, and the exchange of their bucket could not "
-                        "overlap backward: does the optimizer not hold them, or does DistributedDataParallel ignore or "
-                        "skip them? Give the compressor only parameters whose gradients are averaged in every step"
+                        f"no gradients arrived for {missing}, and the exchange of their bucket could not overlap "
+                        "backward: does the optimizer not hold them, or does DistributedDataParallel ignore or skip "
+                        "them? Give the compressor only parameters whose gradients are averaged in every step"
                     )
-                    self.exchanges.launch(bucket, self._whole_exchange(bucket))
+                    self._launch(work)
             self.exchanges.finish()
         except BaseException:
             self.reset()
             raise
-        self._end_step()
+        self.stats.end_step()
+        self.collecting = False
+        self.step += 1
         self.undoable, self._discarded = True, False
         if self.local_steps is None:
             self.last_average.written()
         self.watch.forget_step()
 
-    def entered(self) -> Entered:
-        """The context of a host's calls."""
-        return Entered(self)
-
     @modes_off
-    def reset(self) -> None:
-        """Drops the step in progress; see :meth:`hvd_compress.Compressor.reset`."""
+    def reset(self, overwritten: bool = False) -> None:
+        """Drops the step in progress; see :meth:`hvd_compress.Compressor.reset`. ``overwritten``: the memory of its
+        gradients holds others now."""
         with self.lock:
             self.exchanges.abandon()
-            if self.collecting:
-                self.collecting = False
-                self.undo()
-                for bucket in self.buckets:
-                    bucket.zero_accumulated()
-            for bucket in self.buckets:
-                bucket.clear()
+            try:
+                if self.collecting:
+                    self.collecting = False
+                    self.undo()
+                    if not overwritten:
+                        self._keep_gradients()
+            finally:
+                for work in self.works:
+                    work.bucket.clear()
+
+    def _keep_gradients(self) -> None:
+        """What has arrived in the step that is dropped stays in the state, and becomes zero where the host reads it."""
+        if self.collectives.host == "horovod":  # with DDP, all gradients of a buffer have one version
+            for work in self.works:
+                work.bucket.forget_changed()
+        for work in self.works:
+            if work.bucket.begun and not work.bucket.collected:
+                try:
+                    _accumulate(work)
+                except Exception:  # the error that led here matters more
+                    work.bucket.clear()
+        for work in self.works:
+            work.bucket.zero()
 
     @modes_off
     def discard_step(self) -> None:
@@ -220,17 +237,15 @@ class Engine:
             self.discard_step()
         return scale
 
-    @modes_off
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
-        # does not use an older average.
-        self.check_generation()
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
-            self._sizes[optimizer] = self.regrouped = size
-            self.compared = False
-        self.last_average.before_optimizer_step()
-        self.method.check_optimizer(optimizer)
+    def undo(self) -> None:
+        """Takes back what the current step, or the last one, has sent."""
+        restore, self.restore = self.restore, None
+        if restore is not None:
+            restore(self)
+            return
+        for work in self.works:
+            with work.bucket.order:
+                work.undo()
 
     def check_generation(self) -> bool:
         """Whether the set of ranks has changed since the last call (elastic). If so, shared state is reset."""
@@ -244,12 +259,17 @@ class Engine:
         self.registry = self.collectives.registry()
         self.registry.add(self, self.number)
         self.last_average.forget()
-        self.step, self.compared, self.undoable, self.regrouped, self.restore = 0, False, False, None, None
-        for bucket in self.buckets:
-            self.method.restart(bucket)
+        self.step, self.comparison.done, self.undoable, self._regrouped, self.restore = 0, False, False, None, None
+        self.restart()
         if self.local_steps is not None:
             self.local_steps.restart()
         return True
+
+    def restart(self) -> None:
+        """Forgets what new ranks cannot know, and the last step."""
+        self.method.restart()
+        for work in self.works:
+            work.restart()
 
     def unknown_parameters(self, optimizer: Optimizer) -> int:
         """How many trained parameters of the optimizer this compressor was not given."""
@@ -264,18 +284,76 @@ class Engine:
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
         """For a host's collectives between two steps, which the body counts in the statistics."""
-        with self.entered():
+        with self.entered:
             self._compare()
             self.stats.begin_step()
             yield
             self.stats.end_step()
 
+    # Other compressors of this process.
+
+    @property
+    def compares(self) -> bool:
+        """See :class:`hvd_compress.engine.registry.Peer`. What local steps compare changes up to their first exchange,
+        for which all ranks wait in any case."""
+        return not self.comparison.done and self.local_steps is None
+
+    def join_comparison(self) -> None:
+        """See :class:`hvd_compress.engine.registry.Peer`."""
+        self.check_generation()
+        self.comparison.join(self._configuration)
+
+    def advance_comparison(self) -> None:
+        """See :class:`hvd_compress.engine.registry.Peer`."""
+        self.comparison.advance()
+
+    def advance_if_free(self) -> None:
+        """See :class:`hvd_compress.engine.registry.Peer`."""
+        if not self.exchanges.running or not self.lock.acquire(blocking=False):
+            return
+        try:
+            with self.entered:
+                self.exchanges.advance()
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self.lock.release()
+
+    def _comparing(self) -> list[Peer]:
+        return [other for other in self.registry.others(self) if other.compares]
+
     # A step.
 
+    def _configuration(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        parameters = {}
+        for number, (name, p) in enumerate(zip(self.names, self.parameters, strict=True)):
+            place = self.place_of[number]
+            where = "uncompressed" if place is None else f"in bucket {place.work.bucket.index}"
+            state = "trained" if p.requires_grad else "frozen"
+            text = f"number {number}, shape {tuple(p.shape)}, strides {strides_of(p)}, {p.dtype}, {state}, {where}"
+            parameters[f"parameter {name}"] = text
+        return {
+            "version of hvd_compress": __version__,
+            "method": type(self.method).__name__,
+            **self.method.options(),
+            **({} if self.local_steps is None else self.local_steps.options()),
+            "grad_scaler": self.scaler is not None,
+            "seed": self.seed,
+            "step": self.step,
+            "parameters in changed groups": self._regrouped,
+            **parameters,
+        }
+
     def _compare(self) -> None:
-        if not self.compared:
-            compare_ranks(self, self._start_timeout)
-            self.compared = True
+        if not self.comparison.done:
+            begin = time.perf_counter()
+            try:
+                self.comparison.require(self._configuration, self._comparing, self._start_timeout)
+            finally:
+                self.exchanges.seconds_waited += time.perf_counter() - begin
+            self.comparison.done = True
 
     def _begin_step(self) -> None:
         self._compare()
@@ -284,15 +362,17 @@ class Engine:
         self.ranks = self.collectives.size
         self.arrived = bytearray(len(self.parameters))
         self.stats.begin_step()
-        for bucket in self.buckets:
-            bucket.clear()
-            with bucket.order:
-                self.method.begin(bucket)
+        settings = digest({"method": type(self.method).__name__, **self.method.options()})
+        step = Step(self.step, self.collectives.rank, self.ranks, self.scale, self.seed, settings)
+        for work in self.works:
+            work.bucket.clear()
+            with work.bucket.order:
+                work.begin(step)
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
         self.collecting, self.watch.may_be_bypassed = True, False
 
     def _refuse_reentry(self, number: int) -> None:
-        if self.method.linear and not self._discarded:
+        if self.method.traits.linear and not self._discarded:
             return
         self.reset()
         raise RuntimeError(
@@ -303,22 +383,47 @@ class Engine:
             "within skip_synchronize())"
         )
 
-    def _end_step(self) -> None:
-        self.stats.end_step()
-        self.collecting = False
-        self.step += 1
+    def _launch(self, work: Work) -> None:
+        bucket = work.bucket
+        self.stats.count_gradient(bucket.numel - sum(piece.numel for piece in bucket.missing()), self.ranks)
+        _accumulate(work)
+        self.exchanges.launch(bucket, _whole_exchange(work))
 
-    def _whole_exchange(self, bucket: Bucket) -> Exchange:
-        bucket.drop_deferred()
-        yield from self.method.exchange(bucket)
-        bucket.mark_averaged()
+    @modes_off
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """An optimizer that holds some of the parameters is about to step. Raises ``ValueError`` if it does not fit."""
+        # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
+        # does not use an older average.
+        self.check_generation()
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
+            self._sizes[optimizer] = self._regrouped = size
+            self.comparison.done = False
+        self.last_average.before_optimizer_step()
+        method = self.method
+        local, active, given = self.local_steps is not None, self.collectives.active, method.host.given(optimizer)
+        if active and not local:
+            method.host.check_optimizer(optimizer)
+        ours = given is True or not method.host.single
+        method.check_optimizer(Facts(optimizer, given, ours, active, local, self.unknown_parameters(optimizer)))
 
-    def undo(self) -> None:
-        """Takes back what the current step, or the last one, has sent."""
-        restore, self.restore = self.restore, None
-        if restore is not None:
-            restore()
-            return
-        for bucket in self.buckets:
-            with bucket.order:
-                self.method.undo(bucket)
+
+def _accumulate(work: Work) -> None:
+    """Adds the gradients that have arrived to the state."""
+    bucket = work.bucket
+    with bucket.order, stage("accumulate"):
+        bucket.collect()
+        work.accumulate()
+        bucket.mark_written()
+
+
+def _whole_exchange(work: Work) -> Exchange:
+    yield from work.exchange()
+    work.bucket.mark_written()
+
+
+def _advance_others(waiting: "weakref.ref[Engine]") -> None:
+    """Continues the exchanges of all other compressors: another rank may wait for those first."""
+    engine = waiting()
+    for other in () if engine is None else engine.registry.others(engine):
+        other.advance_if_free()

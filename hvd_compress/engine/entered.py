@@ -1,26 +1,31 @@
 """The context of a host's calls of the engine."""
 
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
+from .exchange import Exchanges
 from .modes import turn_off
+from .wire_stats import WireStats
 
 
 class Entered:
     """Holds the lock of an :class:`~hvd_compress.engine.engine.Engine`, turns torch's modes off (:mod:`.modes`), and
-    counts the time spent without waiting. Faster than a generator, and used for every gradient."""
+    counts the time spent without waiting. Faster than a generator, and used for every gradient. May be nested."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, lock: "threading.RLock", exchanges: Exchanges, stats: WireStats) -> None:
+        self._lock, self._exchanges, self._stats = lock, exchanges, stats
+        # What to turn on again, and when it began.
+        self._open: list[tuple[Callable[[], object] | None, float]] = []
 
     def __enter__(self) -> None:
-        self._engine.lock.acquire()
-        self._turn_on = turn_off()
-        self._begin = time.perf_counter() - self._engine.exchanges.seconds_waited
+        self._lock.acquire()
+        self._open.append((turn_off(), time.perf_counter() - self._exchanges.seconds_waited))
 
     def __exit__(self, *error: object) -> None:
-        engine = self._engine
-        engine.stats.add_seconds(time.perf_counter() - engine.exchanges.seconds_waited - self._begin)
-        if self._turn_on is not None:
-            self._turn_on()
-        engine.lock.release()
+        turn_on, begin = self._open.pop()
+        if not self._open:
+            self._stats.seconds += time.perf_counter() - self._exchanges.seconds_waited - begin
+        if turn_on is not None:
+            turn_on()
+        self._lock.release()

@@ -48,6 +48,7 @@ class Exchanges:
     ) -> None:
         self._collectives, self._stats, self.label, self._meanwhile = collectives, stats, label, meanwhile
         self._running: list[_Running] = []
+        self._looked = 0.0
         #: Seconds spent waiting so far.
         self.seconds_waited = 0.0
 
@@ -55,6 +56,10 @@ class Exchanges:
     def running(self) -> bool:
         """Whether there are exchanges in progress."""
         return bool(self._running)
+
+    def due(self) -> bool:
+        """Whether exchanges are in progress that have not been looked at for a while."""
+        return bool(self._running) and time.perf_counter() - self._looked > POLL_INTERVAL
 
     def launch(self, bucket: Bucket, exchange: Exchange) -> None:
         """Starts an exchange, up to its first collective. Never waits."""
@@ -64,7 +69,7 @@ class Exchanges:
 
     def advance(self) -> bool:
         """Resumes every exchange whose result would not block the host; True if there was any."""
-        advanced = False
+        advanced, self._looked = False, time.perf_counter()
         for running in list(self._running):
             while running in self._running and running.handle and running.handle.done():
                 self._resume(running)

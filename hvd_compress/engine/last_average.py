@@ -84,7 +84,8 @@ class LastAverage:
         if added is not None:
             return added() is grad and bool(grad.any())
         # Nothing was accumulated: it may be the average itself, or, without an optimizer, a gradient of the user's own.
-        return self._watch.used and written is not None and written() is grad and self._remains(number, grad)
+        same = written is not None and written() is grad
+        return same and self._watch.used and self._remains(number, grad)
 
     def _remains(self, number: int, grad: Tensor) -> bool:
         """Whether the average is still in the gradient. Synchronises a GPU, but not if an optimizer has stepped and the

@@ -1,31 +1,36 @@
 """Observes the steps of the optimizer that holds a compressor's parameters; hosts tell a compressor nothing of it."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .method import Method
+
+
+class Watched(Protocol):
+    """An engine, as far as its optimizer matters."""
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]: ...
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called before every step of an optimizer that holds some of the parameters."""
+
 
 class OptimizerWatch:
-    """Calls the method ``listener`` before every step of an optimizer that holds one of ``parameters``. Keeps no strong
-    reference.
+    """Tells an engine of the steps of its parameters' optimizer. Keeps no strong reference.
 
-    Raises ``ValueError`` if ``single`` and a second optimizer steps the parameters (their residuals would mix), or if
-    an optimizer was given ``compression`` but holds none of the parameters.
+    Raises ``ValueError`` if a second optimizer steps the parameters although the host serves one only (their residuals
+    would mix), or if an optimizer was given the compressor but holds none of the parameters.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        listener: Callable[[Optimizer], None],
-        compression: object,
-        single: bool,
-    ) -> None:
-        self.ids = {id(parameter) for parameter in parameters}
-        self._listener, self._compression = weakref.WeakMethod(listener), weakref.ref(compression)
-        self._single = single
+    def __init__(self, engine: Watched, method: Method) -> None:
+        self.ids = {id(parameter) for parameter in engine.parameters}
+        self._engine, self._method = weakref.ref(engine), weakref.ref(method)
         self._seen: weakref.ref[Optimizer] | None = None
         #: The optimizers that have stepped, ever and since :meth:`forget_step`.
         self._steppers, self._stepped = weakref.WeakSet[Optimizer](), weakref.WeakSet[Optimizer]()
@@ -43,26 +48,26 @@ class OptimizerWatch:
         return seen if seen is not None and _share_parameters(optimizer, seen) else optimizer
 
     def before_step(self, optimizer: Optimizer) -> None:
-        listener, compression = self._listener(), self._compression()
-        if listener is None or compression is None:
+        engine, method = self._engine(), self._method()
+        if engine is None or method is None:  # an exception's frames may keep the engine longer
             return
         seen = self._seen() if self._seen is not None else None
         if optimizer is not seen:
             if not any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"]):
-                if getattr(optimizer, "_compression", None) is compression:
+                if method.host.given(optimizer):
                     raise ValueError(
                         "this optimizer holds none of its compressor's parameters; build the compressor from the named "
                         "parameters of the model that is trained (not of one that was copied afterwards)"
                     )
                 return
-            if self._single and seen is not None and not _share_parameters(optimizer, seen):
+            if method.host.single and seen is not None and not _share_parameters(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
                     f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
                     "from that optimizer's own named parameters"
                 )
             self._seen = weakref.ref(optimizer)
-        listener(optimizer)
+        engine.before_optimizer_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._seen is not None and self._seen() is optimizer:

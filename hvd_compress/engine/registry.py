@@ -7,10 +7,28 @@ others.
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
-#: Of engines.
-References = list[weakref.ref[Any]]
+
+class Peer(Protocol):
+    """An engine, as the others of its process see it."""
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether it exchanges gradients, with whichever ranks."""
+
+    def advance_if_free(self) -> None:
+        """Continues its exchanges as far as possible without waiting for them, or for a thread."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether it has still to compare the ranks' configurations, and another rank may begin with that."""
+
+    def join_comparison(self) -> None:
+        """Starts to compare them."""
+
+    def advance_comparison(self) -> None:
+        """Continues to compare them, without waiting."""
 
 
 class Registry:
@@ -20,11 +38,11 @@ class Registry:
         everywhere: the engines of the process that may exchange with any ranks; registries share it.
     """
 
-    def __init__(self, everywhere: References | None = None) -> None:
+    def __init__(self, everywhere: "list[weakref.ref[Peer]] | None" = None) -> None:
         self._count = 0
-        self._everywhere: References = [] if everywhere is None else everywhere
+        self._everywhere: list[weakref.ref[Peer]] = [] if everywhere is None else everywhere
 
-    def add(self, engine: Any, number: int | None = None) -> int:
+    def add(self, engine: Peer, number: int | None = None) -> int:
         """Registers an engine, which keeps its ``number`` if it has one already (elastic). Returns its number."""
         number = self._count if number is None else number
         others = [other for other in self._everywhere if other() not in (None, engine)]
@@ -32,26 +50,9 @@ class Registry:
         self._count = max(self._count, number + 1)
         return number
 
-    def others(self, engine: Any) -> Iterator[Any]:
-        """The process's other engines that exist and exchange gradients, with whichever ranks."""
+    def others(self, engine: Peer) -> Iterator[Peer]:
+        """The process's other engines that exist and exchange gradients."""
         for reference in tuple(self._everywhere):
             other = reference()
-            if other not in (None, engine) and other.collectives.active and other.collectives.size > 1:
+            if other is not None and other is not engine and other.exchanging:
                 yield other
-
-    @staticmethod
-    def advance_others(waiting: "weakref.ref[Any]") -> None:
-        """Continues the exchanges of all other engines than ``waiting`` as far as possible without waiting for them, or
-        for a thread: another rank may wait for those first."""
-        engine = waiting()
-        for other in () if engine is None else engine.registry.others(engine):
-            if not other.exchanges.running or not other.lock.acquire(blocking=False):
-                continue
-            try:
-                with other.entered():
-                    other.exchanges.advance()
-            except BaseException:
-                other.reset()
-                raise
-            finally:
-                other.lock.release()

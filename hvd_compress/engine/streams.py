@@ -6,30 +6,42 @@ from typing import Any
 import torch
 
 
-class StreamOrder:
+def stream_order(device: torch.device) -> "StreamOrder":
+    """The order of the work on one bucket."""
+    return StreamOrder(device) if device.type == "cuda" else _NoStreams()
+
+
+class StreamOrder(AbstractContextManager[None]):
     """A context for every piece of work on a bucket: on the device it runs after the previous one, on whichever stream
-    that was. May be nested. Does nothing on the CPU."""
+    that was. May be nested."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._inputs: set[torch.cuda.Stream] = set()
 
     def __enter__(self) -> None:
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._event is not None or self._inputs:
+            current = torch.cuda.current_stream(self._device)
+            if self._event is not None:
+                current.wait_event(self._event)
+            for stream in self._inputs - {current}:
+                current.wait_stream(stream)
+            self._inputs.clear()
 
     def __exit__(self, *error: object) -> None:
-        if self._device.type == "cuda":
-            if self._event is None:
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(self._device))
+        if self._event is None:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def note_input(self) -> None:
+        """An input was made on the current stream: the next piece of work waits for it."""
+        self._inputs.add(torch.cuda.current_stream(self._device))
 
     def exchange_stream(self) -> AbstractContextManager[Any]:
         """The stream of all of the bucket's exchanges. Tensors that live from one stage of an exchange to the next then
         belong to one stream, and exchanges are not queued behind the backward pass."""
-        if self._device.type != "cuda":
-            return nullcontext()
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
@@ -37,6 +49,21 @@ class StreamOrder:
     def release(self, *tensors: torch.Tensor) -> None:
         """Call in this context, before dropping ``tensors`` that another stream may own: their memory is not reused
         before the current stream is done with them."""
-        if self._device.type == "cuda":
-            for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self._device))
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+
+
+class _NoStreams(nullcontext[None], StreamOrder):
+    """On the CPU there is nothing to order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def note_input(self) -> None:
+        pass
+
+    def exchange_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def release(self, *tensors: torch.Tensor) -> None:
+        pass

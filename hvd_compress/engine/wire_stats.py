@@ -18,14 +18,15 @@ class WireStats:
         self._current = _counts()
         self._last = _counts()
         self._total = _counts()
-        self._seconds = 0.0
+        #: Time spent in the compressor in the current step, waiting excluded.
+        self.seconds = 0.0
         self._complete = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def begin_step(self) -> None:
         if self._complete:
-            self._recent.append(self._seconds)
-        self._current, self._seconds, self._complete = _counts(), 0.0, False
+            self._recent.append(self.seconds)
+        self._current, self.seconds, self._complete = _counts(), 0.0, False
 
     def count_gradient(self, numel: int, ranks: int) -> None:
         """What a gradient of ``numel`` entries would cost as a float32 ring allreduce."""
@@ -40,10 +41,6 @@ class WireStats:
         """A collective of an exchange."""
         self._current[request.kind] += request.wire_bytes(ranks)
 
-    def add_seconds(self, seconds: float) -> None:
-        """Time spent in the compressor, waiting excluded."""
-        self._seconds += seconds
-
     def end_step(self) -> None:
         self._last = self._current
         for kind, byte_count in self._current.items():
@@ -52,7 +49,7 @@ class WireStats:
 
     def report(self) -> dict[str, Any]:
         """``last``, ``total`` and ``compress_ms`` of ``Compressor.stats()``."""
-        seconds = [*self._recent, *([self._seconds] if self._complete else [])]
+        seconds = [*self._recent, *([self.seconds] if self._complete else [])]
         return {
             "last": _summary(self._last),
             "total": _summary(self._total),

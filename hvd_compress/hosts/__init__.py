@@ -4,6 +4,10 @@ import sys
 from typing import Any
 
 from ..engine.collectives import Collectives
+from ..engine.engine import Engine
+from .ddp import DDPHost
+from .horovod import HorovodCollectives, HorovodHost
+from .torch_collectives import TorchCollectives
 
 
 def default_collectives(process_set: Any, process_group: Any) -> Collectives:
@@ -29,9 +33,10 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
             else "build the compressor after hvd.init() (Horovod) or torch.distributed.init_process_group() (DDP)"
         )
     if process_group is not None or (ddp and process_set is None):
-        from .torch_collectives import TorchCollectives
-
         return TorchCollectives(process_group)
-    from .horovod import HorovodCollectives
-
     return HorovodCollectives(process_set)
+
+
+def host_of(engine: Engine) -> DDPHost | HorovodHost:
+    """The host's side of an engine."""
+    return DDPHost(engine) if engine.collectives.host == "ddp" else HorovodHost(engine)

@@ -30,6 +30,7 @@ from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
+from .horovod import was_given
 from .torch_collectives import TorchCollectives
 
 
@@ -55,6 +56,8 @@ _Result = tuple[Tensor, Tensor | None, int, Tensor]
 class DDPHost:
     """The hook of one engine."""
 
+    single = False
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
@@ -78,10 +81,10 @@ class DDPHost:
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
-        if not engine.compared:
+        if not engine.comparison.done:
             self._look_at_model(bucket)
         if self._futures and bucket.index() <= self._index and backward != self._backward:
-            self._abandon()
+            self._abandon(overwritten=True)
         if self._skips and backward != self._backward:
             self._await_end()
         self._index, self._backward = bucket.index(), backward
@@ -93,6 +96,10 @@ class DDPHost:
                 self._finish()
         return future
 
+    def given(self, optimizer: Optimizer) -> bool | None:
+        """Whether an optimizer of Horovod's, which has no place here, was given this compressor; None for another."""
+        return was_given(optimizer, self._engine.method)
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if the optimizer's step applies gradients and none has passed through the hook."""
         if self._engine.watch.bypassed_by(optimizer):
@@ -101,8 +108,8 @@ class DDPHost:
                 "model.register_comm_hook(compression, hvd_compress.ddp_hook) missing?"
             )
 
-    def _abandon(self) -> None:
-        self._engine.reset()
+    def _abandon(self, overwritten: bool = False) -> None:
+        self._engine.reset(overwritten)
         text = (
             "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
             "start again"
@@ -148,7 +155,7 @@ class DDPHost:
     @contextmanager
     def _inside(self, device: torch.device) -> Iterator[None]:
         """For a part of a step, which is abandoned if it fails."""
-        with self._engine.entered(), self._side_stream(device):
+        with self._engine.entered, self._side_stream(device):
             try:
                 yield
             except BaseException:
@@ -184,9 +191,10 @@ class DDPHost:
                 total = handle.result()
             with stage("dense"):
                 self._store(gradients, total * (1.0 / engine.collectives.size))
-        for place in engine.places:
-            if place.bucket.originals[place.position] is not None:
-                place.bucket.result(place.position)
+        for work in engine.works:
+            for index, original in enumerate(work.bucket.originals):
+                if original is not None:
+                    work.bucket.result(index)
         for future, buffer in self._futures:
             future.set_result(buffer)
         # Twice, to run after DDP's own callback, which is queued after this hook.

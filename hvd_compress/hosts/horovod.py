@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,15 +18,18 @@ from torch.optim import Optimizer
 from ..engine.collectives import Handle, Request
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
-from ..engine.places import Place
+from ..engine.place import Place
 from ..engine.profiling import stage
-from ..engine.registry import References, Registry
+from ..engine.registry import Peer, Registry
 from .lookup import GradientLookup
 from .polling import wait_until
 
 
 class HorovodHost:
     """``compress`` and ``decompress`` of ``horovod.torch.DistributedOptimizer`` for one engine."""
+
+    #: Horovod's optimizer and the one that it wraps count as one.
+    single = True
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -37,7 +40,7 @@ class HorovodHost:
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """See :meth:`hvd_compress.Compressor.compress`."""
         engine = self._engine
-        with engine.entered():
+        with engine.entered:
             number = self._lookup.find(tensor)
             if number is None:
                 self._explain(tensor)
@@ -52,13 +55,13 @@ class HorovodHost:
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor:
         """See :meth:`hvd_compress.Compressor.decompress`."""
         engine = self._engine
-        with engine.entered():
+        with engine.entered:
             if engine.collecting:
                 engine.finish_step()
                 self._lookup.forget()
                 self._references.clear()
             if isinstance(ctx, Place):
-                return ctx.bucket.result(ctx.position)
+                return ctx.work.bucket.result(ctx.index)
             with stage("dense"):
                 ctx.store(tensor)
                 engine.method.dense_averaged(ctx.number, ctx.grad)
@@ -77,13 +80,22 @@ class HorovodHost:
             found = self._empty[device] = empty, _second_reference(empty)
         return found[0]
 
+    def given(self, optimizer: Optimizer) -> bool | None:
+        """Whether ``DistributedOptimizer`` was given this compressor; None for another optimizer."""
+        return was_given(optimizer, self._engine.method)
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Warns if a step of Horovod's optimizer applies gradients and none has passed through this compressor. Plain
-        optimizers may have other reasons to step. Raises ``RuntimeError`` if the step would exchange averages."""
-        given, method = getattr(optimizer, "_compression", None), self._engine.method
-        if given is method and method is not None and not method.linear:
+        """Raises ``ValueError`` for an op or a process set that does not fit, ``RuntimeError`` if the step would
+        exchange averages. Warns if a step applies gradients and none has passed through this compressor. (Plain
+        optimizers may have other reasons to step.)"""
+        given = self.given(optimizer)
+        if given is None:
+            return  # such as the optimizer that Horovod's wraps
+        if isinstance(self._engine.collectives, HorovodCollectives):
+            self._engine.collectives.check_optimizer(optimizer)
+        if given and not self._engine.method.traits.linear:
             self._check_synchronized(optimizer)
-        if given not in (None, method) and self._engine.watch.bypassed_by(optimizer):
+        if not given and self._engine.watch.bypassed_by(optimizer):
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
             )
@@ -114,11 +126,22 @@ class HorovodHost:
             engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.ranks)
 
 
+def was_given(optimizer: Optimizer, compression: object) -> bool | None:
+    """Whether Horovod's optimizer was given this compressor; None for another optimizer."""
+    given = getattr(optimizer, "_compression", None)
+    return None if given is None else given is compression
+
+
+def is_distributed_optimizer(optimizer: Optimizer) -> bool:
+    """Whether it is Horovod's."""
+    return hasattr(optimizer, "_compression")
+
+
 class _Registries:
     """Those of all process sets."""
 
     def __init__(self) -> None:
-        self._engines: References = []
+        self._engines: list[weakref.ref[Peer]] = []
         self._generation: object = None
 
     def of(self, process_set: Any, generation: object) -> Registry:
@@ -171,6 +194,7 @@ class _HorovodHandle:
 class HorovodCollectives:
     """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
+    host: Literal["horovod", "ddp"] = "horovod"
     ordered = False
 
     def __init__(self, process_set: Any = None) -> None:
@@ -214,8 +238,7 @@ class HorovodCollectives:
         return _HorovodHandle(hvd, number, self._mpi_ops._handle_map[number])
 
     def check_optimizer(self, optimizer: Any) -> None:
-        if not hasattr(optimizer, "_compression"):
-            return  # the optimizer that Horovod's wraps
+        """Raises ``ValueError`` unless Horovod's optimizer averages over the same ranks."""
         op, own = getattr(optimizer, "op", self._hvd.Average), getattr(optimizer, "process_set", self._set)
         if op != self._hvd.Average:
             raise ValueError("compression averages: DistributedOptimizer's op must be hvd.Average, its default")

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -28,6 +29,7 @@ class Mirror:
     """
 
     rank, active, ordered = 0, True, False
+    host: Literal["horovod", "ddp"] = "horovod"
 
     def __init__(self, size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.size, self.clock = size, clock
@@ -38,9 +40,6 @@ class Mirror:
 
     def registry(self) -> Registry:
         return Registry()
-
-    def check_optimizer(self, optimizer: object) -> None:
-        """Accepts all."""
 
     def start(self, request: Request, name: str) -> _Done:
         begin, given = self.clock(), request.tensor

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -57,6 +57,7 @@ class ThreadCollectives:
     def __init__(self, world: "ThreadWorld", rank: int) -> None:
         self._world, self.rank = world, rank
         self.size, self.ordered, self.active = world.size, world.ordered, True
+        self.host: Literal["horovod", "ddp"] = "ddp" if world.ordered else "horovod"
         self._started = 0
 
     def generation(self) -> object:
@@ -64,9 +65,6 @@ class ThreadCollectives:
 
     def registry(self) -> Registry:
         return self._world.registries[self.rank]
-
-    def check_optimizer(self, optimizer: object) -> None:
-        """Every optimizer fits."""
 
     def start(self, request: Request, name: str) -> Handle:
         self._started += 1

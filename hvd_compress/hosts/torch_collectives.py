@@ -4,7 +4,7 @@ It matches collectives by the order of the calls, which must not depend on timin
 """
 
 import math
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor, distributed
@@ -44,6 +44,7 @@ class _TorchHandle:
 class TorchCollectives:
     """``torch.distributed`` on a process group (default: the whole world)."""
 
+    host: Literal["horovod", "ddp"] = "ddp"
     ordered = True
     active = True
 
@@ -79,6 +80,3 @@ class TorchCollectives:
             work = distributed.all_to_all_single(output, tensor, group=self.group, async_op=True)
         assert work is not None
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Every optimizer fits."""

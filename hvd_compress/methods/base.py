@@ -4,17 +4,19 @@ import abc
 from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ..engine import checkpoint
-from ..engine.arguments import NamedParameters, check_common, integer_seed, named_pairs, shared_options
-from ..engine.bucket import Bucket, Segment
+from ..engine import checkpoint, guard
+from ..engine.arguments import NamedParameters, check_common, integer_seed, named_pairs
+from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives
+from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
-from ..engine.exchange import Exchange
+from ..engine.guard import Facts, Traits
 from ..engine.modes import modes_off
+from ..engine.place import Place
 from ..engine.state import Tree
-from ..hosts import default_collectives
+from ..engine.work import Work
+from ..hosts import default_collectives, host_of
 from ..hosts.ddp import DDPHost
 from ..hosts.horovod import HorovodHost
 from .reporting import Reporting
@@ -31,8 +33,8 @@ class Compressor(Reporting, abc.ABC):
     averaged uncompressed. Averages are written into the gradients' own memory.
 
     Args:
-        named_parameters: ``(name, parameter)`` pairs, as ``model.named_parameters()``; the same on all ranks, in the
-            same order.
+        named_parameters: ``(name, parameter)`` pairs, as ``model.named_parameters()``, or the model itself; the same on
+            all ranks, in the same order.
         seed: of all random numbers, an integer, the same on all ranks. torch's generators are not used.
         min_numel: the smallest number of entries of a compressed tensor.
         bucket_mb: capacity of a bucket in MiB of float32 gradients; each bucket is one exchange.
@@ -53,13 +55,6 @@ class Compressor(Reporting, abc.ABC):
         RuntimeError: parameters on a GPU for which the CUDA operators were not built; in the first step, and in the
             first one after ``load_state_dict()`` or an elastic reset, ranks whose options or parameters differ.
     """
-
-    _options: dict[str, Any]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        self = super().__new__(cls)
-        self._options = shared_options(cls.__init__, Compressor.__init__, (self, *args), kwargs)
-        return self
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -83,10 +78,11 @@ class Compressor(Reporting, abc.ABC):
     ) -> None:
         named = named_pairs(named_parameters)
         check_common(min_numel, bucket_mb, dense_values, grad_scaler, start_timeout)
+        self.collectives = collectives or default_collectives(process_set, process_group)
         self.engine = Engine(
             self,
             named,
-            collectives or default_collectives(process_set, process_group),
+            self.collectives,
             seed=integer_seed(seed),
             min_numel=min_numel,
             bucket_mb=bucket_mb,
@@ -94,141 +90,92 @@ class Compressor(Reporting, abc.ABC):
             grad_scaler=grad_scaler,
             start_timeout=start_timeout,
         )
-        ordered = self.engine.collectives.ordered
-        self._host: DDPHost | HorovodHost = DDPHost(self.engine) if ordered else HorovodHost(self.engine)
+        self._common = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
+        self.host = host_of(self.engine)
 
     # What a method implements.
+
+    @abc.abstractmethod
+    def work(self, bucket: Bucket) -> Work:
+        """One bucket of this method: its algorithm. Called by this class's constructor, for every bucket."""
 
     def compresses(self, parameter: Tensor) -> bool:
         """Whether this parameter is compressed if it is large enough (``min_numel``). Called by this class's
         constructor."""
         return True
 
-    def begin(self, bucket: Bucket) -> None:
-        """A step begins. Must not communicate."""
+    #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.
+    arguments: object = None
 
-    @abc.abstractmethod
-    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
-        """Takes the gradient of ``bucket.segments[position]``, in the parameter's memory order. Must not
-        communicate."""
-
-    @abc.abstractmethod
-    def exchange(self, bucket: Bucket) -> Exchange:
-        """The algorithm: a generator that yields collectives (:mod:`hvd_compress.engine.collectives`), is sent their
-        results, and writes the averages to ``bucket.targets()``."""
+    def options(self) -> dict[str, object]:
+        """The arguments, as far as they must be the same on all ranks: numbers, strings, None or frozen dataclasses, by
+        name. They are compared before the first step, and part of this object's text."""
+        return {**(vars(self.arguments) if self.arguments else {}), **self._common}
 
     @property
-    def linear(self) -> bool:
-        """Whether everything that is passed in is applied once, without a memory of what was applied: an average that
-        comes back as a part of the next gradient is then neither lost nor counted twice."""
-        return True
+    def traits(self) -> Traits:
+        """What the method makes of gradients, as far as hosts, optimizers and local steps have to know."""
+        return Traits()
+
+    def state(self) -> dict[str, Tree]:
+        """Describes the saved state beyond that of the buckets (:mod:`hvd_compress.engine.state`), and the options that
+        a state depends on. Called to save, to check and to load; before loading, :meth:`restart` is called."""
+        return {}
+
+    def restart(self) -> None:
+        """The set of ranks has changed (elastic), or a state will be loaded: resets what new ranks cannot know."""
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
 
-    def undo(self, bucket: Bucket) -> None:
-        """The last average was not applied (:meth:`discard_step`, a step that a ``GradScaler`` skipped, or one that
-        failed): restore what was sent."""
+    def check_optimizer(self, facts: Facts) -> None:
+        """Called before each step of an optimizer. Raises ``ValueError`` if it does not fit this compressor."""
+        guard.check(facts, self.traits, self.engine.warn)
 
-    def restart(self, bucket: Bucket) -> None:
-        """The set of ranks has changed (elastic), or a state will be loaded: reset what new ranks cannot know, and
-        forget the last step. The residual may stay."""
+    def passed(self, tensor: Tensor) -> Tensor:
+        """Called by Horovod with an average that this compressor has no part in: of an unknown or a sparse tensor."""
+        return tensor
 
-    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        """The residual of a parameter, in its shape: float32."""
-        return segment.reshaped(bucket.residual_of(segment))
-
-    def scale_residual(self, bucket: Bucket, factor: float) -> None:
-        """Multiplies the residual by ``factor``, in [0, 1]. Called between steps."""
-        bucket.residual.mul_(factor)
-
-    def saved(self, segment: Segment, flat: Tensor) -> Tensor:
-        """The part of a bucket-wide state tensor that a checkpoint contains for a parameter: a view."""
-        return segment.shaped(flat)
-
-    def method_state(self) -> dict[str, Tree]:
-        """Describes the saved state beyond ``bucket.state`` (``hvd_compress/engine/state.py``), by parameter name where
-        it belongs to a parameter, and the options that a state depends on. Called to save, to check and to load; before
-        loading, :meth:`restart` is called."""
-        return {}
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Called before each step of the optimizer. Raises ``ValueError`` if it does not fit this compressor."""
-        engine = self.engine
-        engine.collectives.check_optimizer(optimizer)
-        if engine.local_steps is None and engine.collectives.active:
-            self._host.check_optimizer(optimizer)
-        ours = engine.collectives.ordered or getattr(optimizer, "_compression", None) is self
-        if ours and (unknown := engine.unknown_parameters(optimizer)):
-            engine.warn(
-                f"{unknown} of the optimizer's parameters were not given to this compressor: their gradients are sent "
-                "uncompressed, and stats() does not count them"
-            )
-
-    # What a method can use.
+    def __repr__(self) -> str:
+        engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        entries, buckets = sum(place.piece.numel for place in engine.places), len(engine.works)
+        total = sum(p.numel() for p in engine.parameters)
+        return (
+            f"{type(self).__name__}({options}; {len(engine.places)} of {len(engine.parameters)} tensors compressed "
+            f"({entries:,} of {total:,} entries), {buckets} bucket{'s' * (buckets != 1)})"
+        )
 
     @property
     def buckets(self) -> list[Bucket]:
         """Empty if no parameter is compressed."""
-        return self.engine.buckets
+        return [work.bucket for work in self.engine.works]
 
     @property
     def step(self) -> int:
         """The number of completed steps."""
         return self.engine.step
 
-    @property
-    def rank(self) -> int:
-        return self.engine.collectives.rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.engine.collectives.size
-
-    @property
-    def scale(self) -> float:
-        """The loss scale of this step's gradients: the ``GradScaler``'s, or 1."""
-        return self.engine.scale
-
-    def options(self) -> dict[str, Any]:
-        """The arguments, as far as they must be the same on all ranks."""
-        return self._options
-
-    def __repr__(self) -> str:
-        engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
-        entries = sum(place.segment.numel for place in engine.places)
-        total = sum(p.numel() for p in engine.parameters)
-        return (
-            f"{type(self).__name__}({options}; {len(engine.places)} of {len(engine.parameters)} tensors compressed "
-            f"({entries:,} of {total:,} entries), {len(engine.buckets)} bucket{'s' * (len(engine.buckets) != 1)})"
-        )
-
     # Hosts.
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """Called by Horovod with a gradient. Returns the tensor that Horovod averages, and a context. Raises
         ``TypeError`` for another dtype, ``ValueError`` for another device than the parameter's."""
         return self._horovod().compress(tensor)
 
-    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+    def decompress(self, tensor: Tensor, ctx: Place | DenseGradient | None) -> Tensor:
         """Called by Horovod with the tensor that it averaged. Returns the averaged gradient."""
         return self.passed(tensor) if ctx is None else self._horovod().decompress(tensor, ctx)
-
-    def passed(self, tensor: Tensor) -> Tensor:
-        """Called by Horovod with an average that this compressor has no part in: of an unknown or a sparse tensor."""
-        return tensor
 
     @property
     def ddp_host(self) -> DDPHost:
         """For :func:`hvd_compress.ddp_hook`."""
         self._refuse_local_steps()
-        if not isinstance(self._host, DDPHost):
+        if not isinstance(self.host, DDPHost):
             raise RuntimeError(
                 "this compressor is bound to Horovod; for DistributedDataParallel build it with process_group= or in a "
                 "program that initialises torch.distributed only"
             )
-        return self._host
+        return self.host
 
     def _refuse_local_steps(self) -> None:
         if self.engine.local_steps is not None:
@@ -236,12 +183,12 @@ class Compressor(Reporting, abc.ABC):
 
     def _horovod(self) -> HorovodHost:
         self._refuse_local_steps()
-        if not isinstance(self._host, HorovodHost):
+        if not isinstance(self.host, HorovodHost):
             raise RuntimeError(
                 "this compressor is bound to torch.distributed: use model.register_comm_hook(compression, "
                 "hvd_compress.ddp_hook); for Horovod build it with process_set="
             )
-        return self._host
+        return self.host
 
     # Between steps.
 
@@ -259,7 +206,7 @@ class Compressor(Reporting, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it): copies.
 
-        ``shared``: what is the same on all ranks. ``per_rank``: residuals and velocities, by parameter name, and byte
+        ``shared``: what is the same on all ranks. ``per_rank``: residuals and velocities, by bucket and name, and byte
         counts. ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
 
         Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
@@ -275,7 +222,7 @@ class Compressor(Reporting, abc.ABC):
         Raises ``ValueError``, and changes nothing, if anything in it does not fit: another method, version, set of
         parameters, option, rank or number of ranks; a missing or unknown item; a wrong type, dtype, shape or range; a
         value that is not finite. The message begins with the path of the item, such as
-        ``per_rank.tensors.conv1.weight.residual``.
+        ``per_rank.buckets.0.residual.conv1.weight.entries``.
         """
         checkpoint.load(self.engine, state)
 

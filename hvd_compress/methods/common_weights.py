@@ -1,15 +1,15 @@
 """The weights that all ranks share between local steps, and each rank's own weights relative to them."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..engine.agreement import hash_of
-from ..engine.engine import Engine, Place
+from ..engine.engine import Engine
+from ..engine.place import Place
 from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
 from ..reference import usable
 
@@ -30,9 +30,9 @@ class Weight:
     velocity: Tensor | None
 
     @property
-    def order(self) -> Any:
+    def order(self) -> AbstractContextManager[object]:
         """The stream order of the work on it."""
-        return nullcontext() if self.place is None else self.place.bucket.order
+        return nullcontext() if self.place is None else self.place.work.bucket.order
 
 
 class CommonWeights:
@@ -48,7 +48,7 @@ class CommonWeights:
         self._engine, self._unsent, self._lr, self._momentum = engine, unsent, lr, momentum
         self.weights: list[Weight] = []
         for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
-            place = engine.place_of(number)
+            place = engine.place_of[number]
             if not p.requires_grad and place is None:
                 continue
             if not p.is_floating_point():
@@ -128,7 +128,7 @@ class CommonWeights:
         """This rank's weights after an exchange, in the dtype of the common weights."""
         if weight.place is None or self._unsent == "buffer":
             return weight.common
-        unsent: Tensor = self._engine.method.held(weight.place.bucket, weight.place.segment)
+        unsent: Tensor = weight.place.work.held(weight.place.piece)
         return weight.common + unsent
 
     def _forget_unsent(self) -> None:
@@ -139,6 +139,6 @@ class CommonWeights:
 
 def scale_residuals(engine: Engine, factor: float) -> None:
     """Multiplies all residuals by ``factor``."""
-    for bucket in engine.buckets:
-        with bucket.order:
-            engine.method.scale_residual(bucket, factor)
+    for work in engine.works:
+        with work.bucket.order:
+            work.scale_residual(factor)

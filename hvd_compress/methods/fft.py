@@ -1,41 +1,38 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..codecs import Codec
+from ..codecs import Codec, codec, gather_codec
 from ..engine.arguments import NamedParameters
-from ..engine.bucket import Bucket, Segment
+from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..reference import OVERFLOW, usable
+from ..selection.base import Scoring
+from ..selection.deciders import Decider
 from ..selection.schedule import Density
-from . import spectrum
-from .sparse import Plan
-from .transformed import TransformedMethod
-
-# From here on a gradient counts as infinite: a coefficient is less than 128 times the chunk's largest entry.
-_OVERFLOW = OVERFLOW / 128
+from .basis import Fourier
+from .sparse import Leading, Sending, SparseMethod, SparseWork
 
 
-class FFT(TransformedMethod):
+class FFT(SparseMethod):
     r"""Frequency-domain sparsification: the largest Fourier coefficients are sent, the others stay in the residual.
 
     Implements the published idea of Wang et al., *FFT-based Gradient Sparsification for the Distributed Training of
-    Deep Neural Networks* (HPDC 2020; arXiv 1811.08596): gradients are sparsified in the frequency domain, and what is
-    kept is sent as range-based floats. On rank i, with residual R (of coefficients) and gradient g::
+    Deep Neural Networks* (HPDC 2020; arXiv 1811.08596). On rank i, for one parameter with gradient g_i and R_i, the
+    residual of its spectrum; F is the real Fourier transform of chunks of 4096 entries, an orthonormal change of
+    basis::
 
-        A_i = R_i + F g_i                                  real FFT in chunks of 4096 entries
-        S   = union over leaders of their largest |A_i|     one allgather, one byte an index
-        g   = F^-1 (mean_i A_i[S] on S, else 0)            the transform is linear: one inverse is enough
-        R_i = A_i - what was sent
+        U_i = momentum U_i + F g_i                    with momentum, else F g_i
+        A_i = R_i + U_i
+        S   = union over this step's leaders of their largest |A_i|, m of every 256
+        g   = F^-1 (mean_i Q(A_i[S]) on S, 0 elsewhere)             Q: the codec
+        R_i = A_i - Q(A_i[S]) on S, A_i elsewhere;  U_i[S] = 0
 
-    The paper's: thresholding the spectrum by magnitude, range-based floats, a compression ratio that diminishes with
-    the learning rate. Ours: error feedback in the frequency domain, the chunks, real and imaginary parts selected
-    separately in the orthonormal real basis (interior bins count twice), leaders and the ring (``exchange="ring"``).
-    With ``exchange="gather"``, as in the paper, every rank selects its own frequencies and sends them to all, with a
-    bitmap of indices where that is shorter; the bytes grow with the ranks.
+    The paper's: the largest coefficients; range-based floats (their definition is ours); a density that diminishes with
+    the learning rate (:class:`~hvd_compress.schedule.Diminishing`); ``exchange="gather"``, where every rank selects its
+    own frequencies and sends them to all, with a bitmap of indices where that is shorter, so that the bytes grow with
+    the ranks. Ours: the residual in the frequency domain; real and imaginary parts selected separately, which at equal
+    bytes keeps more energy than pairs; interior bins times sqrt(2), so that the transform preserves the norm; leaders
+    and the ring, since the mean of coefficients is the coefficient of the mean, and one inverse transform is enough.
 
     Replicas stay bit-equal if all ranks compute the same inverse transform: on one type of CPU or GPU.
 
@@ -50,11 +47,11 @@ class FFT(TransformedMethod):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    # What trained best at equal bytes (docs/benchmarks.md); the paper's.
-    codecs: ClassVar[dict[str, str]] = {"ring": "lanes4", "gather": "range10-gather"}
+    arguments: Leading
 
     def __init__(
         self,
@@ -70,45 +67,27 @@ class FFT(TransformedMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        common.update(values=values, exchange=exchange, leaders=leaders, explore=explore)
+        self.arguments = Leading(exchange, leaders, explore)
+        if exchange == "gather":
+            values = gather_codec("range10-gather" if values is None else values)  # the paper's
+        else:
+            values = codec("lanes4" if values is None else values)  # trained best at equal bytes (docs/benchmarks.md)
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, **common)
-        #: The gradient's coefficients before they are added to the residual, then those of the average.
-        self._spectra = [torch.zeros_like(bucket.residual) for bucket in self.buckets]
+        super().__init__(named_parameters, density, values=values, **common)
 
-    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
-        segment = bucket.segments[position]
-        flat = grad.as_strided((grad.numel(),), (1,))
-        # The transform would spread one infinity over its whole chunk: the other entries would be lost.
-        fits = usable(flat, min(_OVERFLOW * self.scale, torch.finfo(torch.float32).max))
-        self.invalidate(bucket, ~fits.all())
-        flat.masked_fill_(~fits, 0.0)
-        coefficients = self._coefficients(bucket, segment)
-        spectrum.forward(flat, coefficients)
-        flat.zero_()
-        super().receive(bucket, position, coefficients)
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        return _FFTWork(bucket, sending, self.arguments)
 
-    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
-        yield from super().exchange_values(bucket, plan)
-        for segment, grad in zip(bucket.segments, bucket.gradients, strict=True):
-            coefficients = self._coefficients(bucket, segment)
-            if grad is not None:
-                spectrum.inverse(coefficients, grad.as_strided((grad.numel(),), (1,)))
-            coefficients.zero_()
 
-    def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
-        empty = torch.empty(0, dtype=torch.float32, device=bucket.device)
-        pairs = zip(bucket.segments, bucket.arrived, strict=True)
-        return [self._coefficients(bucket, segment) if here else empty for segment, here in pairs]
+class _FFTWork(SparseWork):
+    def __init__(self, bucket: Bucket, sending: Sending, leading: Leading) -> None:
+        super().__init__(bucket, sending, basis=Fourier(bucket), scoring=Scoring(leading.explore))
+        self._leading = leading
 
-    def _coefficients(self, bucket: Bucket, segment: Segment) -> Tensor:
-        return segment.of(self._spectra[bucket.index])[: spectrum.padded(segment.numel)]
+    def decide(self, slots: list[int]) -> Decider:
+        return self._leading.decide(self, slots)
 
-    def entries(self, segment: Segment, part: Tensor) -> Tensor:
-        flat = torch.empty(segment.numel, dtype=torch.float32, device=part.device)
-        spectrum.inverse(part[: spectrum.padded(segment.numel)], flat)
-        return segment.reshaped(flat)
-
-    def coefficients(self, segment: Segment, entries: Tensor, part: Tensor) -> None:
-        flat = segment.reshaped(torch.empty(segment.numel, dtype=torch.float32, device=part.device)).copy_(entries)
-        spectrum.forward(flat.as_strided((segment.numel,), (1,)), part[: spectrum.padded(segment.numel)])
+    def exchange(self) -> Exchange:
+        importance = self.due_importance()
+        yield from self.send()
+        yield from self.share_slots(importance)

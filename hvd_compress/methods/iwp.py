@@ -1,6 +1,6 @@
 """Importance-weighted pruning on ring allreduce (Cheng & Xu, arXiv 1901.01544)."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,37 +8,45 @@ import torch
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
+from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
-from ..selection.base import Scoring, Selection
-from ..selection.leaders import LEADER_SELECTIONS, check_leaders, run_length
+from ..engine.work import Part, Step
+from ..selection.base import Scoring
+from ..selection.deciders import Leaders, check_leaders
+from ..selection.pickers import Blocks, Exact
 from ..selection.schedule import Density
-from .sparse import Plan, SparseMethod
+from .sparse import Sending, SparseMethod, SparseWork
 
 # Keeps the scores of an all-zero parameter finite.
 _TINY = 1e-12
 # Steps between measurements of mean|w|, which changes slowly.
 _FLOOR_INTERVAL = 100
+_PICKERS = {"block": Blocks, "topk": Exact}
 
 
 class IWP(SparseMethod):
     r"""Importance-weighted pruning: all ranks send the same few entries, selected by leaders drawn at random.
 
     Implements the published idea of Cheng & Xu, *Bandwidth Reduction using Importance Weighted Pruning on Ring
-    AllReduce* (arXiv 1901.01544): importance is the ratio of gradient to parameter, and the indices of important
-    gradients are broadcast from randomly chosen nodes, so that the sum on the ring stays sparse. On rank i, with
-    residual r and gradient g::
+    AllReduce* (arXiv 1901.01544). On rank i, for one parameter with weights w (equal on all ranks), gradient g_i and
+    residual r_i::
 
-        a_i = r_i + g_i
-        I   = |a_i| / (|w| + floor * mean|w|)             importance
-        S   = union over leaders of their largest I        one allgather, one byte an index
-        g   = mean_i a_i[S] on S, else 0                    one ring allreduce
-        r_i = a_i - what was sent
+        m_i = mean of g_i over each block of 256      with block_means, else 0
+        u_i = momentum u_i + (g_i - m_i)              with momentum, else g_i - m_i
+        a_i = r_i + u_i
+        I_i = |a_i| / (|w| + floor mean|w|)           importance
+        S   = union over this step's leaders of their largest I_i, block by block
+        g   = mean_i Q(a_i[S]) on S, 0 elsewhere      Q: the codec
+        g   = g + mean_i Q(m_i) everywhere            m_i with its own momentum and its own quantization error
+        r_i = a_i - Q(a_i[S]) on S, a_i elsewhere;  u_i[S] = 0      (not at density 1, where nothing is delayed)
 
-    With ``block_means``, the mean of every block of 256 gradients is subtracted first and sent in every step.
+    One allgather carries the indices of all leaders, one allreduce the values and block means.
 
-    The paper's: the importance, the random leaders, the layer-wise budget, the ring. Ours: block-local selection (the m
-    largest of every 256 entries), ``floor``, the random share, the block means, and a wire ratio that counts
-    everything.
+    The paper's: the importance; indices from nodes drawn at random (here an order of the ranks, drawn in each step);
+    the sum of the same few entries on the ring; layers' shares (``budget_interval``); a chance for entries below the
+    threshold (``explore``; its form is ours). Ours: the m largest of every 256 entries; ``floor``, which keeps weights
+    near zero from being selected in every step; block means. Error feedback, momentum correction and the warm-up of the
+    density are DGC's.
 
     Args:
         density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`). Where two
@@ -53,10 +61,13 @@ class IWP(SparseMethod):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by importance (each within
             1/4 and 4 times the density); 0 keeps the shares equal.
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
-        momentum: of momentum correction (u = momentum u + g enters the residual; sent entries of u are cleared), in [0,
-            1). The optimizer's own momentum must then be 0; :meth:`take_momentum` moves it here.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+        momentum: of momentum correction, in [0, 1). The optimizer's own momentum must then be 0; :meth:`take_momentum`
+            moves it here. Uncompressed gradients get plain momentum, after they are averaged.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
+
+    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -74,39 +85,60 @@ class IWP(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if selection not in LEADER_SELECTIONS:
-            raise ValueError(f"selection must be one of {', '.join(sorted(LEADER_SELECTIONS))}, got {selection!r}")
+        if selection not in _PICKERS:
+            raise ValueError(f"selection must be one of {', '.join(sorted(_PICKERS))}, got {selection!r}")
         check_leaders(leaders)
         check_fraction("explore", explore)
         if not floor > 0.0:
             raise ValueError(f"floor must be above 0, got {floor}")
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        self._block_means = block_means
+        self.arguments = _Arguments(selection, leaders, explore, floor, block_means)
         super().__init__(named_parameters, density, **common)
-        self._selection, self._leaders, self._explore, self._floor = selection, leaders, explore, floor
-        self._floors = [torch.zeros(len(b.segments), dtype=torch.float32, device=b.device) for b in self.buckets]
 
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        run = run_length(self._leaders, density, self.ranks)
-        return LEADER_SELECTIONS[self._selection](bucket, slots, run, self.ranks, self.rank)
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        return _IWPWork(bucket, sending, self.arguments)
 
-    def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
-        if self.step % _FLOOR_INTERVAL == 0:
-            means = [segment.parameter.abs().mean(dtype=torch.float32) for segment in bucket.segments]
+
+@dataclass(frozen=True)
+class _Arguments:
+    selection: str
+    leaders: int | None
+    explore: float
+    floor: float
+    block_means: bool
+
+
+class _Floors(Part):
+    """``floor * mean|w|`` of each piece: float32, (pieces,)."""
+
+    def __init__(self, bucket: Bucket, floor: float) -> None:
+        self._bucket, self._floor = bucket, floor
+        self.values = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.device)
+
+    def begin(self, step: Step) -> None:
+        if step.number % _FLOOR_INTERVAL == 0:
+            means = [piece.weight().abs().mean(dtype=torch.float32) for piece in self._bucket.pieces]
             # Weights may not be finite in this step and restored in the next.
-            self._floors[bucket.index] = torch.stack(means).nan_to_num(nan=0.0, posinf=0.0) * self._floor + _TINY
-        return replace(
-            super().scoring(bucket, plan),
-            floors=self._floors[bucket.index],
-            explore=self._explore,
-            block_means=plan.block_means.fresh if plan.block_means else None,
-        )
+            self.values.copy_(torch.stack(means).nan_to_num(nan=0.0, posinf=0.0) * self._floor + _TINY)
 
-    def method_state(self) -> dict[str, Tree]:
-        floors: Tree = {
-            # A rank selects by its own; they may differ in the last bit.
-            segment.name: TensorLeaf(floor, low=0.0, per_rank=True)
-            for bucket, floors in zip(self.buckets, self._floors, strict=True)
-            for segment, floor in zip(bucket.segments, floors, strict=True)
-        }
-        return {**super().method_state(), "floors": floors}
+    def state(self) -> Tree:
+        # A rank selects by its own; they may differ in the last bit.
+        pairs = zip(self._bucket.pieces, self.values, strict=True)
+        return {piece.name: TensorLeaf(floor, low=0.0, per_rank=True) for piece, floor in pairs}
+
+
+class _IWPWork(SparseWork):
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
+        self._arguments = a = arguments
+        floors = _Floors(bucket, a.floor)
+        super().__init__(bucket, sending, scoring=Scoring(a.explore, floors.values), means=a.block_means, floors=floors)
+
+    def decide(self, slots: list[int]) -> Leaders:
+        return self.leaders(_PICKERS[self._arguments.selection](self.bucket, slots), self._arguments.leaders)
+
+    def exchange(self) -> Exchange:
+        importance = self.due_importance()
+        yield from self.decider.agree(self.scoring)  # S
+        mean, error = yield from self.average(self.picked())
+        self.apply(mean, error, self.output())
+        yield from self.share_slots(importance)

@@ -12,6 +12,7 @@ from ..engine.dense import Averaging, DenseGradient, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.state import Entry, Tree
+from ..hosts.horovod import is_distributed_optimizer
 from .base import Compressor
 from .common_weights import CommonWeights, scale_residuals
 
@@ -27,23 +28,32 @@ class LocalSteps:
     2311.08105); with ``unsent="buffer"``, SparseLoCo's error feedback (Sarfi et al., arXiv 2508.15706). A are the
     common weights, w_i the weights of rank i after its local steps, r_i the compressor's residual::
 
-        d_i = w_i - (A + r_i)                     the local progress   (unsent="buffer": w_i - A)
-        a_i = r_i + d_i                           = w_i - A
-        u   = mean_i of what the compressor sends of a_i
-        r_i = a_i - what was sent                                      (unsent="buffer": times decay)
-        A   = A + outer_lr u                      with outer_momentum, a step of Nesterov's
-        w_i = A + r_i                                                  (unsent="buffer": A)
+        d_i = w_i - (A + r_i)             the local progress: to the compressor, a gradient
+        a_i = r_i + d_i                   = w_i - A
+        u   = mean_i Q(a_i[S])            on the entries S that the compressor selects, 0 elsewhere; Q: its codec
+        r_i = a_i - what was sent
+        A   = A + u
+        w_i = A + r_i                     what was not sent stays in the rank's own weights
 
-    Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer::
+    With ``unsent="buffer"``::
 
-        compression = hvd_compress.IWP(model.named_parameters(), density=1 / 4)
-        local = hvd_compress.LocalSteps(compression, optimizer, period=16)
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss(model(inputs), targets).backward()
-            optimizer.step()
-            local.step()
-        local.finish(model)
+        d_i = w_i - A
+        r_i = decay (r_i + d_i - what was sent)
+        w_i = A
+
+    With ``outer_lr`` and ``outer_momentum``::
+
+        v   = outer_momentum v + u
+        A   = A + outer_lr (u + outer_momentum v)
+
+    With the defaults, the mean of the ranks' weights is the same before and after an exchange. Ours: what was not sent
+    stays in the rank's own weights (Slim-DP's idea), any compressor, complete averages of what it does not compress,
+    and parameters that hold the common weights while an exchange runs, so that methods that select by weights see the
+    same on all ranks. Of differences that are not finite, all ranks see NaN in their weights, and A keeps its value:
+    once the weights are restored, the next exchange is valid.
+
+    Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer
+    (``docs/local_steps.md``).
 
     All ranks must begin with the same parameters, which the first exchange checks, and call :meth:`step` equally often.
     The gradients, their clipping and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.
@@ -96,20 +106,21 @@ class LocalSteps:
         engine = compression.engine
         if engine.local_steps is not None:
             raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
-        if compression.options().get("momentum") or engine.scaler is not None:
+        traits = compression.traits
+        if traits.momentum or engine.scaler is not None:
             raise ValueError(
                 "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
                 "with momentum=0 and without grad_scaler"
             )
-        if compression.options().get("sign"):
+        if traits.signs:
             raise ValueError(
                 "local steps move the weights by averages, not by signs: build the compressor with sign=False"
             )
-        if unsent == "weights" and compression.options().get("decay", 1.0) != 1.0:
+        if unsent == "weights" and traits.decay != 1.0:
             raise ValueError(
                 'what stays in the weights cannot decay: build the compressor with decay=1, or use unsent="buffer"'
             )
-        if hasattr(optimizer, "_compression"):
+        if is_distributed_optimizer(optimizer):
             raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
         self._compression, self._optimizer, self._period, self._unsent = compression, optimizer, period, unsent
         self._decay, self._outer_lr, self._outer_momentum = decay, outer_lr, outer_momentum
@@ -235,7 +246,7 @@ class LocalSteps:
 
     def _exchange(self) -> None:
         self._check_optimizer()
-        with self._engine.entered():
+        with self._engine.entered:
             differences = self._common.differences()
             try:
                 self._average(differences)
@@ -262,9 +273,8 @@ class LocalSteps:
         for gradient, average in zip(dense, averaging.results(), strict=True):
             gradient.store(average)
             engine.method.dense_averaged(gradient.number, gradient.grad)
-        for bucket in engine.buckets:
-            bucket.apply_deferred()
-            bucket.clear()  # or it would hold the differences until the next exchange
+        for work in engine.works:
+            work.bucket.clear()  # or it would hold the differences until the next exchange
 
     def _count_gradients(self, steps: int) -> None:
         """In the statistics: a dense exchange of the gradients of so many steps."""

@@ -1,5 +1,6 @@
 """Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..engine.rng import derive
 from ..engine.state import TensorLeaf, Tree
-from ..selection.base import Average, BlockRange, Selection, whole
+from ..engine.work import Part, Step
+from ..selection.base import BlockRange, smaller_half, whole
+from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
+from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from ..selection.shared import ScoredSelection, SharedSelection, smaller_half
-from .sparse import Plan, SparseMethod
+from .sparse import Sending, SparseMethod, SparseWork
 
 _SIGNIFICANCE = ("taylor", "fisher")
 
@@ -24,21 +26,25 @@ class MIPD(SparseMethod):
     r"""MIPD: entries are selected by a significance that all ranks compute from shared state; no indices are sent.
 
     Implements the published idea of Zhang & Wang, *MIPD: An Adaptive Gradient Sparsification Framework for Distributed
-    DNNs Training* (IEEE TPDS 33(11), 2022): the significance of a parameter comes from the model's interpretability,
-    not from the gradient's size alone; each layer is encoded by its own distribution; half of the parameters are
-    updated each step; exponential smoothing compensates for what was not sent. With weights w, the smoothed average
-    gradient e (per step), and t steps since an entry was last sent, all of them equal on all ranks::
+    DNNs Training* (IEEE TPDS 33(11), 2022). On rank i, for one parameter with gradient g_i and residual r_i; weights w,
+    smoothed average gradient e (per step) and t, the steps since an entry was last sent, are equal on all ranks::
 
+        a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
         s   = (|w| + floor rms(w)) (|e| + floor rms(e)) t       significance
-        S   = the m largest s of every 256, in one half of the layer, alternating
-        p   = compensation e                                    shared prediction, in that half
-        g   = p + mean_i (a_i - p)[S] on S, p off it, 0 in the other half
-        r_i = a_i - what was applied of it                      includes prediction errors
-        e   = smoothing e + (1 - smoothing) (what arrived / t)  on S
+        S   = the m largest s of every 256, in that half of the layer whose turn it is
+        p   = compensation e                                    in that half, 0 in the other
+        g   = p + mean_i Q((a_i - p)[S]) on S, p off it         Q: the codec
+        r_i = a_i - p - Q((a_i - p)[S]) on S, a_i - p off it
+        e   = smoothing e + (1 - smoothing) (received value / t + compensation applied since)   on S
 
-    The paper's: significance by interpretability, layer-wise budgets and encoding, half of the parameters a step,
-    smoothing. Ours: ``|w e|`` (first-order attribution) as significance, from shared state; the factor t; halves as
-    first and last blocks of a layer; the residual beside the smoothing; the codecs.
+    The paper's: significance by the model's interpretability; layers' shares (``budget_interval``); half of the
+    parameters a step; exponential smoothing in place of what was not sent; each layer encoded by its own distribution.
+    Ours: first-order attribution, ``|w e|``, as significance, from shared state; the factor t, without which the same
+    few entries would be selected in every step; halves as first and last blocks of a layer; the residual, which
+    corrects the errors of p; the codecs.
+
+    In each step the ranks compare seed, step, options and a hash of the selected entries, and raise an error if they
+    differ (on a GPU in every hundredth step, since the comparison synchronises it).
 
     Args:
         density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;
@@ -54,8 +60,11 @@ class MIPD(SparseMethod):
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by significance (each
             within 1/4 and 4 times the density); 0 keeps the shares equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
+
+    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -80,103 +89,122 @@ class MIPD(SparseMethod):
         if not floor > 0.0:
             raise ValueError(f"floor must be above 0, got {floor}")
         check_fraction("explore", explore)
+        self.arguments = _Arguments(significance, compensation, smoothing, floor, explore)
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, layerwise=layerwise, **common)
-        self._significance, self._compensation, self._smoothing = significance, compensation, smoothing
-        self._floor, self._explore = floor, explore
-        #: Per bucket, ``floor`` times the root mean squares of weights and smoothed gradients: float32, (2, segments).
-        self._floors = [torch.zeros(2, len(b.segments), dtype=torch.float32, device=b.device) for b in self.buckets]
-        #: For undo(): per bucket, where the last step's prediction was applied, and whether the step was valid.
-        self._predicted: list[list[tuple[BlockRange, Tensor]]] = [[] for _ in self.buckets]
-        self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]
 
-    # Selection.
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        return _MIPDWork(bucket, sending, self.arguments)
 
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return ScoredSelection(bucket, slots, halves=density <= 0.5)
 
-    def max_slots(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
-        return [smaller_half(s) if density <= 0.5 else s.numel for s in bucket.segments]
+@dataclass(frozen=True)
+class _Arguments:
+    significance: str
+    compensation: float
+    smoothing: float
+    floor: float
+    explore: float
 
-    def begin(self, bucket: Bucket) -> None:
-        super().begin(bucket)
-        self._predicted[bucket.index] = []
+
+class _Floors(Part):
+    """``floor`` times the root mean squares of weights and smoothed gradients: float32, (pieces,)."""
+
+    def __init__(self, bucket: Bucket, history: GradientHistory, floor: float) -> None:
+        self._bucket, self._history, self._floor = bucket, history, floor
+        memory = torch.zeros(2, len(bucket.pieces), dtype=torch.float32, device=bucket.device)
+        self.weights, self.smoothed = memory.unbind()
+
+    def begin(self, step: Step) -> None:
         # Often at first, while the smoothed gradient changes fast.
-        if self.step & (self.step - 1) == 0 or self.step % 64 == 0:
-            sizes = root_mean_squares(bucket, flat_weights(bucket), bucket.state["smoothed"])
-            self._floors[bucket.index] = torch.stack(sizes) * self._floor
+        if step.number & (step.number - 1) == 0 or step.number % 64 == 0:
+            sizes = root_mean_squares(self._bucket, flat_weights(self._bucket), self._history.smoothed)
+            for floors, size in zip((self.weights, self.smoothed), sizes, strict=True):
+                torch.mul(size, self._floor, out=floors)
 
-    def significance(self, bucket: Bucket, position: int, part: BlockRange) -> Tensor:
-        """The significance of some of a segment's entries, in memory order: float32, (entries,), the same bits on all
+    def restart(self) -> None:
+        self.weights.zero_()
+        self.smoothed.zero_()
+
+    def state(self) -> Tree:
+        rows = zip(self._bucket.pieces, self.weights, self.smoothed, strict=True)
+        return {p.name: {"weight": TensorLeaf(w, low=0.0), "smoothed": TensorLeaf(s, low=0.0)} for p, w, s in rows}
+
+
+class _Compensation(Part):
+    """The prediction of what is not sent: a share of the smoothed gradient."""
+
+    def __init__(self, bucket: Bucket, history: GradientHistory, share: float) -> None:
+        self._bucket, self._history, self.share = bucket, history, share
+        self._applied: list[tuple[BlockRange, Tensor]] = []
+
+    def begin(self, step: Step) -> None:
+        #: Where this step's prediction was applied, and whether the step was valid.
+        self._applied = []
+
+    def apply(self, ranges: list[BlockRange], targets: list[Tensor], valid: Tensor, scale: float) -> None:
+        """Writes the prediction to all candidates; the values that were sent are then written over it."""
+        for part, target in zip(ranges, targets, strict=True):
+            if target.numel():
+                prediction = self._prediction(part, valid)
+                part.of_bucket(self._bucket.residual).sub_(prediction)
+                entries = part.of(target)
+                entries.copy_(prediction[: entries.numel()] * scale)
+                self._applied.append((part, valid))
+
+    def undo(self) -> None:
+        # The smoothed gradient has changed only where something was sent, and there the residual is restored anyway.
+        for part, valid in self._applied:
+            part.of_bucket(self._bucket.residual).add_(self._prediction(part, valid))
+        self._applied = []
+
+    def _prediction(self, part: BlockRange, valid: Tensor) -> Tensor:
+        return (part.of_bucket(self._history.smoothed) * self.share).masked_fill_(~valid, 0.0)
+
+
+class _MIPDWork(SparseWork):
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
+        self._arguments = arguments
+        self._history = GradientHistory(bucket, arguments.smoothing)
+        self._floors = _Floors(bucket, self._history, arguments.floor)
+        self._compensation = _Compensation(bucket, self._history, arguments.compensation)
+        # The history is undone first: the compensation then finds the smoothed gradients that it was made of.
+        parts: dict[str, Part] = {"floors": self._floors, "compensation": self._compensation, "history": self._history}
+        super().__init__(bucket, sending, **parts)
+
+    def decide(self, slots: list[int]) -> Shared:
+        return self.shared(Blocks(self.bucket, slots, halves=self.density <= 0.5))
+
+    def most_slots(self) -> list[int]:
+        return [smaller_half(p) if self.density <= 0.5 else p.numel for p in self.bucket.pieces]
+
+    def significance(self, index: int, part: BlockRange) -> Tensor:
+        """The significance of some of a piece's entries, in memory order: float32, (entries,), the same bits on all
         ranks."""
-        weights, smoothed = self._floors[bucket.index].unbind()
-        weight = part.of(bucket.segments[position].parameter.detach())
+        weight, floors, history = part.of(self.bucket.pieces[index].weight()), self._floors, self._history
         n = weight.numel()
-        score = part.of_bucket(bucket.state["smoothed"])[:n].abs() + smoothed[position]
-        if self._significance == "fisher":
+        score = part.of_bucket(history.smoothed)[:n].abs() + floors.smoothed[index]
+        if self._arguments.significance == "fisher":
             score.mul_(score)
         else:
-            score.mul_(weight.float().abs() + weights[position])
-        return score.mul_(self.step - part.of_bucket(bucket.state["last_sent"])[:n])
+            score.mul_(weight.float().abs() + floors.weights[index])
+        return score.mul_(self.step.number - part.of_bucket(history.last_sent)[:n])
 
-    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        parts = [self.significance(bucket, i, whole(segment)) for i, segment in enumerate(bucket.segments)]
+    def importance(self) -> Tensor:
+        parts = [self.significance(index, whole(piece)) for index, piece in enumerate(self.bucket.pieces)]
         return torch.stack([score.sum(dtype=torch.float64) for score in parts])
 
-    # The exchange.
-
-    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
-        selection, state = plan.selection, bucket.state
-        assert isinstance(selection, SharedSelection)
-        if isinstance(selection, ScoredSelection):
-            for position, part in enumerate(selection.ranges):
-                selection.select(position, self.significance(bucket, position, part), self._explore)
-        yield from selection.agree(plan.scoring)
-        values, smoothed = selection.gather(bucket.residual), selection.read(state["smoothed"])
-        prediction = smoothed * self._compensation
-        key = derive(selection.seed.key, self.rank)
-        mean, error = yield from plan.channel.average(values - prediction, plan.invalid, key)
-        targets = self.targets(bucket, plan)
-        if self._compensation:
-            self._apply_prediction(bucket, selection, targets, mean[:1].isfinite())
-        sent = selection.skip_missing(targets, mean + prediction)
-        selection.scatter(targets, state.get("velocity"), Average(sent, error, self.output()))
-        share = 0.5 if selection.halves else 1.0
-        self._history[bucket.index].update(selection, mean, self.step, smoothed * (share * self._compensation))
-        plan.sent = True
-
-    def _apply_prediction(
-        self, bucket: Bucket, selection: SharedSelection, targets: list[Tensor], valid: Tensor
-    ) -> None:
-        """Writes the prediction to all candidates; the values that were sent are then written over it."""
-        for part, target in zip(selection.candidates(), targets, strict=True):
-            if target.numel():
-                prediction = self._prediction(bucket, part, valid)
-                part.of_bucket(bucket.residual).sub_(prediction)
-                entries = part.of(target)
-                entries.copy_(prediction[: entries.numel()] * self.scale)
-                self._predicted[bucket.index].append((part, valid))
-
-    def _prediction(self, bucket: Bucket, part: BlockRange, valid: Tensor) -> Tensor:
-        return (part.of_bucket(bucket.state["smoothed"]) * self._compensation).masked_fill_(~valid, 0.0)
-
-    def undo(self, bucket: Bucket) -> None:
-        if self._plans[bucket.index].sent:
-            # The smoothed gradient has changed only where something was sent, and there super() restores the residual.
-            for part, valid in self._predicted[bucket.index]:
-                part.of_bucket(bucket.residual).add_(self._prediction(bucket, part, valid))
-            self._history[bucket.index].undo()
-        super().undo(bucket)
-
-    def restart(self, bucket: Bucket) -> None:
-        super().restart(bucket)
-        self._history[bucket.index].restart()
-        self._floors[bucket.index].zero_()
-
-    def method_state(self) -> dict[str, Tree]:
-        floors: Tree = {
-            segment.name: {"weight": TensorLeaf(weight, low=0.0), "smoothed": TensorLeaf(smoothed, low=0.0)}
-            for bucket, floors in zip(self.buckets, self._floors, strict=True)
-            for segment, weight, smoothed in zip(bucket.segments, *floors, strict=True)
-        }
-        return {**super().method_state(), "floors": floors}
+    def exchange(self) -> Exchange:
+        importance, picker, compensation = self.due_importance(), self.decider.picker, self._compensation
+        ranges = picker.ranges
+        if picker.scored:
+            picker.pick_by([self.significance(i, part) for i, part in enumerate(ranges)], self._arguments.explore)  # S
+        yield from self.decider.agree(self.scoring)
+        smoothed = picker.read(self._history.smoothed)
+        prediction = smoothed * compensation.share  # p
+        mean, error = yield from self.average(self.picked() - prediction)
+        if compensation.share:
+            compensation.apply(ranges, self.bucket.gradients, mean[:1].isfinite(), self.step.scale)
+        self.apply(mean + prediction, error, self.output())
+        share = 0.5 if picker.halves else 1.0
+        self._history.update(picker, mean, self.step.number, smoothed * (share * compensation.share))
+        yield from self.share_slots(importance)

@@ -1,5 +1,6 @@
 """Entries that are not sent are predicted (MP2: Liu et al., Computer Networks 255, 2024)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +12,15 @@ from ..engine.agreement import all_equal
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..engine.state import TensorLeaf, Tree
+from ..engine.work import Part
 from ..reference import BLOCK
-from ..selection.base import Selection
+from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, flat_weights
+from ..selection.pickers import Blocks, Rotation
 from ..selection.schedule import check_density
-from ..selection.shared import AllEntries, RotatingSelection, ScoredSelection, SharedSelection
 from .prediction import Prediction
-from .predictor import Predictor, predict, shipped
-from .sparse import Plan, SparseMethod
+from .predictor import Predictor
+from .sparse import Sending, SparseMethod, SparseWork
 
 _CHOICES = ("significance", "rotation")
 _TINY = 1e-12
@@ -29,20 +30,24 @@ _PRIME = 1048573  # the largest below agreement.LIMIT
 class MP2(SparseMethod):
     r"""MP2: a part of the entries is sent, and a small network predicts the others from shared state.
 
-    Implements the published idea of Liu et al., *MP2* (Computer Networks 255, 2024): workers push a subset of the
-    parameters, and the rest is predicted by an already trained network of convolution, channel attention and max
-    pooling, where training shows that its predictions are good. On rank i::
+    Implements the published idea of Liu et al., *MP2* (Computer Networks 255, 2024). On rank i, for one parameter with
+    gradient g_i and residual r_i; h is the same on all ranks::
 
-        S   = drawn in proportion to the smoothed gradient         no indices are sent
-        h   = predictor(last values; ages; smoothed; weights)      the same on all ranks; 0 where the gate is closed
-        g   = mean_i a_i[S] on S, h off it                         a_i = r_i + g_i
-        r_i = a_i - what was sent on S, a_i - h off it              includes prediction errors
+        a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
+        S   = m of every 256 entries, drawn in proportion to |smoothed| + floor rms(smoothed)
+        h   = predictor(received values on S; S; age; last received values; their trend; w), 0 where the gate is closed
+        g   = mean_i Q(a_i[S]) on S, h off it                   Q: the codec
+        r_i = a_i - Q(a_i[S]) on S, a_i - h off it
 
-    The gate of a layer is open while the cosine of prediction and received gradient is at least ``gate``.
+    The gate of a layer is open while the cosine of prediction and received gradient is at least ``gate``. Without
+    ``prediction``, h is 0.
 
-    The paper's: the predictor's architecture, predicting what is not sent, using predictions only where they are good.
-    Ours: which entries are sent, the residual, the predictor's inputs and training (``scripts/train_predictor.py``),
-    the criterion of the gate.
+    The paper's: a part is pushed, by default a ninth, and the rest is predicted by a network of convolution, channel
+    attention and max pooling, trained beforehand on recorded trainings, where training shows that it is good. Ours:
+    which entries are sent (with prediction those that were predicted badly more often, since only their errors are
+    sent); the residual, so that over all steps nothing is lost; the predictor's inputs, sizes and training
+    (``docs/predictor.md``); the measure of the gate; a step predicts a ninth of the windows, the others keep their
+    prediction until their turn.
 
     Every rank computes the predictions itself, so all ranks need the same type of processor and number of threads. They
     compare a checksum every ``check_interval`` steps.
@@ -61,11 +66,14 @@ class MP2(SparseMethod):
         check_interval: steps between checksums of predictions and weights; 0 never compares them.
         predictor: replaces the shipped predictor; the same on all ranks.
         momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
         RuntimeError: the ranks' predictions or weights differ.
     """
+
+    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -96,87 +104,91 @@ class MP2(SparseMethod):
             raise ValueError(f"gate must lie in [-1, 1], got {gate}")
         if check_interval < 0:
             raise ValueError(f"check_interval must not be negative, got {check_interval}")
+        self.arguments = _Arguments(choice, prediction, gate, smoothing, floor, check_interval)
+        self._predictor = predictor
         super().__init__(named_parameters, density, values=values, momentum=momentum, **common)
-        self._period, self._choice, self._floor = max(1, round(1 / density)), choice, floor
-        self._gate, self._smoothing = gate, smoothing
-        self._check_interval, self._predictor = check_interval, predictor
-        history = prediction or choice == "significance"  # the rotation alone needs none
-        self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets] if history else []
-        self._predictions = [
-            Prediction(bucket, self.predict, self._period, gate, smoothing) for bucket in self.buckets if prediction
-        ]
-        self._ends = [_ends(bucket) for bucket in self.buckets]
+
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        return _MP2Work(bucket, sending, self._predictor, self.arguments)
+
+    def made_with(self) -> dict[str, Any]:
+        return {**super().made_with(), "prediction": self.arguments.prediction, "choice": self.arguments.choice}
 
     def open_layers(self) -> dict[str, bool]:
         """Whether the gate of each compressed parameter is open, by name. Empty without prediction."""
-        return {
-            segment.name: opened
-            for bucket, prediction in zip(self.buckets, self._predictions, strict=False)
-            for segment, opened in zip(bucket.segments, prediction.opened(), strict=True)
-        }
+        found: dict[str, bool] = {}
+        for work in self.works:
+            assert isinstance(work, _MP2Work)
+            if work.prediction is not None:
+                names = (piece.name for piece in work.bucket.pieces)
+                found.update(zip(names, work.prediction.opened(), strict=True))
+        return found
 
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        rotates = self._choice == "rotation"
-        selection = RotatingSelection(bucket, self._period) if rotates else ScoredSelection(bucket, slots, False)
-        if self._predictions:
-            self._predictions[bucket.index].lay_out(selection)
-        return selection
 
-    def begin(self, bucket: Bucket) -> None:
-        if self._predictions:
-            self._predictions[bucket.index].begin()
-        super().begin(bucket)
+@dataclass(frozen=True)
+class _Arguments:
+    choice: str
+    prediction: bool
+    gate: float
+    smoothing: float
+    floor: float
+    check_interval: int
 
-    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
-        selection = plan.selection
-        assert isinstance(selection, SharedSelection)
-        if isinstance(selection, ScoredSelection):
-            for position, score in enumerate(self.significance(bucket)):
-                selection.select(position, score, 1.0)
-        yield from super().exchange_values(bucket, plan)
-        if self._history:
-            self._history[bucket.index].update(selection, plan.channel.mean, self.step)
-        interval = self._check_interval
-        if self._predictions and interval and self.step % interval == interval - 1:
-            yield from self._compare(bucket)
 
-    def averaged(self, bucket: Bucket, plan: Plan, mean: Tensor) -> None:
-        selection = plan.selection
-        assert isinstance(selection, SharedSelection)
-        if not self._predictions or isinstance(selection, AllEntries):
-            return
-        prediction, last_sent = self._predictions[bucket.index], self._history[bucket.index].last_sent
-        waited = (self.step - selection.read(last_sent)).clamp(min=1.0)
-        fresh = prediction.update(selection, mean, waited)
-        prediction.predict(selection, fresh, self.step, last_sent)
-        prediction.apply(self.targets(bucket, plan), self.scale)
-        prediction.sent(selection)
+class _MP2Work(SparseWork):
+    def __init__(self, bucket: Bucket, sending: Sending, predictor: Predictor | None, arguments: _Arguments) -> None:
+        self._arguments = a = arguments
+        self.period = max(1, round(1 / sending.density(0)))
+        parts: dict[str, Part] = {}
+        self._history: GradientHistory | None = None
+        if a.prediction or a.choice == "significance":  # the rotation alone needs none
+            self._history = parts["history"] = GradientHistory(bucket, a.smoothing)
+        self.prediction: Prediction | None = None
+        if a.prediction:
+            self.prediction = Prediction(bucket, self.period, a.gate, a.smoothing, predictor)
+            parts["prediction"] = self.prediction
+        # Where pieces begin and end in the bucket's flat memory.
+        ends = [0, *((piece.first_block + piece.blocks) * BLOCK for piece in bucket.pieces)]
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=bucket.device)
+        super().__init__(bucket, sending, **parts)
 
-    def significance(self, bucket: Bucket) -> list[Tensor]:
-        """The significance of each segment's entries, in memory order: float32, (entries,), the same bits on all
+    def decide(self, slots: list[int]) -> Shared:
+        rotates = self._arguments.choice == "rotation"
+        picker = Rotation(self.bucket, self.period) if rotates else Blocks(self.bucket, slots)
+        if self.prediction is not None:
+            self.prediction.lay_out(picker)
+        return self.shared(picker)
+
+    def exchange(self) -> Exchange:
+        picker, history, prediction, step = self.decider.picker, self._history, self.prediction, self.step
+        if picker.scored:
+            picker.pick_by(self.significance(), 1.0)  # S
+        yield from self.decider.agree(self.scoring)
+        mean, error = yield from self.average(self.picked())
+        if prediction is not None and self.sparse:
+            assert history is not None
+            prediction.follow(picker, mean, history.last_sent, step.number)
+            prediction.apply(self.bucket.gradients, step.scale)  # h
+            prediction.sent(picker)
+        self.apply(mean, error, self.output())
+        if history is not None:
+            history.update(picker, mean, step.number)
+        if prediction is not None and step.every(self._arguments.check_interval):
+            yield from self._compare(prediction)
+
+    def significance(self) -> list[Tensor]:
+        """The significance of each piece's entries, in memory order: float32, (entries,), the same bits on all
         ranks."""
-        smoothed = bucket.state["smoothed"]
-        units = Moments(smoothed, self._ends[bucket.index]).rms.float() + _TINY
-        return [
-            segment.of(smoothed)[: segment.numel].abs() + self._floor * unit
-            for segment, unit in zip(bucket.segments, units, strict=True)
-        ]
+        assert self._history is not None
+        smoothed = self._history.smoothed
+        units = Moments(smoothed, self._ends).rms.float() + _TINY
+        pairs = zip(self.bucket.pieces, units, strict=True)
+        return [piece.of(smoothed)[: piece.numel].abs() + self._arguments.floor * unit for piece, unit in pairs]
 
-    def predict(self, bucket: Bucket, position: int, windows: Tensor, seen: Tensor) -> Tensor:
-        """The predicted gradients per step of some ``windows`` of a segment, int64 (n,): float32 (n, 256), in units of
-        the layer's root mean square. ``seen``: their inputs, see ``hvd_compress/methods/predictor.py``."""
-        return predict(self._predictor or shipped(bucket.device), seen)
-
-    def undo(self, bucket: Bucket) -> None:
-        if self._predictions:
-            self._predictions[bucket.index].undo()
-        if self._history and self._plans[bucket.index].sent:
-            self._history[bucket.index].undo()
-        super().undo(bucket)
-
-    def _compare(self, bucket: Bucket) -> Exchange:
+    def _compare(self, prediction: Prediction) -> Exchange:
         """Raises ``RuntimeError``, on every rank, if their predictions or weights differ."""
-        bits = torch.cat([bucket.state["guess"], bucket.state["trend"], *flat_weights(bucket)]).view(torch.int32).long()
+        everything = torch.cat([prediction.guess, prediction.trend, *flat_weights(self.bucket)])
+        bits = everything.view(torch.int32).long()
         place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) % 8191 + 1
         # Modulo a prime, so that every bit counts.
         same = yield from all_equal(((bits * place) % _PRIME).sum().remainder(_PRIME).view(1), "checksum")
@@ -186,29 +198,3 @@ class MP2(SparseMethod):
                 "with equal numbers of threads (torch.set_num_threads); weights, if they were broadcast at the start. "
                 "Use prediction=False if the ranks' hardware differs"
             )
-
-    def restart(self, bucket: Bucket) -> None:
-        super().restart(bucket)
-        if self._history:
-            self._history[bucket.index].restart()
-        if self._predictions:
-            self._predictions[bucket.index].restart()
-
-    def built_with(self) -> dict[str, Any]:
-        return {**super().built_with(), "prediction": bool(self._predictions), "choice": self._choice}
-
-    def method_state(self) -> dict[str, Tree]:
-        fits: Tree = {
-            str(bucket.index): {
-                "product": TensorLeaf(prediction.fit[0]),
-                "squares": TensorLeaf(prediction.fit[1:], low=0.0),
-            }
-            for bucket, prediction in zip(self.buckets, self._predictions, strict=False)
-        }
-        return {**super().method_state(), "fit": fits}
-
-
-def _ends(bucket: Bucket) -> Tensor:
-    """Where segments begin and end in the bucket's flat memory: int64, (segments + 1,)."""
-    ends = [0, *(segment.first_block + segment.blocks for segment in bucket.segments)]
-    return torch.tensor(ends, dtype=torch.int64, device=bucket.device) * BLOCK

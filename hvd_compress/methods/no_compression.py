@@ -24,9 +24,10 @@ class NoCompression(Compressor):
 
     Args:
         values: ``"fp32"``, or ``"fp16"`` to send float32 and bfloat16 gradients in float16, rounded. Gradients of
-            other dtypes are sent as they are, and with ``"fp32"`` bfloat16 ones in float32.
-        Others, and errors: see :class:`~hvd_compress.Compressor`. ``seed``, ``min_numel`` and ``bucket_mb`` have no
-            effect, and ``dense_values`` is not an argument.
+            other dtypes are sent as they are, with ``"fp32"`` bfloat16 ones in float32, complex ones as pairs.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`. ``seed``, ``min_numel`` and ``bucket_mb`` have
+    no effect, and ``dense_values`` is not an argument.
 
     Raises:
         TypeError: ``dense_values`` was given.
@@ -43,12 +44,9 @@ class NoCompression(Compressor):
     def compresses(self, parameter: Tensor) -> bool:
         return False
 
-    def options(self) -> dict[str, Any]:
-        """The arguments that have an effect, as far as they must be the same on all ranks."""
+    def options(self) -> dict[str, object]:
+        """The arguments that have an effect."""
         return {"values": self._values}
 
-    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> NoReturn:
-        raise NotImplementedError("no tensor is compressed")
-
-    def exchange(self, bucket: Bucket) -> NoReturn:
+    def work(self, bucket: Bucket) -> NoReturn:
         raise NotImplementedError("no tensor is compressed")

@@ -1,6 +1,6 @@
 """The network that predicts gradients that were not sent (Liu et al., 2024): convolution, channel attention, pooling.
 
-It is trained once (``scripts/train_predictor.py``) and shipped with the package: all ranks have the same weights, so
+It is trained once (``train_predictor.py``) and shipped with the package: all ranks have the same weights, so
 the same inputs give the same predictions.
 """
 

@@ -8,11 +8,39 @@ from ..codecs.ternary import Ternary
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..selection.base import Selection
-from .sparse import Plan, SparseMethod
+from ..engine.state import Fixed, Tree
+from ..engine.work import Step
+from ..selection.base import Output
+from ..selection.deciders import Shared
+from ..selection.pickers import Everything
+from .feedback import FeedbackWork, Wire
+from .momentum import MomentumMethod
 
 
-class Quantized(SparseMethod):
+class _QuantizedWork(FeedbackWork):
+    def __init__(self, bucket: Bucket, wire: Wire, feedback: bool) -> None:
+        super().__init__(bucket, wire)
+        self._feedback = feedback
+        self.decider = Shared(Everything(bucket), self.idle, self._disagree)
+
+    def lay_out(self) -> None:
+        self.values.lay_out(self.decider.picker.slots)
+
+    def begin(self, step: Step) -> None:
+        if not self._feedback:
+            self.bucket.residual.zero_()  # the gradients of a step that failed
+        super().begin(step)
+
+    def exchange(self) -> Exchange:
+        yield from self.decider.agree(self.scoring)
+        mean, error = yield from self.average(self.picked())
+        self.apply(mean, error, Output(self.step.scale))
+        if not self._feedback:
+            self.bucket.residual.zero_()
+            self.values.sent = False  # nothing of a skipped step is restored, except by momentum correction
+
+
+class Quantized(MomentumMethod):
     """A method that sends every entry of the gradient in a few bits, without bias, and by default keeps no residual.
 
     Args:
@@ -20,6 +48,8 @@ class Quantized(SparseMethod):
         error_feedback: keep the quantization error for the next step. Not in the papers. It diverges where the error is
             larger than the gradient, as with few levels.
     """
+
+    works: list[_QuantizedWork]
 
     def __init__(
         self,
@@ -30,45 +60,49 @@ class Quantized(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        super().__init__(named_parameters, 1.0, values=values, momentum=momentum, **common)
-        self._feedback = error_feedback
+        self._codec, self._feedback = values, error_feedback
+        super().__init__(named_parameters, momentum=momentum, **common)
 
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        raise NotImplementedError("every entry is sent")
+    def work(self, bucket: Bucket) -> _QuantizedWork:
+        return _QuantizedWork(bucket, Wire(self._codec, self.collectives), self._feedback)
 
-    def begin(self, bucket: Bucket) -> None:
-        if not self._feedback:
-            bucket.residual.zero_()  # the gradients of a step that failed
-        super().begin(bucket)
+    def options(self) -> dict[str, object]:
+        return {"values": self._codec, "error_feedback": self._feedback, **super().options()}
 
-    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
-        yield from super().exchange_values(bucket, plan)
-        if not self._feedback:
-            bucket.residual.zero_()
-            plan.sent = False  # nothing of a skipped step is restored, except by momentum correction
-
-    def built_with(self) -> dict[str, Any]:
-        return {**super().built_with(), "error feedback": self._feedback}
+    def state(self) -> dict[str, Tree]:
+        buckets = [[piece.name for piece in work.bucket.pieces] for work in self.works]
+        made_with: Tree = {
+            "values": Fixed(self._codec.name),
+            "error feedback": Fixed(self._feedback),
+            "buckets (bucket_mb)": Fixed(buckets),
+        }
+        return {"made_with": made_with, **super().state()}
 
 
 class QSGD(Quantized):
     r"""QSGD: every entry as a random multiple of the norm of its run, unbiased.
 
     Implements Alistarh, Grubic, Li, Tomioka & Vojnovic, *QSGD: Communication-Efficient SGD via Gradient Quantization
-    and Encoding* (NeurIPS 2017). With s levels, for every run of entries v of a rank's gradient::
+    and Encoding* (NeurIPS 2017). On rank i, for every run v of g_i, with L = 2**(bits - 1) - 1 levels::
 
-        Q(v_j) = ||v|| sgn(v_j) xi_j / s      xi_j = floor or ceil of s |v_j| / ||v||, at random so that E Q(v) = v
-        g      = mean_i Q(g_i)                one allgather
+        x_j    = L |v_j| / ||v||                  ||v||: the l2 norm, or the largest |v_j| with norm="max"
+        q_j    = x_j rounded up or down at random, so that E q_j = x_j
+        Q(v_j) = ||v|| sgn(v_j) q_j / L
+        g      = mean_i Q(g_i)                    one allgather of norms and codes
+
+    Ours: codes of fixed length, where the paper's Elias code is shorter if most entries are 0 (collectives have
+    constant size here); error feedback; momentum, which at full density is plain momentum on each rank.
 
     The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
 
     Args:
-        bits: per entry, 2 to 8, with the sign: s = 2**(bits - 1) - 1.
+        bits: per entry, 2 to 8, with the sign.
         run: entries that share a norm (the paper's bucket size).
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
         error_feedback: keep the quantization error for the next step (not in the paper; diverges with few levels).
         momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -81,20 +115,21 @@ class TernGrad(Quantized):
     r"""TernGrad: every entry as -s, 0 or s, unbiased, with gradients clipped and the scale shared.
 
     Implements Wen, Xu, Yan, Wu, Wang, Chen & Li, *TernGrad: Ternary Gradients to Reduce Communication in Distributed
-    Deep Learning* (NeurIPS 2017). For each parameter::
+    Deep Learning* (NeurIPS 2017). On rank i, for each parameter::
 
-        c_i = g_i clipped to clip standard deviations
-        s   = max_i max |c_i|                         shared scaler: 4 bytes a parameter
-        t_i = s sgn(c_i) b_i                          b_i = 1 with probability |c_i| / s, so that E t_i = c_i
-        g   = mean_i t_i                              integers, summed by allreduce
+        s   = max_i min(max |g_i|, clip rms(g_i))     shared scale: 4 bytes a parameter from every rank to all
+        t_i = s sgn(g_i) b_i                          b_i = 1 with probability min(|g_i| / s, 1), else 0
+        g   = mean_i t_i                              integers in lanes of 2 + ceil(log2 ranks) bits, one allreduce
 
-    The sums are sent in lanes of ``2 + ceil(log2 ranks)`` bits.
+    Ours: the root mean square as standard deviation, with the zeros that pad a parameter to blocks of 256; a shared
+    scale always; error feedback; momentum, which at full density is plain momentum on each rank.
 
     Args:
         clip: in standard deviations (the paper's 2.5), above 0; None does not clip.
         error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
         momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(self, named_parameters: NamedParameters, *, clip: float | None = 2.5, **options: Any) -> None:

@@ -1,35 +1,28 @@
 """What a compressor tells its user: residuals, what crossed the network, and the same as metrics for a logger."""
 
-import abc
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..engine.bucket import Bucket, Segment
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 
 
-class Reporting(abc.ABC):
+class Reporting:
     """The part of :class:`hvd_compress.Compressor` that reports."""
 
     engine: Engine
-
-    @abc.abstractmethod
-    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        """The residual of a parameter, in its shape: float32."""
 
     @modes_off
     def residual(self, name: str) -> Tensor:
         """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape;
         zeros for an uncompressed parameter. Raises ``KeyError`` for an unknown name."""
-        for bucket, position in self.engine.places:
-            segment = bucket.segments[position]
-            if segment.name == name:
-                with bucket.order:
-                    return self.held(bucket, segment).clone()
+        for place in self.engine.places:
+            if place.piece.name == name:
+                with place.work.bucket.order:
+                    return place.work.held(place.piece).clone()
         parameter = dict(zip(self.engine.names, self.engine.parameters, strict=True))[name]
         return torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -44,9 +37,9 @@ class Reporting(abc.ABC):
         recent steps of the time spent in the compressor without waiting.
         """
         norms = []
-        for bucket, position in self.engine.places:
-            with bucket.order:
-                norms.append(self.held(bucket, bucket.segments[position]).norm())
+        for place in self.engine.places:
+            with place.work.bucket.order:
+                norms.append(place.work.held(place.piece).norm())
         norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
         return {"steps": self.engine.step, **self.engine.stats.report(), "residual_norm": norm}
 

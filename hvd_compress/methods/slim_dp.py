@@ -1,5 +1,6 @@
 """Explore and exploit: a core of significant entries, and random ones of the others (Sun et al., arXiv 1709.09393)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
+from ..engine.state import Tree
+from ..engine.work import Part, Step
 from ..reference import flat_positions
-from ..selection.base import Selection
+from ..selection.base import StepSeed
+from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
+from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from ..selection.shared import ScoredSelection, SharedSelection
-from .sparse import Plan, SparseMethod
+from .sparse import Sending, SparseMethod, SparseWork
 
 # Entries are drawn in proportion to their chance. With this one an entry is always drawn: a draw divides by a number
 # between 2**-33 and 23.
@@ -25,20 +29,26 @@ _CORE = 1e20
 class SlimDP(SparseMethod):
     r"""Slim-DP: significant entries (the core) are sent in every step, and a random part of the others (the explorer).
 
-    Implements Sun, Chen, Bian, Liu & Liu, *Slim-DP: A Light Communication Data Parallelism for DNN* (arXiv 1709.09393;
-    AAMAS 2018). Core and explorer are computed from shared state, so no indices are sent. With weights w
-    and the smoothed average gradient e (per step)::
+    Implements the published idea of Sun, Chen, Bian, Liu & Liu, *Slim-DP: A Light Communication Data Parallelism for
+    DNN* (arXiv 1709.09393; AAMAS 2018). On rank i, for one parameter with gradient g_i and residual r_i; weights w and
+    smoothed average gradient e (per step) are equal on all ranks::
 
+        a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
         s   = |w| / rms(w) + gradient_weight |e| / rms(e)       every ``reselect`` steps
-        C   = the largest s: a share ``core`` of the slots of every 256 entries
-        E   = random others in the remaining slots, drawn in each step
+        C   = the largest s of every 256: a share ``core`` of their slots
+        E   = random others of the 256 in the remaining slots, drawn in each step
         S   = C + E
-        g   = mean_i a_i[S] on S, 0 elsewhere                   a_i = r_i + g_i
-        r_i = a_i - what was sent
+        g   = mean_i Q(a_i[S]) on S, 0 elsewhere                Q: the codec
+        r_i = a_i - Q(a_i[S]) on S, a_i elsewhere
+        e   = smoothing e + (1 - smoothing) (received value / steps since the entry was last sent)   on S
 
-    The paper's: core and explorer, significance by magnitude and gradient, re-selection. Ours: no indices, the
-    residual, block-local selection, the codecs. The paper's workers take several steps, exchange parameters and
-    continue from their own: :class:`~hvd_compress.LocalSteps`.
+    The paper's: a core by magnitude and gradient (the formula is ours), a random explorer. Re-selection is of later
+    literature. Ours: core and explorer from state and seed that all ranks share, so that no indices are sent; the m
+    largest of every 256, which may leave out a significant entry whose block is full; the residual. The paper's workers
+    take several steps, exchange parameters and continue from their own: :class:`~hvd_compress.LocalSteps` does so here.
+
+    In each step the ranks compare a hash of seed, step, options and selection, and raise an error if they differ (on a
+    GPU in every hundredth step).
 
     Args:
         density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.
@@ -50,8 +60,11 @@ class SlimDP(SparseMethod):
         budget_interval: exchanges between updates of the parameters' shares of a bucket's slots by significance; 0
             keeps them equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
+
+    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -73,67 +86,82 @@ class SlimDP(SparseMethod):
             raise ValueError(f"reselect must be at least 1, got {reselect}")
         if not gradient_weight >= 0.0:
             raise ValueError(f"gradient_weight must not be negative, got {gradient_weight}")
+        self.arguments = _Arguments(core, reselect, gradient_weight, smoothing)
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)
-        self._core, self._reselect, self._gradient_weight = core, reselect, gradient_weight
-        self._smoothing = smoothing
-        self._history = [GradientHistory(bucket, smoothing) for bucket in self.buckets]
-        for bucket in self.buckets:
-            bucket.add_state("chance", low=1.0).fill_(1.0)
 
-    # Selection.
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        return _SlimDPWork(bucket, sending, self.arguments)
 
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return ScoredSelection(bucket, slots, halves=False)
 
-    def significance(self, bucket: Bucket) -> list[Tensor]:
-        """The significance of each segment's entries, in memory order: float32, (entries,), the same bits on all
+@dataclass(frozen=True)
+class _Arguments:
+    core: float
+    reselect: int
+    gradient_weight: float
+    smoothing: float
+
+
+class _Core(Part):
+    """Each entry's chance to be drawn, bucket-wide: that of the core is certain."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.chance = bucket, bucket.zeros()
+        self.restart()
+
+    def choose(self, picker: Blocks) -> None:
+        """The picked entries are the core from now on."""
+        self.chance.fill_(1.0)
+        self.chance[flat_positions(picker.indices, picker.table, picker.phase)] = _CORE
+
+    def restart(self) -> None:
+        self.chance.fill_(1.0)
+
+    def state(self) -> Tree:
+        return self._bucket.saved(self.chance, low=1.0)
+
+
+class _SlimDPWork(SparseWork):
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
+        self._arguments = arguments
+        self._core, self._history = _Core(bucket), GradientHistory(bucket, arguments.smoothing)
+        super().__init__(bucket, sending, core=self._core, history=self._history)
+
+    def decide(self, slots: list[int]) -> Shared:
+        return self.shared(Blocks(self.bucket, slots))
+
+    def significance(self) -> list[Tensor]:
+        """The significance of each piece's entries, in memory order: float32, (entries,), the same bits on all
         ranks."""
-        weights, smoothed = flat_weights(bucket), bucket.state["smoothed"]
+        bucket, weights, smoothed = self.bucket, flat_weights(self.bucket), self._history.smoothed
         of_weights, of_gradients = root_mean_squares(bucket, weights, smoothed)
         scores = []
-        for position, (segment, weight) in enumerate(zip(bucket.segments, weights, strict=True)):
-            gradient = segment.of(smoothed)[: segment.numel].abs() / of_gradients[position]
-            scores.append(weight.abs() / of_weights[position] + gradient * self._gradient_weight)
+        for index, (piece, weight) in enumerate(zip(bucket.pieces, weights, strict=True)):
+            gradient = piece.of(smoothed)[: piece.numel].abs() / of_gradients[index]
+            scores.append(weight.abs() / of_weights[index] + gradient * self._arguments.gradient_weight)
         return scores
 
-    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        return torch.stack([score.sum(dtype=torch.float64) for score in self.significance(bucket)])
+    def importance(self) -> Tensor:
+        return torch.stack([score.sum(dtype=torch.float64) for score in self.significance()])
 
-    def begin(self, bucket: Bucket) -> None:
-        super().begin(bucket)
-        selection = self._plans[bucket.index].selection
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        picker = self.decider.picker
         # Blocks keep their slots as long as their core: with fewer, the core would not fit.
-        since = self.step - self.step % self._reselect
-        selection.phase = derive(self.engine.seed, since, bucket.index) & 0xFFFF
-        if since == self.step and isinstance(selection, ScoredSelection):
-            self._choose_core(bucket, selection)
+        since = step.number - step.number % self._arguments.reselect
+        picker.phase = derive(step.seed, since, self.bucket.index) & 0xFFFF
+        if since == step.number and picker.scored:
+            core = Blocks(self.bucket, [round(slots * self._arguments.core) for slots in picker.slots])
+            core.begin(StepSeed.draw(step, self.bucket.index))
+            core.phase = picker.phase
+            core.pick_by(self.significance(), 0.0)
+            self._core.choose(core)
 
-    def _choose_core(self, bucket: Bucket, selection: ScoredSelection) -> None:
-        core = ScoredSelection(bucket, [round(slots * self._core) for slots in selection.slots], halves=False)
-        core.begin_step(selection.seed, False)
-        core.phase = selection.phase
-        for position, score in enumerate(self.significance(bucket)):
-            core.select(position, score, 0.0)
-        bucket.state["chance"].fill_(1.0)
-        bucket.state["chance"][flat_positions(core.indices, core.rows, core.phase)] = _CORE
-
-    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
-        selection = plan.selection
-        assert isinstance(selection, SharedSelection)
-        if isinstance(selection, ScoredSelection):
-            for position, segment in enumerate(bucket.segments):
-                # All drawn at random, without replacement, in proportion to the chance.
-                selection.select(position, segment.of(bucket.state["chance"])[: segment.numel], 1.0)
-        yield from super().exchange_values(bucket, plan)
-        self._history[bucket.index].update(selection, plan.channel.mean, self.step)
-
-    def undo(self, bucket: Bucket) -> None:
-        if self._plans[bucket.index].sent:
-            self._history[bucket.index].undo()
-        super().undo(bucket)
-
-    def restart(self, bucket: Bucket) -> None:
-        super().restart(bucket)
-        self._history[bucket.index].restart()
-        bucket.state["chance"].fill_(1.0)
+    def exchange(self) -> Exchange:
+        importance, picker = self.due_importance(), self.decider.picker
+        if picker.scored:
+            # S: all drawn at random, without replacement, in proportion to the chance.
+            picker.pick_by([piece.of(self._core.chance)[: piece.numel] for piece in self.bucket.pieces], 1.0)
+        yield from self.send()
+        self._history.update(picker, self.values.channel.mean, self.step.number)
+        yield from self.share_slots(importance)

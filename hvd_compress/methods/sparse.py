@@ -1,39 +1,184 @@
 """The base class of methods that send a few entries of the residual in each step."""
 
 import abc
-import math
-from collections import ChainMap
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ..codecs import Channel, Codec, codec
-from ..engine.arguments import NamedParameters
-from ..engine.block_means import BlockMeans
-from ..engine.bucket import Bucket, Segment, strides_of
-from ..engine.collectives import allreduce
-from ..engine.configuration import digest
+from ..codecs import Codec, codec
+from ..codecs.packed_channels import GatherChannel
+from ..engine.arguments import NamedParameters, check_fraction
+from ..engine.bucket import Bucket, strides_of
+from ..engine.collectives import allgather, allreduce
 from ..engine.exchange import Exchange
-from ..engine.momentum import MomentumCorrection
-from ..engine.rng import derive
+from ..engine.guard import Traits
 from ..engine.state import Entry, Fixed, Foreign, Tree
-from ..selection.base import Average, Output, Scoring, Selection, StepSeed, missing_targets
+from ..engine.work import Part
+from ..selection.base import NOT_SENT, Average, Output, marked, missing
 from ..selection.budget import SPREAD, apportion, shares
-from ..selection.leaders import LeaderSelection
-from ..selection.per_rank import PerRankSelection, average_per_rank
+from ..selection.deciders import Decider, EachRank, Leaders, Shared, check_leaders, run_length
+from ..selection.pickers import Blocks, Everything, Picker
 from ..selection.schedule import Density, WarmUp, check_density
-from ..selection.shared import AllEntries
-from .adam_advice import warn_of_adam
-from .base import Compressor
-from .plan import Plan
-
-# On a GPU, ranks check every so many steps whether they have selected alike.
-_CHECK_INTERVAL = 100
+from .feedback import FeedbackWork, Wire
+from .momentum import MomentumMethod
 
 
-class SparseMethod(Compressor):
+class Shares(Part):
+    """Each piece's share of a bucket's slots."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._pieces = bucket.pieces
+        self.sizes = [piece.numel for piece in bucket.pieces]
+        self.restart()
+
+    def restart(self) -> None:
+        self.weights = [float(size) for size in self.sizes]
+
+    def follow(self, importance: Tensor) -> Exchange:
+        """Shares by importance: float64, (pieces,), the sum of each piece's scores on this rank. Summed over ranks, so
+        that every rank computes its slots from the same bits."""
+        agreed = yield allreduce(importance.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
+        self.weights = shares(agreed.tolist(), self.sizes)
+
+    def state(self) -> Tree:
+        return {
+            piece.name: Entry(self.weights, i, float, piece.numel / SPREAD, piece.numel * SPREAD)
+            for i, piece in enumerate(self._pieces)
+        }
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How many entries a method sends, and how. ``budget_interval``: steps between updates of the pieces' shares."""
+
+    density: Density
+    wire: Wire
+    budget_interval: int = 0
+
+
+class SparseWork(FeedbackWork):
+    """One bucket of a sparse method. A subclass says in :meth:`exchange` what is sent, and how it is picked.
+
+    Args:
+        sending: how many entries are sent, and how.
+        others: those of ``FeedbackWork`` (``methods/feedback.py``): the basis, block means, scoring, further parts.
+    """
+
+    def __init__(self, bucket: Bucket, sending: Sending, **others: Any) -> None:
+        self._sending, self.shares = sending, Shares(bucket)
+        #: What the selection was built from.
+        self._layout: tuple[object, ...] = ()
+        super().__init__(bucket, sending.wire, shares=self.shares, **others)
+
+    @abc.abstractmethod
+    def decide(self, slots: list[int]) -> Decider:
+        """Chooses who decides, and how entries are picked. ``slots``: of each piece."""
+
+    def most_slots(self) -> list[int]:
+        """The most slots that each piece can have."""
+        return self.shares.sizes
+
+    def importance(self) -> Tensor:
+        """The sum of each piece's scores on this rank, for its share of the slots: float64, (pieces,)."""
+        bucket, scoring = self.bucket, self.scoring
+        if scoring.floors is None:  # coefficients fill the padding, too
+            scores = [piece.of(bucket.residual).abs() for piece in bucket.pieces]
+        else:
+            scores = [scoring.score(bucket, index) for index in range(len(bucket.pieces))]
+        return torch.stack([score.sum(dtype=torch.float64) for score in scores])
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the last step that began has a density below 1."""
+        return self._layout[:1] not in ((), (1.0,))
+
+    def leaders(self, picker: Picker, leaders: int | None) -> Leaders:
+        """``leaders`` ranks, on average, that share a block; None for all."""
+        step = self.step
+        run = run_length(leaders, self.density, step.ranks)
+        return Leaders(picker, self.idle, self._disagree, run, step.ranks, step.rank)
+
+    def each_rank(self, picker: Picker) -> EachRank:
+        """Every rank for itself."""
+        return EachRank(picker, self.idle, self._disagree)
+
+    def shared(self, picker: Picker) -> Shared:
+        """Entries that all ranks compute from shared state."""
+        return Shared(picker, self.idle, self._disagree)
+
+    def lay_out(self) -> None:
+        self.density = self._sending.density(self.step.number)
+        check_density(self.density)
+        layout = (self.density, self.step.ranks, self.step.rank, tuple(self.shares.weights))
+        if layout == self._layout:
+            return
+        sizes = self.shares.sizes
+        # At least one slot for each piece: without one it would never be sent.
+        total = max(len(sizes), round(self.density * sum(sizes)))
+        if total == sum(sizes):
+            self.decider: Decider = self.shared(Everything(self.bucket))
+        else:
+            self.decider = self.decide(apportion(total, self.shares.weights, self.most_slots()))
+        self._layout, picker = layout, self.decider.picker
+        counts = picker.slots if self.wire.layerwise else [picker.total]
+        self.values.lay_out([*counts, *(piece.blocks for piece in self.bucket.pieces if self.means is not None)])
+
+    def restart(self) -> None:
+        super().restart()
+        self._layout = ()
+
+    # Parts of exchanges.
+
+    def output(self) -> Output:
+        """How averages become gradients; by default times the loss scale."""
+        return Output(self.step.scale, self.basis.transform)
+
+    def send(self) -> Exchange:
+        """Agrees on the entries and averages them; writes the averages, and what was sent leaves the residual."""
+        if self.decider.each_rank:
+            yield from self._send_each()
+            return
+        yield from self.decider.agree(self.scoring)
+        mean, error = yield from self.average(self.picked())
+        self.apply(mean, error, self.output())
+
+    def _send_each(self) -> Exchange:
+        """Every rank's own entries: their mean over all ranks, with zeros where a rank did not send."""
+        decider, channel, bucket, invalid = self.decider, self.values.channel, self.bucket, self.values.invalid
+        assert isinstance(decider, EachRank) and isinstance(channel, GatherChannel)
+        gathered = yield allgather(decider.encode(self.scoring), "indices")
+        places = decider.decode(gathered, channel.ranks)
+        values = self.picked()
+        gathered = yield allgather(channel.encode(values, invalid), "values")
+        mean, decoded = torch.zeros_like(bucket.residual), torch.empty_like(values)
+        for rank, place in enumerate(places):
+            channel.decode_rank(gathered, rank, decoded, add=False)
+            mean[place] += decoded
+        mean *= 1.0 / channel.ranks
+        # One invalid rank makes the step invalid for all.
+        mean.masked_fill_(channel.any_invalid(gathered), float("nan"))
+        sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), NOT_SENT)
+        sent, error = self.idle.keep(decider.picker, sent, channel.quantization_error, values)
+        targets = self.basis.targets(bucket.gradients)
+        sent = marked(sent, map(decider.picker.span, missing(targets)))
+        decider.picker.scatter(bucket.nothing(), self.velocity.memory, Average(sent, error, Output(0.0)))
+        self.output().write(bucket, self.idle.silence(mean), targets)
+        self.basis.leave(bucket.gradients)
+        self.values.sent = True
+
+    def due_importance(self) -> Tensor | None:
+        """:meth:`importance`, before entries leave the residual, in steps after which the shares follow it."""
+        return self.importance() if self.step.every(self._sending.budget_interval) else None
+
+    def share_slots(self, importance: Tensor | None) -> Exchange:
+        """The pieces' shares of the slots follow their importance, if it was due."""
+        if importance is not None:
+            yield from self.shares.follow(importance)
+
+
+class SparseMethod(MomentumMethod):
     """A method that sends a few entries of the residual; a subclass says which.
 
     Args:
@@ -45,12 +190,7 @@ class SparseMethod(Compressor):
         momentum: of momentum correction, in [0, 1); see :meth:`take_momentum`.
     """
 
-    #: Whether block means are sent (:mod:`hvd_compress.engine.block_means`); only with selections by leaders.
-    _block_means = False
-    #: Whether a parameter that no rank has a gradient for receives nothing, instead of the rest of its residual.
-    _finds_idle = False
-    #: A hash of the options in this step.
-    _settings: int
+    works: list[SparseWork]
 
     def __init__(
         self,
@@ -68,267 +208,74 @@ class SparseMethod(Compressor):
             raise ValueError("warmup_steps goes with a density that is a number, not with a schedule")
         if not isinstance(density, Density | int | float):
             raise TypeError(f"density must be a number or a schedule (hvd_compress.schedule), got {density!r}")
-        self._density = density if isinstance(density, Density) else WarmUp(density, warmup_steps)
-        self._codec = codec(values)
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         if budget_interval < 0:
             raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
-        super().__init__(named_parameters, **common)
-        self.momentum = MomentumCorrection(self.engine, momentum)
-        self._layerwise, self._budget_interval = layerwise, budget_interval
-        self._plans = [Plan(b, self._channel(b), BlockMeans(b) if self._block_means else None) for b in self.buckets]
-        self.momentum.other_velocities = [p.block_means.velocity for p in self._plans if p.block_means]
+        self._density = density if isinstance(density, Density) else WarmUp(density, warmup_steps)
+        self._codec, self._layerwise, self._budget_interval = codec(values), layerwise, budget_interval
+        super().__init__(named_parameters, momentum=momentum, **common)
 
-    # What a method says.
+    def work(self, bucket: Bucket) -> SparseWork:
+        wire = Wire(self._codec, self.collectives, self._layerwise)
+        return self.sparse_work(bucket, Sending(self._density, wire, self._budget_interval))
 
     @abc.abstractmethod
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        """A selection with so many slots for each parameter."""
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        """One bucket of this method."""
 
-    def scoring(self, bucket: Bucket, plan: Plan) -> Scoring:
-        """How entries are scored in this step; by default by magnitude."""
-        return Scoring(None, 0.0, 1.0 / self.scale, self.momentum.value, plan.invalid, plan.disagree)
-
-    def output(self) -> Output:
-        """How averages become gradients; by default times the loss scale."""
-        return Output(self.scale)
-
-    def importance(self, bucket: Bucket, plan: Plan) -> Tensor:
-        """The sum of each parameter's scores on this rank, for its share of the slots: float64, (segments,)."""
-        sums = [plan.scoring.score(bucket, i).sum(dtype=torch.float64) for i in range(len(bucket.segments))]
-        return torch.stack(sums)
-
-    def max_slots(self, bucket: Bucket, plan: Plan, density: float) -> list[int]:
-        """The most slots that each parameter can have."""
-        return plan.sizes
-
-    def options(self) -> dict[str, Any]:
-        # A density that is a number is among the base class's options.
-        return {"density": self._density, **super().options(), "values": self._codec, **self.momentum.options()}
+    def options(self) -> dict[str, object]:
+        given, density = self._density, dict[str, object](density=self._density)
+        if isinstance(given, WarmUp):
+            density = {"density": given.density, "warmup_steps": given.steps}
+        own = {"values": self._codec, "layerwise": self._layerwise, "budget_interval": self._budget_interval}
+        return {**density, **own, **super().options()}
 
     @property
-    def linear(self) -> bool:
-        return not self.momentum.value
+    def traits(self) -> Traits:
+        momentum = self.momentum.value
+        return Traits(linear=not momentum, momentum=momentum, sparse=any(work.sparse for work in self.works))
 
-    def targets(self, bucket: Bucket, plan: Plan) -> list[Tensor]:
-        """What averages are written to: one tensor per segment, empty where no gradient arrived."""
-        return bucket.targets()
-
-    # A step.
-
-    def begin(self, bucket: Bucket) -> None:
-        if bucket.index == 0:  # the step's first: options may have changed since the last one
-            self._settings = digest({"method": type(self).__name__, **self.options()})
-        plan = self._plans[bucket.index]
-        density = self._density(self.step)
-        check_density(density)
-        layout = (density, self.ranks, self.rank, tuple(plan.weights))
-        if plan.layout != layout:
-            self._lay_out(bucket, plan, density)
-            plan.layout = layout
-        plan.invalid.zero_()
-        plan.channel.begin_step()
-        plan.scoring = self.scoring(bucket, plan)
-        # Free on the CPU; on a GPU it synchronises, so only now and then.
-        check = bucket.device.type == "cpu" or plan.unchecked or self.step % _CHECK_INTERVAL == 0
-        seed = StepSeed.draw(self.engine.seed, self.step, bucket.index, self.ranks, self._settings)
-        plan.selection.begin_step(seed, check)
-        plan.sent, plan.unchecked = False, False
-
-    def _channel(self, bucket: Bucket) -> Channel:
-        groups = len(bucket.segments) if self._layerwise else 1
-        groups += len(bucket.segments) if self._block_means else 0
-        return self._codec.channel(groups, self.ranks, self.rank, bucket.device)
-
-    def _lay_out(self, bucket: Bucket, plan: Plan, density: float) -> None:
-        # At least one slot for each parameter: without one it would never be sent.
-        total = max(len(plan.sizes), round(density * sum(plan.sizes)))
-        if total == sum(plan.sizes):
-            plan.selection = AllEntries(bucket, self._finds_idle)
-        else:
-            slots = apportion(total, plan.weights, self.max_slots(bucket, plan, density))
-            plan.selection = self.select(bucket, plan, slots, density)
-        means = plan.block_means
-        assert means is None or isinstance(plan.selection, LeaderSelection | AllEntries), "others ignore block means"
-        total, slots = plan.selection.total, plan.selection.slots
-        plan.payload = torch.empty(total + (bucket.blocks if means else 0), dtype=torch.float32, device=bucket.device)
-        plan.selection.values = plan.payload[:total]
-        counts = slots if self._layerwise else [sum(slots)]
-        plan.channel.set_group_sizes([*counts, *(segment.blocks for segment in bucket.segments if means)])
-
-    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
-        plan = self._plans[bucket.index]
-        plan.selection.accumulate(position, grad, self.momentum.velocity(bucket, position), plan.scoring)
-
-    def exchange(self, bucket: Bucket) -> Exchange:
-        plan, interval = self._plans[bucket.index], self._budget_interval
-        update_shares = interval > 0 and self.step % interval == interval - 1
-        importance = self.importance(bucket, plan) if update_shares else None
-        yield from self.exchange_values(bucket, plan)
-        if importance is not None:
-            # Summed over ranks, so that every rank computes its slots from the same bits.
-            agreed = yield allreduce(importance.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
-            plan.weights = shares(agreed.tolist(), plan.sizes)
-
-    def exchange_values(self, bucket: Bucket, plan: Plan) -> Exchange:
-        """The algorithm: agree on the entries, average their values, write the averages."""
-        if isinstance(plan.selection, PerRankSelection):
-            targets, velocity = self.targets(bucket, plan), bucket.state.get("velocity")
-            arguments = (plan.channel, plan.scoring, targets, velocity, self.output())
-            yield from average_per_rank(plan.selection, *arguments)
-            plan.sent = True
-            return
-        selection, means = plan.selection, plan.block_means
-        yield from selection.agree(plan.scoring)
-        selection.gather(bucket.residual)
-        if means is not None:
-            for segment in self.momentum.without(bucket):
-                segment.of_blocks(means.velocity).zero_()
-            means.load(plan.payload[selection.total :], self.momentum.value, plan.invalid)
-        key = derive(selection.seed.key, self.rank)
-        mean, error = yield from plan.channel.average(plan.payload, plan.invalid, key)
-        plan.sent = True
-        block_means, targets = None, self.targets(bucket, plan)
-        if means is not None:
-            mean, block_means = torch.split(mean, [selection.total, bucket.blocks])
-            error, rest = torch.split(error, [selection.total, bucket.blocks])
-            for position in missing_targets(targets):  # as Selection.skip_missing()
-                bucket.segments[position].of_blocks(block_means).fill_(math.nan)
-            means.keep_error(block_means, rest)
-        mean, error = selection.keep_idle(mean, error)
-        self.averaged(bucket, plan, mean)
-        mean, velocity = selection.skip_missing(targets, mean), bucket.state.get("velocity")
-        selection.scatter(targets, velocity, Average(mean, error, self.output(), block_means))
-
-    def averaged(self, bucket: Bucket, plan: Plan, mean: Tensor) -> None:
-        """Called by :meth:`exchange_values` with the averages, float32, (slots,), before they are written."""
-
-    def undo(self, bucket: Bucket) -> None:
-        plan = self._plans[bucket.index]
-        plan.channel.undo_step()
-        if not plan.sent:
-            return
-        # A mean of 0 with the sent values as quantization error: they return to the residual, no gradient is written.
-        sent = plan.selection.values
-        average = Average(torch.zeros_like(sent), sent, Output(0.0))
-        plan.selection.scatter(bucket.no_targets(), bucket.state.get("velocity"), average)
-        if plan.block_means is not None:
-            plan.block_means.undo(plan.payload[plan.selection.total :])
-        plan.sent = False
-
-    def invalidate(self, bucket: Bucket, bad: Tensor) -> None:
-        """If ``bad``, bool, (), this step's averages will be NaN on all ranks."""
-        self._plans[bucket.index].invalid |= bad.to(torch.int32)
-
-    def restart(self, bucket: Bucket) -> None:
-        plan = self._plans[bucket.index]
-        plan.restart()
-        plan.channel = self._channel(bucket)
+    def restart(self) -> None:
+        super().restart()
         self._density.restart()
-        self.momentum.restart()
 
-    # Momentum.
-
-    def take_momentum(self, optimizer: Optimizer) -> float:
-        """Moves the momentum of a ``torch.optim.SGD`` into this compressor, as momentum correction. Returns it.
-
-        Call it on the optimizer that is given to Horovod or that steps the DDP model, with one synchronised backward
-        pass per step. The parameters that this optimizer holds then have their momentum here, those of other optimizers
-        do not: take it from every optimizer that has one, with equal momenta. Velocities that the optimizer has already
-        are carried over. Weight decay stays in the optimizer, without momentum there, and is scaled by 1 / (1 -
-        momentum) to keep its effect. :meth:`return_momentum` undoes this. A learning-rate schedule that changes the
-        momentum (OneCycleLR) raises an error in the next step. With one process, or outside the process set, where
-        Horovod calls no compressor, the momentum stays in the optimizer; if a process set leaves ranks out, call
-        ``hvd.broadcast_optimizer_state()`` before: afterwards the states of the ranks differ.
-
-        Raises:
-            TypeError: another optimizer: its momentum is something else.
-            ValueError: no momentum, different ones in different groups, Nesterov or dampening, or parameters that were
-                not given to this compressor and would lose their momentum; in the optimizer's step, parameters whose
-                gradients bypass this compressor.
-        """
-        return self.momentum.take(optimizer)
-
-    def return_momentum(self, optimizer: Optimizer) -> float:
-        """Moves the momentum and the velocities back to ``optimizer``, from which they were taken. Returns the
-        momentum. All ranks must call it, after a step: velocities are averaged over them. Raises ``ValueError`` if
-        there is none, or between an average and its step."""
-        return self.momentum.give_back(optimizer)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        self.momentum.check(optimizer)
-        super().check_optimizer(optimizer)
-        warn_of_adam(self.engine, optimizer, any(plan.sparse for plan in self._plans))
-
-    def dense_averaged(self, number: int, grad: Tensor) -> None:
-        self.momentum.dense_averaged(number, grad)
-
-    def passed(self, tensor: Tensor) -> Tensor:
-        self.momentum.check_sparse(tensor)
-        return super().passed(tensor)
-
-    # Residuals and checkpoints.
-
-    def entries(self, segment: Segment, part: Tensor) -> Tensor:
-        """A segment's part of a bucket-wide state, (blocks * 256,), as entries of the parameter, in its shape; a view
-        or a copy. A method that keeps coefficients of a transform applies the inverse."""
-        return segment.reshaped(part)
-
-    def coefficients(self, segment: Segment, entries: Tensor, part: Tensor) -> None:
-        """The inverse of :meth:`entries`: writes ``part``."""
-        segment.reshaped(part).copy_(entries)
-
-    def held(self, bucket: Bucket, segment: Segment) -> Tensor:
-        entries, means = self.entries(segment, bucket.residual_of(segment)), self._plans[bucket.index].block_means
-        if means is None:
-            return entries
-        return entries + segment.reshaped(means.spread(segment, means.unsent + means.fresh))
-
-    def velocity_of(self, bucket: Bucket, segment: Segment) -> Tensor:
-        """The velocity of a parameter, in its shape: float32."""
-        entries = self.entries(segment, segment.of(bucket.state["velocity"]))
-        means = self._plans[bucket.index].block_means
-        return entries if means is None else entries + segment.reshaped(means.spread(segment, means.velocity))
-
-    def set_velocity(self, bucket: Bucket, segment: Segment, velocity: Tensor) -> None:
-        """Replaces it."""
-        self.coefficients(segment, velocity, segment.of(bucket.state["velocity"]))
-        if (means := self._plans[bucket.index].block_means) is not None:
-            segment.of_blocks(means.velocity).zero_()
-
-    def scale_residual(self, bucket: Bucket, factor: float) -> None:
-        super().scale_residual(bucket, factor)
-        if (means := self._plans[bucket.index].block_means) is not None:
-            means.unsent.mul_(factor)
-
-    def depends_on_memory_order(self) -> bool:
-        """Whether the state depends on the order in which parameters lie in memory."""
-        return self._block_means
-
-    def built_with(self) -> dict[str, Any]:
+    def made_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
-        strides = {p.segment.name: list(strides_of(p.segment.parameter)) for p in self.engine.places}
+        ordered = any(work.basis.ordered or work.means for work in self.works)
+        strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.places}
         return {
-            "block means": self._block_means,
-            "strides (use the same memory_format)": strides if self.depends_on_memory_order() else None,
+            "block means": any(work.means for work in self.works),
+            "strides (use the same memory_format)": strides if ordered else None,
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
-            "buckets (bucket_mb)": [[segment.name for segment in bucket.segments] for bucket in self.buckets],
+            "buckets (bucket_mb)": [[piece.name for piece in work.bucket.pieces] for work in self.works],
         }
 
-    def method_state(self) -> dict[str, Tree]:
-        state: dict[str, Tree] = {
-            "made_with": {what: Fixed(value) for what, value in self.built_with().items()},
-            **self.momentum.state(),
-            "density": Foreign(self._density),
-            "channels": {str(bucket.index): self._plans[bucket.index].channel.state() for bucket in self.buckets},
-            "weights": {
-                segment.name: Entry(plan.weights, i, float, segment.numel / SPREAD, segment.numel * SPREAD)
-                for bucket, plan in zip(self.buckets, self._plans, strict=True)
-                for i, segment in enumerate(bucket.segments)
-            },
-        }
-        means = [plan.block_means.state() for plan in self._plans if plan.block_means]
-        return {**state, "block_means": dict(ChainMap(*means))}
+    def state(self) -> dict[str, Tree]:
+        made_with: Tree = {what: Fixed(value) for what, value in self.made_with().items()}
+        return {"made_with": made_with, "density": Foreign(self._density), **super().state()}
+
+
+@dataclass(frozen=True)
+class Leading:
+    """Who picks m of every 256 entries.
+
+    ``exchange``: ``"ring"``: leaders pick entries that all ranks send; ``"gather"``: every rank picks its own and sends
+    them to all. ``leaders``: how many ranks, on average, share a block; None for all. ``explore``: the share of the
+    blocks in which entries are drawn at random, in [0, 1]. Raises ``ValueError``.
+    """
+
+    exchange: str
+    leaders: int | None
+    explore: float
+
+    def __post_init__(self) -> None:
+        if self.exchange not in ("ring", "gather"):
+            raise ValueError(f"exchange must be one of gather, ring, got {self.exchange!r}")
+        check_leaders(self.leaders)
+        check_fraction("explore", self.explore)
+
+    def decide(self, work: SparseWork, slots: list[int]) -> Decider:
+        """See :meth:`SparseWork.decide`."""
+        picker = Blocks(work.bucket, slots)
+        return work.each_rank(picker) if self.exchange == "gather" else work.leaders(picker, self.leaders)

@@ -7,34 +7,38 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import Codec, gather_codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
-from ..selection.base import Selection
-from ..selection.per_rank import SampledPerRank, TopkPerRank, gather_codec
+from ..engine.exchange import Exchange
+from ..selection.deciders import EachRank
+from ..selection.pickers import Exact
 from ..selection.schedule import Density
-from .sparse import Plan, SparseMethod
+from .sparse import Sending, SparseMethod, SparseWork
 
 
 class TopK(SparseMethod):
     r"""Top-k sparsification with error feedback: every rank sends its largest entries to all others.
 
     Implements Aji & Heafield, *Sparse Communication for Distributed Gradient Descent* (EMNLP 2017), with the error
-    feedback whose convergence Stich et al., *Sparsified SGD with Memory* (NeurIPS 2018), prove. On rank i, with
-    residual r and gradient g, for each parameter::
+    feedback whose convergence Stich, Cordonnier & Jaggi, *Sparsified SGD with Memory* (NeurIPS 2018), prove. On rank i,
+    for each parameter with gradient g_i and residual r_i::
 
         a_i = r_i + g_i
-        S_i = the k entries of largest |a_i|               exact; four bytes an index
-        g   = mean_i of a_i on S_i, 0 elsewhere             two allgathers: indices, values
-        r_i = a_i off S_i; the quantization error on S_i
+        S_i = the k entries of largest |a_i|               a different set on each rank
+        g   = mean_i of Q(a_i[S_i]) on S_i, 0 elsewhere    Q: the codec
+        r_i = a_i - Q(a_i[S_i]) on S_i, a_i elsewhere
+
+    k is the parameter's share of the density times its bucket, at least 1. Two allgathers carry indices, of four bytes,
+    and values. The papers encode indices in fewer bytes.
 
     Args:
         density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -50,21 +54,25 @@ class TopK(SparseMethod):
         common.update(values=gather_codec(values), warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)
 
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return TopkPerRank(bucket, slots)
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        return _TopKWork(bucket, sending)
 
 
-class DGC(TopK):
+class DGC(SparseMethod):
     r"""Deep Gradient Compression: top-k with momentum correction, factor masking, a sampled threshold and a warm-up.
 
     Implements Lin, Han, Mao, Wang & Dally, *Deep Gradient Compression: Reducing the Communication Bandwidth for
-    Distributed Training* (ICLR 2018). On rank i, with velocity u and residual v, for each parameter::
+    Distributed Training* (ICLR 2018). On rank i of N, for each parameter, with velocity u_i and residual v_i::
 
-        u_i = momentum u_i + clip(g_i)                     momentum correction; local clipping
+        u_i = momentum u_i + g_i min(1, clip_norm / (sqrt(N) |g_i|))     momentum correction, local clipping
         v_i = v_i + u_i
-        S_i = the k entries of largest |v_i|                found among those above a sampled threshold
-        g   = mean_i of v_i on S_i, 0 elsewhere
-        u_i = v_i = 0 on S_i                               factor masking
+        S_i = the k entries of largest |v_i|                             of those above a sampled threshold
+        g   = mean_i of Q(v_i[S_i]) on S_i, 0 elsewhere                  Q: the codec
+        v_i = v_i - Q(v_i[S_i]) on S_i;  u_i[S_i] = 0                    momentum factor masking
+
+    Ours: the norm of one parameter where the paper clips by that of the whole gradient (a hook sees one parameter at a
+    time; uncompressed tensors are not clipped); the exact k largest of those above the threshold, which lets 1.3 times
+    as many through as are wanted, and of all entries if there are too few. The rest is the paper's.
 
     The optimizer's own momentum must be 0: :meth:`take_momentum` moves it here.
 
@@ -77,7 +85,8 @@ class DGC(TopK):
             ``clip_norm / sqrt(ranks)``, before momentum correction. None does not clip.
         warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``; the paper's are four epochs.
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`).
-        Others, and errors: see :class:`~hvd_compress.Compressor`.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
     def __init__(
@@ -88,22 +97,44 @@ class DGC(TopK):
         momentum: float = 0.9,
         sample: float = 0.01,
         clip_norm: float | None = None,
-        **options: Any,
+        values: str | Codec = "fp32-gather",
+        warmup_steps: int = 0,
+        **common: Any,
     ) -> None:
         if not 0.0 < sample <= 1.0:
             raise ValueError(f"sample must lie in (0, 1], got {sample}")
         if clip_norm is not None and not clip_norm > 0.0:
             raise ValueError(f"clip_norm must be above 0, or None, got {clip_norm}")
-        super().__init__(named_parameters, density, momentum=momentum, **options)
+        self._sample, self._clip_norm = sample, clip_norm
+        common.update(values=gather_codec(values), warmup_steps=warmup_steps, momentum=momentum)
+        super().__init__(named_parameters, density, **common)
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "sample": self._sample, "clip_norm": self._clip_norm}
+
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        return _TopKWork(bucket, sending, self._sample, self._clip_norm)
+
+
+class _TopKWork(SparseWork):
+    def __init__(
+        self, bucket: Bucket, sending: Sending, sample: float | None = None, clip_norm: float | None = None
+    ) -> None:
+        super().__init__(bucket, sending)
         self._sample, self._clip_norm = sample, clip_norm
 
-    def select(self, bucket: Bucket, plan: Plan, slots: list[int], density: float) -> Selection:
-        return SampledPerRank(bucket, slots, self._sample)
+    def decide(self, slots: list[int]) -> EachRank:
+        return self.each_rank(Exact(self.bucket, slots, self._sample))
 
-    def receive(self, bucket: Bucket, position: int, grad: Tensor) -> None:
+    def accumulate(self) -> None:
         if self._clip_norm is not None:
-            limit = self._clip_norm / math.sqrt(self.ranks) * self.scale
-            # A gradient with an infinity is not clipped; it makes the step invalid. float64: squares must not overflow.
-            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-            grad.mul_(torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0), 1.0))
-        super().receive(bucket, position, grad)
+            limit = self._clip_norm / math.sqrt(self.step.ranks) * self.step.scale
+            for grad in self.bucket.gradients:
+                # A gradient with an infinity is not clipped; it makes the step invalid. float64: squares must not
+                # overflow.
+                norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+                grad.mul_(torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0), 1.0))
+        super().accumulate()
+
+    def exchange(self) -> Exchange:
+        yield from self.send()

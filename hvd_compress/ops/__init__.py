@@ -7,15 +7,16 @@ instruction set in use, and :func:`check_device` raises if the CUDA operators we
 
 Every operator writes to its arguments and returns None. All tensors are on one device. The compiled operators raise
 ``RuntimeError`` for a wrong dtype, device, size or range; the reference checks nothing. The contents of index tensors
-(``segments``, ``edges``, ``kind``, ``base``, ``book``) are checked on the CPU only: on CUDA, wrong contents give wrong
+(``pieces``, ``edges``, ``kind``, ``base``, ``book``) are checked on the CPU only: on CUDA, wrong contents give wrong
 values, but no access outside the tensors.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import update_wrapper
 from typing import ParamSpec
 
 from .. import reference
+from ..reference import Draw
 from ._load import (
     COMPILED,
     COMPILED_CUDA,
@@ -32,13 +33,11 @@ P = ParamSpec("P")
 
 
 def _operator(specification: Callable[P, None]) -> Callable[P, None]:
-    compiled = getattr(implementation, specification.__name__)
-
-    @wraps(specification)
-    def operator(*args: P.args, **kwargs: P.kwargs) -> None:
-        compiled(*args, **kwargs)
-
-    return operator
+    """torch's object for the compiled operator, with the specification's docstring and signature."""
+    if not COMPILED:
+        return specification
+    compiled: Callable[P, None] = getattr(implementation, specification.__name__).default
+    return update_wrapper(compiled, specification, assigned=["__doc__"], updated=[])
 
 
 accumulate_select = _operator(reference.accumulate_select)

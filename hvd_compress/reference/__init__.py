@@ -8,7 +8,7 @@ if the extension is not built.
 of quantized values.
 """
 
-from .accumulate_select import accumulate_select, select
+from .accumulate_select import Draw, accumulate_select, select
 from .block_means import block_means_keep, block_means_send
 from .blocks import BLOCK, OVERFLOW, exponential, mix, slot_start, slots_before, usable
 from .codes import (

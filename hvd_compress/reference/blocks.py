@@ -3,11 +3,11 @@
 Vocabulary
 ----------
 block
-    256 consecutive entries of a parameter in memory order. The last block may be padded.
-segment
-    the blocks of one parameter within a bucket's flat residual.
+    256 consecutive entries of a piece in memory order. The last block may be padded.
+piece
+    a parameter, or a part of one, and its blocks within a bucket's flat residual.
 slot
-    one entry to be sent. A segment of ``blocks`` blocks has ``slots`` slots. Block ``b`` has the slots from
+    one entry to be sent. A piece of ``blocks`` blocks has ``slots`` slots. Block ``b`` has the slots from
     ``slot_start(b)`` to ``slot_start(b + 1)``: any number of slots is spread evenly, and ``phase`` rotates the
     remainder from step to step.
 index
@@ -58,7 +58,7 @@ def exponential(bits: Tensor) -> Tensor:
 
 
 def slot_start(block: Tensor, slots: int, blocks: int, phase: int) -> Tensor:
-    """The first slot of ``block`` (int64 tensor) within its segment; ``slot_start(blocks)`` is ``slots``."""
+    """The first slot of ``block`` (int64 tensor) within its piece; ``slot_start(blocks)`` is ``slots``."""
     return (block * slots + phase % blocks) // blocks
 
 

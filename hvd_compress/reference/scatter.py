@@ -7,13 +7,13 @@ from .blocks import BLOCK, slot_start
 from .hadamard import hadamard
 
 
-def flat_positions(indices: Tensor, segments: Tensor, phase: int) -> Tensor:
+def flat_positions(indices: Tensor, pieces: Tensor, phase: int) -> Tensor:
     """The position of each slot's entry in the bucket's flat memory: int64, (slots,).
 
-    ``segments`` is read on the host and may be a CPU tensor.
+    ``pieces`` is read on the host and may be a CPU tensor.
     """
     parts = [indices.new_empty(0, dtype=torch.int64)]
-    for first_block, blocks, first_slot, slots in segments.tolist():
+    for first_block, blocks, first_slot, slots in pieces.tolist():
         block = torch.arange(blocks + 1, dtype=torch.int64, device=indices.device)
         edges = slot_start(block, slots, blocks, phase)
         block = block[:-1].repeat_interleave(edges.diff(), output_size=slots)
@@ -21,14 +21,14 @@ def flat_positions(indices: Tensor, segments: Tensor, phase: int) -> Tensor:
     return torch.cat(parts)
 
 
-def gather(residual: Tensor, indices: Tensor, segments: Tensor, values: Tensor, phase: int) -> None:
+def gather(residual: Tensor, indices: Tensor, pieces: Tensor, values: Tensor, phase: int) -> None:
     """Copy the entries at ``indices`` to ``values``.
 
     ``residual``: float32, the whole bucket. ``indices``: uint8, all slots, in slot order.
-    ``segments``: int64, (parameters, 4): first block, blocks, first slot, slots; ascending.
+    ``pieces``: int64, (pieces, 4): first block, blocks, first slot, slots; ascending.
     ``values``: float32, all slots.
     """
-    values.copy_(residual[flat_positions(indices, segments, phase)])
+    values.copy_(residual[flat_positions(indices, pieces, phase)])
 
 
 def _last(place: Tensor, acts: Tensor, entries: int) -> Tensor:
@@ -52,9 +52,9 @@ def scatter(
     residual: Tensor,
     velocity: Tensor | None,
     indices: Tensor,
-    segments: Tensor,
+    pieces: Tensor,
     mean: Tensor,
-    quantization_error: Tensor | None,
+    quantization_error: Tensor,
     phase: int,
     scale: float,
     block_means: Tensor | None = None,
@@ -68,9 +68,6 @@ def scatter(
     see it. Slots are processed in order: of several for one entry, the last one determines the result. Entries in a
     gradient's padding are skipped.
 
-    Without ``quantization_error``, residual and velocity are unchanged: their update is deferred to
-    :func:`accumulate_select`.
-
     With ``block_means``, float32, (blocks,) of the bucket, every entry of a gradient is assigned its block's mean times
     ``scale``, and ``mean * scale`` is added at ``indices``.
 
@@ -78,23 +75,23 @@ def scatter(
     transform of its block's coefficients, which are 0 except at ``indices``, times ``scale``. With ``sign``, the
     transform's result is first replaced by 1 where it is above 0 and by -1 where it is below.
 
-    ``grads``: for each segment a dense tensor, in memory order, or an empty one, which is skipped. ``mean``,
+    ``grads``: for each piece a dense tensor, in memory order, or an empty one, which is skipped. ``mean``,
     ``quantization_error``: float32, all slots. The other arguments are as in :func:`gather`. ``transform``
     goes without ``block_means``, ``sign`` only with ``transform``.
     """
-    where = flat_positions(indices, segments, phase)
+    where = flat_positions(indices, pieces, phase)
     if not transform:
-        scatter_at(grads, residual, velocity, where, segments, mean, quantization_error, scale, block_means)
+        scatter_at(grads, residual, velocity, where, pieces, mean, quantization_error, scale, block_means)
         return
     skipped = [residual.new_empty(0)] * len(grads)
-    scatter_at(skipped, residual, velocity, where, segments, mean, quantization_error, scale)
+    scatter_at(skipped, residual, velocity, where, pieces, mean, quantization_error, scale)
     coefficients = torch.zeros_like(residual)
     _assign(coefficients, where, mean, _last(where, torch.ones_like(where, dtype=torch.bool), residual.numel()))
     hadamard(coefficients)
     if sign:
         coefficients = torch.where(coefficients > 0, 1.0, torch.where(coefficients < 0, -1.0, coefficients))
     coefficients *= scale
-    for grad, first_block in zip(grads, segments[:, 0].tolist(), strict=True):
+    for grad, first_block in zip(grads, pieces[:, 0].tolist(), strict=True):
         begin = first_block * BLOCK
         grad.as_strided((grad.numel(),), (1,)).copy_(coefficients[begin : begin + grad.numel()])
 
@@ -104,23 +101,22 @@ def scatter_at(
     residual: Tensor,
     velocity: Tensor | None,
     where: Tensor,
-    segments: Tensor,
+    pieces: Tensor,
     mean: Tensor,
-    quantization_error: Tensor | None,
+    quantization_error: Tensor,
     scale: float,
     block_means: Tensor | None = None,
 ) -> None:
     """:func:`scatter` with the slots' positions in the bucket's flat memory: ``where``, int64, (slots,)."""
-    if quantization_error is not None:
-        last = _last(where, mean.isfinite(), residual.numel())
-        _assign(residual, where, quantization_error, last)
-        if velocity is not None:
-            _assign(velocity, where, torch.zeros_like(quantization_error), last)
+    last = _last(where, mean.isfinite(), residual.numel())
+    _assign(residual, where, quantization_error, last)
+    if velocity is not None:
+        _assign(velocity, where, torch.zeros_like(quantization_error), last)
     value = mean * scale
     if block_means is not None:
         base = block_means * scale
         value = base[where // BLOCK] + value
-    for grad, (first_block, blocks, first_slot, slots) in zip(grads, segments.tolist(), strict=True):
+    for grad, (first_block, blocks, first_slot, slots) in zip(grads, pieces.tolist(), strict=True):
         if grad.numel() == 0:
             continue
         flat = grad.as_strided((grad.numel(),), (1,))

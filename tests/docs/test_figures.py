@@ -1,15 +1,11 @@
-"""scripts/figures.py: few curves, told apart without colour, and legends that are not cut."""
+"""scripts/experiments/figures.py: few curves, told apart without colour, and legends that are not cut."""
 
-import importlib
-import sys
 from pathlib import Path
 
+import figures
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-figures, table = importlib.import_module("figures"), importlib.import_module("table")
 
 
 @pytest.mark.parametrize("name", figures.FIGURE)

@@ -16,6 +16,7 @@
 #define HVD_EMULATED
 #define HVD_CUDA_KEY CPU
 #define HVD_CUDA_ARCH EMULATED_ARCH
+#define HVD_PINNED false
 #define HVD_SHARED(type, name, size) \
   auto& name = *static_cast<type(*)[size]>(emulation::shared_memory(sizeof(type[size])))
 #define HVD_LAUNCH(kernel, grid, threads, stream) emulation::launcher(kernel, grid, threads)

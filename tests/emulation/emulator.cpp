@@ -69,6 +69,7 @@ unsigned current = 0;  // thread of the block
 uint16_t block_barriers = 0;
 bool running = false;
 uint64_t blocks_run = 0;
+uint64_t launches = 0;
 std::string failure;
 
 void to_scheduler() { emulation_switch(&threads[current].stack_pointer, scheduler_stack_pointer); }
@@ -235,6 +236,7 @@ void launch(unsigned grid, unsigned block, const std::function<void()>& thread) 
   }
   failure.clear();
   forget_accesses();
+  ++launches;
   for (unsigned number : order) {
     blockIdx.x = number;
     run_block();
@@ -273,7 +275,11 @@ void report(const std::string& message) {
 
 }  // namespace emulation
 
-// The number of thread blocks that have run so far.
+// The number of launches, and of thread blocks that have run, so far.
+extern "C" __attribute__((visibility("default"))) uint64_t emulation_launches() {
+  return emulation::launches;
+}
+
 extern "C" __attribute__((visibility("default"))) uint64_t emulation_blocks() {
   return emulation::blocks_run;
 }

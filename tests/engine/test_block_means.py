@@ -59,13 +59,13 @@ def test_quantization_errors_of_means_are_kept():
             sum_ += gradient
     rounded = False
     for bucket in range(len(ranks[0].compression.buckets)):
-        means = [r.compression._plans[bucket].block_means for r in ranks]
+        means = [r.compression.works[bucket].means for r in ranks]
         unsent = (means[0].unsent + means[1].unsent) / 2
         rounded = rounded or bool(unsent.any())
-        for segment in ranks[0].compression.buckets[bucket].segments:
-            number = [name for name, _ in ranks[0].model.named_parameters()].index(segment.name)
+        for piece in ranks[0].compression.buckets[bucket].pieces:
+            number = [name for name, _ in ranks[0].model.named_parameters()].index(piece.name)
             blocks = zip(flat(total[number]).split(BLOCK), flat(mean[number]).split(BLOCK), strict=True)
-            for (got, want), rest in zip(blocks, segment.of_blocks(unsent), strict=True):
+            for (got, want), rest in zip(blocks, piece.of_blocks(unsent), strict=True):
                 # Most entries were never selected: they got the means only.
                 torch.testing.assert_close(got.median() + rest, steps * want.mean(), rtol=0, atol=1e-4)
     assert rounded
@@ -86,18 +86,6 @@ def test_equal_gradients_move_as_with_plain_momentum_while_the_density_changes()
         velocity = 0.9 * velocity + 1.0
         for gradient in together(world, ranks, [like(r.model, 1.0) for r in ranks])[0]:
             torch.testing.assert_close(gradient, torch.full_like(gradient, velocity))
-
-
-def test_a_deferred_update_is_applied_although_the_selection_has_changed():
-    kept = []
-    for early in (False, True):
-        world, ranks = replicas(2, IWP, density=SWINGING, momentum=0.9)
-        for step in range(9):
-            random_steps(world, ranks, [step])
-            for bucket in ranks[0].compression.buckets if early else ():
-                bucket.apply_deferred()
-        kept.append(residuals(ranks[0]))
-    assert all(torch.equal(one, kept[1][name]) for name, one in kept[0].items())
 
 
 def test_no_entry_is_lost_when_the_density_changes():
@@ -174,7 +162,7 @@ def test_a_huge_gradient_enters_neither_its_blocks_mean_nor_the_residuals_of_its
     grads = like(model, 1.0)
     grads[0][2, 7] = 2.0**64
     together(world, ranks, [grads])
-    means = ranks[0].compression._plans[0].block_means
+    means = ranks[0].compression.works[0].means
     assert means.unsent.tolist() == means.velocity.tolist() == [1.0, 1.0, 0.0, 1.0]
     held = residuals(ranks[0])["weight"]
     assert held[2, 7] == 0.0 and held[2, 8] == 1.0 and held.sum() == 4 * 256 - 1

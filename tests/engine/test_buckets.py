@@ -19,8 +19,8 @@ def test_gradients_are_copied_only_if_their_memory_order_differs():
 
 
 def test_buckets_start_with_the_last_parameter_and_respect_their_capacity():
-    parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate((300, 70_000, 200, 10))]
+    parameters = [(i, f"p{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate((300, 70_000, 200, 10))]
     buckets = make_buckets(parameters, capacity=4 * 1024)
-    assert [[s.name for s in b.segments] for b in buckets] == [["p3", "p2"], ["p1"], ["p0"]]
-    assert [s.first_block for s in buckets[0].segments] == [0, 1] and buckets[0].blocks == 2
+    assert [[p.name for p in b.pieces] for b in buckets] == [["p3", "p2"], ["p1"], ["p0"]]
+    assert [p.first_block for p in buckets[0].pieces] == [0, 1] and buckets[0].blocks == 2
     assert buckets[1].residual.numel() == 274 * 256

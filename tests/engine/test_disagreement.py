@@ -13,11 +13,14 @@ from methods import METHODS
 from hvd_compress import IWP, TopK
 from hvd_compress.codecs import Lanes
 from hvd_compress.engine.agreement import LIMIT, all_equal
-from hvd_compress.engine.bucket import Bucket, Segment
+from hvd_compress.engine.bucket import make_buckets
+from hvd_compress.engine.work import Step
 from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.schedule import Diminishing, WarmUp
 from hvd_compress.selection.base import Scoring, StepSeed
-from hvd_compress.selection.shared import AllEntries
+from hvd_compress.selection.deciders import Shared
+from hvd_compress.selection.idle import Idle
+from hvd_compress.selection.pickers import Everything
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -178,14 +181,13 @@ def test_an_option_that_one_rank_changes_between_steps_raises_an_error(name):
 
 def test_a_disagreement_is_remembered_until_it_is_checked():
     """On a GPU it is not checked in every step."""
-    bucket = Bucket(0, [Segment("w", torch.nn.Parameter(torch.zeros(512)), 0)], torch.device("cpu"))
-    selection = AllEntries(bucket)
+    (bucket,) = make_buckets([(0, "w", torch.nn.Parameter(torch.zeros(512)))], 2**20)
     flag = torch.zeros(1, dtype=torch.bool)
-    scoring = Scoring(None, 0.0, 1.0, 0.0, torch.zeros(1, dtype=torch.int32), flag)
+    decider = Shared(Everything(bucket), Idle(bucket, finds=False), flag)
 
     def step(number, other_digest):
-        selection.begin_step(StepSeed.draw(0, number, 0, 2, 0), check=number == 2)
-        exchange = selection.agree(scoring)
+        decider.begin(StepSeed.draw(Step(number, 0, 2, 1.0, 0, 0), 0), check=number == 2)
+        exchange = decider.agree(Scoring())
         ours = next(exchange).tensor
         digest = ours[1] + other_digest
         with suppress(StopIteration):

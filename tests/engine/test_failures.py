@@ -37,7 +37,7 @@ def test_a_finished_bucket_is_undone_if_another_bucket_fails(name):
     if name == "iwp-fp32":
         assert sum(".1.step" in call for call in calls) == 2, "indices and values"
     for number, (key, parameter) in enumerate(rank.model.named_parameters()):
-        if key in [segment.name for segment in rank.compression.buckets[1].segments]:
+        if key in [piece.name for piece in rank.compression.buckets[1].pieces]:
             assert not parameter.grad.any(), "averages that were undone"
             if name not in FORGETFUL:
                 want = before[key] + given[number]
@@ -94,16 +94,32 @@ def test_averages_without_a_gradient_to_write_them_to_stay_in_the_residual(name)
 
 def test_a_gradient_that_was_not_accumulated_is_not_zeroed(monkeypatch):
     _, (rank,) = replicas(1, IWP, density=1 / 16)
-    p = rank.model.wide.weight
-    p.grad = torch.ones_like(p)
 
     def broken(*_):
         raise MemoryError
 
-    monkeypatch.setattr(rank.compression, "receive", broken)
+    for work in rank.compression.works:
+        monkeypatch.setattr(work, "accumulate", broken)
+    parameters = [p for p in rank.model.parameters() if p.dim() > 1]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
     with pytest.raises(MemoryError):
+        for p in parameters:
+            rank.compression.compress(p.grad)
+    assert all(p.grad.all() for p in parameters) and not rank.compression.residual("wide.weight").any()
+
+
+def test_gradients_of_a_step_that_failed_before_the_exchange_stay_in_the_residual():
+    _, (rank,) = replicas(1, IWP, density=1 / 16)
+    given, written = rank.model.wide.weight, rank.model.deep.weight
+    for p in (given, written):
+        p.grad = torch.ones_like(p)
         rank.compression.compress(p.grad)
-    assert p.grad.all() and not rank.compression.residual("wide.weight").any()
+    with torch.no_grad():
+        written.grad.mul_(2.0)  # by somebody else: it is not what has arrived
+    rank.compression.reset()
+    assert not given.grad.any() and (rank.compression.residual("wide.weight") == 1.0).all()
+    assert (written.grad == 2.0).all() and not rank.compression.residual("deep.weight").any()
 
 
 def test_the_next_step_works_after_a_failed_exchange():
@@ -208,5 +224,5 @@ def test_a_repeated_step_number_causes_no_infinity(build):
     for rank in ranks:
         rank.compression.engine.step -= 1  # as after a failure
     random_steps(world, ranks, range(1, 4))
-    for bucket in ranks[0].compression.buckets:
-        assert all(bool(flat.isfinite().all()) for flat in bucket.state.values())
+    state = ranks[0].compression.state_dict()
+    assert all(bool(flat.isfinite().all()) for flat in tensors_of(state).values())

@@ -16,9 +16,8 @@ from torch import Tensor
 from hvd_compress import IWP, LocalSteps, TopK, reshard
 from hvd_compress.codecs import codebooks
 from hvd_compress.engine.state import same
-from hvd_compress.extrapolation import WNN, Line
 from hvd_compress.hosts.threads import ThreadWorld
-from hvd_compress.methods import extrapolation, predictor
+from hvd_compress.methods import predictor
 
 
 @dataclass(frozen=True)
@@ -211,26 +210,6 @@ def test_a_new_set_of_ranks_seen_by_the_optimizer(modes: Modes) -> None:
     assert same(run(modes), run(Modes()))
 
 
-@pytest.mark.parametrize("kind", [Line, WNN])
-@every_combination
-def test_extrapolation(modes: Modes, kind: Any) -> None:
-    def run(modes: Modes) -> Any:
-        extrapolation.shipped.cache_clear()
-        model = mixed_model()
-        epochs = [gradients(model, seed) for seed in range(6)]
-        with modes.of_process():
-            ahead = kind(model.parameters())
-            for epoch in epochs:
-                with torch.no_grad():
-                    for p, value in zip(model.parameters(), epoch, strict=True):
-                        p.copy_(value)
-                with modes.of_thread():
-                    ahead.epoch_end()
-        return dict(model.state_dict())
-
-    assert same(run(modes), run(Modes()))
-
-
 def test_shipped_networks_leave_torchs_generator_alone() -> None:
     forget_tables()
     before = torch.get_rng_state()
@@ -242,9 +221,9 @@ def test_the_callers_modes_are_on_again() -> None:
     found = []
 
     class Probe(IWP):
-        def receive(self, *args: Any) -> None:
+        def dense_averaged(self, *args: Any) -> None:
             found.append(on())
-            super().receive(*args)
+            super().dense_averaged(*args)
 
     def on() -> tuple[bool, ...]:
         autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")

@@ -31,7 +31,7 @@ def run(build: Any, host: str, model: torch.nn.Module, values: torch.dtype, dtyp
         found.append([[g.clone() for g in mine if compressed(g)] for mine in together(world, ranks, grads, step)])
         for rank in ranks:
             rank.compression.load_state_dict(rank.compression.state_dict())
-    return [found, [r.compression.state_dict()["per_rank"].get("tensors") for r in ranks]]
+    return [found, [r.compression.state_dict()["per_rank"].get("buckets") for r in ranks]]
 
 
 @pytest.mark.parametrize("host", HOSTS)

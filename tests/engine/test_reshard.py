@@ -47,7 +47,7 @@ def test_nothing_is_lost_on_another_number_of_ranks(methods, name, before, after
         want = sum(torch.as_tensor(each[path]).double() for each in everything) / before
         torch.testing.assert_close(torch.as_tensor(mean).double(), want, rtol=1e-6, atol=1e-30)
         assert not isinstance(mean, Tensor) or mean.dtype == everything[0][path].dtype
-    velocities = [path for path in everything[0] if path.startswith(".tensors") and path.endswith("velocity")]
+    velocities = [path for path in everything[0] if ".velocity." in path and path.startswith(".buckets")]
     assert bool(velocities) == bool(momentum)
 
     world, fresh = replicas(after, method)
@@ -148,10 +148,16 @@ def test_wrong_states_raise_an_error():
         ([hvd_compress.reshard(states)] * 3, r"states\[0\].owner: must be rank 0, got None"),
         ([{"format": 2}], r"states\[0\]: must be a state_dict\(\) of this version"),
         ([None], r"states\[0\]: must be a state_dict\(\)"),
-        (damaged("shared/extra/weights/wide.weight", 1.0), "shared.extra.weights.wide.weight: differs between rank 0"),
-        (damaged("shared/extra/channels/0/known", 1), "shared.extra.channels.0.known: differs"),
-        (damaged("per_rank/tensors/wide.weight", {}), "per_rank.tensors.wide.weight: the states have different items"),
-        (damaged("per_rank/tensors/wide.weight/residual", torch.zeros(3)), "wide.weight.residual: must be a number or"),
+        (damaged("shared/buckets/0/shares/wide.weight", 1.0), "shares.wide.weight: differs between rank 0"),
+        (damaged("shared/buckets/0/values/known", 1), "values.known: differs"),
+        (
+            damaged("per_rank/buckets/0/residual/wide.weight", {}),
+            "residual.wide.weight: the states have different items",
+        ),
+        (
+            damaged("per_rank/buckets/0/residual/wide.weight/entries", torch.zeros(3)),
+            "wide.weight.entries: must be a number or",
+        ),
         (damaged("per_rank/wire_stats/last/dense", "x"), "per_rank.wire_stats.last.dense: must be a number"),
         (damaged("per_rank", None), "per_rank: must be a number or a float tensor"),
         (damaged("shared", None), "shared: differs"),

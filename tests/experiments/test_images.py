@@ -1,19 +1,13 @@
 """Images of the experiments: reading, shards, batches, augmentation."""
 
-import importlib
 import itertools
 import pickle
-import sys
 
 import numpy as np
 import pytest
 import torch
-from launch import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-datasets = importlib.import_module("experiment.data")
-images = importlib.import_module("experiment.images")
+from experiment import data as datasets
+from experiment import images
 
 
 @pytest.fixture(scope="module")

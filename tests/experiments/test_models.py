@@ -1,15 +1,8 @@
 """Models of the experiments."""
 
-import importlib
-import sys
-
 import pytest
 import torch
-from launch import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-models = importlib.import_module("experiment.models")
+from experiment import models
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,10 @@
-"""scripts/record_gradients.py."""
+"""scripts/experiments/record_gradients.py."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
+import record_gradients as record
 import torch
-from launch import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-record = importlib.import_module("record_gradients")
 
 
 def test_recorder_keeps_the_local_gradients_of_large_parameters(tmp_path):

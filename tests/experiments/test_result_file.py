@@ -1,18 +1,15 @@
-"""scripts/experiment/result_file.py: one run a line, each name once, whatever writes or is killed at the same time."""
+"""Result files: one run a line, each name once, whatever writes or is killed at the same time."""
 
-import importlib
 import subprocess
 import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
+from experiment import result_file
+from experiment.result_file import read_runs, write_run
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-result_file = importlib.import_module("experiment.result_file")
-read_runs, write_run = result_file.read_runs, result_file.write_run
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "experiments"
 
 
 def test_runs_are_lines_and_a_run_replaces_that_of_its_name(tmp_path):

@@ -1,15 +1,10 @@
-"""scripts/table.py, and results of older runs."""
+"""scripts/experiments/table.py, and results of older runs."""
 
-import importlib
 import sys
 
-from launch import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-write_run = importlib.import_module("experiment.result_file").write_run
-runs = importlib.import_module("experiment.runs")
-table = importlib.import_module("table")
+import table
+from experiment import runs
+from experiment.result_file import write_run
 
 
 def result(compression="none", seed=0, accuracy=0.9, ranks=4, **config):

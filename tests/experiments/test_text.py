@@ -1,19 +1,12 @@
 """Text of the experiments: files, windows, and the test in bits per byte."""
 
-import importlib
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-datasets = importlib.import_module("experiment.data")
-quality = importlib.import_module("experiment.quality")
-text = importlib.import_module("experiment.text")
+from experiment import data as datasets
+from experiment import quality, text
 
 
 @pytest.fixture(scope="module")

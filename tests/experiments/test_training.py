@@ -1,24 +1,17 @@
 """Trainings by train.py on every host."""
 
-import importlib
 import os
-import sys
 
 import pytest
 import torch
-from launch import ROOT, launch
-
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-hosts = importlib.import_module("experiment.hosts")
-quality = importlib.import_module("experiment.quality")
-read_runs = importlib.import_module("experiment.result_file").read_runs
-train = importlib.import_module("train")
+import train
+from experiment import hosts, quality
+from experiment.result_file import read_runs
+from launch import launch
 
 
 def trained(launcher, arguments, path):
-    launch("run.sh", [*launcher, "2", str(SCRIPTS / "train.py"), *SHORT, *arguments, "--json", str(path)], timeout=120)
+    launch("run.sh", [*launcher, "2", train.__file__, *SHORT, *arguments, "--json", str(path)], timeout=120)
     return read_runs(path.parent)[path.name]
 
 
@@ -89,6 +82,17 @@ def test_both_hosts_train_alike(method, tmp_path):
     threads = simulated(["--compression", method], tmp_path / "runs.jsonl" / "threads")
     for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
         assert threads[key] == horovod[key], key
+
+
+def test_a_profile_has_three_steps(tmp_path):
+    found = train.profile(tmp_path / "profile.json")
+    for _ in range(25):
+        with train.record_function("backward"):
+            torch.ones(1)
+        found.step()
+    found.stop()
+    text = (tmp_path / "profile.json").read_text()
+    assert text.count('"name": "ProfilerStep#') == 3 and '"name": "backward"' in text
 
 
 # Local steps.

@@ -156,8 +156,8 @@ def test_signs_are_scaled_and_a_discarded_step_returns(orthogonal: bool) -> None
 @pytest.mark.parametrize("orthogonal", [True, ["wide.weight", "wide.bias"]])
 def test_orthogonal_averages(orthogonal: Any, host: str) -> None:
     """In place of the signs of compressed gradients; of the same averages as without the sign."""
-    world, ranks = replicas(3, partial(DeMo, orthogonal=orthogonal, **SMALL), host=host)
-    other_world, others = replicas(3, partial(DeMo, sign=False, **SMALL), host=host)
+    world, ranks = replicas(3, partial(DeMo, orthogonal=orthogonal, decay=0.9, **SMALL), host=host)
+    other_world, others = replicas(3, partial(DeMo, sign=False, decay=0.9, **SMALL), host=host)
     for step in range(3):
         results = random_steps(world, ranks, range(step, step + 1))
         assert all(equal(results[0], result) for result in results)
@@ -179,11 +179,6 @@ def test_it_trains_without_another_momentum(orthogonal: bool) -> None:
     assert equal(*(list(r.model.parameters()) for r in ranks))
 
 
-def optimizer_step(rank: Rank, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.register_step_pre_hook(lambda optimizer, *_: rank.compression.check_optimizer(optimizer))
-    optimizer.step()
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -195,7 +190,7 @@ def test_refuses_a_second_momentum(build) -> None:
     world, ranks = replicas(2, DeMo)
     random_steps(world, ranks, range(1))
     with pytest.raises(ValueError, match="momentum would count twice: DeMo has one"):
-        optimizer_step(ranks[0], build(ranks[0].model.parameters()))
+        build(ranks[0].model.parameters()).step()
     with pytest.raises(ValueError, match="momentum is what was not sent"):
         ranks[0].compression.take_momentum(torch.optim.SGD(ranks[0].model.parameters(), lr=0.1, momentum=0.9))
 
@@ -207,10 +202,10 @@ def test_warns_of_clipped_signs(orthogonal: bool) -> None:
     torch.nn.utils.clip_grad_norm_(ranks[0].model.parameters(), 1.0)
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1, weight_decay=0.1) for r in ranks]
     with pytest.warns(UserWarning, match="(signs|matrices) after the exchange, and their largest entry is 0.0"):
-        optimizer_step(ranks[0], optimizers[0])
+        optimizers[0].step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer_step(ranks[1], optimizers[1])
+        optimizers[1].step()
 
 
 def test_no_warning_before_the_exchange() -> None:
@@ -329,3 +324,17 @@ def test_what_no_rank_has_a_gradient_for_does_not_move(options: dict, host: str)
         grads[0][n] = None
     applied = together(world, ranks, grads)
     assert equal(*applied) and all(applied[0][n].any() for n in idle)
+
+
+def test_matrices_are_all_compressed_parameters_but_embeddings() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64, bias=False))
+    model.add_module("head", torch.nn.Linear(32, 64, bias=False))
+    model.head.weight = model[0].weight  # tied
+    collectives = ThreadWorld(1).collectives(0)
+    found = DeMo(model, orthogonal="matrices", collectives=collectives).options()
+    assert found == DeMo(model, orthogonal=["1.weight"], decay=0.9, collectives=collectives).options()
+    assert DeMo(model, orthogonal=True, collectives=collectives).options()["decay"] == 0.999
+    with pytest.raises(ValueError, match="needs the model"):
+        DeMo(model.named_parameters(), orthogonal="matrices", collectives=collectives)
+    with pytest.raises(TypeError, match='must be a bool, "matrices" or a list of names'):
+        DeMo(model, orthogonal="weight", collectives=collectives)

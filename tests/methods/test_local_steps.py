@@ -115,8 +115,8 @@ def test_the_whole_residual_is_scaled(name):
     compression, names = ranks[0].compression, [n for n, _ in ranks[0].model.named_parameters()]
     before = [compression.residual(n) for n in names]
     assert any(r.any() for r in before) == (name not in WITHOUT_RESIDUAL)
-    for bucket in compression.buckets:
-        compression.scale_residual(bucket, 0.5)
+    for work in compression.engine.works:
+        work.scale_residual(0.5)
     assert equal([r * 0.5 for r in before], [compression.residual(n) for n in names])
 
 

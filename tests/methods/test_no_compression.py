@@ -195,7 +195,7 @@ def test_a_method_says_which_parameters_it_compresses():
             return parameter.shape[0] == parameter.shape[1]
 
     world, ranks = replicas(2, Square)
-    assert [place.segment.name for place in ranks[0].compression.engine.places] == ["deep.weight"]
+    assert [place.piece.name for place in ranks[0].compression.engine.places] == ["deep.weight"]
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     want = averages(grads, torch.float32)
     for (name, _), got, mean in zip(

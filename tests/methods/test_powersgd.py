@@ -22,7 +22,7 @@ def span(matrix):
 @pytest.mark.parametrize("feedback", [True, False])
 def test_powersgd_follows_its_paper(feedback):
     world, ranks = replicas(3, PowerSGD, model=linear(), rank=3, values="fp32", error_feedback=feedback)
-    q = ranks[0].compression.state_dict()["shared"]["extra"]["q"]["weight"].double()
+    q = ranks[0].compression.state_dict()["shared"]["buckets"]["0"]["q"]["weight"].double()
     errors = [torch.zeros(48, 64, dtype=torch.float64) for _ in ranks]
     for step in range(6):
         grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]

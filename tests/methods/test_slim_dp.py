@@ -13,8 +13,8 @@ from hvd_compress.reference import BLOCK, flat_positions
 
 def sent(rank, number=0):
     """The positions of the entries that the last step sent of a bucket."""
-    selection = rank.compression._plans[number].selection
-    return set(flat_positions(selection.indices, selection.rows, selection.phase).tolist())
+    picker = rank.compression.works[number].decider.picker
+    return set(flat_positions(picker.indices, picker.table, picker.phase).tolist())
 
 
 def steps(core, count, density=8 / 256, **options):
@@ -63,7 +63,7 @@ def test_the_core_follows_the_gradients():
     hot.view(16, BLOCK)[:, ::8] = 1.0
     for _ in range(60):
         world.run(lambda i: ranks[i].exchange([hot * (1.0 + i)]))
-    core = (ranks[0].compression.buckets[0].state["chance"] > 1.0).view(16, BLOCK).nonzero()
+    core = (ranks[0].compression.works[0].parts["core"].chance > 1.0).view(16, BLOCK).nonzero()
     assert set((core[:, 1] % 8).tolist()) == {0}
     assert len(core) == 16 * 32
 
@@ -79,7 +79,7 @@ def test_the_explorer_is_drawn_after_the_density_falls_from_one():
     density = Scheduled(lambda step: 1.0 if step < 3 else 1 / 32)
     world, ranks = replicas(2, partial(SlimDP, density=density, reselect=50))
     random_steps(world, ranks, range(4))
-    indices = ranks[0].compression._plans[0].selection.indices
+    indices = ranks[0].compression.works[0].decider.picker.indices
     assert int(indices.max()) > 100, "drawn at random, not the first of every block"
 
 

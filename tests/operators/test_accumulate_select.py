@@ -7,216 +7,168 @@ from hypothesis import strategies as st
 from strategies import (
     DEVICES,
     KINDS,
+    PAIR,
+    Layout,
+    agrees,
+    agrees_within,
     bad_selection,
     bounded,
     check_device,
     clone,
-    dtypes,
+    draws,
+    gradients,
     kinds,
+    layout_of,
+    layouts,
     needs_compiled,
     on,
-    phases,
-    same,
+    refuses,
     seeds,
-    shaped,
-    shapes,
-    slot_counts,
     threads,
     values,
-    within_memory,
 )
 
-from hvd_compress import ops, reference
+from hvd_compress import ops
+from hvd_compress.ops import Draw
 from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
-NO_DEFERRED = [None, None, None, 0, 0, 0]
-NAMES = ["grad", "residual", "weight", "velocity", "floor", "indices", "invalid", "touched", "block_means"]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DRAW = Draw(phase=5, run=1, ranks=2, position=0, key=7, explore=2**31)
 
 
-def deferred(slots: int, first: int, phase: int, seed: int) -> list:
-    """The deferred update of ``slots`` slots from ``first`` on."""
-    total = first + slots + 3
-    indices = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    return [indices, values(total, "wild", seed + 1), values(total, "normal", seed + 2), slots, first, phase]
+def flags(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32)
+
+
+def arguments_of(
+    layout: Layout, grads: list, weights: list, draw: Draw, *, velocity: bool = False, means: bool = False,
+    transform: bool = False, kind: str = "normal", scale: float = 1.0, momentum: float = 0.9, decay: float = 1.0
+) -> list:  # fmt: skip
+    residual, smoothed = values(layout.blocks * BLOCK, kind, 11), values(layout.blocks * BLOCK, "normal", 12)
+    if not transform:
+        residual, smoothed = layout.unpadded(residual), layout.unpadded(smoothed)
+    indices = torch.full((layout.room(draw) + 5,), 170, dtype=torch.uint8)  # the rest must not be written
+    count = len(grads)
+    state = [residual, weights, smoothed if velocity else None, layout.tensor(), torch.linspace(0.1, 1, count), indices]
+    block_means = torch.full((layout.blocks,), 3.0) if means else None
+    return [grads, *state, flags(1), flags(count), block_means, scale, momentum, decay, transform, *draw]
 
 
 @st.composite
 def arguments(draw: st.DrawFn) -> list:
-    shape, dtype, seed = draw(shapes()), draw(dtypes), draw(seeds)
-    n = torch.Size(shape).numel()
-    blocks = -(-n // BLOCK) + draw(st.sampled_from([0, 0, 0, 1]))
-    slots = draw(slot_counts(blocks))
-    first_slot, phase = draw(st.integers(0, 2000)), draw(phases)
-    run, ranks = draw(st.one_of(st.integers(1, 4), st.integers(1, 3000))), draw(st.integers(1, 8))
-    position = draw(st.integers(0, ranks - 1))
-    residual = torch.zeros(blocks * BLOCK)
-    transform = draw(st.integers(0, 2)) == 0
-    used = blocks * BLOCK if transform else n
-    residual[:used] = values(used, draw(st.sampled_from(["normal", "equal", "zero", "tiny", "huge"])), seed + 1)
-    velocity = values(blocks * BLOCK, "normal", seed + 2) if draw(st.booleans()) else None
-    last = int(reference.slots_before(torch.tensor(first_slot + slots), run, ranks, position))
-    return [
-        shaped(values(n, draw(st.sampled_from([*KINDS, "signed zeros"])), seed).to(dtype), shape),
-        residual,
-        shaped(values(n, draw(kinds), seed + 3).to(dtype), shape) if not transform and draw(st.booleans()) else None,
-        velocity,
-        torch.tensor([draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))]),
-        torch.full((last + draw(st.integers(0, 9)),), 170, dtype=torch.uint8),  # the rest must not be written
-        *(torch.tensor([draw(st.integers(0, 1))], dtype=torch.int32) for _ in ("invalid", "touched")),
-        torch.full((blocks,), 3.0) if not transform and draw(st.booleans()) else None,
-        draw(st.sampled_from([1.0, 0.3, 1 / 65536, 1e30])),
-        draw(st.sampled_from([0.9, 0.0, 1.0])),
-        slots,
-        first_slot,
-        phase,
-        run,
-        ranks,
-        position,
-        draw(st.integers(0, 2**32 - 1)),
-        draw(st.sampled_from([0, 2**30, 2**32 - 1, 2**32])),
-        *(
-            deferred(draw(slot_counts(blocks)), draw(st.integers(0, 99)), draw(phases), seed + 4)
-            if draw(st.booleans())
-            else NO_DEFERRED
-        ),
-        draw(st.sampled_from([1.0, 0.999, 0.5])),
-        transform,
-    ]
-
-
-def flag() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32)
+    layout, seed, transform = draw(layouts()), draw(seeds), draw(st.integers(0, 2)) == 0
+    grads = draw(gradients(layout, st.sampled_from([*KINDS, "signed zeros"]), seed))
+    weighted, means = (not transform and draw(st.booleans()) for _ in range(2))
+    weights = [values(grad.numel(), draw(kinds), seed + 9).to(grad).view_as(grad) for grad in grads]
+    args = arguments_of(
+        layout,
+        grads,
+        [torch.empty_like(grad).copy_(weight) for grad, weight in zip(grads, weights, strict=True)] if weighted else [],
+        draw(draws()),
+        velocity=draw(st.booleans()),
+        means=means,
+        transform=transform,
+        kind=draw(st.sampled_from(["normal", "equal", "zero", "tiny", "huge"])),
+        scale=draw(st.sampled_from([1.0, 0.3, 1 / 65536, 1e30])),
+        momentum=draw(st.sampled_from([0.9, 0.0, 1.0])),
+        decay=draw(st.sampled_from([1.0, 0.999, 0.5])),
+    )
+    args[5] *= draw(st.sampled_from([0.0, 1e-3, 1e-30, 2.0]))
+    args[7] += draw(st.integers(0, 1))
+    args[8] += draw(st.integers(0, 1))
+    return args
 
 
 def sample(device: str = "cpu") -> list:
-    """Valid arguments: 600 entries in 3 blocks, 12 slots, of which this rank leads 6."""
-    tensors = [torch.randn(600), torch.zeros(3 * BLOCK), torch.randn(600), torch.zeros(3 * BLOCK), torch.tensor([1e-3])]
-    tensors += [torch.zeros(6, dtype=torch.uint8), flag(), flag(), torch.zeros(3)]
-    return on(device, [*tensors, 1.0, 0.9, 12, 0, 5, 1, 2, 0, 7, 2**31, *deferred(10, 2, 3, 1), 0.9, False])
+    """Valid arguments: 12 slots, of which this rank leads 6."""
+    grads, weights = ([torch.randn(entries) for entries in PAIR.entries] for _ in range(2))
+    args = arguments_of(PAIR, grads, weights, DRAW, velocity=True, means=True)
+    args[6] = args[6][:6].clone()
+    return on(device, args)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @bounded(250)
 @given(args=arguments())
 def test_equals_reference(device: str, args: list) -> None:
-    check_device(device)
-    got, want = on(device, clone(args)), clone(args)
-    ops.accumulate_select(*got)
-    reference.accumulate_select(*want)
-    for name, mine, theirs in zip(NAMES, got, want, strict=False):
-        assert same(mine, theirs), name
+    agrees("accumulate_select", args, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("before", [1, 8])  # 8 entries keep the alignment
-@pytest.mark.parametrize("n", [1, 3, 255, 259, 510])
-def test_within_other_memory(device: str, n: int, before: int) -> None:
-    """No entry beyond the end counts, in the block's mean for example, or is written."""
-    check_device(device)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        blocks = -(-n // BLOCK)
-        want = [values(n, "normal", 1).to(dtype), torch.zeros(blocks * BLOCK), values(n, "normal", 2).to(dtype), None]
-        want += [torch.ones(1), torch.zeros(4 * blocks, dtype=torch.uint8), flag(), flag()]
-        want += [torch.zeros(blocks), 0.5, 0.0, 4 * blocks, 0, 0, 1, 1, 0, 7, 2**31]
-        with within_memory(want, before, device) as got:
-            ops.accumulate_select(*got)
-        reference.accumulate_select(*want)
-        for name, mine, theirs in zip(NAMES, got, want, strict=False):
-            assert same(mine, theirs), name
+@pytest.mark.parametrize("way", [{}, {"means": True}, {"velocity": True}, {"transform": True}])
+def test_within_other_memory(device: str, way: dict) -> None:
+    """Unaligned tensors. No entry beyond the end counts, in the block's mean for example, or is written."""
+    sizes = [1, 3, 255, 259, 510, 512]
+    layout = layout_of([(n, 4 * -(-n // BLOCK)) for n in sizes for _ in DTYPES])
+    grads = [values(n, "normal", n).to(dtype) for n in sizes for dtype in DTYPES]
+    weights = [] if way.get("transform") else [grad.flip(0) for grad in grads]
+    agrees_within("accumulate_select", arguments_of(layout, grads, weights, Draw(0, 1, 1, 0, 7, 2**31), **way), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 8, 9, 31, 33, 64, 100, 255, 256])
 @pytest.mark.parametrize("kind", ["normal", "equal", "zero"])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_counts(device: str, count: int, kind: str, weighted: bool) -> None:
-    check_device(device)
-    n, blocks = 19 * BLOCK + 3, 20
-    residual = torch.zeros(blocks * BLOCK)
-    weight, floor = values(n, "normal", 1) if weighted else None, torch.tensor([0.1])
-    indices = torch.zeros(blocks * count, dtype=torch.uint8)
-    args = [values(n, kind, 2), residual, weight, None, floor, indices, flag(), flag()]
-    args += [None, 1.0, 0.0, blocks * count, 0, 3, 1, 1, 0, 11, 2**31]
-    got, want = on(device, clone(args)), clone(args)
-    ops.accumulate_select(*got)
-    reference.accumulate_select(*want)
-    assert same(got[5], want[5])
+def test_counts(device: str, kind: str, weighted: bool) -> None:
+    """So many slots a block, of which half are explored."""
+    n, counts = 19 * BLOCK + 3, [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 255, 256]
+    layout = layout_of([(n, 20 * count) for count in counts])
+    grads = [values(n, kind, count) for count in counts]
+    weights = [values(n, "normal", 1) for _ in counts] if weighted else []
+    agrees("accumulate_select", arguments_of(layout, grads, weights, Draw(3, 1, 1, 0, 11, 2**31), kind="zero"), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_blocks(device: str) -> None:
-    check_device(device)
-    n = 2000 * BLOCK
+    layout = layout_of([(1201 * BLOCK, 5000), (300, 0), (797 * BLOCK, 3600)])
     for phase in (0, -77, 2500):
-        tensors = [values(n, "normal", 1), values(n, "normal", 2), values(n, "equal", 3), None, torch.tensor([0.1])]
-        tensors += [torch.zeros(4000, dtype=torch.uint8), flag(), flag(), torch.zeros(2000)]
-        args = [*tensors, 1.0, 0.0, 8600, 123, phase, 7, 3, 1, 11, 2**31, *deferred(9700, 5, phase + 1, 12)]
-        got, want = on(device, clone(args)), clone(args)
+        grads, weights = ([values(n, kind, n) for n in layout.entries] for kind in ("normal", "equal"))
         with threads(3):
-            ops.accumulate_select(*got)
-        reference.accumulate_select(*want)
-        for name, mine, theirs in zip(NAMES, got, want, strict=False):
-            assert same(mine, theirs), name
+            agrees("accumulate_select", arguments_of(layout, grads, weights, Draw(phase, 7, 3, 1, 11, 2**31)), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_unaligned_gradient(device: str) -> None:
-    """A view into another tensor, not aligned to 16 bytes."""
+def test_many_pieces(device: str) -> None:
+    layout = layout_of([(1 + 7 * i % 700, i % 3) for i in range(400)])
+    grads = [
+        values(n, "normal", n).to(DTYPES[i % 3]) if i % 5 else torch.empty(0) for i, n in enumerate(layout.entries)
+    ]
+    with threads(3):
+        args = agrees("accumulate_select", arguments_of(layout, grads, clone(grads), DRAW, velocity=True), device)
+    assert args[8].bool().tolist() == [bool(i % 5) for i in range(400)], "touched"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_empty_gradient_skips_its_piece(device: str) -> None:
     check_device(device)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        args = sample(device)
-        memory = torch.randn(601, device=device).to(dtype)
-        args[0], args[2] = memory[1:], torch.randn(603, device=device).to(dtype)[3:]
-        want = on("cpu", clone(args))
-        first = memory[0].clone()
-        ops.accumulate_select(*args)
-        reference.accumulate_select(*want)
-        assert memory[0] == first
-        for name, mine, theirs in zip(NAMES, args, want, strict=False):
-            assert same(mine, theirs), name
+    args = sample(device)
+    args[0][0] = torch.empty(0, device=device)
+    before = clone(args)
+    ops.accumulate_select(*args)
+    for number in (1, 3):
+        assert torch.equal(args[number][:512], before[number][:512]) and args[number][512:712].any()
+    assert args[8].tolist() == [0, 1] and args[9][:2].eq(3).all()
+    assert args[6][:4].eq(170).all() and args[6][4:].ne(170).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_block_means_are_subtracted(device: str) -> None:
     """The mean is of the entries without padding; nothing is subtracted in a block with an infinity."""
     check_device(device)
-    args = sample(device)[:19]
-    grad = args[0].clone() + 1.0
+    layout = layout_of([(600, 0)])
+    grad = torch.randn(600) + 1.0
     grad[300] = float("inf")
-    args[0], args[3] = grad.clone(), None
+    args = on(device, arguments_of(layout, [grad.clone()], [], DRAW, means=True))
+    args[1].zero_()
+    args[9].zero_()
     ops.accumulate_select(*args)
-    residual, block_means = args[1].cpu(), args[8].cpu()
-    blocks = grad.cpu().split(BLOCK)
+    residual, block_means, blocks = args[1].cpu(), args[9].cpu(), grad.split(BLOCK)
     for i in (0, 2):
         torch.testing.assert_close(block_means[i], blocks[i].mean())
         inside = residual[i * BLOCK :][: len(blocks[i])]
         torch.testing.assert_close(inside, blocks[i] - blocks[i].mean())
     assert block_means[1] == 0 and torch.equal(residual[BLOCK : BLOCK + 44], blocks[1][:44]) and residual[300] == 0
-    assert not residual[600:].any() and args[6].item() == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_deferred_update_is_done_first(device: str) -> None:
-    """As in scatter: the later of two slots counts, a non-finite mean is skipped; padding is written."""
-    check_device(device)
-    args = sample(device)
-    args[0].fill_(1.0)
-    args[1].fill_(10.0)
-    args[3].fill_(10.0)
-    args[8] = None
-    indices = torch.tensor([5, 5, 7, 9, 255], dtype=torch.uint8)
-    mean, error = torch.tensor([1.0, 1.0, float("nan"), 1.0, 1.0]), torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0])
-    args[19:] = on(device, [indices, mean, error, 5, 0, 2])
-    counts = reference.slot_start(torch.arange(4), 5, 3, 2).diff().tolist()
-    assert counts == [2, 2, 1]
-    ops.accumulate_select(*args)
-    residual, velocity = args[1].cpu(), args[3].cpu()
-    assert (residual[5].item(), velocity[5].item()) == (4.0, 1.0), "the error 3, plus the gradient"
-    assert (residual[BLOCK + 7].item(), velocity[BLOCK + 7].item()) == (20.0, 10.0), "no deferred update"
-    assert (residual[BLOCK + 9].item(), velocity[BLOCK + 9].item()) == (6.0, 1.0)
-    assert (residual[2 * BLOCK + 255].item(), velocity[2 * BLOCK + 255].item()) == (6.0, 0.0)
-    assert int((residual[:600] == 20.0).sum()) == 598
+    assert not residual[600:].any() and args[7].item() == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -226,16 +178,17 @@ def test_transform_is_orthonormal(device: str) -> None:
     grad = torch.zeros(600)
     grad[260:264] = torch.tensor([1.0, -1.0, 1.0, -1.0])
     grad[599] = 16.0
-    args = on(device, [grad.clone(), torch.ones(3 * BLOCK), None, None, torch.zeros(1)])
-    args += on(device, [torch.zeros(6, dtype=torch.uint8), flag(), flag(), None])
-    ops.accumulate_select(*args, 1.0, 0.0, 6, 0, 0, 1, 1, 0, 7, 0, *NO_DEFERRED, 0.5, True)
+    draw = Draw(0, 1, 1, 0, 7, 0)
+    args = on(device, arguments_of(layout_of([(600, 6)]), [grad.clone()], [], draw, transform=True, decay=0.5))
+    args[1].fill_(1.0)
+    ops.accumulate_select(*args)
     residual = args[1].cpu() - 0.5
     assert torch.equal(residual[:BLOCK], torch.zeros(BLOCK))
     assert residual[BLOCK : 2 * BLOCK].square().sum() == 4 and residual[2 * BLOCK :].square().sum() == 256
     assert (residual[2 * BLOCK :].abs() == 1).all()
-    assert torch.equal(args[0].cpu(), grad), "scatter writes all of it"
+    assert torch.equal(args[0][0].cpu(), grad), "scatter writes all of it"
     # An alternating pattern: its coefficients are 0 where the lowest bit of the index is.
-    assert (args[5][2:4] % 2 == 1).all() and not residual[BLOCK : 2 * BLOCK : 2].any()
+    assert (args[6][2:4] % 2 == 1).all() and not residual[BLOCK : 2 * BLOCK : 2].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -244,31 +197,30 @@ def test_what_cannot_be_transformed_does_not_spread(device: str, bad: float) -> 
     check_device(device)
     grad = torch.zeros(600)
     grad[3], grad[4] = bad, 8.0
-    args = on(device, [grad, torch.zeros(3 * BLOCK), None, None, torch.zeros(1), torch.zeros(0, dtype=torch.uint8)])
-    args += on(device, [flag(), flag(), None])
-    ops.accumulate_select(*args, 1.0, 0.0, 0, 0, 0, 1, 1, 0, 7, 0, *NO_DEFERRED, 1.0, True)
-    assert args[6].item() == 1
+    args = on(device, arguments_of(layout_of([(600, 0)]), [grad], [], DRAW, transform=True))
+    args[1].zero_()
+    ops.accumulate_select(*args)
+    assert args[7].item() == 1
     assert (args[1][:BLOCK].abs() == 0.5).all() and not args[1][BLOCK:].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("way", ["weight", "means", "transform"])
-def test_touched(device: str, dtype: torch.dtype, way: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", [{}, {"means": True}, {"transform": True}])
+def test_touched(device: str, dtype: torch.dtype, way: dict) -> None:
     """Set by one entry other than zero, wherever it is, and never unset. A thread's part has 128 blocks or more."""
     check_device(device)
-    blocks = 300
-    n = (blocks - 1) * BLOCK + 3
+    n = 299 * BLOCK + 3
+    layout = layout_of([(5, 1), (n, 300), (5, 0)])
 
     def touched(grad: torch.Tensor, before: int = 0, scale: float = 1.0) -> int:
-        weight = torch.ones(n, dtype=dtype) if way == "weight" else None
-        means = torch.zeros(blocks) if way == "means" else None
-        args = [grad.to(dtype), torch.randn(blocks * BLOCK), weight, None, torch.ones(1)]
-        args += [torch.zeros(blocks, dtype=torch.uint8), flag(), flag() + before, means, scale, 0.0, blocks, 0, 0, 1, 1]
-        args = on(device, [*args, 0, 7, 0, *NO_DEFERRED, 1.0, way == "transform"])
+        grads = [torch.zeros(5, dtype=dtype), grad.to(dtype), torch.zeros(5, dtype=dtype)]
+        args = on(device, arguments_of(layout, grads, [], DRAW, scale=scale, **way))
+        args[8][1] += before
         with threads(3):
             ops.accumulate_select(*args)
-        return args[7].item()
+        assert args[8][0] == args[8][2] == 0
+        return int(args[8][1])
 
     zeros = values(n, "signed zeros", 1)
     assert touched(zeros) == 0 and touched(zeros, before=1) == 1 and touched(torch.ones(n), before=1) == 1
@@ -283,69 +235,38 @@ def test_touched(device: str, dtype: torch.dtype, way: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(sample(device)))
-    for optional in (2, 3, 8):
-        without = sample(device)
-        without[optional] = None
-        torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(without))
-    transformed = [*sample(device)[:19], *NO_DEFERRED, 0.9, True]
-    transformed[2] = transformed[8] = None
-    for args in (sample(device)[:19], transformed):
+    transformed = sample(device)
+    transformed[2], transformed[9], transformed[13] = [], None, True
+    without = sample(device)
+    without[2], without[3], without[9] = [], None, None
+    for args in (sample(device), transformed, without):
         torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(args))
 
 
 BAD = {
-    "grad dtype": (0, lambda x: x.double(), "grad must be Float, Half or BFloat16, got Double"),
-    "grad expanded": (0, lambda x: x[:1].expand(600), "dense in memory"),
-    "grad strided": (0, lambda x: torch.randn(1200)[::2], "dense in memory"),
-    "grad too long": (0, lambda x: torch.randn(900), "grad|weight"),
-    "weight dtype": (2, lambda x: x.half(), "weight must be Float, got Half"),
-    "weight numel": (2, lambda x: x[:599], "weight must have 600 entries, got 599"),
+    "grads number": (0, lambda x: x[:1], "grads must have 2 tensors, one per piece, got 1"),
+    "grads dtype": (0, lambda x: [x[0].double(), x[1]], "grads must be Float, Half or BFloat16, got Double"),
+    "grads expanded": (0, lambda x: [x[0][:1].expand(400), x[1]], "dense in memory"),
+    "grads strided": (0, lambda x: [torch.randn(800)[::2], x[1]], "dense in memory"),
+    "grads too long": (0, lambda x: [torch.randn(900), x[1]], "grads|weights|piece 0 has 2 blocks"),
+    "weights number": (2, lambda x: x[:1], "weights must have 2 tensors, one per piece, got 1"),
+    "weights dtype": (2, lambda x: [x[0].half(), x[1]], "weights must be Float, got Half"),
+    "weights numel": (2, lambda x: [x[0][:399], x[1]], "weights must have 400 entries, got 399"),
     "residual dtype": (1, lambda x: x.half(), "residual must be Float"),
     "residual size": (1, lambda x: x[:700].clone(), "multiple of 256"),
-    "residual short": (1, lambda x: x[:512].clone(), "velocity|at most 512"),
+    "residual short": (1, lambda x: x[:512].clone(), "velocity must have 512"),
     "velocity size": (3, lambda x: x[:512].clone(), "velocity must have 768 entries, got 512"),
-    "floor": (4, lambda x: x.expand(2).clone(), "floor must have 1 entries, got 2"),
-    "invalid dtype": (6, lambda x: x.long(), "invalid must be Int, got Long"),
-    "touched dtype": (7, lambda x: x.long(), "touched must be Int, got Long"),
-    "touched numel": (7, lambda x: x.expand(2).clone(), "touched must have 1 entries, got 2"),
-    "block_means dtype": (8, lambda x: x.double(), "block_means must be Float, got Double"),
-    "block_means size": (8, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
-    **bad_selection(indices=5, slots=11),
-    "deferred_indices dtype": (19, lambda x: x.int(), "deferred_indices must be Byte, got Int"),
-    "deferred_indices missing": (19, lambda x: None, "must be given together"),
-    "deferred_mean missing": (20, lambda x: None, "must be given together"),
-    "deferred_mean numel": (20, lambda x: x[:14].clone(), "deferred_mean must have 15 entries, got 14"),
-    "deferred_mean dtype": (20, lambda x: x.double(), "deferred_mean must be Float, got Double"),
-    "deferred_error numel": (21, lambda x: x[:14].clone(), "deferred_error must have 15 entries, got 14"),
-    "deferred_error dtype": (21, lambda x: x.double(), "deferred_error must be Float, got Double"),
-    "deferred_slots": (22, lambda x: 14, "within 3 blocks and 15 slots, got 14 and 2"),
-    "deferred_slots < 0": (22, lambda x: -1, "within 3 blocks and 15 slots, got -1 and 2"),
-    "transform": (26, lambda x: True, "transform goes without weight and block_means"),
-    "deferred_first_slot": (23, lambda x: -1, "within 3 blocks and 15 slots, got 10 and -1"),
+    "floors": (5, lambda x: x[:1].clone(), "floors must have 2 entries, got 1"),
+    "invalid dtype": (7, lambda x: x.long(), "invalid must be Int, got Long"),
+    "touched dtype": (8, lambda x: x.long(), "touched must be Int, got Long"),
+    "touched numel": (8, lambda x: x[:1].clone(), "touched must have 2 entries, got 1"),
+    "block_means dtype": (9, lambda x: x.double(), "block_means must be Float, got Double"),
+    "block_means size": (9, lambda x: x[:2].clone(), "block_means must have 3 entries, got 2"),
+    "transform": (13, lambda x: True, "transform goes without weights and block_means"),
+    **bad_selection(pieces=4, indices=6, draw=14),
 }
-
-
-@pytest.mark.parametrize("shift", [-15, -14, 0, 5, 6])
-def test_overlap(shift: int) -> None:
-    """6 and 15 bytes: they may be adjacent."""
-    args = sample()
-    memory = torch.zeros(60, dtype=torch.uint8)
-    args[5], args[19] = memory[30:36], memory[30 + shift : 45 + shift]
-    if shift in (-15, 6):
-        ops.accumulate_select(*args)
-        return
-    with pytest.raises(RuntimeError, match="deferred_indices must not overlap indices"):
-        ops.accumulate_select(*args)
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_refuses(case: str) -> None:
-    index, change, message = BAD[case]
-    args = sample()
-    args[index] = change(args[index])
-    before = clone(args)
-    with pytest.raises(RuntimeError, match=message):
-        ops.accumulate_select(*args)
-    for name, mine, theirs in zip(NAMES, args, before, strict=False):
-        assert mine is None or torch.equal(mine, theirs), f"{name} was changed"
+    refuses("accumulate_select", sample(), BAD[case])

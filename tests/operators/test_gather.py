@@ -8,9 +8,9 @@ from strategies import (
     DEVICES,
     MANY,
     Layout,
+    agrees,
     bounded,
     check_device,
-    clone,
     kinds,
     layouts,
     needs_compiled,
@@ -18,22 +18,19 @@ from strategies import (
     phases,
     random_indices,
     refuses,
-    same,
     seeds,
     threads,
     values,
 )
 
-from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 pytestmark = needs_compiled
-NAMES = ["residual", "indices", "segments", "values"]
 
 
 def arguments_of(layout: Layout, kind: str, seed: int, spread: int, phase: int) -> list:
     residual, indices = values(layout.blocks * BLOCK, kind, seed), random_indices(layout, seed + 1, spread)
-    return [residual, indices, layout.tensor("cpu"), torch.full((layout.slots,), 7.0), phase]
+    return [residual, indices, layout.tensor(), torch.full((layout.slots,), 7.0), phase]
 
 
 @st.composite
@@ -42,32 +39,23 @@ def arguments(draw: st.DrawFn) -> list:
 
 
 def sample(device: str = "cpu") -> list:
-    segments = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
-    tensors = [torch.randn(3 * BLOCK), torch.randint(0, 256, (13,)).to(torch.uint8), segments, torch.zeros(13)]
+    pieces = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
+    tensors = [torch.randn(3 * BLOCK), torch.randint(0, 256, (13,)).to(torch.uint8), pieces, torch.zeros(13)]
     return on(device, [*tensors, 3])
-
-
-def check(args: list, device: str) -> None:
-    check_device(device)
-    got, want = on(device, clone(args)), clone(args)
-    ops.gather(*got)
-    reference.gather(*want)
-    for name, mine, theirs in zip(NAMES, got, want, strict=False):
-        assert same(mine, theirs), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @bounded(250)
 @given(args=arguments())
 def test_equals_reference(device: str, args: list) -> None:
-    check(args, device)
+    agrees("gather", args, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_blocks(device: str) -> None:
     for phase in (0, 1, -77, 2500, 2**40):
         with threads(3):
-            check(arguments_of(MANY, "normal", 5, 256, phase), device)
+            agrees("gather", arguments_of(MANY, "normal", 5, 256, phase), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,14 +68,14 @@ BAD = {
     "residual": (0, lambda x: x.double(), "residual must be Float, got Double"),
     "residual size": (0, lambda x: x[:700].clone(), "residual must have a multiple of 256 entries, got 700"),
     "indices": (1, lambda x: x.long(), "indices must be Byte, got Long"),
-    "segments dtype": (2, lambda x: x.int(), "segments must be Long, got Int"),
-    "segments shape": (2, lambda x: x[:, :3].contiguous(), "shape .parameters, 4."),
-    "segments order": (2, lambda x: x.flip(0).contiguous(), "segments must follow"),
-    "segments block": (2, lambda x: x + torch.tensor([1, 0, 0, 0]), "within 3 blocks and 13 slots.*in row 1"),
-    "segments slots": (2, lambda x: x + torch.tensor([0, 0, 1, 0]), "within 3 blocks and 13 slots.*in row 0"),
-    "segments full": (2, lambda x: torch.tensor([[0, 2, 0, 8], [2, 1, 8, 257]]), "segments must follow"),
-    "segments empty": (2, lambda x: torch.tensor([[0, 3, 0, 13], [3, 0, 13, 0]]), "segments must follow"),
-    "segments few": (2, lambda x: torch.tensor([[0, 2, 0, 8], [2, 1, 8, 4]]), "must hold all 13 slots, got 12"),
+    "pieces dtype": (2, lambda x: x.int(), "pieces must be Long, got Int"),
+    "pieces shape": (2, lambda x: x[:, :3].contiguous(), "shape .pieces, 4."),
+    "pieces order": (2, lambda x: x.flip(0).contiguous(), "pieces must follow"),
+    "pieces block": (2, lambda x: x + torch.tensor([1, 0, 0, 0]), "within 3 blocks.*in row 1"),
+    "pieces slots": (2, lambda x: x + torch.tensor([0, 0, 1, 0]), "within 3 blocks.*in row 0"),
+    "pieces full": (2, lambda x: torch.tensor([[0, 2, 0, 8], [2, 1, 8, 257]]), "pieces must follow"),
+    "pieces empty": (2, lambda x: torch.tensor([[0, 3, 0, 13], [3, 0, 13, 0]]), "pieces must follow"),
+    "pieces few": (2, lambda x: torch.tensor([[0, 2, 0, 8], [2, 1, 8, 4]]), "must hold all 13 slots, got 12"),
     "values dtype": (3, lambda x: x.half(), "values must be Float, got Half"),
     "values numel": (3, lambda x: x[:12].clone(), "values must have 13 entries, got 12"),
 }

@@ -34,12 +34,25 @@ def run(name: str, args: list, device: str) -> None:
 
 
 def buckets(rows: torch.Tensor, blocks: int, slots: int, phase: int) -> dict[str, list]:
-    """The arguments of gather and scatter."""
+    """The arguments of the operators on buckets."""
     count = len(rows)
     grads = [torch.zeros((0, 1, 255, 256, 700)[i % 5]).to((torch.float32, torch.bfloat16)[i % 2]) for i in range(count)]
     residual, indices = torch.randn(blocks * BLOCK), torch.randint(0, 256, (slots,)).to(torch.uint8)
     mean, error, means = torch.randn(slots), torch.randn(slots), torch.randn(blocks)
+    flags, draw = torch.zeros(count, dtype=torch.int32), [phase, 3, 2, 1, 7, 2**31]
+    state = [
+        residual.clone(),
+        grads,
+        residual.flip(0),
+        rows,
+        torch.rand(count),
+        indices.clone(),
+        flags[:1].clone(),
+        flags,
+    ]
     return {
+        "accumulate_select": [grads, *state, means.clone(), 0.5, 0.9, 1.0, False, *draw],
+        "select": [[grad.float() for grad in grads], rows, indices.clone(), *draw],
         "gather": [residual, indices, rows, torch.zeros(slots), phase],
         "scatter": [grads, residual, residual.flip(0), indices, rows, mean, error, phase, 0.5, means],
     }
@@ -48,7 +61,7 @@ def buckets(rows: torch.Tensor, blocks: int, slots: int, phase: int) -> dict[str
 @pytest.mark.parametrize("device", UNCHECKED_DEVICES)
 @bounded(60)
 @given(data=st.data())
-def test_segments(device: str, data: st.DataObject) -> None:
+def test_pieces(device: str, data: st.DataObject) -> None:
     blocks, slots = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 900))
     count = data.draw(st.sampled_from([1, 2, 5, 200]))
     columns = [data.draw(tables(limit, min(count, 5))) for limit in (blocks, blocks, slots, slots)]

@@ -24,7 +24,7 @@ def sub_group():
     group = distributed.new_group(members)
     if distributed.get_rank() in members:
         trained = Job(density=1 / 32, group=group).train().assert_equal_replicas()
-        assert trained.compression.ranks == len(members)
+        assert trained.compression.collectives.size == len(members)
     distributed.barrier()
 
 

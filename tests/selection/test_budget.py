@@ -49,4 +49,4 @@ def test_every_parameter_has_a_slot(kind):
     world, ranks = replicas(2, partial(kind, density=1 / 4096), model=model)
     assert len(ranks[0].compression.buckets) == 1
     random_steps(world, ranks, range(4))
-    assert all(slots >= 1 for slots in ranks[0].compression._plans[0].selection.slots)
+    assert all(slots >= 1 for slots in ranks[0].compression.works[0].decider.picker.slots)

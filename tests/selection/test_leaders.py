@@ -10,7 +10,7 @@ from methods import METHODS
 from hvd_compress import IWP
 from hvd_compress.engine.state import same
 from hvd_compress.reference import BLOCK, flat_positions
-from hvd_compress.selection import leaders as selections
+from hvd_compress.selection import pickers
 
 SLOTS = 6  # of every block, for 1, 2, 3 or 6 leaders
 
@@ -55,8 +55,8 @@ def test_padding_is_never_selected(numel):
     world, group = replicas(2, partial(IWP, density=SLOTS / BLOCK, values="fp32", explore=0.3), model=model)
     for step in range(6):
         together(world, group, [[torch.zeros(1, numel)] for _ in group], shuffle=step)
-        selection = group[0].compression._plans[0].selection
-        positions = flat_positions(selection.indices, selection.segments, selection.phase)
+        picker = group[0].compression.works[0].decider.picker
+        positions = flat_positions(picker.indices, picker.table, picker.phase)
         assert positions.max() < numel
 
 
@@ -64,12 +64,12 @@ def test_padding_is_never_selected(numel):
 @pytest.mark.parametrize("name", ["iwp-topk", "topk", "dgc"])
 def test_positions_beyond_int32_have_eight_bytes(monkeypatch, name, host):
     def run(most_entries):
-        monkeypatch.setattr(selections, "INT32_ENTRIES", most_entries)
+        monkeypatch.setattr(pickers, "INT32_ENTRIES", most_entries)
         world, ranks = replicas(2, METHODS[name], host=host)
         applied = random_steps(world, ranks, range(3))
-        messages = [plan.selection.message.dtype for plan in ranks[0].compression._plans]
+        messages = [work.decider.message.dtype for work in ranks[0].compression.works]
         stats = [r.compression.stats()["last"]["indices_bytes"] for r in ranks]
-        return messages, stats, applied, [r.compression.state_dict()["per_rank"]["tensors"] for r in ranks]
+        return messages, stats, applied, [r.compression.state_dict()["per_rank"]["buckets"] for r in ranks]
 
     bucket = replicas(1, METHODS[name])[1][0].compression.buckets[0]
     narrow, wide = run(bucket.blocks * BLOCK), run(bucket.blocks * BLOCK - 1)

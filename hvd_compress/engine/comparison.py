@@ -1,0 +1,212 @@
+"""What must be the same on all ranks, compared before they exchange anything.
+
+Ranks that differ would wait for collectives that others never start, or sum what does not belong together.
+"""
+
+import gc
+import json
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from .collectives import Collectives, Handle, Request, allgather
+from .exchange import POLL_INTERVAL
+from .registry import Peer
+
+# So many differences are written out.
+_LISTED = 6
+
+Configuration = Callable[[], Mapping[str, object]]
+
+
+class _Run:
+    """One comparison with the other ranks. Starts without waiting.
+
+    ``digest``: of the configuration that is compared.
+    """
+
+    def __init__(self, own: Mapping[str, object], collectives: Collectives, label: str, device: torch.device) -> None:
+        self.digest = digest(own)
+        self._collectives, self._label = collectives, label
+        self._generation, self._stage = collectives.generation(), 0
+        self._exchange = _compare(own, device)
+        self._handle: Handle | None = None
+        self._error: RuntimeError | None = None
+        self._resume(None)
+
+    @property
+    def void(self) -> bool:
+        """Whether the set of ranks has changed since: nobody answers."""
+        return self._collectives.generation() is not self._generation
+
+    def advance(self) -> bool:
+        """Continues as far as it can without waiting. Returns whether it has ended."""
+        while self._handle is not None and self._handle.done():
+            self._resume(self._handle.result())
+        return self._handle is None
+
+    def finish(self, timeout: float) -> None:
+        """Waits for the end."""
+        while self._handle is not None:
+            self._resume(self._handle.result(timeout))
+
+    @property
+    def equal(self) -> bool:
+        """After the end: whether the ranks' configurations are."""
+        return self._error is None
+
+    def check(self) -> None:
+        """After the end: raises ``RuntimeError`` if the ranks differ."""
+        if self._error is not None:
+            raise self._error
+
+    def _resume(self, result: Tensor | None) -> None:
+        self._handle = None
+        try:
+            request = self._exchange.send(result)  # type: ignore[arg-type]
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            self._error = error.with_traceback(None)  # whose frames would keep the engine
+            return
+        self._handle = self._collectives.start(request, f"{self._label}.compare.{self._stage}")
+        self._stage += 1
+
+
+class Comparison:
+    """The comparison of one compressor's configuration, when it is needed.
+
+    Other ranks may begin with another compressor of this process and wait for its comparison. So, where collectives are
+    matched by name, those of all compressors are started and continued.
+
+    Args:
+        label: of the collectives' names.
+        device: of the messages.
+    """
+
+    def __init__(self, collectives: Collectives, label: str, device: torch.device) -> None:
+        self._collectives, self._label, self._device = collectives, label, device
+        self._run: _Run | None = None
+        #: Whether the ranks have compared their configurations since the last change.
+        self.done = False
+
+    def join(self, configuration: Configuration) -> None:
+        """See :meth:`hvd_compress.engine.registry.Peer.join_comparison`."""
+        if self._run is None or self._run.void:
+            self._run = self._start(configuration)
+
+    def advance(self) -> None:
+        """See :meth:`hvd_compress.engine.registry.Peer.advance_comparison`."""
+        if self._run is not None:
+            self._run.advance()
+
+    def require(self, configuration: Configuration, others: Callable[[], list[Peer]], timeout: float) -> None:
+        """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after ``timeout`` seconds, if a
+        rank does not take part. Waits, so nothing else of the step may have begun.
+
+        Args:
+            configuration: returns numbers, strings, None or frozen dataclasses, by name.
+            others: returns the other engines of this process that have still to compare theirs.
+        """
+        if self._collectives.size == 1:
+            return
+        try:
+            if self._collectives.ordered:
+                run = self._start(configuration)
+                run.finish(timeout)
+            else:
+                run = self._among_others(configuration, others, time.perf_counter() + timeout)
+            run.check()
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"not every rank has compared its options within {timeout:g} s (start_timeout=): was a compressor "
+                "given to the optimizer or to the DDP model, or load_state_dict() called, or another compressor built, "
+                "on some ranks only? Does a rank wait in another collective before its first backward pass? Restart "
+                "the job after this error"
+            ) from error
+
+    def _start(self, configuration: Configuration) -> _Run:
+        return _Run(configuration(), self._collectives, self._label, self._device)
+
+    def _among_others(self, configuration: Configuration, others: Callable[[], list[Peer]], deadline: float) -> _Run:
+        repeated = False
+        while True:
+            if others():
+                gc.collect()  # one that was dropped may exist on some ranks still, where it would wait for ever
+            run = self._wait(configuration, others(), deadline)
+            changed = run.digest != digest(configuration())
+            if not changed and (run.equal or repeated):
+                return run
+            # Another compressor has started it, here or on another rank, in a state that has changed since.
+            repeated = True
+
+    def _wait(self, configuration: Configuration, others: list[Peer], deadline: float) -> _Run:
+        for other in others:
+            other.join_comparison()
+        self.join(configuration)
+        assert self._run is not None
+        while not self._run.advance():
+            if time.perf_counter() > deadline:
+                raise TimeoutError
+            for other in others:
+                other.advance_comparison()
+            time.sleep(POLL_INTERVAL)
+        ended, self._run = self._run, None
+        return ended
+
+
+def digest(values: Mapping[str, object]) -> int:
+    """A hash of values such as :func:`configuration`'s, the same in every process."""
+    return zlib.crc32(json.dumps(sorted(_plain(values).items())).encode())
+
+
+def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Request, Tensor, None]:
+    """One collective of 16 bytes a rank, and a second one, of the texts, if they differ."""
+    text = json.dumps(_plain(own)).encode()
+    head = torch.tensor([[digest(own), len(text)]], dtype=torch.int64, device=device)
+    heads = yield allgather(head)
+    if bool((heads[:, 0] == head[0, 0]).all()):
+        return
+    longest = int(heads[:, 1].max())
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = yield allgather(padded)
+    everyone = [json.loads(bytes(row.tolist())) for row in texts.view(-1, longest).cpu()]
+    raise RuntimeError(_differences(everyone))
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, str | bool | None]:
+    """What JSON can hold. In another process, equal values are equal here."""
+    return {name: _plain_value(value) for name, value in values.items()}
+
+
+def _plain_value(value: object) -> str | bool | None:
+    if isinstance(value, bool | str | None):
+        return value
+    if isinstance(value, int | float):  # 1 and 1.0 are equal
+        return str(int(value)) if value == int(value) else repr(value)
+    # Other objects' texts differ from process to process.
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    inside = ", ".join(f"{name}={_plain_value(getattr(value, name))}" for name in names)
+    return f"{type(value).__name__}({inside})" if names else type(value).__name__
+
+
+def _differences(everyone: list[dict[str, object]]) -> str:
+    lines = []
+    for name in dict.fromkeys(name for values in everyone for name in values):
+        ranks_by_value = defaultdict[object, list[int]](list)
+        for rank, values in enumerate(everyone):
+            ranks_by_value[values.get(name, "missing")].append(rank)
+        if len(ranks_by_value) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on {_ranks(r)}" for value, r in ranks_by_value.items()))
+    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return "\n  ".join(["the ranks' compressors differ, and must not:", *lines[:_LISTED], *more])
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"

@@ -1,0 +1,71 @@
+"""What the engine and the hosts call of a method, of local steps and of a host."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .bucket import Bucket
+from .guard import Facts, Traits
+from .state import Tree
+from .work import Work
+
+
+class Host(Protocol):
+    """Who passes the gradients in and applies the averages."""
+
+    @property
+    def single(self) -> bool:
+        """Whether one optimizer only may step the parameters: it is the one whose gradients are passed in."""
+
+    def given(self, optimizer: Optimizer) -> bool | None:
+        """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises an error for an optimizer that reduces gradients in a way that does not fit, and warns of one whose
+        gradients have not come from here."""
+
+
+class Method(Protocol):
+    """A method, beyond its buckets."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def options(self) -> Mapping[str, object]:
+        """What must be the same on all ranks: numbers, strings, None or frozen dataclasses."""
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether this parameter is compressed if it is large enough."""
+
+    def work(self, bucket: Bucket) -> Work:
+        """A bucket at work."""
+
+    def restart(self) -> None:
+        """The set of ranks has changed, or a state will be loaded."""
+
+    def state(self) -> dict[str, Tree]:
+        """Describes the saved state beyond the buckets', and the options that a state depends on."""
+
+    @property
+    def host(self) -> Host: ...
+
+    def check_optimizer(self, facts: Facts) -> None:
+        """Called before each step of an optimizer. Raises ``ValueError`` if it does not fit."""
+
+    def dense_averaged(self, number: int, grad: Tensor) -> None:
+        """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
+
+
+class LocalStepping(Protocol):
+    """Local steps, which run the exchanges instead of a host."""
+
+    def options(self) -> Mapping[str, object]:
+        """What must be the same on all ranks."""
+
+    def restart(self) -> None:
+        """The set of ranks has changed."""
+
+    def state(self) -> Tree:
+        """Describes the saved state."""

@@ -1,0 +1,77 @@
+"""Which parameters are compressed, where they lie, and which gradients they can have."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .bucket import Piece, is_dense
+from .work import Work
+
+# Of parameters and, independently of these (Tensor.grad_dtype), of gradients. float64 is used for gradient checks, not
+# for training over a slow network: it is not compressed.
+_COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a compressed parameter lies: in the bucket of ``work``, as the piece with this index."""
+
+    work: Work
+    index: int
+
+    @property
+    def piece(self) -> Piece:
+        return self.work.bucket.pieces[self.index]
+
+
+def compressed(
+    named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int, compresses: Callable[[Tensor], bool]
+) -> list[tuple[int, str, torch.nn.Parameter]]:
+    """Those of the ``(name, parameter)`` pairs that are compressed, with their numbers. ``compresses``: whether the
+    method compresses a parameter that can be."""
+    return [
+        (number, name, p)
+        for number, (name, p) in enumerate(named)
+        if p.requires_grad and p.dtype in _COMPRESSED_DTYPES and p.dim() >= 2 and p.numel() >= min_numel
+        if is_dense(p) and compresses(p)
+    ]
+
+
+def check_gradient(name: str, grad: Tensor, place: Place | None) -> None:
+    """Raises ``TypeError`` if the gradient's dtype does not fit, ``ValueError`` if its parameter has another device,
+    shape or memory order than its place. ``place``: None if the parameter is not compressed."""
+    if not grad.is_floating_point():
+        raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
+    if place is None:
+        return
+    if grad.dtype not in _COMPRESSED_DTYPES:
+        raise TypeError(
+            f"{name}: its gradient is of dtype {grad.dtype}, which is not compressed: change the model's dtype before "
+            "building the compressor"
+        )
+    bucket = place.work.bucket
+    if bucket.device != grad.device:
+        raise ValueError(
+            f"{name}: was on {bucket.device} when the compressor was built and its gradient is on {grad.device}; "
+            "build the compressor after moving the model"
+        )
+    piece = bucket.pieces[place.index]
+    if piece.parameter.stride() != piece.stride or piece.parameter.shape != piece.shape:
+        _check_layout(piece)
+
+
+def _check_layout(piece: Piece) -> None:
+    """Raises ``ValueError`` unless only meaningless strides, of dimensions of one entry, have changed."""
+    shape, stride = piece.parameter.shape, piece.parameter.stride()
+    if shape != piece.shape:
+        raise ValueError(
+            f"{piece.name}: was of shape {tuple(piece.shape)} when the compressor was built and is of shape "
+            f"{tuple(shape)} now; build a new compressor and a new optimizer"
+        )
+    if any(n > 1 and a != b for n, a, b in zip(shape, piece.stride, stride, strict=True)):
+        raise ValueError(
+            f"{piece.name}: had strides {piece.stride} when the compressor was built and has {stride} now; call "
+            "model.to(memory_format=...) before building the compressor"
+        )

@@ -1,0 +1,111 @@
+"""One bucket of one method at work: the engine's side of every method."""
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket, Piece
+from .exchange import Exchange
+from .state import Tree
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all buckets know of a step.
+
+    ``number``: of completed steps. ``rank``, ``ranks``: this rank, and how many there are. ``scale``: the loss scale of
+    the gradients (the ``GradScaler``'s, or 1). ``seed``: of all random numbers. ``settings``: a hash of the method's
+    options.
+    """
+
+    number: int
+    rank: int
+    ranks: int
+    scale: float
+    seed: int
+    settings: int
+
+    def every(self, interval: int) -> bool:
+        """Whether this is the last of ``interval`` steps; never if that is 0."""
+        return interval > 0 and self.number % interval == interval - 1
+
+
+class Part:
+    """Something that a method keeps for one bucket from step to step."""
+
+    def begin(self, step: Step) -> None:
+        """A step begins: the last one can no longer be undone. Must not communicate."""
+
+    def undo(self) -> None:
+        """The average was not applied (a step that was skipped, discarded or has failed): restores what the exchange
+        has changed, as far as it went."""
+
+    def restart(self) -> None:
+        """The set of ranks has changed, or a state will be loaded: forgets what new ranks cannot know, and the last
+        step."""
+
+    def state(self) -> Tree:
+        """Describes what a checkpoint contains (:mod:`hvd_compress.engine.state`), by the piece's name where it belongs
+        to a piece."""
+        return {}
+
+
+class Work(abc.ABC):
+    """A bucket, the parts that a method is made of, and its algorithm. The residual is the bucket's."""
+
+    #: Of the step that began last.
+    step: Step
+
+    def __init__(self, bucket: Bucket, **parts: Part) -> None:
+        self.bucket = bucket
+        #: By name, in the order in which they begin; they are undone in reverse order.
+        self.parts = parts
+
+    @abc.abstractmethod
+    def accumulate(self) -> None:
+        """Adds ``bucket.gradients``, in memory order and empty where none arrived, to the state. Must not
+        communicate."""
+
+    @abc.abstractmethod
+    def exchange(self) -> Exchange:
+        """The algorithm: a generator that yields collectives (:mod:`hvd_compress.engine.collectives`), is sent their
+        results, and writes the averages to ``bucket.gradients``."""
+
+    def begin(self, step: Step) -> None:
+        """See :meth:`Part.begin`."""
+        self.step = step
+        for part in self.parts.values():
+            part.begin(step)
+
+    def undo(self) -> None:
+        """See :meth:`Part.undo`."""
+        for part in reversed(self.parts.values()):
+            part.undo()
+
+    def restart(self) -> None:
+        """See :meth:`Part.restart`. The residual may stay."""
+        for part in self.parts.values():
+            part.restart()
+
+    def state(self) -> dict[str, Tree]:
+        """See :meth:`Part.state`."""
+        described = {name: part.state() for name, part in self.parts.items()}
+        return {"residual": self.saved(self.bucket.residual), **described}
+
+    def saved(self, residual: Tensor) -> Tree:
+        """Describes the residual, or another sum of gradients of the same form, in a checkpoint."""
+        return self.bucket.saved(residual, per_rank=True)
+
+    def held(self, piece: Piece) -> Tensor:
+        """The residual of a piece, in its shape: float32. Not to be written to."""
+        return piece.shaped(self.bucket.residual)
+
+    def scale_residual(self, factor: float) -> None:
+        """Multiplies the residual by ``factor``, in [0, 1]. Called between steps."""
+        self.bucket.residual.mul_(factor)
+
+    def flag(self, dtype: torch.dtype) -> Tensor:
+        """A number on the bucket's device: zero, (1,)."""
+        return torch.zeros(1, dtype=dtype, device=self.bucket.device)

@@ -1,0 +1,188 @@
+"""Who decides which entries are sent.
+
+:class:`Leaders`: ranks drawn at random, and one allgather of indices. :class:`EachRank`: every rank for itself.
+:class:`Shared`: nobody; every rank computes the same entries from shared state, and no indices are sent.
+"""
+
+import abc
+import math
+import zlib
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from ..engine.agreement import LIMIT, all_equal, disagreement
+from ..engine.collectives import Request, allgather, allreduce
+from ..reference import BLOCK, Draw
+from .base import Scoring, StepSeed
+from .idle import Idle
+from .pickers import Picker
+
+Agreement = Generator[Request, Tensor, None]
+
+
+class Decider(abc.ABC):
+    """Decides on the entries of a picker.
+
+    Args:
+        picker: how they are picked.
+        idle: finds out which pieces no rank has a gradient for, if it does.
+        disagree: bool, (1,), set if ranks have decided differently.
+    """
+
+    #: Whether each rank sends entries of its own.
+    each_rank = False
+    #: Whether this rank picks entries, and sends their indices.
+    leads = False
+    #: This rank picks ``run`` of every ``run * ranks`` slots, from ``run * position`` on, into ``own``.
+    run, ranks, position = 1, 1, 0
+    own: Tensor
+
+    def __init__(self, picker: Picker, idle: Idle, disagree: Tensor) -> None:
+        self.picker, self.idle, self.disagree = picker, idle, disagree
+        self.none = self.own = torch.empty(0, dtype=torch.uint8, device=disagree.device)
+
+    def begin(self, seed: StepSeed, check: bool) -> None:
+        """A step begins. ``check``: raise an error in this step if ranks have decided differently (synchronises a
+        GPU)."""
+        self.seed, self.check = seed, check
+        self.picker.begin(seed)
+
+    @abc.abstractmethod
+    def agree(self, scoring: Scoring) -> Agreement:
+        """An exchange after which all ranks know the same entries: ``picker.indices``. Raises ``RuntimeError``, on
+        every rank, if they have decided differently."""
+
+    def draw(self, scoring: Scoring) -> Draw:
+        """What this rank picks, for the operators."""
+        explore = int(scoring.explore * 2**32)
+        return Draw(self.picker.phase, self.run, self.ranks, self.position, self.seed.key, explore)
+
+    def digest(self) -> int:
+        """A 32-bit hash of what must be the same on all ranks."""
+        seed = self.seed
+        return zlib.crc32(repr((seed.key, seed.step, seed.settings, self.picker.slots)).encode())
+
+    def note(self, differ: Tensor) -> None:
+        """``differ``: bool, whether the ranks have decided differently."""
+        self.disagree.logical_or_(differ)
+        if self.check and bool(self.disagree):
+            raise disagreement()
+
+
+class Shared(Decider):
+    """The same entries on all ranks, without a leader."""
+
+    def agree(self, scoring: Scoring) -> Agreement:
+        # No other message shows whether the ranks select alike. In every step, since all ranks have to take part.
+        digest = torch.full((1,), self.digest() % LIMIT, dtype=torch.int64, device=self.disagree.device)
+        same = yield from all_equal((digest + self.picker.checksum()) % LIMIT)
+        self.note(~same)
+        if self.idle.finds:
+            self.idle.found((yield allreduce(self.idle.touched, "budget", "touched")) > 0)
+
+
+class Leaders(Decider):
+    """The slots are divided among all ranks in runs, in an order of ranks drawn anew in each step, so that every rank
+    picks equally many entries and the leader of each slot is random.
+
+    Args:
+        run: how many consecutive slots one leader picks.
+    """
+
+    leads = True
+
+    def __init__(self, picker: Picker, idle: Idle, disagree: Tensor, run: int, ranks: int, rank: int) -> None:
+        super().__init__(picker, idle, disagree)
+        self.run, self.ranks, self.rank = run, ranks, rank
+        count = -(-picker.total // (run * ranks)) * run
+        self._digest_length = max(1, 4 // picker.dtype.itemsize)
+        self.head = self._digest_length + (len(picker.slots) if idle.finds else 0)
+        #: This rank's part of the allgather: a digest of at least four bytes, which pieces it has a gradient for, if
+        #: that matters, then the indices that it picks.
+        self.message = torch.zeros(self.head + count, dtype=picker.dtype, device=disagree.device)
+        self.own = self.message[self.head :]
+
+    def begin(self, seed: StepSeed, check: bool) -> None:
+        super().begin(seed, check)
+        self.position = seed.order.index(self.rank)
+        # In every step: other ranks may check in steps in which this one does not.
+        self.message[: self._digest_length].view(torch.int32).fill_(self.digest() & 0x7FFFFFFF)
+
+    def agree(self, scoring: Scoring) -> Agreement:
+        self.complete(scoring)
+        gathered = yield allgather(self.message, "indices")
+        by_rank = self.indices_by_rank(gathered, self.ranks).view(self.ranks, -1, self.run)
+        # In slot order. Not by an index tensor, whose copy to a GPU would synchronise it.
+        in_order = torch.stack([by_rank[rank] for rank in self.seed.order], dim=1)
+        self.picker.indices = in_order.view(-1)[: self.picker.total]
+
+    def complete(self, scoring: Scoring) -> None:
+        """Completes ``message``, once all gradients have arrived."""
+        self.picker.pick(scoring, self.own, self.draw(scoring))
+        if self.idle.finds:
+            self.message[self._digest_length : self.head] = self.idle.touched
+
+    def indices_by_rank(self, gathered: Tensor, ranks: int) -> Tensor:
+        """The indices in the gathered messages: (ranks, indices). Raises as :meth:`agree`."""
+        if gathered.numel() % ranks:
+            raise disagreement()
+        messages = gathered.view(ranks, -1)
+        digests = messages[:, : self._digest_length]
+        self.note((digests != digests[0]).any())
+        if self.idle.finds:
+            self.idle.found((messages[:, self._digest_length : self.head] != 0).any(0))
+        return messages[:, self.head :]
+
+
+class EachRank(Leaders):
+    """Every rank picks its own entries, as the only leader, and sends them to all: what papers without a ring do. The
+    bytes grow with the number of ranks."""
+
+    each_rank = True
+
+    def __init__(self, picker: Picker, idle: Idle, disagree: Tensor) -> None:
+        super().__init__(picker, idle, disagree, run=1, ranks=1, rank=0)
+        # As one bit for every entry of the bucket, where that is shorter.
+        self._as_bitmap = picker.dtype == torch.uint8 and picker.total * 8 > picker.bucket.blocks * BLOCK
+
+    def begin(self, seed: StepSeed, check: bool) -> None:
+        super().begin(StepSeed(seed.step, seed.key, [0], seed.settings), check)
+
+    def encode(self, scoring: Scoring) -> Tensor:
+        """This rank's message."""
+        self.complete(scoring)
+        picker = self.picker
+        picker.indices = self.own[: picker.total]
+        if not self._as_bitmap:
+            return self.message
+        bits = torch.zeros(picker.bucket.blocks * BLOCK, dtype=torch.uint8, device=self.own.device)
+        bits[picker.positions(picker.indices)] = 1
+        weight = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
+        return torch.cat([self.message[: self.head], (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
+
+    def decode(self, gathered: Tensor, ranks: int) -> list[Tensor]:
+        """Each rank's entries as positions in the bucket's flat memory, in slot order: int64, (slots,). Raises as
+        :meth:`agree`."""
+        return [self._positions(row) for row in self.indices_by_rank(gathered, ranks)]
+
+    def _positions(self, indices: Tensor) -> Tensor:
+        total = self.picker.total
+        if not self._as_bitmap:
+            return self.picker.positions(indices[:total])
+        shift = torch.arange(8, device=indices.device, dtype=torch.uint8)
+        # A block's slots are in ascending order, and so are the set bits. Their number is known: counting them would
+        # synchronise a GPU.
+        return ((indices[:, None] >> shift) & 1).view(-1).nonzero_static(size=total).view(-1)
+
+
+def run_length(leaders: int | None, density: float, ranks: int) -> int:
+    """How many consecutive slots a leader picks so that ``leaders`` ranks (None: all) share a block on average."""
+    return 1 if leaders is None else max(1, math.ceil(density * BLOCK / min(leaders, ranks)))
+
+
+def check_leaders(leaders: int | None) -> None:
+    """Raises ``ValueError``."""
+    if leaders is not None and leaders < 1:
+        raise ValueError(f"leaders must be at least 1, or None for all ranks, got {leaders}")

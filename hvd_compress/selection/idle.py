@@ -1,0 +1,50 @@
+"""Pieces that no rank has a gradient for, such as frozen layers."""
+
+import torch
+from torch import Tensor
+
+from ..engine.bucket import Bucket
+from ..reference import BLOCK
+from .pickers import Picker
+
+
+class Idle:
+    """Which pieces of a bucket no rank has a gradient for, in the current step. What replaces gradients by signs would
+    apply the rest of their residuals for ever, however small: they receive 0, and keep what they hold.
+
+    ``finds``: whether ranks tell each other. ``touched``: int32, (pieces,), whether an entry of this rank's gradient
+    was not zero.
+    """
+
+    def __init__(self, bucket: Bucket, finds: bool) -> None:
+        self._bucket, self.finds = bucket, finds
+        self.touched = torch.zeros(len(bucket.pieces), dtype=torch.int32, device=bucket.device)
+        self._pieces: Tensor | None = None
+        # Made once: creating it in each step would synchronise a GPU.
+        counts = [piece.blocks for piece in bucket.pieces]
+        self._block_counts = torch.tensor(counts, dtype=torch.int64, device=bucket.device)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.touched.zero_()
+
+    def found(self, touched: Tensor) -> None:
+        """``touched``: bool, (pieces,), whether any rank has a gradient."""
+        idle = ~touched
+        # Free on the CPU; a GPU would be synchronised.
+        self._pieces = idle if idle.is_cuda or bool(idle.any()) else None
+
+    def keep(self, picker: Picker, mean: Tensor, error: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """An average, this rank's quantization error and the values that it has sent, such that idle pieces receive 0
+        and keep what they hold."""
+        if self._pieces is None:
+            return mean, error
+        idle = self._pieces.repeat_interleave(picker.slot_counts, output_size=picker.total)
+        return mean.masked_fill(idle, 0.0), torch.where(idle, sent, error)
+
+    def silence(self, mean: Tensor) -> Tensor:
+        """A bucket-wide average, float32, (blocks * 256,), with 0 in idle pieces."""
+        if self._pieces is None:
+            return mean
+        idle = self._pieces.repeat_interleave(self._block_counts, output_size=self._bucket.blocks)
+        return mean.view(-1, BLOCK).masked_fill(idle[:, None], 0.0).view(-1)

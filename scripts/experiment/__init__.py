@@ -1,1 +1,0 @@
-"""Parts of the training experiment; `scripts/train.py` puts them together."""

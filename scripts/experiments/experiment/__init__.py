@@ -1,0 +1,1 @@
+"""Parts of the training experiment; `scripts/experiments/train.py` puts them together."""

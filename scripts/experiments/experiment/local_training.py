@@ -1,0 +1,86 @@
+"""Local steps of each rank between exchanges of weights, in place of a host's averages of gradients."""
+
+import argparse
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import hvd_compress
+from experiment import compressors
+from experiment.hosts import Host
+
+#: The options that go with --local-steps, and their defaults.
+OPTIONS: dict[str, Any] = {"unsent": "weights", "buffer_decay": 1.0, "outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "local steps",
+        "Instead of gradients, the compressor exchanges how far the weights have come (docs/local_steps.md). With "
+        "--compression none or fp16 these differences are averaged completely, as in local SGD and DiLoCo. Tests use "
+        "the average of the ranks' weights.",
+    )
+    group.add_argument("--local-steps", type=int, metavar="PERIOD", help="optimizer steps between two exchanges")
+    group.add_argument("--unsent", choices=("weights", "buffer"), help="where stays what was not sent")
+    group.add_argument("--buffer-decay", type=float, help="of the buffer, after each exchange; SparseLoCo: 0.95")
+    group.add_argument("--outer-lr", type=float, help="of the averaged differences; DiLoCo: 0.7")
+    group.add_argument("--outer-momentum", type=float, help="Nesterov's, of the common weights; DiLoCo: 0.9")
+
+
+def complete(args: argparse.Namespace) -> None:
+    """With --local-steps, sets what was not given to the defaults. ``ValueError`` for options that do not fit."""
+    if args.local_steps is None:
+        if given := [name for name in OPTIONS if getattr(args, name) is not None]:
+            raise ValueError(f"--{given[0].replace('_', '-')} needs --local-steps")
+        return
+    for name, default in OPTIONS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    method = compressors.METHODS[args.compression]
+    if not method.kind and args.compression not in compressors.STOCK:
+        raise ValueError(f"--compression {args.compression} compresses gradients only: it has no --local-steps")
+    if getattr(args, "momentum_correction", False):
+        raise ValueError("momentum stays with the local optimizer: --local-steps needs --no-momentum-correction")
+    if args.extrapolate:
+        raise ValueError("--extrapolate needs the same weights on all ranks, which --local-steps has not")
+
+
+class LocalTraining:
+    """Trains by :class:`hvd_compress.LocalSteps`: those calls of a host that couple the ranks' optimizers."""
+
+    def __init__(self, args: argparse.Namespace, host: Host) -> None:
+        self._args, self._host = args, host
+
+    def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
+        if compressors.METHODS[method].kind:
+            return self._host.compression(args, method, model, optimizer)
+        values = "fp16" if method == "fp16" else "fp32"
+        collectives = self._host.collectives
+        return hvd_compress.NoCompression(model.named_parameters(), values=values, collectives=collectives)
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
+        args, self._compression = self._args, compression
+        self._local = hvd_compress.LocalSteps(
+            compression,
+            optimizer,
+            args.local_steps,
+            unsent=args.unsent,
+            decay=args.buffer_decay,
+            outer_lr=args.outer_lr,
+            outer_momentum=args.outer_momentum,
+        )
+        return model, optimizer
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Gradients are not averaged."""
+
+    def update(self, optimizer: Any) -> None:
+        optimizer.step()
+        self._local.step()
+
+    def replicas(self, model: nn.Module) -> list[Tensor]:
+        """Ends the training. The common weights before, and the model's after the average of all weights."""
+        common = list(self._compression.state_dict()["shared"]["local_steps"]["common"].values())
+        self._local.finish(model)
+        return [*common, *model.parameters()]

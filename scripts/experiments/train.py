@@ -1,0 +1,280 @@
+#!/usr/bin/env python3
+"""Train a network with a compression method and write cost and quality as JSON: on Horovod, on torch DDP, or with all
+ranks in one process, in turn, which needs neither.
+
+    bash scripts/run.sh 4 scripts/experiments/train.py --data digits --model cnn --compression iwp --density 1/64
+    bash scripts/run.sh --ddp 4 scripts/experiments/train.py --host ddp --compression iwp
+    .venv/bin/python scripts/experiments/train.py --host threads --ranks 8 --data text --model gpt --optimizer adamw
+    bash scripts/run.sh 4 scripts/experiments/train.py --compression iwp --local-steps 16 --optimizer adamw
+
+Data is images, tested by accuracy, or text: the source files of Python's standard library as bytes, a tenth of the
+files held out, tested by bits per byte. An epoch of text is 100 steps. The learning rate rises and falls within the
+steps that are run, as --epochs and --max-steps say.
+
+Bytes and their ratio are those of the training's exchanges. With --local-steps, a step's bytes are the mean over a
+period, and its time, too; the average of all weights at the end is not among them (`dense_bytes_per_step`, once).
+
+`train.py --compression METHOD --help` also shows the options of that method.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from experiment import compressors, extrapolation, hosts, local_training, metrics, models, optimizers, quality
+from experiment import data as datasets
+from experiment.files import plain, script_parser
+from experiment.images import CIFAR_FOLDER
+from experiment.local_training import LocalTraining
+from experiment.result_file import run_path, write_run
+from torch.profiler import record_function
+
+EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
+
+
+def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """The options of a run, and those of ``more``, the parser of a script that builds on this one."""
+    # The method comes first: it decides which further options there are.
+    method = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    method.add_argument("--compression", choices=compressors.METHODS, default="none")
+    chosen = compressors.METHODS[method.parse_known_args(argv)[0].compression]
+
+    parser = script_parser(more.description if more else __doc__, parents=[method, more] if more else [method])
+    parser.add_argument("--host", choices=hosts.HOSTS, default="horovod")
+    parser.add_argument("--ranks", type=int, help="of --host threads; other hosts' launchers know them (default: 4)")
+    parser.add_argument("--data", choices=datasets.DATASETS, default="digits")
+    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/")
+    parser.add_argument("--context", type=int, default=64, help="bytes of text that a model reads")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=32, help="images, or windows of text, per rank")
+    optimizers.add_arguments(parser)
+    local_training.add_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--extrapolate",
+        choices=sorted(EXTRAPOLATIONS),
+        help="extrapolate the weights by five epochs, every five epochs",
+    )
+    parser.add_argument("--amp", choices=("off", "bf16"), default="off")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--limit-train", type=int, metavar="N", help="train on N images only, or N bytes")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N steps")
+    parser.add_argument("--eval-every", type=float, default=1, metavar="EPOCHS", help="between tests, e.g. 0.25")
+    parser.add_argument("--until", type=float, metavar="VALUE", help="stop at the first test that reaches this result")
+    parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write the result here")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a profile of rank 0's steps 21 to 23 here")
+    chosen.add_arguments(parser)
+    parser.set_defaults(optimizer=chosen.optimizer)
+    args = parser.parse_args(argv)
+    if args.host == "threads" and args.ranks is None:
+        args.ranks = 4
+    try:
+        optimizers.complete(args)
+        local_training.complete(args)
+        check(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """``ValueError`` for options that do not fit."""
+    for name in ("epochs", "batch_size", "ranks", "context", "local_steps"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not args.eval_every > 0:
+        raise ValueError(f"--eval-every must be above 0, got {args.eval_every}")
+    if args.host not in (fitting := compressors.METHODS[args.compression].hosts):
+        raise ValueError(f"--compression {args.compression} needs --host {fitting[0]}")
+    if args.ranks is not None and args.host != "threads":
+        raise ValueError("--ranks is for --host threads: a launcher starts the ranks of the other hosts")
+    if args.device != "cpu" and args.host == "threads":
+        raise ValueError("--host threads needs --device cpu")
+    if (given := datasets.DATASETS[args.data]) != (reads := models.MODELS[args.model].reads):
+        raise ValueError(f"--model {args.model} reads {reads}, and --data {args.data} is {given}")
+    if args.channels_last and given == "text":
+        raise ValueError("--channels-last is for images")
+    if args.trace and args.host == "threads":
+        raise ValueError("--trace is for ranks that are processes: --host horovod or ddp")
+
+
+def profile(file: Path) -> torch.profiler.profile:
+    """A profile of steps 21 to 23, begun, that writes itself for chrome://tracing and Perfetto."""
+    steps = torch.profiler.schedule(wait=19, warmup=1, active=3, repeat=1)
+    found = torch.profiler.profile(schedule=steps, on_trace_ready=lambda found: found.export_chrome_trace(str(file)))
+    found.start()
+    return found
+
+
+class Run:
+    """One training run: the model, the optimizer on its host, and the measurements."""
+
+    def __init__(self, args: argparse.Namespace, host: hosts.Host) -> None:
+        self.args, self.host = args, host
+        self.period: int = args.local_steps or 1
+        self.coupling = LocalTraining(args, host) if args.local_steps else host
+        self.device = torch.device(f"cuda:{host.local_rank}" if args.device == "cuda" else "cpu")
+        data = datasets.load(args.data, args.data_dir, args.context)
+        self.data = (data.limited(args.limit_train) if args.limit_train else data).to(self.device)
+
+        self.steps_per_epoch = self.data.steps_per_epoch(args.batch_size, host.size)
+        self.total_steps: int = min(self.steps_per_epoch * args.epochs, args.max_steps or sys.maxsize)
+
+        torch.manual_seed(args.seed)
+        self.model = models.build(args.model, *self.data.shape).to(self.device)
+        if args.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        optimizer = optimizers.build(args, self.model)
+        self.compression = self.build_compression(optimizer)
+        self.module, self.optimizer = self.coupling.wrap(self.model, optimizer, self.compression)
+        self.extrapolation = EXTRAPOLATIONS[args.extrapolate](self.model.parameters()) if args.extrapolate else None
+
+        self.profile = profile(args.trace) if args.trace and host.rank == 0 else None
+        self.step = 0
+        self.step_seconds: list[float] = []
+        self.data_seconds: list[float] = []
+
+    def build_compression(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.coupling.compression(self.args, self.args.compression, self.model, optimizer)
+
+    def train_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward, backward, exchange, update; the loss, still on the device."""
+        args, warmup = self.args, self.args.lr_warmup_epochs * self.steps_per_epoch
+        rate = optimizers.learning_rate(self.step, args.lr, warmup, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        if args.channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with record_function("forward"), quality.autocast(args.amp, self.device):
+            loss = F.cross_entropy(self.module(inputs).flatten(0, -2), targets.flatten())
+        with record_function("backward"):
+            loss.backward()
+        with record_function("synchronize and update"):
+            self.coupling.synchronize(self.optimizer)
+            self.coupling.update(self.optimizer)
+        self.step += 1
+        if self.profile:
+            self.profile.step()
+        return loss.detach()
+
+    def train(self) -> dict[str, Any]:
+        """All epochs; the content of the JSON file. The history has an entry for every test and every end of an epoch;
+        its loss is the mean of the epoch so far, and ``seconds`` excludes the tests."""
+        args, host, metric, history, testing = self.args, self.host, self.data.metric, [], 0.0
+        total, per_epoch = self.total_steps, self.steps_per_epoch
+        between = max(args.eval_every * per_epoch, 1)
+        tests = {round(i * between) for i in range(1, int(total / between) + 1)} | {total}
+        begin = time.perf_counter()
+        for end in sorted(tests | set(range(per_epoch, total, per_epoch))):
+            if self.step % per_epoch == 0:
+                epoch, begun, losses = self.step // per_epoch + 1, self.step, torch.zeros((), device=self.device)
+                batches = self.data.train_batches(args.batch_size, host.rank, host.size, args.seed, epoch)
+            while self.step < end:
+                start = time.perf_counter()
+                batch = next(batches)
+                self.data_seconds.append(time.perf_counter() - start)
+                losses += self.train_step(*batch)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()  # otherwise only the launches are timed
+                self.step_seconds.append(time.perf_counter() - start - self.data_seconds[-1])
+            # Not after the last step: nothing, e.g. the norm statistics, could follow the jump.
+            if self.extrapolation is not None and end % per_epoch == 0 and end < total:
+                self.extrapolation.epoch_end()
+            seconds = time.perf_counter() - begin - testing
+            tested = self.test() if end in tests else None
+            testing = time.perf_counter() - begin - seconds
+            sent = self.compression.stats()["total"]["wire_bytes"]
+            means = metrics.mean_over_ranks({"train_loss": float(losses) / (end - begun), "wire_bytes": sent}, host)
+            history.append({"epoch": epoch, "step": end, metric.key: tested, "seconds": seconds, **means})
+            if host.rank == 0:
+                shown = "-" if tested is None else f"{tested:.4f}"
+                print(
+                    f"epoch {epoch:3d}/{math.ceil(total / per_epoch)}, step {end:,}  loss {means['train_loss']:.4f}  "
+                    f"{metric.label} {shown}  sent {sent / 1e6:.3f} MB  {seconds:.1f} s",
+                    flush=True,
+                )
+            if not math.isfinite(means["train_loss"]):  # the same mean on every rank, so all of them leave
+                print(f"rank {host.rank}: the loss is not finite after step {end}; stopping", file=sys.stderr)
+                break
+            if args.until is not None and tested is not None and metric.reached(tested, args.until):
+                break
+        if self.profile:
+            self.profile.stop()
+        return self.result(history)
+
+    def test(self) -> float:
+        with quality.averaged_weights(self.model, self.host) if self.args.local_steps else nullcontext():
+            return quality.test(self.model, self.data, self.args.amp, self.host)
+
+    def result(self, history: list[dict[str, Any]]) -> dict[str, Any]:
+        stats = self.compression.stats()
+        # The compressor counts exchanges: none with a single rank, for which Horovod does not call it.
+        steps = self.period * max(stats["steps"], 1)
+        count, taken = self.period, self.step_seconds
+        seconds = [statistics.fmean(taken[begin : begin + count]) for begin in range(0, len(taken), count)]
+        means = metrics.mean_over_ranks(
+            {
+                "wire_bytes_per_step": stats["total"]["wire_bytes"] / steps,
+                "dense_bytes_per_step": stats["total"]["dense_bytes"] / steps,
+                "wire_ratio": stats["total"]["wire_ratio"],
+                "wire_ratio_last": stats["last"]["wire_ratio"],
+                "residual_norm": stats["residual_norm"],
+                "step_ms_median": 1000 * statistics.median(seconds),
+                "compress_ms_median": stats["compress_ms"],
+                "data_ms_median": 1000 * statistics.median(self.data_seconds),
+            },
+            self.host,
+        )
+        return {
+            self.data.metric.key: history[-1][self.data.metric.key],
+            "train_loss": history[-1]["train_loss"],
+            "epochs": history[-1]["epoch"],
+            "steps": self.step,
+            "ranks": self.host.size,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "seconds": history[-1]["seconds"],
+            **means,
+            "replicas_equal": metrics.replicas_equal(self.coupling.replicas(self.model), self.host),
+            "history": history,
+            "config": {**plain(vars(self.args)), **metrics.environment()},
+        }
+
+
+def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
+    # Ranks share the machine's cores.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return hosts.run(args.host, lambda host: train(args, host, kind), args.device, args.ranks or 1)
+
+
+def train(args: argparse.Namespace, host: hosts.Host, kind: type[Run]) -> int:
+    """The whole work of a rank; its exit status."""
+    if args.device == "cuda":
+        torch.cuda.set_device(host.local_rank)
+    try:
+        run = kind(args, host)
+    except (ValueError, FileNotFoundError) as error:  # an argument that does not fit
+        print(f"{Path(sys.argv[0]).name}: rank {host.rank}: {error}", file=sys.stderr)
+        return 2
+    if host.rank == 0:
+        print(f"{args.model} on {args.data}: {host.size} ranks, {run.total_steps} steps", flush=True)
+    result = run.train()
+    if host.rank == 0:
+        print(", ".join(f"{key} {value:.6g}" for key, value in result.items() if isinstance(value, int | float)))
+        write_run(args.json, result)
+    # A diverged run or unequal replicas is a result to keep, and a failure to report.
+    return host.close(0 if result["replicas_equal"] and math.isfinite(result["train_loss"]) else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse(sys.argv[1:])))

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""One rank of `bench_exchange.py`, which starts it under run.sh or netlab.sh: measures a method as `hvd-compress bench`
+does; rank 0 writes what was measured."""
+
+import argparse
+import faulthandler
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
+import torch
+from experiment import compressors, hosts, metrics
+from experiment.files import write_json
+
+from hvd_compress.cli.bench_rank import WARMUP, Bench
+from hvd_compress.cli.ranks import HOSTS
+from hvd_compress.cli.shapes import SHAPES
+
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of a netlab host
+MOMENTUM = 0.9
+
+
+class Counted(Bench):
+    """Counts the bytes that leave this host in a step."""
+
+    def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
+        before, found = int(COUNTER.read_text()), super().timed(step)
+        self.sent_bytes = (int(COUNTER.read_text()) - before) / (WARMUP + len(found))
+        return found
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--method", choices=compressors.METHODS, required=True)
+    parser.add_argument("--host", choices=HOSTS, required=True)
+    parser.add_argument("--shapes", choices=SHAPES, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    for name in ("max-seconds", "timeout"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
+    compressors.METHODS[parser.parse_known_args(argv)[0].method].add_arguments(parser)
+    parser.set_defaults(seed=0)
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> int:
+    # A rank that hangs prints its stack and ends, whatever becomes of the launcher.
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+    torch.set_num_threads(1)
+    for setting in args.expect:  # a launcher may not pass a setting on to other hosts
+        name, _, value = setting.partition("=")
+        if os.environ.get(name) != value:
+            raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
+    host = hosts.start(args.host)
+    on_network = COUNTER.exists() and "HVD_NETLAB" in os.environ
+    bench = (Counted if on_network else Bench)(host, list(SHAPES[args.shapes]()), args.steps, args.max_seconds)
+    # A method that sends signs allows no momentum; momentum correction takes it from the optimizer, whose update is
+    # cheaper then.
+    momentum = 0.0 if getattr(args, "sign", False) else MOMENTUM
+    found = bench.alone(0.0 if getattr(args, "momentum_correction", False) else momentum)
+    model, optimizer = bench.replica(momentum)
+    compression = host.compression(args, args.method, model, optimizer)
+    found |= bench.measure(model, optimizer, compression)
+    sent = host.gather(getattr(bench, "sent_bytes", found["sent_bytes"]))
+    if host.rank == 0:
+        found |= {"ranks": host.size, "entries": model.numel, "sent_bytes": sum(sent) / host.size}
+        write_json(args.result, {**found, "environment": {**metrics.environment(), "optimizer": "SGD, fused"}})
+    return host.close(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse(sys.argv[1:])))

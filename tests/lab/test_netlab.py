@@ -1,0 +1,62 @@
+"""scripts/lab/netlab.sh: the hosts' links; and stats() against the network interface's counter, on four hosts."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from launch import PARALLEL, ROOT, launch, needs_hosts
+
+pytestmark = needs_hosts
+
+# A lab of this process: `up` and `down` kill what runs in a lab of the same name.
+LAB = ["--lab", f"t{os.getpid()}"]
+
+
+def netlab(*arguments):
+    command = ["bash", str(ROOT / "scripts" / "lab" / "netlab.sh"), *LAB, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def hosts():
+    """A function that makes so many hosts, with links of a rate."""
+
+    def up(count, rate):
+        done = netlab("up", str(count), rate)
+        if done.returncode:
+            pytest.skip(f"this machine gives no network namespaces: {done.stderr.strip()[-200:]}")
+
+    try:
+        yield up
+    finally:
+        assert netlab("down").returncode == 0
+
+
+@pytest.mark.parametrize("rate, burst", [("100mbit", 32_000), ("1gbit", 250_000), ("2.5Gbit", 625_000)])
+def test_a_link_sends_two_milliseconds_of_its_rate_at_once(hosts, rate, burst):
+    hosts(1, rate)
+    command = ["ip", "netns", "exec", f"{LAB[1]}host0", "tc", "-j", "qdisc", "show", "dev", "eth0"]
+    shaped = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)[0]["options"]
+    # The kernel counts in ticks.
+    assert shaped["burst"] == pytest.approx(burst, rel=0.01)
+
+
+def test_a_wrong_rate_leaves_the_hosts_alone(hosts):
+    hosts(1, "none")
+    refused = netlab("up", "1", "fast")
+    assert refused.returncode == 2 and "got 'fast'" in refused.stderr
+    assert f"{LAB[1]}host0" in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_stats_agree_with_the_network_interface(hosts):
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    hosts(4, "none")
+    output = launch("lab/netlab.sh", [*LAB, "run", "4", str(PARALLEL / "check_wire.py")], timeout=240)
+    rows = [json.loads(line.split("wire ", 1)[1]) for line in output.splitlines() if "wire {" in line]
+    assert len(rows) == 20, output[-3000:]
+    for row in rows:
+        # The interface also counts headers and negotiation. With fp16 it counts 2 to 5 % more, for an unknown reason.
+        assert 0.99 < row["tx_to_stats"] < (1.08 if row["method"] == "iwp 1/64 fp16" else 1.05), row
+        assert row["dense_to_tx"] > {"iwp 1/32": 78, "iwp 1/64 fp16": 70}.get(row["method"], 0.98), row

@@ -1,0 +1,50 @@
+"""How entries are picked."""
+
+import pytest
+import torch
+
+from hvd_compress.engine.bucket import make_buckets
+from hvd_compress.engine.work import Step
+from hvd_compress.reference import BLOCK, flat_positions
+from hvd_compress.selection.base import StepSeed
+from hvd_compress.selection.pickers import Blocks, Exact
+
+
+def bucket_of(parameter):
+    return make_buckets([(0, "w", torch.nn.Parameter(parameter))], 2**20)[0]
+
+
+def seed(step):
+    return StepSeed.draw(Step(step, 0, 1, 1.0, 0, 0), 0)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("explore", [0.0, 1.0])
+def test_no_slot_is_spent_on_padding(halves, explore):
+    """The last block has 44 entries and 212 of padding."""
+    numel, slots = 2 * BLOCK + 44, 24
+    bucket = bucket_of(torch.zeros(2, numel // 2))
+    picker = Blocks(bucket, [slots], halves)
+    for step in range(4):
+        picker.begin(seed(step))
+        score = torch.rand(picker.ranges[0].of(bucket.pieces[0].weight()).numel()) + 0.1
+        picker.pick_by([score], explore)
+        places = flat_positions(picker.indices, picker.table, picker.phase)
+        assert len(places.unique()) == slots
+        assert int(places.max()) < numel, "padding was picked"
+
+
+def test_sampling_falls_back_to_sorting_if_its_threshold_is_too_high():
+    """All large entries are in the sample."""
+    picker = Exact(bucket_of(torch.zeros(64, 128)), [100], sample=0.01)
+    picker.begin(seed(0))
+    stride = 8192 // 82
+    score = torch.rand(8192)
+    score[picker.phase % stride :: stride] += 5.0
+    assert set(picker.largest(score, 100).tolist()) == set(score.topk(100).indices.tolist())
+
+
+def test_sampling_of_no_entries():
+    picker = Exact(bucket_of(torch.zeros(64, 128)), [1], sample=0.01)
+    picker.begin(seed(0))
+    assert picker.largest(torch.rand(8192), 0).numel() == 0
