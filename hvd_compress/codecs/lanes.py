@@ -64,7 +64,7 @@ class _LanesChannel(Channel):
         scales, edges, step = self.scales, self.edges, self.step
         if not scales.known:
             yield from scales.first(Moments(values, edges), self.ranks)
-        ops.lanes_prepare(values, edges, scales.local, scales.kind, self.grid, invalid, step, self.header, self.ranks)
+        ops.lanes_prepare(values, edges, scales.sent, scales.kind, self.grid, invalid, step, self.header, self.ranks)
         key = key if self.stochastic else -1
         ops.lanes_encode(values, step, edges, self.body, self.quantization_error, self.bits, self.width, key)
         body, header = torch.split((yield allreduce(self.words)), self.parts)

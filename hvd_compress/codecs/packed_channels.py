@@ -74,11 +74,11 @@ class _RingChannel(Channel):
             yield from self.scales.first(moments, self.ranks)
         code, edges, kind = self.code, self.edges, self.scales.kind
         everything, own = code.size(self.count), code.size(self.end - self.begin)
-        code.encode(values, self.scales.local, kind, edges, self.codes[:everything], self.quantization_error)
+        code.encode(values, self.scales.sent, kind, edges, self.codes[:everything], self.quantization_error)
         theirs = yield alltoall(self.codes)
         part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
         for row in theirs.view(self.ranks, -1):
-            code.decode(row[:own], self.scales.local, kind, self.own_edges, part, add=True)
+            code.decode(row[:own], self.scales.sent, kind, self.own_edges, part, add=True)
         part *= 1.0 / self.ranks
         error = torch.empty_like(part)
         code.encode(part, self.scales.mean, kind, self.own_edges, self.reply[self.head :][:own], error)

@@ -33,15 +33,15 @@ class Moments:
 class Scales:
     """Moving averages of the scales of a channel, float64, (groups,), with the same bits on every rank.
 
-    ``local``: the scale of the values that a rank sends: root mean square, or largest magnitude if ``peak``. ``mean``:
+    ``sent``: the scale of the values that a rank sends: root mean square, or largest magnitude if ``peak``. ``mean``:
     the scale of their average. ``kind``: int64, 0 if the averages look Gaussian, 1 if Laplacian.
     """
 
     def __init__(self, groups: int, device: torch.device, peak: bool = False) -> None:
         self.peak, self.device = peak, device
         self.known = False
-        self.local = torch.ones(groups, dtype=torch.float64, device=device)
-        self.mean = self.local.clone()
+        self.sent = torch.ones(groups, dtype=torch.float64, device=device)
+        self.mean = self.sent.clone()
         self.kind = torch.zeros(groups, dtype=torch.int64, device=device)
         self.begin_step()
 
@@ -50,32 +50,32 @@ class Scales:
         peaks, which is within a factor sqrt(ranks) of the largest."""
         mine = moments.peak.square() if self.peak else moments.square / moments.count.clamp(min=1)
         total = yield allreduce(torch.where(moments.count > 0, mine, 0.0), "budget", "scales")
-        self.local = bounded(divided(total, ranks).sqrt())
-        self.mean = bounded(divided(self.local, ranks**0.5))
+        self.sent = bounded(divided(total, ranks).sqrt())
+        self.mean = bounded(divided(self.sent, ranks**0.5))
         self.known = True
 
     def begin_step(self) -> None:
         """Save what :meth:`undo_step` restores."""
-        self._saved = self.known, self.local, self.mean, self.kind
+        self._saved = self.known, self.sent, self.mean, self.kind
 
     def undo_step(self) -> None:
         """Restore the saved scales after a failed step: if it failed on some ranks only, scales would differ."""
-        self.known, self.local, self.mean, self.kind = self._saved
+        self.known, self.sent, self.mean, self.kind = self._saved
 
-    def update(self, local: Tensor, mean: Tensor, decoded: Moments) -> None:
-        """After a step: ``local`` is the largest scale of the ranks' values, ``mean`` that of the average before it was
+    def update(self, sent: Tensor, mean: Tensor, decoded: Moments) -> None:
+        """After a step: ``sent`` is the largest scale of the ranks' values, ``mean`` that of the average before it was
         encoded. The ``decoded`` average determines only the kind: updated from it, scales could only shrink."""
         filled = decoded.count > 0
-        self.local = torch.where(filled, self._running(self.local, local), self.local)
+        self.sent = torch.where(filled, self._running(self.sent, sent), self.sent)
         self.mean = torch.where(filled, self._running(self.mean, mean), self.mean)
         self.kind = torch.where(filled, decoded.kind, self.kind)
 
     def update_from_lanes(self, average: Tensor, edges: Tensor, header: Tensor, ranks: int) -> None:
         """The update after a step of lanes, with :func:`hvd_compress.reference.lanes_update`."""
         # New tensors, because undo_step restores the old ones.
-        local, kind = torch.empty_like(self.local), torch.empty_like(self.kind)
-        ops.lanes_update(average, edges, self.local, self.kind, header, local, kind, ranks)
-        self.local, self.kind = local, kind
+        sent, kind = torch.empty_like(self.sent), torch.empty_like(self.kind)
+        ops.lanes_update(average, edges, self.sent, self.kind, header, sent, kind, ranks)
+        self.sent, self.kind = sent, kind
 
     def _running(self, old: Tensor, new: Tensor) -> Tensor:
         # A peak follows larger values at once and with a margin; otherwise many new peaks would be clipped.
@@ -85,7 +85,7 @@ class Scales:
         """The saved state. The ranges matter: the operators do not check scales."""
         return {
             "known": Entry(vars(self), "known", bool),
-            "local": TensorLeaf(self.local, SMALLEST, LARGEST),
+            "sent": TensorLeaf(self.sent, SMALLEST, LARGEST),
             "mean": TensorLeaf(self.mean, SMALLEST, LARGEST),
             "kind": TensorLeaf(self.kind, 0, 1),
         }

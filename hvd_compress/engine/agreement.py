@@ -32,7 +32,7 @@ def disagreement() -> RuntimeError:
 
 
 def hash_of(tensors: Iterable[Tensor]) -> int:
-    """Equal for equal bits. Synchronises a GPU."""
+    """A hash of tensors: equal for equal bits. Synchronises a GPU."""
     total = 0
     for tensor in tensors:
         flat = as_real(tensor.detach()).flatten()

@@ -127,7 +127,7 @@ class _Owner(Leaf):
         refuse(path, f"this is the state of {of(**value)}, and this is {of(**self._own)}; {_CONVERT}")
 
     def load(self, value: Any) -> None:
-        """Nothing to load."""
+        """Does nothing: there is nothing to load."""
 
 
 def _description(engine: Engine) -> Tree:
@@ -151,7 +151,7 @@ def _description(engine: Engine) -> Tree:
 
 @contextmanager
 def _in_order(engine: Engine) -> Iterator[None]:
-    """In the stream order of all buckets."""
+    """A context in the stream order of all buckets."""
     with ExitStack() as stack:
         for work in engine.works:
             stack.enter_context(work.bucket.order)

@@ -41,7 +41,7 @@ class _Run:
 
     @property
     def void(self) -> bool:
-        """Whether the set of ranks has changed since: nobody answers."""
+        """Whether the set of ranks has changed since it began, so that nobody answers."""
         return self._collectives.generation() is not self._generation
 
     def advance(self) -> bool:
@@ -51,17 +51,17 @@ class _Run:
         return self._handle is None
 
     def finish(self, timeout: float) -> None:
-        """Waits for the end."""
+        """Waits until it has ended."""
         while self._handle is not None:
             self._resume(self._handle.result(timeout))
 
     @property
     def equal(self) -> bool:
-        """After the end: whether the ranks' configurations are."""
+        """Whether the ranks' configurations are equal. To be read after the end."""
         return self._error is None
 
     def check(self) -> None:
-        """After the end: raises ``RuntimeError`` if the ranks differ."""
+        """Raises ``RuntimeError`` if the ranks differ. To be called after the end."""
         if self._error is not None:
             raise self._error
 
@@ -166,7 +166,7 @@ def digest(values: Mapping[str, object]) -> int:
 
 
 def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Request, Tensor, None]:
-    """One collective of 16 bytes a rank, and a second one, of the texts, if they differ."""
+    """The exchange: one collective of 16 bytes a rank, and a second one, of the texts, if they differ."""
     text = json.dumps(_plain(own)).encode()
     head = torch.tensor([[digest(own), len(text)]], dtype=torch.int64, device=device)
     heads = yield allgather(head)
@@ -180,7 +180,7 @@ def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Reque
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, str | bool | None]:
-    """What JSON can hold. In another process, equal values are equal here."""
+    """Values in types that JSON can hold. In another process, equal ones are equal here."""
     return {name: _plain_value(value) for name, value in values.items()}
 
 

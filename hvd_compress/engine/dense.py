@@ -39,8 +39,8 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def dense_gradient(number: int, parameter: Tensor, grad: Tensor, half: bool, scale: float) -> DenseGradient:
-    """``half``: send float32 and bfloat16 as float16. ``scale``: the loss scale; float16 payloads are divided by it,
-    since a scale of 65536 would leave them no range."""
+    """Prepares a gradient for an uncompressed allreduce. ``half``: send float32 and bfloat16 as float16. ``scale``: the
+    loss scale; float16 payloads are divided by it, since a scale of 65536 would leave them no range."""
     parameter = as_real(parameter)
     ordered = in_order_of(parameter, grad) if is_dense(parameter) else grad.contiguous()
     if half and ordered.dtype in (torch.float32, torch.bfloat16):

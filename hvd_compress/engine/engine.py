@@ -283,7 +283,7 @@ class Engine:
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """For a host's collectives between two steps, which the body counts in the statistics."""
+        """A context for collectives between two steps, which the body counts in the statistics."""
         with self.entered:
             self._compare()
             self.stats.begin_step()

@@ -42,7 +42,7 @@ class LastAverage:
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def written(self) -> None:
-        """Averages have been written to the gradients. To be called before the watch forgets the step."""
+        """Called when averages have been written to the gradients, before the watch forgets the step."""
         self._own_updates = bool(self._versions) and not self._watch.called
         self.forget()
         for number in self._probes:
@@ -51,21 +51,22 @@ class LastAverage:
         self._versions = [self._parameters[number]._version for number in self._probes]
 
     def forget(self) -> None:
-        """There is no average any more."""
+        """Called when there is no average any more."""
         self._written.clear()
         self._added.clear()
         self._applied.clear()
         self._versions.clear()
 
     def before_optimizer_step(self) -> None:
-        """An optimizer that holds some of the parameters is about to step."""
+        """Called when an optimizer that holds some of the parameters is about to step."""
         for number in self._written:
             grad = self._parameters[number].grad
             if grad is not None:
                 self._applied[number] = weakref.ref(grad), grad._version
 
     def before_accumulation(self, number: int) -> None:
-        """A gradient is about to be added to parameter ``number``'s, or only to be returned (``autograd.grad``)."""
+        """Called when a gradient is about to be added to parameter ``number``'s, or only to be returned
+        (``autograd.grad``)."""
         if number not in self._written:
             return
         grad = self._parameters[number].grad
@@ -75,7 +76,7 @@ class LastAverage:
             del self._written[number]
 
     def arrives(self, number: int) -> bool:
-        """The gradient of parameter ``number`` is passed in: whether it contains the last average."""
+        """Whether the gradient of parameter ``number``, which is passed in, contains the last average."""
         if number not in self._written:
             return False
         written, added, grad = self._written.pop(number), self._added.get(number), self._parameters[number].grad
@@ -100,9 +101,9 @@ class LastAverage:
         return bool(grad.any())
 
     def waits(self) -> bool:
-        """Whether nobody has applied it so far: no optimizer has stepped, as it did after the average before, no probe
-        has changed, and gradients are there still. (An average that is not finite has sent nothing.) Synchronises a
-        GPU."""
+        """Whether nobody has applied the last average so far: no optimizer has stepped, as it did after the average
+        before, no probe has changed, and gradients are there still. (An average that is not finite has sent nothing.)
+        Synchronises a GPU."""
         if (
             self._own_updates
             or self._watch.stepped()
@@ -119,8 +120,8 @@ def _before_accumulation(average: "weakref.ref[LastAverage]", number: int, grad:
 
 
 def _spread(numbers: Sequence[int]) -> Sequence[int]:
-    """Some of them, at irregular distances: what is done to every second parameter, or to a tenth of the model, is done
-    to one of these."""
+    """Some of the numbers, at irregular distances: what is done to every second parameter, or to a tenth of the model,
+    is done to one of these."""
     if len(numbers) <= _PROBES:
         return numbers
     return sorted({numbers[int(i * 0.6180339887 % 1 * len(numbers))] for i in range(_PROBES)})

@@ -46,7 +46,7 @@ def _turn_all_off() -> Callable[[], object]:
 
 
 def modes_off(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: the modes are off in ``function``."""
+    """Decorates ``function`` so that the modes are off in it."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -87,8 +87,9 @@ class OptimizerWatch:
         return True
 
     def _applies_gradients(self, optimizer: Optimizer) -> bool:
-        """A step that only creates the optimizer's state does not: ``torch.distributed.checkpoint`` takes one with
-        gradients and learning rate 0, ``hvd.broadcast_optimizer_state()`` with gradients 0."""
+        """Whether this step applies gradients. One that only creates the optimizer's state does not:
+        ``torch.distributed.checkpoint`` takes one with gradients and learning rate 0,
+        ``hvd.broadcast_optimizer_state()`` with gradients 0."""
         return any(
             group.get("lr") != 0
             and any(id(p) in self.ids and p.grad is not None and p.grad.any() for p in group["params"])
@@ -122,7 +123,7 @@ class OptimizerWatch:
         return bool(self._trained) and id(parameter) not in self._trained
 
     def forget_step(self) -> None:
-        """From now on only new steps count."""
+        """Forgets the steps so far: from now on only new ones count."""
         self._steps: list[torch.Tensor | None] = []
         self._stepped.clear()
         self._trained = self._held = None  # groups may be added
@@ -136,8 +137,8 @@ _watches: tuple[weakref.ref[OptimizerWatch], ...] = ()
 
 
 def _register(watch: OptimizerWatch) -> None:
-    """Global hooks serve all watches and are never removed: removing one while torch iterates over its hooks would
-    raise an error."""
+    """Registers the global hooks, once. They serve all watches and are never removed: removing one while torch iterates
+    over its hooks would raise an error."""
     global _watches
     if not _watches:  # once: from now on the tuple always holds at least the newest watch
         register_optimizer_step_pre_hook(_before_any_step)
@@ -158,5 +159,6 @@ def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _share_parameters(one: Optimizer, other: Optimizer) -> bool:
-    """Whether they are Horovod's optimizer and the one it wraps: different objects with the same parameter lists."""
+    """Whether two optimizers are Horovod's and the one that it wraps: different objects with the same parameter
+    lists."""
     return any(a["params"] is b["params"] for a in one.param_groups for b in other.param_groups)

@@ -29,8 +29,8 @@ class Place:
 def compressed(
     named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int, compresses: Callable[[Tensor], bool]
 ) -> list[tuple[int, str, torch.nn.Parameter]]:
-    """Those of the ``(name, parameter)`` pairs that are compressed, with their numbers. ``compresses``: whether the
-    method compresses a parameter that can be."""
+    """The parameters among ``(name, parameter)`` pairs that are compressed, with their numbers and names.
+    ``compresses``: whether the method compresses a parameter that can be."""
     return [
         (number, name, p)
         for number, (name, p) in enumerate(named)

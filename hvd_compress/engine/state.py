@@ -196,7 +196,7 @@ class Fixed(Leaf):
             refuse(path, f"the state was made with {described(value)}, this compressor has {self._value!r:.200}{hint}")
 
     def load(self, value: Any) -> None:
-        """Nothing to load."""
+        """Does nothing: there is nothing to load."""
 
 
 class Recorded(Leaf):
@@ -213,7 +213,7 @@ class Recorded(Leaf):
             refuse(path, f"must be an int, got {described(value)}")
 
     def load(self, value: int) -> None:
-        """Nothing to load."""
+        """Does nothing: there is nothing to load."""
 
 
 class Foreign(Leaf):

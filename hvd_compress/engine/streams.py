@@ -47,8 +47,8 @@ class StreamOrder(AbstractContextManager[None]):
         return torch.cuda.stream(self._stream)
 
     def release(self, *tensors: torch.Tensor) -> None:
-        """Call in this context, before dropping ``tensors`` that another stream may own: their memory is not reused
-        before the current stream is done with them."""
+        """Keeps the memory of ``tensors`` that another stream may own until the current stream is done with it. To be
+        called in this context, before they are dropped."""
         for tensor in tensors:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 

@@ -29,16 +29,16 @@ class WireStats:
         self._current, self.seconds, self._complete = _counts(), 0.0, False
 
     def count_gradient(self, numel: int, ranks: int) -> None:
-        """What a gradient of ``numel`` entries would cost as a float32 ring allreduce."""
+        """Counts what a gradient of ``numel`` entries would cost as a float32 ring allreduce."""
         self._current["dense"] += ring_bytes("allreduce", 4 * numel, ranks)
 
     def count_dense(self, numel: int, byte_count: int, ranks: int) -> None:
-        """A gradient that is allreduced without compression, in ``byte_count`` bytes."""
+        """Counts a gradient that is allreduced without compression, in ``byte_count`` bytes."""
         self.count_gradient(numel, ranks)
         self._current["dense_tensor"] += ring_bytes("allreduce", byte_count, ranks)
 
     def count_request(self, request: Request, ranks: int) -> None:
-        """A collective of an exchange."""
+        """Counts a collective of an exchange."""
         self._current[request.kind] += request.wire_bytes(ranks)
 
     def end_step(self) -> None:

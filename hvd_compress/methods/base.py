@@ -123,7 +123,8 @@ class Compressor(Reporting, abc.ABC):
         return {}
 
     def restart(self) -> None:
-        """The set of ranks has changed (elastic), or a state will be loaded: resets what new ranks cannot know."""
+        """Called when the set of ranks has changed (elastic), or a state will be loaded: resets what new ranks cannot
+        know."""
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
@@ -147,7 +148,7 @@ class Compressor(Reporting, abc.ABC):
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Empty if no parameter is compressed."""
+        """The buckets of compressed parameters; empty if none is compressed."""
         return [work.bucket for work in self.engine.works]
 
     @property
@@ -168,7 +169,7 @@ class Compressor(Reporting, abc.ABC):
 
     @property
     def ddp_host(self) -> DDPHost:
-        """For :func:`hvd_compress.ddp_hook`."""
+        """This compressor's side of DistributedDataParallel, for :func:`hvd_compress.ddp_hook`."""
         self._refuse_local_steps()
         if not isinstance(self.host, DDPHost):
             raise RuntimeError(

@@ -35,11 +35,11 @@ class BlockMeans(Part):
         ops.block_means_send(self.fresh, self.unsent, self.velocity if momentum else None, out, invalid, momentum)
 
     def keep_error(self, mean: Tensor, error: Tensor) -> None:
-        """After the exchange: ``unsent`` becomes the quantization ``error`` where the averaged ``mean`` is finite."""
+        """Keeps the quantization ``error`` in ``unsent`` after the exchange, where the averaged ``mean`` is finite."""
         ops.block_means_keep(mean, error, self.unsent)
 
     def put_back(self, sent: Tensor) -> None:
-        """The exchange of ``sent`` is taken back."""
+        """Takes the exchange of ``sent`` back."""
         self.unsent.copy_(sent)
 
     def spread(self, piece: Piece, per_block: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class CommonWeights:
         self.ids = {id(weight.parameter) for weight in self.weights}
 
     def take(self) -> None:
-        """The parameters become the common weights. They must be the same on all ranks."""
+        """Makes the parameters the common weights. They must be the same on all ranks."""
         for weight in self.weights:
             weight.common.copy_(weight.parameter)
             if weight.velocity is not None:
@@ -67,7 +67,7 @@ class CommonWeights:
         self._forget_unsent()
 
     def replace(self, average: Iterable[Tensor]) -> None:
-        """The average of all ranks' weights becomes the common weights, where it is usable, and the parameters."""
+        """Makes the average of all ranks' weights the common weights, where it is usable, and the parameters."""
         for weight, mean in zip(self.weights, average, strict=True):
             weight.common.copy_(torch.where(usable(mean), mean, weight.common))
             weight.parameter.copy_(mean)
@@ -109,7 +109,7 @@ class CommonWeights:
                 weight.parameter.copy_(self._start(weight) + more)
 
     def hash(self) -> int:
-        """Of the common weights."""
+        """A hash of the common weights."""
         return hash_of(weight.common for weight in self.weights)
 
     def state(self) -> dict[str, Tree]:
@@ -132,7 +132,7 @@ class CommonWeights:
         return weight.common + unsent
 
     def _forget_unsent(self) -> None:
-        """The parameters have changed: the residual is no part of them."""
+        """Drops the residual: the parameters have changed and do not contain it."""
         if self._unsent == "weights":
             scale_residuals(self._engine, 0.0)
 

@@ -171,7 +171,7 @@ class MomentumCorrection:
         return {"momentum": momentum, **({"dense_velocity": self._dense.state()} if self.value else {})}
 
     def _held(self, optimizer: Optimizer) -> dict[str, int]:
-        """The optimizer's parameters: numbers by name."""
+        """The numbers of the parameters that the optimizer holds, by name."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known, names = self._known.get(optimizer, (-1, {}))
         if known != count:
@@ -185,8 +185,8 @@ class MomentumCorrection:
         return {name: number for number, (name, parameter) in named if id(parameter) in held}
 
     def _state(self, optimizer: Optimizer, number: int) -> dict[str, Any]:
-        """Of a parameter, in the optimizer that steps: Horovod's shares parameter groups with the one that it wraps,
-        but not the state."""
+        """The state of a parameter in the optimizer that steps: Horovod's shares parameter groups with the one that it
+        wraps, but not the state."""
         state: dict[str, Any] = self._engine.watch.stepping(optimizer).state[self._engine.parameters[number]]
         return state
 
@@ -204,7 +204,7 @@ class MomentumCorrection:
         self._tell()
 
     def _tell(self) -> None:
-        """The buckets, whose momentum it is."""
+        """Tells the buckets of which pieces the momentum is."""
         for work in self._works:
             work.velocity.owe(self.value, set(self._owed))
 
@@ -216,7 +216,7 @@ class MomentumCorrection:
             work.end_momentum()
 
     def _set_velocity(self, number: int, velocity: Tensor) -> None:
-        """Every rank gets the optimizer's, which is the same on all: so is their mean."""
+        """Sets a velocity on every rank to the optimizer's, which is the same on all: so is their mean."""
         place = self._engine.place_of[number]
         if place is None:
             self._dense.set(number, velocity)
@@ -226,7 +226,7 @@ class MomentumCorrection:
                 work.set_velocity(place.piece, velocity)
 
     def _mean_velocities(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Over all ranks: a collective."""
+        """Averages velocities over all ranks, by a collective."""
         engine, found = self._engine, list[Tensor]()
         for number in numbers:
             place = engine.place_of[number]

@@ -91,7 +91,7 @@ class Output:
 
 
 def signs(values: Tensor) -> Tensor:
-    """Of all entries; NaN stays, which ``torch.sign`` makes 0."""
+    """The signs of all entries; NaN stays NaN, which ``torch.sign`` makes 0."""
     return torch.where(values.isnan(), values, values.sign())
 
 
@@ -131,12 +131,12 @@ class BlockRange:
     blocks: int
 
     def of(self, target: Tensor) -> Tensor:
-        """Its entries in a tensor of the whole piece, in memory order: a view, without padding."""
+        """The range's entries in a tensor of the whole piece, in memory order: a view, without padding."""
         begin, end = self.skipped * BLOCK, (self.skipped + self.blocks) * BLOCK
         return target.as_strided((target.numel(),), (1,))[begin:end]
 
     def of_bucket(self, flat: Tensor) -> Tensor:
-        """Its entries in a bucket-wide tensor: a view, with padding."""
+        """The range's entries in a bucket-wide tensor: a view, with padding."""
         return flat[self.first * BLOCK : (self.first + self.blocks) * BLOCK]
 
 

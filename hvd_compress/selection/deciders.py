@@ -65,7 +65,7 @@ class Decider(abc.ABC):
         return zlib.crc32(repr((seed.key, seed.step, seed.settings, self.picker.slots)).encode())
 
     def note(self, differ: Tensor) -> None:
-        """``differ``: bool, whether the ranks have decided differently."""
+        """Notes whether the ranks have decided differently. ``differ``: bool."""
         self.disagree.logical_or_(differ)
         if self.check and bool(self.disagree):
             raise disagreement()
@@ -119,7 +119,7 @@ class Leaders(Decider):
         self.picker.indices = in_order.view(-1)[: self.picker.total]
 
     def complete(self, scoring: Scoring) -> None:
-        """Completes ``message``, once all gradients have arrived."""
+        """Writes to ``message`` what is known only when all gradients have arrived."""
         self.picker.pick(scoring, self.own, self.draw(scoring))
         if self.idle.finds:
             self.message[self._digest_length : self.head] = self.idle.touched
@@ -183,6 +183,6 @@ def run_length(leaders: int | None, density: float, ranks: int) -> int:
 
 
 def check_leaders(leaders: int | None) -> None:
-    """Raises ``ValueError``."""
+    """Raises ``ValueError`` unless ``leaders`` is None or at least 1."""
     if leaders is not None and leaders < 1:
         raise ValueError(f"leaders must be at least 1, or None for all ranks, got {leaders}")

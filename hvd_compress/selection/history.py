@@ -47,8 +47,9 @@ class GradientHistory(Part):
         return {"smoothed": saved(self.smoothed), "last_sent": saved(self.last_sent, low=-1.0)}
 
     def update(self, picker: Picker, mean: Tensor, step: int, predicted: Tensor | float = 0.0) -> None:
-        """``mean`` was received for the selected entries: the sum of the gradients of all steps since they were last
-        sent, minus what was ``predicted`` of it in each of these steps. Ignored if it is not finite."""
+        """Updates the averages of the picked entries, for which ``mean`` was received: the sum of the gradients of all
+        steps since they were last sent, minus what was ``predicted`` of it in each of these steps. Ignored if it is not
+        finite."""
         arrived = mean[:1].isfinite()
         smoothed, last = picker.read(self.smoothed), picker.read(self.last_sent)
         self._before = picker, smoothed, last

@@ -29,7 +29,7 @@ class Idle:
         self.touched.zero_()
 
     def found(self, touched: Tensor) -> None:
-        """``touched``: bool, (pieces,), whether any rank has a gradient."""
+        """Notes which pieces any rank has a gradient for. ``touched``: bool, (pieces,)."""
         idle = ~touched
         # Free on the CPU; a GPU would be synchronised.
         self._pieces = idle if idle.is_cuda or bool(idle.any()) else None
@@ -43,7 +43,7 @@ class Idle:
         return mean.masked_fill(idle, 0.0), torch.where(idle, sent, error)
 
     def silence(self, mean: Tensor) -> Tensor:
-        """A bucket-wide average, float32, (blocks * 256,), with 0 in idle pieces."""
+        """Returns a bucket-wide average, float32, (blocks * 256,), with 0 in idle pieces."""
         if self._pieces is None:
             return mean
         idle = self._pieces.repeat_interleave(self._block_counts, output_size=self._bucket.blocks)

@@ -9,6 +9,7 @@ from harness import Scheduled, gradients, random_steps, replicas, residuals, tog
 from methods import FORGETFUL, METHODS
 
 from hvd_compress import IWP, MIPD, MP2, QSGD, SlimDP, TernGrad
+from hvd_compress.engine import exchange
 
 WRITING = ["iwp-fp32", "iwp-topk", "fft", "fft-gather", "mipd-compensated", "mp2-rotation", "dgc", "qsgd", "terngrad"]
 
@@ -226,3 +227,16 @@ def test_a_repeated_step_number_causes_no_infinity(build):
     random_steps(world, ranks, range(1, 4))
     state = ranks[0].compression.state_dict()
     assert all(bool(flat.isfinite().all()) for flat in tensors_of(state).values())
+
+
+def test_an_exchange_goes_on_while_gradients_of_the_next_bucket_arrive(monkeypatch):
+    monkeypatch.setattr(exchange, "POLL_INTERVAL", 0.0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
+    _, (rank,) = replicas(1, partial(IWP, bucket_mb=4 * 64 * 64 * 4 / 2**20), model=model)
+    start, started = rank.collectives.start, []
+    rank.collectives.start = lambda request, name: started.append(name) or start(request, name)
+    for number, p in enumerate(reversed(list(rank.model.parameters()))):
+        p.grad = torch.ones_like(p)
+        rank.compression.compress(p.grad)
+        if number == 4:  # the first gradient of the second bucket
+            assert [name for name in started if ".0.step." in name][1:], "the values are not sent yet"
