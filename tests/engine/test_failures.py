@@ -233,10 +233,19 @@ def test_an_exchange_goes_on_while_gradients_of_the_next_bucket_arrive(monkeypat
     monkeypatch.setattr(exchange, "POLL_INTERVAL", 0.0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
     _, (rank,) = replicas(1, partial(IWP, bucket_mb=4 * 64 * 64 * 4 / 2**20), model=model)
-    start, started = rank.collectives.start, []
-    rank.collectives.start = lambda request, name: started.append(name) or start(request, name)
-    for number, p in enumerate(reversed(list(rank.model.parameters()))):
+    start, started, arrived = rank.collectives.start, [], 0
+
+    def slow(request, name):
+        """Its result is there when the next gradient arrives."""
+        handle, begin = start(request, name), arrived
+        started.append((arrived, name))
+        monkeypatch.setattr(handle, "done", lambda: arrived > begin)
+        return handle
+
+    rank.collectives.start = slow
+    for p in reversed(list(rank.model.parameters())):
+        arrived += 1
         p.grad = torch.ones_like(p)
         rank.compression.compress(p.grad)
-        if number == 4:  # the first gradient of the second bucket
-            assert [name for name in started if ".0.step." in name][1:], "the values are not sent yet"
+    first = [at for at, name in started if name.startswith(f"{rank.compression.engine.exchanges.label}.0.")]
+    assert first == [4, 5, 6], "the first bucket waits for the second to be full"
