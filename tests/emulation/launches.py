@@ -3,11 +3,14 @@
 import ctypes
 import os
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from hvd_compress import ops
+from hvd_compress import IWP, Compressor, DeMo, ops
+from hvd_compress.hosts.mirror import Mirror
 from hvd_compress.reference.codes import PART
 
 EMULATOR = ctypes.CDLL(os.environ["OPERATORS"])
@@ -36,6 +39,25 @@ def test_one_launch_a_bucket(pieces: int) -> None:
     assert launched(lambda: ops.select(grads, rows, indices, *draw)) == needed
     assert launched(lambda: ops.gather(residual, indices, rows, values, 0)) == needed
     assert launched(lambda: ops.scatter(grads, residual, None, indices, rows, values, values, 0, 1.0)) == needed
+
+
+def step(compression: Compressor, parameters: list[torch.nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    for payload, context in [compression.compress(p.grad) for p in parameters]:
+        compression.decompress(payload, context)
+
+
+@pytest.mark.parametrize(("build", "most"), [(IWP, 12), (DeMo, 16)])
+def test_launches_of_a_step(build: Callable[..., Any], most: int) -> None:
+    """Of one bucket and four ranks, however many tensors there are."""
+    found = []
+    for tensors in (2, 200):
+        parameters = [torch.nn.Parameter(torch.randn(32, 32)) for _ in range(tensors)]
+        compression = build([(str(i), p) for i, p in enumerate(parameters)], collectives=Mirror(4))
+        step(compression, parameters)
+        found.append(launched(partial(step, compression, parameters))[0])
+    assert found[0] == found[1] <= most, found
 
 
 def test_skipped_pieces_are_not_launched() -> None:
