@@ -155,13 +155,12 @@ class FeedbackWork(Work):
         self._disagree = torch.zeros(1, dtype=torch.bool, device=bucket.device)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
         optional = {} if self.means is None else {"block_means": self.means}
-        super().__init__(bucket, values=self.values, velocity=self.velocity, **optional, **parts)
+        super().__init__(bucket, values=self.values, velocity=self.velocity, idle=self.idle, **optional, **parts)
 
     # A step.
 
     def begin(self, step: Step) -> None:
         super().begin(step)
-        self.idle.begin()
         self.lay_out()
         # Free on the CPU; on a GPU it synchronises, so only now and then.
         check = self.bucket.device.type == "cpu" or self._unchecked or step.number % _CHECK_INTERVAL == 0

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from ..engine.bucket import Bucket
+from ..engine.work import Part, Step
 from ..reference import BLOCK
 from .pickers import Picker
 
 
-class Idle:
+class Idle(Part):
     """Which pieces of a bucket no rank has a gradient for, in the current step. What replaces gradients by signs would
     apply the rest of their residuals for ever, however small: they receive 0, and keep what they hold.
 
@@ -24,8 +25,7 @@ class Idle:
         counts = [piece.blocks for piece in bucket.pieces]
         self._block_counts = torch.tensor(counts, dtype=torch.int64, device=bucket.device)
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, step: Step) -> None:
         self.touched.zero_()
 
     def found(self, touched: Tensor) -> None:
