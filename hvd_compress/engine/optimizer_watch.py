@@ -40,6 +40,9 @@ class OptimizerWatch:
         #: False after the first gradient in this process, and after :meth:`bypassed_by` has been true.
         self.may_be_bypassed = True
         self.forget_step()
+
+    def start(self) -> None:
+        """From now on steps are observed: the method is complete. (Optimizers may step in other threads meanwhile.)"""
         _register(self)
 
     def stepping(self, optimizer: Optimizer) -> Optimizer:

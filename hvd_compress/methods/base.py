@@ -92,6 +92,7 @@ class Compressor(Reporting, abc.ABC):
         )
         self._common = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
         self.host = host_of(self.engine)
+        self.engine.watch.start()
 
     # What a method implements.
 
