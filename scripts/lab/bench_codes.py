@@ -15,9 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import table
 import torch
-from bench_ops import Bench, started
+from bench_ops import Bench, started, table
 
 from hvd_compress import ops
 

@@ -15,12 +15,15 @@ one call. "transform": into Walsh-Hadamard coefficients and back, as DeMo does i
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
-import table
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+import table
 
 from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
