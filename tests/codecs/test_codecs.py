@@ -204,7 +204,7 @@ def test_error_feedback_stays_bounded(name):
 
 @pytest.mark.parametrize("name", ["lanes4", "lloyd4", "range10"])
 @pytest.mark.parametrize(
-    ("what", "value"), [("local", -1.0), ("local", math.nan), ("mean", 0.0), ("mean", math.inf), ("kind", 2)]
+    ("what", "value"), [("sent", -1.0), ("sent", math.nan), ("mean", 0.0), ("mean", math.inf), ("kind", 2)]
 )
 def test_a_damaged_state_is_refused(name, what, value):
     channel = codec(name).channel(3, 2, 0, torch.device("cpu"))
