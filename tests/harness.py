@@ -3,10 +3,10 @@
 import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fake_ddp import FakeBucket, in_backward
 from torch import Tensor
 
 from hvd_compress import IWP, Compressor, ddp_hook
@@ -133,48 +133,6 @@ def set_collectives(compression: Compressor, collectives: Any) -> None:
     owners += [work.values for work in engine.works if "values" in work.parts]
     for owner in owners:
         owner._collectives = collectives
-
-
-@dataclass
-class FakeBucket:
-    """What DDP passes to a hook: the gradients of some parameters of one dtype, views of one flat buffer."""
-
-    number: int
-    given: list[torch.nn.Parameter]
-    flat: Tensor
-    last: bool
-
-    def index(self) -> int:
-        return self.number
-
-    def is_last(self) -> bool:
-        return self.last
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return self.given
-
-    def gradients(self) -> list[Tensor]:
-        parts, begin = [], 0
-        for p in self.given:
-            parts.append(self.flat.as_strided(p.shape, p.stride(), begin))
-            begin += p.numel()
-        return parts
-
-
-def in_backward(body: Callable[[], None]) -> None:
-    """Runs ``body`` during a backward pass, as DDP calls a hook."""
-
-    def hook(grad: Tensor) -> None:
-        body()
-
-    x = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
-    with torch.enable_grad():
-        y = x.clone()
-        y.register_hook(hook)
-        y.sum().backward()
 
 
 class DDPRank(Rank):

@@ -13,6 +13,8 @@ import torch
 from .profiling import Stage
 from .registry import Registry
 
+#: Who passes gradients in.
+HostName = Literal["horovod", "ddp"]
 Verb = Literal["allreduce", "allgather", "alltoall"]
 Kind = Literal["values", "indices", "dense_tensor", "budget"]
 
@@ -89,7 +91,7 @@ class Collectives(Protocol):
         """Whether gradients are exchanged at all: Horovod's optimizer skips the exchange with one process."""
 
     @property
-    def host(self) -> Literal["horovod", "ddp"]:
+    def host(self) -> HostName:
         """Who passes the gradients in."""
 
     @property

@@ -1,7 +1,8 @@
 """Whether an optimizer fits the compressor whose averages it applies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import Adam, Optimizer
 
@@ -42,9 +43,13 @@ class Facts:
 
     @property
     def momentum(self) -> float:
-        """The optimizer's own, or its first beta: the first that is not 0."""
-        groups = self.optimizer.param_groups
-        return next(filter(None, (g.get("momentum") or (g.get("betas") or (0.0,))[0] for g in groups)), 0.0)
+        """That of the first parameter group that has one."""
+        return next(filter(None, map(momentum_of, self.optimizer.param_groups)), 0.0)
+
+
+def momentum_of(group: Mapping[str, Any]) -> float:
+    """The momentum of an optimizer's parameter group, or its first beta."""
+    return group.get("momentum") or (group.get("betas") or (0.0,))[0]
 
 
 def check(facts: Facts, traits: Traits, warn: Callable[[str], None]) -> None:

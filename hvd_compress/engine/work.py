@@ -3,7 +3,6 @@
 import abc
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .bucket import Bucket, Piece
@@ -105,7 +104,3 @@ class Work(abc.ABC):
     def scale_residual(self, factor: float) -> None:
         """Multiplies the residual by ``factor``, in [0, 1]. Called between steps."""
         self.bucket.residual.mul_(factor)
-
-    def flag(self, dtype: torch.dtype) -> Tensor:
-        """A number on the bucket's device: zero, (1,)."""
-        return torch.zeros(1, dtype=dtype, device=self.bucket.device)

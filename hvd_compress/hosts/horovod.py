@@ -9,13 +9,13 @@ import math
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.collectives import Handle, Request
+from ..engine.collectives import Handle, HostName, Request
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.place import Place
@@ -194,7 +194,7 @@ class _HorovodHandle:
 class HorovodCollectives:
     """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
-    host: Literal["horovod", "ddp"] = "horovod"
+    host: HostName = "horovod"
     ordered = False
 
     def __init__(self, process_set: Any = None) -> None:

@@ -3,11 +3,10 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
-from ..engine.collectives import Request
+from ..engine.collectives import HostName, Request
 from ..engine.registry import Registry
 
 
@@ -29,7 +28,7 @@ class Mirror:
     """
 
     rank, active, ordered = 0, True, False
-    host: Literal["horovod", "ddp"] = "horovod"
+    host: HostName = "horovod"
 
     def __init__(self, size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.size, self.clock = size, clock

@@ -6,11 +6,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
-from ..engine.collectives import Handle, Request
+from ..engine.collectives import Handle, HostName, Request
 from ..engine.registry import Registry
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class ThreadCollectives:
     def __init__(self, world: "ThreadWorld", rank: int) -> None:
         self._world, self.rank = world, rank
         self.size, self.ordered, self.active = world.size, world.ordered, True
-        self.host: Literal["horovod", "ddp"] = "ddp" if world.ordered else "horovod"
+        self.host: HostName = "ddp" if world.ordered else "horovod"
         self._started = 0
 
     def generation(self) -> object:

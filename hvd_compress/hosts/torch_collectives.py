@@ -4,12 +4,11 @@ It matches collectives by the order of the calls, which must not depend on timin
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor, distributed
 
-from ..engine.collectives import Handle, Request
+from ..engine.collectives import Handle, HostName, Request
 from ..engine.registry import Registry
 from .polling import wait_until
 
@@ -44,7 +43,7 @@ class _TorchHandle:
 class TorchCollectives:
     """``torch.distributed`` on a process group (default: the whole world)."""
 
-    host: Literal["horovod", "ddp"] = "ddp"
+    host: HostName = "ddp"
     ordered = True
     active = True
 

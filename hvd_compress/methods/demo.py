@@ -3,14 +3,14 @@
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..codecs import Codec, codec, gather_codec
+from ..codecs import Codec
 from ..engine.arguments import NamedParameters, named_pairs
 from ..engine.bucket import Bucket
 from ..engine.dense_velocity import DenseVelocity
@@ -129,26 +129,25 @@ class DeMo(SparseMethod):
             raise ValueError("momentum goes with sign=False: with sign, the momentum is what was not sent")
         if orthogonal and not sign:
             raise ValueError("orthogonal goes with sign=True: without it, gradients are plain averages")
-        if exchange == "gather":
-            values = gather_codec("range10-gather" if values is None else values)
-        else:
-            values = codec("lloyd4" if values is None else values)
+        values = leading.codec(values, ring="lloyd4", gather="range10-gather")
         self._orthogonal, named_parameters = _orthogonal_names(orthogonal, named_parameters)
         self._arguments = _Arguments(leading, decay, sign, dense_momentum)
         self._written = _Written(seen=not sign)
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, values=values, **common)
         self._dense = DenseVelocity(self.engine)
+        used = sorted({place.piece.name for place in self.engine.places} & self._orthogonal)
+        checksum = zlib.crc32("\n".join(used).encode())
+        text = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
+        leads, others = vars(leading), {"decay": decay, "sign": sign, "dense_momentum": dense_momentum}
+        # Made once: options() is called in every step.
+        self._own_options: dict[str, object] = {**leads, **others, "orthogonal": text}
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _DeMoWork(bucket, sending, self._arguments, self._orthogonal, self._written)
 
     def options(self) -> dict[str, object]:
-        names = sorted({p.piece.name for p in self.engine.places} & self._orthogonal)
-        checksum = zlib.crc32("\n".join(names).encode())
-        orthogonal = f"{len(names)} parameters, checksum {checksum:08x}" if names else False
-        arguments = asdict(self._arguments)
-        return {**super().options(), **arguments.pop("leading"), **arguments, "orthogonal": orthogonal}
+        return {**super().options(), **self._own_options}
 
     @property
     def traits(self) -> Traits:

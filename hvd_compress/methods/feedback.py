@@ -10,12 +10,14 @@ from .. import ops
 from ..codecs import Averaged, Channel, Codec
 from ..engine.bucket import Bucket, Piece
 from ..engine.collectives import Collectives
+from ..engine.exchange import Exchange
 from ..engine.rng import derive
 from ..engine.state import Tree
 from ..engine.work import Part, Step, Work
 from ..selection.base import NOT_SENT, Average, Output, Scoring, StepSeed, marked, missing
-from ..selection.deciders import Decider
+from ..selection.deciders import Decider, Shared
 from ..selection.idle import Idle
+from ..selection.pickers import Picker
 from .basis import Basis
 from .block_means import BlockMeans
 
@@ -170,6 +172,10 @@ class FeedbackWork(Work):
     def lay_out(self) -> None:
         """Makes what depends on the density, if that has changed."""
 
+    def shared(self, picker: Picker) -> Shared:
+        """Entries that all ranks compute from shared state."""
+        return Shared(picker, self.idle, self._disagree)
+
     def accumulate(self) -> None:
         bucket, decider, step = self.bucket, self.decider, self.step
         given = self.basis.enter(bucket.gradients, step.scale, self.values.invalid)
@@ -226,8 +232,8 @@ class FeedbackWork(Work):
         mean, error = yield from self.values.average(values, derive(self.decider.seed.key, self.step.rank))
         if means is not None:
             self._mean_of_blocks = mean[total:]
-            for index in missing(self.bucket.gradients):
-                self.bucket.pieces[index].of_blocks(self._mean_of_blocks).fill_(NOT_SENT)
+            for piece in self.bucket.missing():
+                piece.of_blocks(self._mean_of_blocks).fill_(NOT_SENT)
             means.keep_error(self._mean_of_blocks, error[total:])
         return self.idle.keep(picker, mean[:total], error[:total], payload[:total])
 
@@ -238,6 +244,16 @@ class FeedbackWork(Work):
         mean = marked(mean, map(picker.span, missing(targets)))
         picker.scatter(targets, self.velocity.memory, Average(mean, error, output, self._mean_of_blocks))
         self.basis.leave(self.bucket.gradients)
+
+    def output(self) -> Output:
+        """How averages become gradients; by default times the loss scale."""
+        return Output(self.step.scale, self.basis.transform)
+
+    def send(self) -> Exchange:
+        """Agrees on the entries and averages them; writes the averages, and what was sent leaves the residual."""
+        yield from self.decider.agree(self.scoring)
+        mean, error = yield from self.average(self.picked())
+        self.apply(mean, error, self.output())
 
     def undo(self) -> None:
         super().undo()

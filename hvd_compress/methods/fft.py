@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..codecs import Codec, codec, gather_codec
+from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
@@ -68,10 +68,8 @@ class FFT(SparseMethod):
         **common: Any,
     ) -> None:
         self.arguments = Leading(exchange, leaders, explore)
-        if exchange == "gather":
-            values = gather_codec("range10-gather" if values is None else values)  # the paper's
-        else:
-            values = codec("lanes4" if values is None else values)  # trained best at equal bytes (docs/benchmarks.md)
+        # What trained best at equal bytes (docs/benchmarks.md); the paper's.
+        values = self.arguments.codec(values, ring="lanes4", gather="range10-gather")
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, values=values, **common)
 

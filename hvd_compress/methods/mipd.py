@@ -17,7 +17,7 @@ from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork
+from .sparse import Sending, SparseMethod, SparseWork, totals
 
 _SIGNIFICANCE = ("taylor", "fisher")
 
@@ -190,8 +190,7 @@ class _MIPDWork(SparseWork):
         return score.mul_(self.step.number - part.of_bucket(history.last_sent)[:n])
 
     def importance(self) -> Tensor:
-        parts = [self.significance(index, whole(piece)) for index, piece in enumerate(self.bucket.pieces)]
-        return torch.stack([score.sum(dtype=torch.float64) for score in parts])
+        return totals(self.significance(index, whole(piece)) for index, piece in enumerate(self.bucket.pieces))
 
     def exchange(self) -> Exchange:
         importance, picker, compensation = self.due_importance(), self.decider.picker, self._compensation

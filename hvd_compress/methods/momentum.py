@@ -17,7 +17,7 @@ from ..engine.arguments import NamedParameters
 from ..engine.dense import Averaging, as_real
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
-from ..engine.guard import Facts, Traits, check_complete, check_momentum
+from ..engine.guard import Facts, Traits, check_complete, check_momentum, momentum_of
 from ..engine.modes import modes_off
 from ..engine.state import Fixed, Tree
 from .base import Compressor
@@ -130,7 +130,7 @@ class MomentumCorrection:
         if not owing:
             return
         for group in groups:
-            own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
+            own = momentum_of(group)
             if own and self._owes_any(group["params"]):
                 raise ValueError(
                     f"momentum would count twice: {self.value:g} in this compressor and {own:g} in "

@@ -10,8 +10,6 @@ from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import Fixed, Tree
 from ..engine.work import Step
-from ..selection.base import Output
-from ..selection.deciders import Shared
 from ..selection.pickers import Everything
 from .feedback import FeedbackWork, Wire
 from .momentum import MomentumMethod
@@ -21,7 +19,7 @@ class _QuantizedWork(FeedbackWork):
     def __init__(self, bucket: Bucket, wire: Wire, feedback: bool) -> None:
         super().__init__(bucket, wire)
         self._feedback = feedback
-        self.decider = Shared(Everything(bucket), self.idle, self._disagree)
+        self.decider = self.shared(Everything(bucket))
 
     def lay_out(self) -> None:
         self.values.lay_out(self.decider.picker.slots)
@@ -32,9 +30,7 @@ class _QuantizedWork(FeedbackWork):
         super().begin(step)
 
     def exchange(self) -> Exchange:
-        yield from self.decider.agree(self.scoring)
-        mean, error = yield from self.average(self.picked())
-        self.apply(mean, error, Output(self.step.scale))
+        yield from self.send()
         if not self._feedback:
             self.bucket.residual.zero_()
             self.values.sent = False  # nothing of a skipped step is restored, except by momentum correction

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..codecs import Codec
@@ -19,7 +18,7 @@ from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork
+from .sparse import Sending, SparseMethod, SparseWork, totals
 
 # Entries are drawn in proportion to their chance. With this one an entry is always drawn: a draw divides by a number
 # between 2**-33 and 23.
@@ -142,7 +141,7 @@ class _SlimDPWork(SparseWork):
         return scores
 
     def importance(self) -> Tensor:
-        return torch.stack([score.sum(dtype=torch.float64) for score in self.significance()])
+        return totals(self.significance())
 
     def begin(self, step: Step) -> None:
         super().begin(step)

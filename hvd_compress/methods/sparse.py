@@ -1,13 +1,14 @@
 """The base class of methods that send a few entries of the residual in each step."""
 
 import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, codec
+from ..codecs import Codec, codec, gather_codec
 from ..codecs.packed_channels import GatherChannel
 from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket, strides_of
@@ -18,7 +19,7 @@ from ..engine.state import Entry, Fixed, Foreign, Tree
 from ..engine.work import Part
 from ..selection.base import NOT_SENT, Average, Output, marked, missing
 from ..selection.budget import SPREAD, apportion, shares
-from ..selection.deciders import Decider, EachRank, Leaders, Shared, check_leaders, run_length
+from ..selection.deciders import Decider, EachRank, Leaders, check_leaders, run_length
 from ..selection.pickers import Blocks, Everything, Picker
 from ..selection.schedule import Density, WarmUp, check_density
 from .feedback import FeedbackWork, Wire
@@ -87,7 +88,7 @@ class SparseWork(FeedbackWork):
             scores = [piece.of(bucket.residual).abs() for piece in bucket.pieces]
         else:
             scores = [scoring.score(bucket, index) for index in range(len(bucket.pieces))]
-        return torch.stack([score.sum(dtype=torch.float64) for score in scores])
+        return totals(scores)
 
     @property
     def sparse(self) -> bool:
@@ -103,10 +104,6 @@ class SparseWork(FeedbackWork):
     def each_rank(self, picker: Picker) -> EachRank:
         """Every rank for itself."""
         return EachRank(picker, self.idle, self._disagree)
-
-    def shared(self, picker: Picker) -> Shared:
-        """Entries that all ranks compute from shared state."""
-        return Shared(picker, self.idle, self._disagree)
 
     def lay_out(self) -> None:
         self.density = self._sending.density(self.step.number)
@@ -131,18 +128,8 @@ class SparseWork(FeedbackWork):
 
     # Parts of exchanges.
 
-    def output(self) -> Output:
-        """How averages become gradients; by default times the loss scale."""
-        return Output(self.step.scale, self.basis.transform)
-
     def send(self) -> Exchange:
-        """Agrees on the entries and averages them; writes the averages, and what was sent leaves the residual."""
-        if self.decider.each_rank:
-            yield from self._send_each()
-            return
-        yield from self.decider.agree(self.scoring)
-        mean, error = yield from self.average(self.picked())
-        self.apply(mean, error, self.output())
+        yield from self._send_each() if self.decider.each_rank else super().send()
 
     def _send_each(self) -> Exchange:
         """Every rank's own entries: their mean over all ranks, with zeros where a rank did not send."""
@@ -176,6 +163,11 @@ class SparseWork(FeedbackWork):
         """The pieces' shares of the slots follow their importance, if it was due."""
         if importance is not None:
             yield from self.shares.follow(importance)
+
+
+def totals(scores: Iterable[Tensor]) -> Tensor:
+    """The sum of each piece's scores: float64, (pieces,)."""
+    return torch.stack([score.sum(dtype=torch.float64) for score in scores])
 
 
 class SparseMethod(MomentumMethod):
@@ -274,6 +266,12 @@ class Leading:
             raise ValueError(f"exchange must be one of gather, ring, got {self.exchange!r}")
         check_leaders(self.leaders)
         check_fraction("explore", self.explore)
+
+    def codec(self, values: str | Codec | None, ring: str, gather: str) -> Codec:
+        """The codec, by default that of the exchange. Raises ``ValueError`` for one that does not fit."""
+        if self.exchange == "gather":
+            return gather_codec(gather if values is None else values)
+        return codec(ring if values is None else values)
 
     def decide(self, work: SparseWork, slots: list[int]) -> Decider:
         """See :meth:`SparseWork.decide`."""

@@ -82,10 +82,6 @@ class Picker(abc.ABC):
         """As :meth:`gather`, in new memory."""
         return self.gather(memory, torch.empty(self.total, dtype=torch.float32, device=memory.device))
 
-    def key(self, index: int) -> int:
-        """The key of a piece's random numbers in this step."""
-        return int(reference.mix(index, self.seed.key))
-
 
 def table_of(ranges: list[BlockRange], picker: Picker) -> Tensor:
     """The operators' table: first block, blocks, first slot, slots of every piece; int64, (pieces, 4)."""
@@ -179,7 +175,7 @@ class Exact(Picker):
             if random:
                 score[best] = -1.0
                 entry = torch.arange(piece.numel, dtype=torch.int64, device=score.device)
-                noise = reference.mix(entry, self.key(index))
+                noise = reference.mix(entry, int(reference.mix(index, draw.key)))
                 assert isinstance(noise, Tensor)
                 best = torch.cat([best, (score / reference.exponential(noise)).topk(random).indices])
             own[low:high] = (best.sort().values + piece.first_block * BLOCK).to(self.dtype)

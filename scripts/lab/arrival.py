@@ -13,9 +13,10 @@ its last call, which completes the exchange, counts for the step only. Other ran
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from fake_ddp import FakeBucket, in_backward
 from torch import Tensor, nn
 
 import hvd_compress
@@ -30,39 +31,10 @@ class DDPMirror(Mirror):
     ordered, host = True, "ddp"
 
 
-class Bucket(NamedTuple):
-    """What DDP passes to a hook."""
-
-    number: int
-    given: list[nn.Parameter]
-    flat: Tensor
-    last: bool
-
-    def index(self) -> int:
-        return self.number
-
-    def is_last(self) -> bool:
-        return self.last
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self.given
-
-
-def make_buckets(groups: list[list[nn.Parameter]]) -> list[Bucket]:
+def make_buckets(groups: list[list[nn.Parameter]]) -> list[FakeBucket]:
     """Of a step: a bucket with the gradients of each group."""
     flat = [torch.cat([p.grad.flatten() for p in group]) for group in groups]
-    return [Bucket(i, group, flat[i], i == len(groups) - 1) for i, group in enumerate(groups)]
-
-
-def in_backward(body: Callable[[], None]) -> None:
-    """Runs ``body`` during a backward pass, as DDP calls a hook."""
-    x = torch.zeros(1, requires_grad=True)
-    y = x.clone()
-    y.register_hook(lambda grad: body())
-    y.sum().backward()
+    return [FakeBucket(i, group, flat[i], i == len(groups) - 1) for i, group in enumerate(groups)]
 
 
 def horovod(compressor: Any, parameters: list[nn.Parameter]) -> tuple[float, float]:
