@@ -41,14 +41,25 @@ class Bench:
         named: the model's parameters.
         steps: number of measured steps, fewer if they take more than ``seconds``, but at least 3.
         seconds: for the steps of a method.
+        pause: of the model, in seconds (:class:`.synthetic.Synthetic`).
+        period: steps between two exchanges. They are measured as one: each figure of a step is the mean over a period.
     """
 
-    def __init__(self, ranks: Horovod, named: Sequence[Named], steps: int, seconds: float) -> None:
+    def __init__(
+        self,
+        ranks: Horovod,
+        named: Sequence[Named],
+        steps: int,
+        seconds: float,
+        pause: float = 0.0,
+        period: int = 1,
+    ) -> None:
         self.ranks, self.named, self.steps, self.seconds = ranks, named, steps, seconds
+        self.pause, self.period = pause, period
 
     def replica(self, momentum: float = 0.0) -> tuple[Synthetic, torch.optim.Optimizer]:
         """A model and its optimizer."""
-        model = Synthetic(self.named, self.ranks.rank)
+        model = Synthetic(self.named, self.ranks.rank, pause=self.pause)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
 
     def alone(self, momentum: float = 0.0) -> dict[str, float]:
@@ -67,45 +78,67 @@ class Bench:
             "alone_processor_ms": 1e3 * statistics.mean(cpu),
         }
 
-    def measure(self, model: Synthetic, optimizer: Any, compression: Any) -> dict[str, Any]:
-        """One method's figures, in ms: the steps of the slowest rank; the processor's time of a step, and that in the
-        compressor, means over ranks. ``compression``: see :meth:`hvd_compress.cli.ranks.Horovod.wrap`."""
-        host = self.ranks
-        module, optimizer = host.wrap(model, optimizer, compression)
+    def measure(
+        self, model: Synthetic, optimizer: Any, compression: Any, coupling: Horovod | None = None
+    ) -> dict[str, Any]:
+        """One method's figures, in ms: the steps of the slowest rank, and the longest of a period; the processor's time
+        of a step, and that in the compressor, means over ranks.
+
+        Args:
+            compression: see :meth:`hvd_compress.cli.ranks.Horovod.wrap`.
+            coupling: what has the host's methods from ``wrap`` to ``replicas``, if it is not the host.
+        """
+        host, coupling = self.ranks, coupling or self.ranks
+        module, optimizer = coupling.wrap(model, optimizer, compression)
 
         def step() -> None:
             module().backward()
-            host.synchronize(optimizer)
-            host.update(optimizer)
+            coupling.synchronize(optimizer)
+            coupling.update(optimizer)
             optimizer.zero_grad()
 
         found = self.timed(step)
         stats = compression.stats() if hasattr(compression, "stats") else None
         # Not by numpy(), which torch does not require.
-        weights = [zlib.crc32(ctypes.string_at(p.data_ptr(), p.nbytes)) for p in model.parameters()]
-        everyone = host.gather((weights, statistics.median(cpu for _, cpu in found), stats and stats["compress_ms"]))
-        steps = self._slowest([seconds for seconds, _ in found])
+        weights = [zlib.crc32(ctypes.string_at(p.data_ptr(), p.nbytes)) for p in coupling.replicas(model)]
+        spent = statistics.median(self._per_period([cpu for _, cpu in found]))
+        everyone = host.gather((weights, spent, stats and stats["compress_ms"]))
+        single = self._slowest([seconds for seconds, _ in found])
+        steps = self._per_period(single)
         return {
             "step_ms": statistics.median(steps),
             "step_ms_spread": [min(steps), max(steps)],
             "steps_ms": steps,
+            "longest_ms": statistics.median(
+                max(single[i : i + self.period]) for i in range(0, len(single), self.period)
+            ),
             "processor_ms": 1e3 * statistics.mean(cpu for _, cpu, _ in everyone),
-            "compress_ms": statistics.mean(ms or 0.0 for *_, ms in everyone),
-            "sent_bytes": stats and stats["last"]["wire_bytes"],
+            "compress_ms": statistics.mean(ms or 0.0 for *_, ms in everyone) / self.period,
+            "sent_bytes": stats and stats["last"]["wire_bytes"] / self.period,
             "replicas_equal": all(theirs == weights for theirs, *_ in everyone),
         }
 
     def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
-        """Seconds, and seconds of the processor, of each step."""
-        found, begin = [], time.monotonic()
-        for number in range(WARMUP + self.steps):
-            late = number >= WARMUP + 3 and time.monotonic() - begin > self.seconds
-            if any(self.ranks.gather(late)):  # also a barrier
-                break
+        """Seconds, and seconds of the processor, of each step after the warm-up."""
+        found, begin, warmup = [], time.monotonic(), self.warmup
+        for number in range(warmup + self.steps * self.period):
+            if number % self.period == 0:  # within a period, ranks do not meet
+                late = number >= warmup + 3 * self.period and time.monotonic() - begin > self.seconds
+                if any(self.ranks.gather(late)):  # also a barrier
+                    break
             clock, cpu = time.perf_counter(), time.process_time()
             step()
             found.append((time.perf_counter() - clock, time.process_time() - cpu))
-        return found[WARMUP:]
+        return found[warmup:]
+
+    @property
+    def warmup(self) -> int:
+        """Steps before the first that is measured: whole periods."""
+        return max(WARMUP, self.period)
+
+    def _per_period(self, steps: list[float]) -> list[float]:
+        """The mean over each period."""
+        return [statistics.fmean(steps[i : i + self.period]) for i in range(0, len(steps), self.period)]
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """The steps of the slowest rank, in ms."""

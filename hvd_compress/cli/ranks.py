@@ -56,6 +56,10 @@ class Horovod:
         with optimizer.skip_synchronize():
             optimizer.step()
 
+    def replicas(self, model: nn.Module) -> list[Tensor]:
+        """Ends the training: what must then be the same on all ranks."""
+        return list(model.parameters())
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Over all ranks. Waits without taking a core from those that are still computing."""
         handle = self._hvd.allreduce_async(tensor, name=f"sum.{tensor.dtype}.{tensor.numel()}", op=self._hvd.Sum)

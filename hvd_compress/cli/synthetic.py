@@ -1,5 +1,6 @@
 """A network without computation: its backward returns prepared gradients, from the last parameter to the first."""
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,26 +19,32 @@ def normal(shape: Sequence[int], deviation: float, generator: torch.Generator) -
 
 
 class _HandOut(torch.autograd.Function):
-    """Returns ``x``; backward gives the parameter its prepared gradient and continues with the layer before."""
+    """Returns ``x``; backward pauses, gives the parameter its prepared gradient and continues with the layer before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor, pause: float) -> Tensor:
+        ctx.gradient, ctx.pause = gradient, pause
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor, None]:
-        return given[0], ctx.gradient, None
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(ctx.pause)
+        return given[0], ctx.gradient, None, None
 
 
 class Synthetic(nn.Module):
     """Parameters of given shapes, and for each rank and step its own gradients: normal, with standard deviation 0.01.
 
     All gradients are views of one noise tensor. autograd copies them into ``p.grad``, which may then be overwritten.
+
+    Args:
+        pause: seconds of a computation elsewhere, as on a GPU, which leaves the processor free: a third in forward, the
+            rest in backward, before each gradient in proportion to its entries.
     """
 
-    def __init__(self, named: Iterable[Named], rank: int, seed: int = 0) -> None:
+    def __init__(self, named: Iterable[Named], rank: int, seed: int = 0, pause: float = 0.0) -> None:
         super().__init__()
+        self.pause = pause
         weights, noise = (torch.Generator("cpu").manual_seed(s) for s in (seed, 1000 * (seed + 1) + rank))
         for name, shape in named:
             self.register_parameter(name.replace(".", "_"), nn.Parameter(normal(shape, 0.02, weights)))
@@ -59,7 +66,9 @@ class Synthetic(nn.Module):
             # A multiplicative hash, so that consecutive steps and parameters have distant offsets.
             for offset in [(self.step * 10007 + number) * 2654435761 % SLACK]
         ]
+        time.sleep(self.pause / 3)
+        each = self.pause * 2 / 3 / self.numel
         x = torch.zeros((), dtype=torch.float32, device="cpu")
         for parameter, gradient in zip(self.parameters(), self.prepared, strict=True):
-            x = _HandOut.apply(x, parameter, gradient)  # type: ignore[no-untyped-call]
+            x = _HandOut.apply(x, parameter, gradient, each * gradient.numel())  # type: ignore[no-untyped-call]
         return x

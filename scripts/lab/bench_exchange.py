@@ -3,17 +3,21 @@
 
     bench_exchange.py --hosts 4 --rate 100mbit,1gbit --backend mpi,gloo --methods none,iwp --json FILE.jsonl/NAME
     bench_exchange.py --hosts 4 --rate 1gbit --methods none,iwp,ddp-none,ddp-fp16,ddp-powersgd,ddp-iwp
+    bench_exchange.py --hosts 4 --rate 1gbit --shapes gpt2 --pause-ms 350 --methods fp16,iwp@local \\
+        --option 'iwp@local:--local-steps 8 --density 1 --values lloyd4'
     bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
 
 With --hosts, every rank has a network namespace of its own, whose egress is shaped to --rate (netlab.sh; root);
 they are made for each run and removed after it. With --ranks, all are on the loopback. Methods are those of train.py,
-with its defaults except for --option. They run on the unmodified Horovod optimizer, by MPI or Gloo (--backend), or, as
-ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16 (fp16_compress_hook), ddp-powersgd
-(torch's powerSGD_hook, rank 4, one bucket) and any method of hvd_compress (ddp-iwp).
+with its defaults except for --option, and its options of local steps. They run on the unmodified Horovod optimizer, by
+MPI or Gloo (--backend), or, as ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16
+(fp16_compress_hook), ddp-powersgd (torch's powerSGD_hook, rank 4, one bucket) and any method of hvd_compress (ddp-iwp).
 
 Figures are medians over the steps of all --runs, with the fastest and the slowest step in brackets.
   step                  backward, exchange and update, of the slowest rank
-  alone                 backward and update; gradients are prepared, so it is short and little overlaps with it
+  alone                 backward and update; gradients are prepared, so it is short and little overlaps with it, unless
+                        --pause-ms stands for a computation on a GPU
+  longest               the longest step between two exchanges: of local steps, usually that of the exchange
   exchange              what a step takes beyond these
   compress              time in the compressor without waiting, by stats(), mean over ranks; 0 for torch's own hooks
   sent                  MB per rank and step by the network interface's counter, with negotiation and the benchmark's
@@ -68,7 +72,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
     parser.add_argument("--backend", type=texts, default=["mpi"], help="of Horovod: mpi, gloo or mpi,gloo")
     parser.add_argument("--runs", type=int, default=1, help="of every method, in turn")
-    parser.add_argument("--steps", type=int, default=7, help="measured in each run")
+    parser.add_argument("--steps", type=int, default=7, help="measured in each run; of local steps, periods")
+    parser.add_argument("--pause-ms", type=float, default=0.0, help="forward and backward on a GPU, which is a pause")
     parser.add_argument("--max-seconds", type=float, default=120, help="limit for the steps of a run, but at least 3")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write all rows here")
@@ -109,9 +114,9 @@ def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant)
     place = netlab.up(args.hosts, rate, launcher) if args.hosts else nullcontext(netlab.loopback(args.ranks, launcher))
     with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as start:
         file = Path(folder) / "result.json"
-        names = ("shapes", "steps", "max_seconds", "timeout")
+        names = ("shapes", "steps", "pause_ms", "max_seconds", "timeout")
         options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-        options += [f"--method={variant.method}", f"--host={variant.host}", f"--result={file}"]
+        options += [f"--compression={variant.method}", f"--host={variant.host}", f"--result={file}"]
         options += [f"--expect={name}={value}" for name, value in args.environments[variant.label].items()]
         command = [*start, str(SCRIPTS / "lab" / "exchange_rank.py"), *options, *variant.options]
         name = f"{variant.label} by {backend} at {rate}"
@@ -136,6 +141,7 @@ def make_row(method: str, rate: str, backend: str, results: Sequence[dict[str, A
         "step_ms": median(steps),
         "step_ms_spread": [min(steps), max(steps)],
         "step_ms_runs": [median(result["steps_ms"]) for result in results],
+        "longest_ms": median(result["longest_ms"] for result in results),
         "alone_ms": alone,
         "exchange_ms": median(steps) - alone,
         "compress_ms": compress,
@@ -188,7 +194,7 @@ def markdown(rows: Sequence[Row]) -> str:
             "wire ratio": f"{one['wire_ratio']:.1f}",
             **{f"speed-up over {base}": text(one[f"speedup_over_{base}"], ".2f") for base in BASELINES},
         }
-        parts = {f"{name} ms": f"{one[f'{name}_ms']:,.1f}" for name in ("alone", "exchange", "compress")}
+        parts = {f"{name} ms": f"{one[f'{name}_ms']:,.1f}" for name in ("alone", "exchange", "longest", "compress")}
         parts |= {"break-even Gbit/s": text(one["break_even_gbit_s"], ".2f"), "wrong": str(one["wrong"])}
         for lines, columns in zip(tables, (step, parts), strict=True):
             lines.append({**key, **columns})

@@ -12,10 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 import torch
-from experiment import compressors, hosts, metrics
+from experiment import compressors, hosts, local_training, metrics
 from experiment.files import write_json
+from experiment.local_training import LocalTraining
 
-from hvd_compress.cli.bench_rank import WARMUP, Bench
+from hvd_compress.cli.bench_rank import Bench
 from hvd_compress.cli.ranks import HOSTS
 from hvd_compress.cli.shapes import SHAPES
 
@@ -28,23 +29,30 @@ class Counted(Bench):
 
     def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
         before, found = int(COUNTER.read_text()), super().timed(step)
-        self.sent_bytes = (int(COUNTER.read_text()) - before) / (WARMUP + len(found))
+        self.sent_bytes = (int(COUNTER.read_text()) - before) / (self.warmup + len(found))
         return found
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--method", choices=compressors.METHODS, required=True)
+    parser.add_argument("--compression", choices=compressors.METHODS, required=True)
     parser.add_argument("--host", choices=HOSTS, required=True)
     parser.add_argument("--shapes", choices=SHAPES, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--pause-ms", type=float, default=0.0)
     for name in ("max-seconds", "timeout"):
         parser.add_argument(f"--{name}", type=float, required=True)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
-    compressors.METHODS[parser.parse_known_args(argv)[0].method].add_arguments(parser)
-    parser.set_defaults(seed=0)
-    return parser.parse_args(argv)
+    compressors.METHODS[parser.parse_known_args(argv)[0].compression].add_arguments(parser)
+    local_training.add_arguments(parser)
+    parser.set_defaults(seed=0, extrapolate=None)
+    args = parser.parse_args(argv)
+    try:
+        local_training.complete(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def main(args: argparse.Namespace) -> int:
@@ -57,14 +65,17 @@ def main(args: argparse.Namespace) -> int:
             raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
     host = hosts.start(args.host)
     on_network = COUNTER.exists() and "HVD_NETLAB" in os.environ
-    bench = (Counted if on_network else Bench)(host, list(SHAPES[args.shapes]()), args.steps, args.max_seconds)
+    bench = (Counted if on_network else Bench)(
+        host, list(SHAPES[args.shapes]()), args.steps, args.max_seconds, args.pause_ms / 1e3, args.local_steps or 1
+    )
     # A method that sends signs allows no momentum; momentum correction takes it from the optimizer, whose update is
     # cheaper then.
     momentum = 0.0 if getattr(args, "sign", False) else MOMENTUM
     found = bench.alone(0.0 if getattr(args, "momentum_correction", False) else momentum)
     model, optimizer = bench.replica(momentum)
-    compression = host.compression(args, args.method, model, optimizer)
-    found |= bench.measure(model, optimizer, compression)
+    coupling = LocalTraining(args, host) if args.local_steps else host
+    compression = coupling.compression(args, args.compression, model, optimizer)
+    found |= bench.measure(model, optimizer, compression, coupling)
     sent = host.gather(getattr(bench, "sent_bytes", found["sent_bytes"]))
     if host.rank == 0:
         found |= {"ranks": host.size, "entries": model.numel, "sent_bytes": sum(sent) / host.size}

@@ -29,10 +29,6 @@ class Host:
             return compressors.METHODS[method].build(args, model, optimizer, collectives=self.collectives)
         return self.stock(method, model, optimizer)
 
-    def replicas(self, model: nn.Module) -> list[Tensor]:
-        """Ends the training: what must then be the same on all ranks."""
-        return list(model.parameters())
-
 
 class Horovod(Host, ranks.Horovod):
     def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
@@ -93,6 +89,10 @@ class Threads(Host):
 
     def update(self, optimizer: Any) -> None:
         optimizer.step()
+
+    def replicas(self, model: nn.Module) -> list[Tensor]:
+        """Ends the training: what must then be the same on all ranks."""
+        return list(model.parameters())
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self.collectives.start(allreduce(tensor), "sum").result()
