@@ -9,8 +9,9 @@
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64
 #   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-vgg11  MP2 and dense, 2 ranks
 #   cifar10-signs    DeMo for 4, 10 and 30 epochs                   vit            a vision transformer with AdamW, and DeMo
-# Bits per byte on text, 4 simulated ranks, AdamW:
+# Bits per byte on text, 4 simulated ranks:
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
+#   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
@@ -88,7 +89,13 @@ simulate() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: a row by compare.py; its
 }
 
 gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
-  simulate "$@" --data text --model gpt --epochs 15 -- --optimizer adamw --batch-size "${batch:-8}" --eval-every 5
+  simulate "$@" --data text --model gpt --epochs 15 -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every 5
+}
+
+local_muon() {  # NAME PERIOD BITS RATES ARGUMENTS...
+  local name=$1 period=$2 bits=$3 rates=$4; shift 4
+  optimizer=muon gpt "quantized@$name" "$rates" "" \
+    "--local-steps $period --bits $bits --dense-values fp16 --unsent buffer" "$@"
 }
 
 report() {  # FOLDER
@@ -194,6 +201,18 @@ case $experiment in
     gpt powersgd@2 3e-3,6e-3,1e-2 "" "$half --rank 2"
     gpt fp16@local-25 3e-3,6e-3,1e-2 "" "--local-steps 25"
     gpt none@diloco-50 3e-3,6e-3,1e-2 "" "$diloco"
+    report "$out"
+    ;;
+  gpt-muon)
+    optimizer=muon gpt none@muon 2e-3,3e-3,6e-3 "" "" --seeds 0,1,2
+    local_muon 45 3 2 2e-3,3e-3,4.5e-3 --seeds 0,1,2
+    local_muon 150 10 2 2e-3,3e-3,4.5e-3 --seeds 0,1,2
+    report "$out"
+    ;;
+  gpt-muon-ranks)
+    ranks=16 batch=2
+    optimizer=muon gpt none@muon 3e-3 "" ""
+    local_muon 45 3 2 3e-3
     report "$out"
     ;;
   gpt-ranks)

@@ -200,7 +200,7 @@ class Fixed(Leaf):
 
 
 class Recorded(Leaf):
-    """An int that is saved for :func:`hvd_compress.reshard` only, which compares it between ranks."""
+    """A hash that is saved for :func:`hvd_compress.reshard` only, which compares it between ranks."""
 
     def __init__(self, compute: Callable[[], int]) -> None:
         self._compute = compute
@@ -209,8 +209,8 @@ class Recorded(Leaf):
         return self._compute()
 
     def check(self, value: Any, path: str) -> None:
-        if type(value) is not int:
-            refuse(path, f"must be an int, got {described(value)}")
+        if type(value) is not int or value < 0:
+            refuse(path, f"must be an int of 0 or more, got {described(value)}")
 
     def load(self, value: int) -> None:
         """Does nothing: there is nothing to load."""
