@@ -13,9 +13,10 @@ from .methods.mipd import MIPD
 from .methods.mp2 import MP2
 from .methods.no_compression import NoCompression
 from .methods.powersgd import PowerSGD
-from .methods.quantized import QSGD, TernGrad
+from .methods.quantized import Quantized
 from .methods.slim_dp import SlimDP
 from .methods.topk import DGC, TopK
+from .methods.unbiased import QSGD, TernGrad
 
 __all__ = [
     "DGC",
@@ -29,6 +30,7 @@ __all__ = [
     "LocalSteps",
     "NoCompression",
     "PowerSGD",
+    "Quantized",
     "SlimDP",
     "TernGrad",
     "TopK",

@@ -2,7 +2,21 @@
 
 from functools import partial
 
-from hvd_compress import DGC, FFT, IWP, MIPD, MP2, QSGD, DeMo, NoCompression, PowerSGD, SlimDP, TernGrad, TopK
+from hvd_compress import (
+    DGC,
+    FFT,
+    IWP,
+    MIPD,
+    MP2,
+    QSGD,
+    DeMo,
+    NoCompression,
+    PowerSGD,
+    Quantized,
+    SlimDP,
+    TernGrad,
+    TopK,
+)
 
 # Two buckets for the harness's model: one of two parameters, one of one.
 SMALL = dict(bucket_mb=0.08)
@@ -51,6 +65,10 @@ METHODS = {
     "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
     "dgc": partial(DGC, density=1 / 64, momentum=0.0),
     "dgc-clipped": partial(DGC, density=1 / 64, values="fp16-gather", clip_norm=1e6, sample=0.1, momentum=0.0),
+    "quantized": partial(Quantized),
+    "quantized-1": partial(Quantized, bits=1, run=256),
+    "quantized-8": partial(Quantized, bits=8, run=100),
+    "quantized-forgetful": partial(Quantized, bits=2, error_feedback=False),
     "qsgd": partial(QSGD),
     "qsgd-feedback": partial(QSGD, bits=8, norm="max", error_feedback=True),
     "terngrad": partial(TernGrad),
@@ -67,7 +85,7 @@ KINDS = {
     for name in (
         *("iwp", "iwp-fp16", "iwp-topk", "iwp-lloyd4", "iwp-range10-gather", "fft-range10", "fft-gather-bitmap"),
         *("demo", "mipd-compensated", "slimdp-fp32", "mp2", "mp2-guessing", "topk", "dgc-clipped"),
-        *("qsgd-feedback", "terngrad", "powersgd", "powersgd-cold", "none-fp16"),
+        *("quantized-1", "quantized-8", "qsgd-feedback", "terngrad", "powersgd", "powersgd-cold", "none-fp16"),
     )
 } | {
     "iwp-momentum": partial(IWP, density=1 / 16, momentum=0.9, budget_interval=2),
@@ -76,7 +94,7 @@ KINDS = {
 }
 
 #: Those that, as in their papers, lose what they do not send.
-FORGETFUL = ("qsgd", "terngrad")
+FORGETFUL = ("quantized-forgetful", "qsgd", "terngrad")
 #: Those that send all that they receive.
 WHOLE = ("none", "none-fp16")
 #: Those that keep no residual.
@@ -88,6 +106,7 @@ _UNKNOWN = {
     TopK: {"budget_interval"},
     DGC: {"budget_interval"},
     MP2: _NO_DENSITY,
+    Quantized: {*_NO_DENSITY, "values"},
     QSGD: {*_NO_DENSITY, "values"},
     TernGrad: {*_NO_DENSITY, "values"},
     PowerSGD: {*_NO_DENSITY, "momentum"},
@@ -112,6 +131,7 @@ TRAINED = {
     "mp2": partial(MP2, prediction=True, gate=-1.0, momentum=0.9),
     "topk": partial(TopK, **_LONG),
     "dgc": partial(DGC, **_LONG),
+    "quantized": partial(Quantized, momentum=0.9),
     "qsgd": partial(QSGD, momentum=0.9),
     "terngrad": partial(TernGrad, momentum=0.9),
     "powersgd": partial(PowerSGD, rank=2),

@@ -1,134 +1,52 @@
-"""Every entry, in a few bits: QSGD (Alistarh et al., 2017) and TernGrad (Wen et al., 2017)."""
+"""Every entry in 1 to 8 bits, with error feedback, by a reduce-scatter and an allgather of codes."""
 
 from typing import Any
 
-from ..codecs import Codec
-from ..codecs.qsgd import Levels
-from ..codecs.ternary import Ternary
+from ..codecs.scaled_ring import ScaledRing
 from ..engine.arguments import NamedParameters
-from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange
-from ..engine.state import Fixed, Tree
-from ..engine.work import Step
-from ..selection.pickers import Everything
-from .feedback import FeedbackWork, Wire
-from .momentum import MomentumMethod
+from .every_entry import EveryEntry
 
 
-class _QuantizedWork(FeedbackWork):
-    def __init__(self, bucket: Bucket, wire: Wire, feedback: bool) -> None:
-        super().__init__(bucket, wire)
-        self._feedback = feedback
-        self.decider = self.shared(Everything(bucket))
+class Quantized(EveryEntry):
+    r"""Every entry of the gradient in a few bits, with error feedback; the bytes do not grow with the ranks.
 
-    def lay_out(self) -> None:
-        self.values.lay_out(self.decider.picker.slots)
+    On rank i of N, for every ``run`` of consecutive entries, with gradient g_i and residual r_i::
 
-    def begin(self, step: Step) -> None:
-        if not self._feedback:
-            self.bucket.residual.zero_()  # the gradients of a step that failed
-        super().begin(step)
+        a_i = r_i + g_i
+        s   = root mean square of the run                  2 bytes, sent with the codes
+        Q(x) = s L[c]                                      the level nearest to x / s: c, of b bits
+        m   = mean_i Q(a_i)                                on the rank that owns this part of the entries
+        g   = Q(m)                                         with the scales of m, from the owner to all
+        r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q(m))
 
-    def exchange(self) -> Exchange:
-        yield from self.send()
-        if not self._feedback:
-            self.bucket.residual.zero_()
-            self.values.sent = False  # nothing of a skipped step is restored, except by momentum correction
+    L are the Lloyd-Max levels, those with the least mean squared error, of a Gaussian or, where the run's kurtosis is
+    above 4.5, of a Laplacian (Max 1960; Lloyd 1982); with 1 bit, -0.8 and 0.8 or -0.71 and 0.71. The exchange is that of
+    CGX (Markov et al., *CGX: Adaptive System Support for Communication-Efficient Deep Learning*, 2022), a reduce-scatter
+    (alltoall) and an allgather, with error feedback for both encodings, as in DoubleSqueeze (Tang et al., ICML 2019).
+    Ours: the levels, scales of their own in both directions, and the owner's error in its own residual.
 
-
-class Quantized(MomentumMethod):
-    """A method that sends every entry of the gradient in a few bits, without bias, and by default keeps no residual.
+    A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. With :class:`~hvd_compress.LocalSteps`, the
+    entries are differences of weights.
 
     Args:
-        values: the codec that is the method.
-        error_feedback: keep the quantization error for the next step. Not in the papers. It diverges where the error is
-            larger than the gradient, as with few levels.
-    """
+        bits: per entry, 1 to 8.
+        run: entries that share a scale, at least 8.
+        error_feedback: keep both quantization errors for the next step. Without it, they are lost.
+        momentum: see :class:`~hvd_compress.IWP`. At full density it is plain momentum on each rank.
 
-    works: list[_QuantizedWork]
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    """
 
     def __init__(
         self,
         named_parameters: NamedParameters,
+        bits: int = 4,
         *,
-        values: Codec,
-        error_feedback: bool = False,
+        run: int = 512,
+        error_feedback: bool = True,
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        self._codec, self._feedback = values, error_feedback
-        super().__init__(named_parameters, momentum=momentum, **common)
-
-    def work(self, bucket: Bucket) -> _QuantizedWork:
-        return _QuantizedWork(bucket, Wire(self._codec, self.collectives), self._feedback)
-
-    def options(self) -> dict[str, object]:
-        return {"values": self._codec, "error_feedback": self._feedback, **super().options()}
-
-    def state(self) -> dict[str, Tree]:
-        buckets = [[piece.name for piece in work.bucket.pieces] for work in self.works]
-        made_with: Tree = {
-            "values": Fixed(self._codec.name),
-            "error feedback": Fixed(self._feedback),
-            "buckets (bucket_mb)": Fixed(buckets),
-        }
-        return {"made_with": made_with, **super().state()}
-
-
-class QSGD(Quantized):
-    r"""QSGD: every entry as a random multiple of the norm of its run, unbiased.
-
-    Implements Alistarh, Grubic, Li, Tomioka & Vojnovic, *QSGD: Communication-Efficient SGD via Gradient Quantization
-    and Encoding* (NeurIPS 2017). On rank i, for every run v of g_i, with L = 2**(bits - 1) - 1 levels::
-
-        x_j    = L |v_j| / ||v||                  ||v||: the l2 norm, or the largest |v_j| with norm="max"
-        q_j    = x_j rounded up or down at random, so that E q_j = x_j
-        Q(v_j) = ||v|| sgn(v_j) q_j / L
-        g      = mean_i Q(g_i)                    one allgather of norms and codes
-
-    Ours: codes of fixed length, where the paper's Elias code is shorter if most entries are 0 (collectives have
-    constant size here); error feedback; momentum, which at full density is plain momentum on each rank.
-
-    The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
-
-    Args:
-        bits: per entry, 2 to 8, with the sign.
-        run: entries that share a norm (the paper's bucket size).
-        norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
-        error_feedback: keep the quantization error for the next step (not in the paper; diverges with few levels).
-        momentum: see :class:`~hvd_compress.IWP`.
-
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
-    """
-
-    def __init__(
-        self, named_parameters: NamedParameters, bits: int = 4, *, run: int = 512, norm: str = "l2", **options: Any
-    ) -> None:
-        super().__init__(named_parameters, values=Levels(bits, run, norm), **options)
-
-
-class TernGrad(Quantized):
-    r"""TernGrad: every entry as -s, 0 or s, unbiased, with gradients clipped and the scale shared.
-
-    Implements Wen, Xu, Yan, Wu, Wang, Chen & Li, *TernGrad: Ternary Gradients to Reduce Communication in Distributed
-    Deep Learning* (NeurIPS 2017). On rank i, for each parameter::
-
-        s   = max_i min(max |g_i|, clip rms(g_i))     shared scale: 4 bytes a parameter from every rank to all
-        t_i = s sgn(g_i) b_i                          b_i = 1 with probability min(|g_i| / s, 1), else 0
-        g   = mean_i t_i                              integers in lanes of 2 + ceil(log2 ranks) bits, one allreduce
-
-    Ours: the root mean square as standard deviation, with the zeros that pad a parameter to blocks of 256; a shared
-    scale always; error feedback; momentum, which at full density is plain momentum on each rank.
-
-    Args:
-        clip: in standard deviations (the paper's 2.5), above 0; None does not clip.
-        error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
-        momentum: see :class:`~hvd_compress.IWP`.
-
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
-    """
-
-    def __init__(self, named_parameters: NamedParameters, *, clip: float | None = 2.5, **options: Any) -> None:
-        if clip is not None and not clip > 0.0:
-            raise ValueError(f"clip must be above 0, or None, got {clip}")
-        super().__init__(named_parameters, values=Ternary(clip), **options)
+        super().__init__(
+            named_parameters, values=ScaledRing(bits, run), error_feedback=error_feedback, momentum=momentum, **common
+        )
