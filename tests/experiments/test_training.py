@@ -72,14 +72,15 @@ def test_ddp_trains_without_horovod(method, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "iwp"])
-def test_both_hosts_train_alike(method, tmp_path):
+@pytest.mark.parametrize("given", ["none", "iwp", "qsgd --optimizer muon"])
+def test_both_hosts_train_alike(given, tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-    ddp = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "runs.jsonl" / "ddp")
-    horovod = trained([], ["--compression", method], tmp_path / "runs.jsonl" / "horovod")
+    given = ["--compression", *given.split()]
+    ddp = trained(["--ddp"], ["--host", "ddp", *given], tmp_path / "runs.jsonl" / "ddp")
+    horovod = trained([], given, tmp_path / "runs.jsonl" / "horovod")
     assert ddp["train_loss"] == pytest.approx(horovod["train_loss"], rel=1e-5)
     assert ddp["wire_bytes_per_step"] == pytest.approx(horovod["wire_bytes_per_step"], rel=1e-3)
-    threads = simulated(["--compression", method], tmp_path / "runs.jsonl" / "threads")
+    threads = simulated(given, tmp_path / "runs.jsonl" / "threads")
     for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
         assert threads[key] == horovod[key], key
 
