@@ -14,14 +14,15 @@ class Traits:
     ``linear``: everything that is passed in is applied once, without a memory of what was applied: an average that
     comes back as a part of the next gradient is then neither lost nor counted twice. ``signs``: averages are replaced
     by their signs, or by what else has a size of its own. ``sparse``: a step's averages are mostly zeros. ``momentum``:
-    gradients pass through a momentum first, in [0, 1). ``decay``: factor of the residual in each step.
+    gradients pass through a momentum first, in [0, 1). ``exact``: the residual is what has not been sent,
+    no more and no less.
     """
 
     linear: bool = True
     signs: bool = False
     sparse: bool = False
     momentum: float = 0.0
-    decay: float = 1.0
+    exact: bool = True
 
 
 @dataclass(frozen=True)

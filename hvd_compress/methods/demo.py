@@ -29,6 +29,7 @@ from .sparse import Leading, Sending, SparseMethod, SparseWork
 class _Arguments:
     leading: Leading
     decay: float
+    subtract: float
     sign: bool
     dense_momentum: float
 
@@ -56,15 +57,16 @@ class DeMo(SparseMethod):
         m_i = decay m_i + H g_i
         S   = union over this step's leaders of their largest |m_i|, m of every 256
         q   = mean_i Q(m_i[S]) on S, 0 elsewhere                Q: the codec
-        m_i = m_i - Q(m_i[S]) on S, m_i elsewhere
+        m_i = m_i - subtract Q(m_i[S]) on S, m_i elsewhere
         w   = w - lr (sign(H q) + weight_decay w)               by the optimizer
         orthogonal=: U V^T sqrt(max(rows, columns)) in place of the sign, where H q = U S V^T
 
     The paper's: a momentum for each rank, from which what is sent is subtracted; the largest coefficients of a
     transform; the sign; ``exchange="gather"``, where every rank sends its own coefficients to all, and the bytes grow
-    with the ranks. Ours: leaders and the ring; Walsh-Hadamard in place of a DCT, since additions give the same bits on
-    all processors; codebooks of 4 bits; the sign of a momentum of their own for uncompressed gradients. ``orthogonal``
-    is Muon's (Jordan et al., 2024): the Newton-Schulz iteration, scaled to root mean square 1.
+    with the ranks. Its second version's (2411.19870v2): ``subtract``, there alpha, and the choice of Muon's update,
+    here ``orthogonal``: the Newton-Schulz iteration of Jordan et al., *Muon* (2024), scaled to root mean square 1.
+    Ours: leaders and the ring; Walsh-Hadamard in place of a DCT, since additions give the same bits on all processors;
+    codebooks of 4 bits; the sign of a momentum of their own for uncompressed gradients.
 
     Do not clip gradients: after the exchange they are signs or orthogonal matrices, whose norm depends on their size
     only. Clipping raises a warning. Learning rates are as for AdamW.
@@ -77,7 +79,9 @@ class DeMo(SparseMethod):
         exchange: ``"ring"`` or ``"gather"``.
         leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
         explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
-        decay: of each rank's momentum, in (0, 1]; None for 0.9 with ``orthogonal="matrices"``, else 0.999.
+        decay: of each rank's momentum, in (0, 1]; None for 0.95 with ``orthogonal="matrices"``, else 0.999.
+        subtract: the share of what is sent that leaves the momentum, in (0, 1]; None for 0.2 with
+            ``orthogonal="matrices"``, else 1.
         sign: replace averaged gradients by their signs. Without it, a gradient is the average of what was sent, which
             contains gradients of earlier steps, for an optimizer of your choice; uncompressed gradients are plain
             averages.
@@ -110,6 +114,7 @@ class DeMo(SparseMethod):
         leaders: int | None = None,
         explore: float = 0.0,
         decay: float | None = None,
+        subtract: float | None = None,
         sign: bool = True,
         orthogonal: bool | str | Iterable[str] = False,
         dense_momentum: float = 0.9,
@@ -120,9 +125,13 @@ class DeMo(SparseMethod):
     ) -> None:
         leading = Leading(exchange, leaders, explore)
         if decay is None:
-            decay = 0.9 if orthogonal == "matrices" else 0.999
+            decay = 0.95 if orthogonal == "matrices" else 0.999
         if not 0.0 < decay <= 1.0:
             raise ValueError(f"decay must lie in (0, 1], got {decay}")
+        if subtract is None:
+            subtract = 0.2 if orthogonal == "matrices" else 1.0
+        if not 0.0 < subtract <= 1.0:
+            raise ValueError(f"subtract must lie in (0, 1], got {subtract}")
         if not 0.0 <= dense_momentum < 1.0:
             raise ValueError(f"dense_momentum must lie in [0, 1), got {dense_momentum}")
         if sign and momentum:
@@ -131,7 +140,7 @@ class DeMo(SparseMethod):
             raise ValueError("orthogonal goes with sign=True: without it, gradients are plain averages")
         values = leading.codec(values, ring="lloyd4", gather="range10-gather")
         self._orthogonal, named_parameters = _orthogonal_names(orthogonal, named_parameters)
-        self._arguments = _Arguments(leading, decay, sign, dense_momentum)
+        self._arguments = _Arguments(leading, decay, subtract, sign, dense_momentum)
         self._written = _Written(seen=not sign)
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, values=values, **common)
@@ -139,9 +148,9 @@ class DeMo(SparseMethod):
         used = sorted({place.piece.name for place in self.engine.places} & self._orthogonal)
         checksum = zlib.crc32("\n".join(used).encode())
         text = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
-        leads, others = vars(leading), {"decay": decay, "sign": sign, "dense_momentum": dense_momentum}
         # Made once: options() is called in every step.
-        self._own_options: dict[str, object] = {**leads, **others, "orthogonal": text}
+        own = {**vars(self._arguments), "orthogonal": text}
+        self._own_options: dict[str, object] = {**vars(own.pop("leading")), **own}
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _DeMoWork(bucket, sending, self._arguments, self._orthogonal, self._written)
@@ -151,9 +160,10 @@ class DeMo(SparseMethod):
 
     @property
     def traits(self) -> Traits:
-        other = super().traits
-        linear = other.linear and not self._arguments.sign and self._arguments.decay == 1.0
-        return replace(other, linear=linear, signs=self._arguments.sign, decay=self._arguments.decay)
+        other, arguments = super().traits, self._arguments
+        exact = arguments.decay == arguments.subtract == 1.0
+        linear = other.linear and not arguments.sign and exact
+        return replace(other, linear=linear, signs=arguments.sign, exact=exact)
 
     def state(self) -> dict[str, Tree]:
         dense = {"dense_velocity": self._dense.state()} if self._arguments.sign else {}
@@ -232,6 +242,10 @@ class _DeMoWork(SparseWork):
 
     def decide(self, slots: list[int]) -> Decider:
         return self._arguments.leading.decide(self, slots)
+
+    def unsent(self, sent: Tensor, error: Tensor) -> Tensor:
+        share = self._arguments.subtract
+        return error if share == 1.0 else torch.lerp(sent, error, share)
 
     def output(self) -> Output:
         return Output(self.step.scale, transform=True, sign=self._arguments.sign and not self._orthogonal)

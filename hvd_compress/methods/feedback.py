@@ -235,7 +235,12 @@ class FeedbackWork(Work):
             for piece in self.bucket.missing():
                 piece.of_blocks(self._mean_of_blocks).fill_(NOT_SENT)
             means.keep_error(self._mean_of_blocks, error[total:])
-        return self.idle.keep(picker, mean[:total], error[:total], payload[:total])
+        sent = payload[:total]
+        return self.idle.keep(picker, mean[:total], self.unsent(sent, error[:total]), sent)
+
+    def unsent(self, sent: Tensor, error: Tensor) -> Tensor:
+        """What stays in the residual of values that were sent, with this quantization error: float32, (slots,)."""
+        return error
 
     def apply(self, mean: Tensor, error: Tensor, output: Output) -> None:
         """Writes averages of the picked entries to the gradients; what was sent of them leaves the residual. What

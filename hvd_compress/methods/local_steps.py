@@ -116,9 +116,10 @@ class LocalSteps:
             raise ValueError(
                 "local steps move the weights by averages, not by signs: build the compressor with sign=False"
             )
-        if unsent == "weights" and traits.decay != 1.0:
+        if unsent == "weights" and not traits.exact:
             raise ValueError(
-                'what stays in the weights cannot decay: build the compressor with decay=1, or use unsent="buffer"'
+                "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
+                'use unsent="buffer"'
             )
         if is_distributed_optimizer(optimizer):
             raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")

@@ -147,7 +147,7 @@ class SparseWork(FeedbackWork):
         # One invalid rank makes the step invalid for all.
         mean.masked_fill_(channel.any_invalid(gathered), float("nan"))
         sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), NOT_SENT)
-        sent, error = self.idle.keep(decider.picker, sent, channel.quantization_error, values)
+        sent, error = self.idle.keep(decider.picker, sent, self.unsent(values, channel.quantization_error), values)
         targets = self.basis.targets(bucket.gradients)
         sent = marked(sent, map(decider.picker.span, missing(targets)))
         decider.picker.scatter(bucket.nothing(), self.velocity.memory, Average(sent, error, Output(0.0)))

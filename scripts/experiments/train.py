@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from experiment import compressors, extrapolation, hosts, local_training, metrics, models, optimizers, quality
 from experiment import data as datasets
+from experiment.dion import DionTraining
 from experiment.files import plain, script_parser
 from experiment.images import CIFAR_FOLDER
 from experiment.local_training import LocalTraining
@@ -89,7 +90,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
 
 def check(args: argparse.Namespace) -> None:
     """``ValueError`` for options that do not fit."""
-    for name in ("epochs", "batch_size", "ranks", "context", "local_steps"):
+    for name in ("epochs", "batch_size", "ranks", "context", "local_steps", "dion_rank"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not args.eval_every > 0:
@@ -98,6 +99,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--compression {args.compression} needs --host {fitting[0]}")
     if args.ranks is not None and args.host != "threads":
         raise ValueError("--ranks is for --host threads: a launcher starts the ranks of the other hosts")
+    if args.optimizer == "dion" and (args.compression != "none" or args.local_steps):
+        raise ValueError("--optimizer dion exchanges factors of its own: --compression none, without --local-steps")
     if args.device != "cpu" and args.host == "threads":
         raise ValueError("--host threads needs --device cpu")
     if (given := datasets.DATASETS[args.data]) != (reads := models.MODELS[args.model].reads):
@@ -116,13 +119,20 @@ def profile(file: Path) -> torch.profiler.profile:
     return found
 
 
+def coupling(args: argparse.Namespace, host: hosts.Host) -> Any:
+    """What couples the ranks' optimizers: the host, or what takes the place of its averages of gradients."""
+    if args.optimizer == "dion":
+        return DionTraining(args, host)
+    return LocalTraining(args, host) if args.local_steps else host
+
+
 class Run:
     """One training run: the model, the optimizer on its host, and the measurements."""
 
     def __init__(self, args: argparse.Namespace, host: hosts.Host) -> None:
         self.args, self.host = args, host
         self.period: int = args.local_steps or 1
-        self.coupling = LocalTraining(args, host) if args.local_steps else host
+        self.coupling = coupling(args, host)
         self.device = torch.device(f"cuda:{host.local_rank}" if args.device == "cuda" else "cpu")
         data = datasets.load(args.data, args.data_dir, args.context)
         self.data = (data.limited(args.limit_train) if args.limit_train else data).to(self.device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import train
 import train_methods
-from experiment import compressors, models
+from experiment import compressors, models, optimizers
 
 from hvd_compress.hosts.threads import ThreadWorld
 
@@ -68,6 +68,10 @@ def test_options_are_the_arguments_of_the_method():
         "--model gpt",
         "--data text --model gpt --channels-last",
         "--optimizer adamw --momentum 0.9",
+        "--optimizer muon --dion-rank 4",
+        "--optimizer dion --compression iwp",
+        "--optimizer dion --local-steps 4",
+        "--optimizer dion --dion-rank 0",
         "--ranks 2",
         "--host threads --ranks 0",
         "--host threads --compression ddp-powersgd",
@@ -100,6 +104,23 @@ def test_an_optimizer_has_its_own_defaults():
     sgd, adamw = train.parse([]), train.parse(["--optimizer", "adamw", "--weight-decay", "0"])
     assert (sgd.lr, sgd.momentum, sgd.weight_decay, sgd.ranks) == (0.1, 0.9, 5e-4, None)
     assert (adamw.lr, adamw.momentum, adamw.weight_decay) == (3e-3, None, 0.0)
+
+
+def test_muon_made_anew_from_its_groups_moves_the_same_matrices():
+    """Horovod gives an optimizer's class its groups alone."""
+    model = models.build("gpt", 256, 16)
+    muon = optimizers.build(train.parse(["--data", "text", "--model", "gpt", "--optimizer", "muon"]), model)
+    matrices = {id(p) for group in muon.param_groups if group["orthogonal"] for p in group["params"]}
+    assert matrices == {id(dict(model.named_parameters())[name]) for name in models.hidden_matrices(model)}
+    again = type(muon)(muon.param_groups)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    again.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        moved = (p.detach() - old).div(muon.defaults["lr"])
+        signs = (moved.abs() - 1).abs().max() < 0.1  # weight decay moves, too
+        assert bool(signs) == (id(p) not in matrices)
 
 
 def test_options_of_local_steps_have_defaults_only_with_them():

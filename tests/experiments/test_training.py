@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import train
-from experiment import hosts, quality
+from experiment import dion, hosts, quality
 from experiment.result_file import read_runs
 from launch import launch
 
@@ -36,6 +36,33 @@ def test_a_language_model_learns_with_adamw(method, tmp_path):
     assert len(tests) == 2 and 8 > tests[0] > tests[1] == found["test_bits_per_byte"]
     assert found["replicas_equal"] and found["ranks"] == 2 and "test_accuracy" not in found
     assert found["wire_ratio"] == 1 if method == "none" else found["wire_ratio"] > 20
+
+
+@pytest.mark.parametrize("rank", [2, 96])
+def test_dion_exchanges_two_factors_and_learns(rank, tmp_path):
+    given = [*TEXT[:4], "--optimizer", "dion", "--dion-rank", str(rank), "--limit-train", "9999", "--max-steps", "12"]
+    given += ["--eval-every", "0.06", "--lr-warmup-epochs", "0", "--batch-size", "4"]
+    found = simulated(given, tmp_path / "runs.jsonl" / "result")
+    tests = [entry["test_bits_per_byte"] for entry in found["history"]]
+    assert found["replicas_equal"] and 8 > tests[0] > tests[1]
+    matrices = [(288, 96), (96, 96), (384, 96), (96, 384)] * 2
+    entries = sum((rows + columns) * rank for rows, columns in matrices)
+    entries += found["parameters"] - sum(rows * columns for rows, columns in matrices)
+    assert found["wire_bytes_per_step"] == 4 * entries  # 2 (N - 1) / N times four bytes
+
+
+def test_a_full_rank_update_of_dion_is_orthogonal():
+    """With one rank, once the power iteration has converged: the nearest orthogonal matrix of the momentum."""
+    model = torch.nn.Linear(12, 8, bias=False)
+    groups = [{"params": [model.weight], "orthogonal": True}]
+    optimizer = dion.Dion(groups, 8, lr=0.1, weight_decay=0.0, momentum=0.9)
+    optimizer.mean = lambda tensor: tensor
+    left, right = (torch.linalg.qr(torch.randn(n, 8, generator=torch.Generator().manual_seed(n))).Q for n in (8, 12))
+    model.weight.grad = left @ torch.diag(2.0 ** torch.arange(8)) @ right.T
+    for _ in range(60):
+        before = model.weight.detach().clone()
+        optimizer.step()
+    torch.testing.assert_close((before - model.weight.detach()) / 0.1, left @ right.T * 12**0.5, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("until", "tests"), [(8.0, 1), (0.1, 2)])
@@ -72,14 +99,15 @@ def test_ddp_trains_without_horovod(method, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "iwp"])
-def test_both_hosts_train_alike(method, tmp_path):
+@pytest.mark.parametrize("given", ["none", "iwp", "qsgd --optimizer muon"])
+def test_both_hosts_train_alike(given, tmp_path):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-    ddp = trained(["--ddp"], ["--host", "ddp", "--compression", method], tmp_path / "runs.jsonl" / "ddp")
-    horovod = trained([], ["--compression", method], tmp_path / "runs.jsonl" / "horovod")
+    given = ["--compression", *given.split()]
+    ddp = trained(["--ddp"], ["--host", "ddp", *given], tmp_path / "runs.jsonl" / "ddp")
+    horovod = trained([], given, tmp_path / "runs.jsonl" / "horovod")
     assert ddp["train_loss"] == pytest.approx(horovod["train_loss"], rel=1e-5)
     assert ddp["wire_bytes_per_step"] == pytest.approx(horovod["wire_bytes_per_step"], rel=1e-3)
-    threads = simulated(["--compression", method], tmp_path / "runs.jsonl" / "threads")
+    threads = simulated(given, tmp_path / "runs.jsonl" / "threads")
     for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
         assert threads[key] == horovod[key], key
 

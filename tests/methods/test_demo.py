@@ -16,6 +16,7 @@ from harness import (
     mixed_model,
     random_steps,
     replicas,
+    residuals,
     together,
     toy_model,
     train,
@@ -33,6 +34,8 @@ VARIANTS = [
     dict(exchange="gather"),
     dict(orthogonal=True),
     dict(orthogonal=["wide.weight"]),
+    dict(orthogonal=True, subtract=0.25),
+    dict(exchange="gather", subtract=0.25),
 ]
 
 
@@ -43,19 +46,21 @@ def coefficients(grad: torch.Tensor) -> torch.Tensor:
     return flat.view(-1, BLOCK)
 
 
+@pytest.mark.parametrize("subtract", [1.0, 0.25])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_one_parameter_against_the_paper(exchange: str) -> None:
+def test_one_parameter_against_the_paper(exchange: str, subtract: float) -> None:
     """Two ranks and exact values, step by step, in plain torch. The ring's leaders send the same coefficients from both
     ranks, the gather every rank's own."""
     model = torch.nn.Linear(64, 48, bias=False)
-    options = dict(density=1 / 32, values="fp32" if exchange == "ring" else "fp32-gather", exchange=exchange, decay=0.9)
+    values = "fp32" if exchange == "ring" else "fp32-gather"
+    options = dict(density=1 / 32, values=values, exchange=exchange, decay=0.9, subtract=subtract)
     world, ranks = replicas(2, DeMo, model=model, **options)
     momenta = [torch.zeros(12, BLOCK) for _ in ranks]
     for step in range(6):
         grads = [gradients(r.model, seed=100 * step + r.rank)[0] for r in ranks]
         momenta = [m * 0.9 + coefficients(g) for m, g in zip(momenta, grads, strict=True)]
         applied = together(world, ranks, [[g.clone()] for g in grads])
-        # Which coefficients were sent: those that have left the momentum.
+        # Which coefficients were sent: those that have left the momentum, or a share of them.
         after = [coefficients(r.compression.residual("weight")) for r in ranks]
         sent = [(a - m).abs() > 1e-4 for a, m in zip(after, momenta, strict=True)]
         largest = [torch.zeros_like(sent[0]).scatter_(1, m.abs().topk(8).indices, True) for m in momenta]
@@ -70,7 +75,28 @@ def test_one_parameter_against_the_paper(exchange: str) -> None:
         assert clear.float().mean() > 0.95
         for result in applied:
             assert torch.equal(result[0][clear], want.sign()[clear])
-        momenta = [m.masked_fill(s, 0.0) for m, s in zip(momenta, sent, strict=True)]
+        momenta = [torch.where(s, m * (1 - subtract), m) for m, s in zip(momenta, sent, strict=True)]
+        for momentum, held in zip(momenta, after, strict=True):
+            torch.testing.assert_close(held, momentum, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("options", [{}, dict(exchange="gather"), dict(values="range8"), dict(density=1.0)], ids=str)
+def test_a_share_of_what_is_sent_leaves_the_momentum(options: dict, host: str) -> None:
+    """With quantization errors: sum of (held before + gradient) = ranks * subtract * applied + sum of held after."""
+    method = partial(DeMo, sign=False, decay=1.0, subtract=0.25, **{**SMALL, **options})
+    world, ranks = replicas(3, method, host=host)
+    for step in range(4):
+        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
+        before = [residuals(r) for r in ranks]
+        given = [sum(g.double() for g in of_all) for of_all in zip(*grads, strict=True)]
+        applied = together(world, ranks, grads, shuffle=step)
+        assert all(equal(applied[0], other) for other in applied)
+        after = [residuals(r) for r in ranks]
+        for (name, p), got, total in zip(ranks[0].model.named_parameters(), applied[0], given, strict=True):
+            if compressed(p):
+                change = sum(b[name] - a[name] for b, a in zip(before, after, strict=True)) + total
+                torch.testing.assert_close(0.25 * 3 * got.double(), change, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -133,10 +159,10 @@ class Scaler:
         return 1024.0
 
 
-@pytest.mark.parametrize("orthogonal", [False, True])
-def test_signs_are_scaled_and_a_discarded_step_returns(orthogonal: bool) -> None:
+@pytest.mark.parametrize("options", [{}, dict(orthogonal=True), dict(subtract=0.25)], ids=str)
+def test_signs_are_scaled_and_a_discarded_step_returns(options: dict) -> None:
     """Signs times the loss scale, momentum in unscaled units."""
-    options = dict(values="fp32", orthogonal=orthogonal)
+    options = {"values": "fp32", **options}
     world, ranks = replicas(2, DeMo, grad_scaler=Scaler(), **options)
     plain_world, plain = replicas(2, DeMo, **options)
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
@@ -264,6 +290,8 @@ def test_other_dtypes_are_computed_in_float32() -> None:
     [
         (dict(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
         (dict(decay=1.5), "decay must lie"),
+        (dict(subtract=0.0), r"subtract must lie in \(0, 1\], got 0.0"),
+        (dict(subtract=1.5), "subtract must lie"),
         (dict(dense_momentum=1.0), "dense_momentum must lie in"),
         (dict(momentum=0.9), "momentum goes with sign=False"),
         (dict(orthogonal=True, sign=False), "orthogonal goes with sign=True"),
@@ -332,8 +360,9 @@ def test_matrices_are_all_compressed_parameters_but_embeddings() -> None:
     model.head.weight = model[0].weight  # tied
     collectives = ThreadWorld(1).collectives(0)
     found = DeMo(model, orthogonal="matrices", collectives=collectives).options()
-    assert found == DeMo(model, orthogonal=["1.weight"], decay=0.9, collectives=collectives).options()
-    assert DeMo(model, orthogonal=True, collectives=collectives).options()["decay"] == 0.999
+    assert found == DeMo(model, orthogonal=["1.weight"], decay=0.95, subtract=0.2, collectives=collectives).options()
+    others = DeMo(model, orthogonal=True, collectives=collectives).options()
+    assert (others["decay"], others["subtract"]) == (0.999, 1.0)
     with pytest.raises(ValueError, match="needs the model"):
         DeMo(model.named_parameters(), orthogonal="matrices", collectives=collectives)
     with pytest.raises(TypeError, match='must be a bool, "matrices" or a list of names'):

@@ -513,7 +513,12 @@ def test_wrong_arguments_raise_an_error():
         (make(named), optimizer, {"outer_lr": 0.0}, "outer_lr must be above 0"),
         (make(named), optimizer, {"outer_momentum": 1.0}, r"outer_momentum must lie in \[0, 1\)"),
         (DeMo(named, collectives=ThreadWorld(1).collectives(0)), optimizer, {}, "with sign=False"),
-        (DeMo(named, sign=False, collectives=ThreadWorld(1).collectives(0)), optimizer, {}, "build .* with decay=1"),
+        (
+            DeMo(named, sign=False, collectives=ThreadWorld(1).collectives(0)),
+            optimizer,
+            {},
+            "build .* with decay=1 and subtract=1",
+        ),
         (make(named, momentum=0.9), optimizer, {}, "build the compressor with momentum=0"),
         (make(named, grad_scaler=scaler), optimizer, {}, "without grad_scaler"),
         (make(named), sgd(other.parameters()), {}, "holds none of the compressor's parameters"),

@@ -3,10 +3,12 @@
 import argparse
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from experiment.dion import Dion
 from experiment.models import hidden_matrices
 from hvd_compress.methods.orthogonal import orthogonalize
 
@@ -17,6 +19,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     # SGD without momentum, for a method that has its own and sends signs: learning rates as for AdamW.
     "plain": {"lr": 6e-3, "weight_decay": 0.01},
     "muon": {"lr": 8e-3, "weight_decay": 0.01, "momentum": 0.95},
+    "dion": {"lr": 8e-3, "weight_decay": 0.01, "momentum": 0.95, "dion_rank": 4},
 }
 
 
@@ -30,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lr-warmup-epochs", type=float, default=1, help="epochs of linear rise; then a cosine to 0")
     parser.add_argument("--momentum", type=float, help=f"(default: {defaults('momentum')})")
+    parser.add_argument("--dion-rank", type=int, help="of the updates of matrices (default: 4)")
     parser.add_argument("--weight-decay", type=float, help=f"(default: {defaults('weight_decay')})")
 
 
 def complete(args: argparse.Namespace) -> None:
     """Sets what was not given to the optimizer's defaults. ``ValueError`` for a setting that the optimizer has not."""
     defaults = OPTIMIZERS[args.optimizer]
-    for name in ("lr", "weight_decay", "momentum"):
+    for name in ("lr", "weight_decay", "momentum", "dion_rank"):
         if name in defaults and getattr(args, name) is None:
             setattr(args, name, defaults[name])
         elif name not in defaults and getattr(args, name) is not None:
@@ -44,12 +48,14 @@ def complete(args: argparse.Namespace) -> None:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al., 2024): ``matrices`` move by the nearest orthogonal matrix of their Nesterov momentum, with
-    root mean square 1, other parameters by its sign. Weight decay is decoupled."""
+    """Muon (Jordan et al., 2024): parameters of groups that are ``orthogonal`` move by the nearest orthogonal matrix of
+    their Nesterov momentum, with root mean square 1, others by its sign. Weight decay is decoupled.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], matrices: Iterable[nn.Parameter], **settings: float) -> None:
-        super().__init__(parameters, settings)
-        self._matrices = {id(parameter) for parameter in matrices}
+    All settings are in the groups: Horovod makes an optimizer anew from these alone.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **settings: float) -> None:
+        super().__init__(groups, settings)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -58,7 +64,7 @@ class Muon(torch.optim.Optimizer):
                 velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
                 velocity.mul_(group["momentum"]).add_(p.grad)
                 update = p.grad.add(velocity, alpha=group["momentum"])
-                if id(p) in self._matrices:
+                if group["orthogonal"]:
                     orthogonalize(update, 1.0)
                 else:
                     update.sign_()
@@ -70,14 +76,18 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **settings)
     if args.optimizer == "muon":
-        matrices = set(hidden_matrices(model))
-        return Muon(
-            parameters,
-            (p for name, p in model.named_parameters() if name in matrices),
-            momentum=args.momentum,
-            **settings,
-        )
+        return Muon(matrices_apart(model, "orthogonal"), momentum=args.momentum, **settings)
+    if args.optimizer == "dion":
+        return Dion(matrices_apart(model, "orthogonal"), args.dion_rank, momentum=args.momentum, **settings)
     return torch.optim.SGD(parameters, momentum=args.momentum or 0.0, **settings)
+
+
+def matrices_apart(model: nn.Module, key: str) -> list[dict[str, Any]]:
+    """Two parameter groups: the hidden matrices, with ``key`` true, and the other parameters."""
+    matrices, named = set(hidden_matrices(model)), list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if (name in matrices) is is_one], key: is_one} for is_one in (True, False)
+    ]
 
 
 def learning_rate(step: int, peak: float, warmup_steps: float, total_steps: int) -> float:
