@@ -14,6 +14,7 @@ from ..engine.engine import Engine
 from ..engine.guard import Facts, Traits
 from ..engine.modes import modes_off
 from ..engine.place import Place
+from ..engine.shards import local
 from ..engine.state import Tree
 from ..engine.work import Work
 from ..hosts import default_collectives, host_of
@@ -141,7 +142,7 @@ class Compressor(Reporting, abc.ABC):
     def __repr__(self) -> str:
         engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
         entries, buckets = sum(place.piece.numel for place in engine.places), len(engine.works)
-        total = sum(p.numel() for p in engine.parameters)
+        total = sum(local(p).numel() for p in engine.parameters)
         return (
             f"{type(self).__name__}({options}; {len(engine.places)} of {len(engine.parameters)} tensors compressed "
             f"({entries:,} of {total:,} entries), {buckets} bucket{'s' * (buckets != 1)})"
