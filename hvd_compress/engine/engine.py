@@ -381,9 +381,9 @@ class Engine:
         raise RuntimeError(
             f"{self.names[number]}: the gradient contains the last average, to which a second backward pass has added: "
             f"with {type(self.method).__name__} it would count twice. Run all but the last forward and backward pass "
-            "of a step in no_sync(), or call backward() once on the sum of the losses; and zero all gradients after "
-            "every average, also of parameters that the next pass does not use (Horovod: after synchronize(), step "
-            "within skip_synchronize())"
+            "of a step in no_sync() (FSDP2: after set_requires_gradient_sync(False)), or call backward() once on the "
+            "sum of the losses; and zero all gradients after every average, also of parameters that the next pass does "
+            "not use (Horovod: after synchronize(), step within skip_synchronize())"
         )
 
     def _launch(self, work: Work) -> None:
