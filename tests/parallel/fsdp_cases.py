@@ -9,7 +9,7 @@ import job
 import pytest
 import torch
 from cases import Cases, register
-from fsdp_job import Job, Net, shard, size
+from fsdp_job import Job, Net, gather, shard, size
 from methods import EXACT, FORGETFUL, METHODS, TRAINED
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -121,6 +121,44 @@ def checkpoint():
     second.data.set_state(first.data.get_state())
     for one, other in zip(first.train(4).weights().items(), second.train(4).weights().items(), strict=True):
         assert torch.equal(one[1], other[1]), one[0]
+
+
+@register(CASES, once=True)
+def local_steps():
+    """Gradients are averaged inside the shard groups only; replicas exchange how far their shards have come."""
+    plain = partial(torch.optim.SGD, lr=0.05)
+    ours = Job(build=EXACT["none"], optimizer=plain, local={"period": 1}).train(job.steps).assert_equal_replicas()
+    _assert_same(ours, Job(optimizer=plain).train(job.steps), 1e-5)
+    for unsent in ("weights", "buffer"):
+        optimizer = partial(torch.optim.AdamW, lr=1e-3)
+        settings = {"period": 3, "unsent": unsent, "outer_lr": 0.7, "outer_momentum": 0.9}
+        ours = Job(build=partial(hvd_compress.TopK, density=1 / 16), optimizer=optimizer, local=settings)
+        before = ours.weights()
+        ours.train(7)  # one step after an exchange
+        mine = torch.cat([w.flatten() for w in ours.weights().values()])
+        one, other = gather(mine, ours.mesh.get_group("replicate"))
+        assert not torch.equal(one, other)
+        ours.local.finish(ours.model)
+        ours.assert_equal_replicas()
+        assert all(not torch.equal(before[name], w) for name, w in ours.weights().items() if w.numel())
+        assert ours.compression.stats()["total"]["wire_ratio"] > 3
+
+
+@register(CASES, once=True)
+def local_muon_steps():
+    """Muon makes whole matrices of the shards inside the shard group."""
+
+    def matrices(model: torch.nn.Module, **options: Any) -> Any:
+        named = [(name, p) for name, p in model.named_parameters() if p.dim() == 2]
+        return hvd_compress.TopK(named, density=1 / 16, **options)
+
+    def muon(parameters: list[torch.nn.Parameter]) -> Any:
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+
+    trained = Job(build=matrices, optimizer=muon, local={"period": 2, "unsent": "buffer"})
+    before = trained.weights()["head.weight"]
+    trained.train(4).assert_equal_replicas()
+    assert not torch.equal(before, trained.weights()["head.weight"])
 
 
 @register(CASES, once=True)

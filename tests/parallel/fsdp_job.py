@@ -72,6 +72,7 @@ class Job:
         passes: backward passes of a step; ``sync``: each of them is averaged.
         unused: in every third step, the ``side`` layers are not used.
         to_none: whether gradients become None after a step.
+        local: arguments of LocalSteps, which then exchanges in place of hooks.
         policies: of ``fully_shard``.
     """
 
@@ -88,7 +89,7 @@ class Job:
         sync: bool = False,
         unused: bool = False,
         to_none: bool = True,
-        local: Any = None,
+        local: dict[str, Any] | None = None,
         **policies: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -100,7 +101,7 @@ class Job:
         if frozen:
             for parameter_name, p in self.model.named_parameters():
                 p.requires_grad_("side" in parameter_name)
-        shard(self.model, self.mesh["shard"] if build or local else self.mesh, **policies)
+        shard(self.model, self.mesh["shard"] if build else self.mesh, **policies)
         if meta:
             self.model.to_empty(device="cpu")
             with torch.no_grad():
@@ -110,7 +111,9 @@ class Job:
         self.compression = None
         if build is not None:
             self.compression = build(self.model, process_group=self.mesh.get_group("replicate"), min_numel=64)
-            hvd_compress.register_fsdp_hooks(self.model, self.compression)
+            if local is None:
+                hvd_compress.register_fsdp_hooks(self.model, self.compression)
+        self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
         self.clip, self.passes, self.sync, self.unused, self.to_none = clip, passes, sync, unused, to_none
         self.steps = 0
         self.data = torch.Generator().manual_seed(rank())
@@ -133,6 +136,8 @@ class Job:
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
+        if self.local is not None:
+            self.local.step()
         self.optimizer.zero_grad(set_to_none=self.to_none)
         self.steps += 1
 
