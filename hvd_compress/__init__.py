@@ -1,9 +1,10 @@
-"""Gradient compression for data-parallel training with Horovod or torch DistributedDataParallel."""
+"""Gradient compression for data-parallel training with Horovod, torch DistributedDataParallel or FSDP2."""
 
 from . import schedule
 from ._version import __version__
 from .engine.checkpoint import reshard
 from .hosts.ddp import ddp_hook
+from .hosts.fsdp import register_fsdp_hooks
 from .methods.base import Compressor
 from .methods.demo import DeMo
 from .methods.fft import FFT
@@ -36,6 +37,7 @@ __all__ = [
     "TopK",
     "__version__",
     "ddp_hook",
+    "register_fsdp_hooks",
     "reshard",
     "schedule",
 ]

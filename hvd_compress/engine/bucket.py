@@ -1,6 +1,6 @@
-"""Buckets: pieces of parameters whose gradients are exchanged together, side by side in flat memory.
+"""Buckets: pieces of the model whose gradients are exchanged together, side by side in flat memory.
 
-Each piece starts at a block boundary of the bucket's flat tensors and lies there in the parameter's own memory order
+Each piece starts at a block boundary of the bucket's flat tensors and lies there in its weights' own memory order
 (channels_last stays channels_last), so that gradient, weight and residual are read side by side.
 """
 
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from ..reference import BLOCK
+from .shards import local
 from .state import TensorLeaf, Tree
 from .streams import stream_order
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the model that is exchanged as one: so far, a whole parameter. Its blocks in the bucket are
-    ``first_block`` to ``first_block + blocks``.
+    """A view of the weights that is exchanged as one: a parameter, or this rank's shard of one. Its blocks in the
+    bucket are ``first_block`` to ``first_block + blocks``.
 
-    ``number``: of its gradient, as the host counts. ``shape``, ``stride``: the parameter's when the bucket was made.
+    ``number``: of its gradient, as the host counts. ``shape``, ``stride``: the view's when the bucket was made.
     """
 
     name: str
@@ -32,8 +33,9 @@ class Piece:
     stride: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", self.parameter.shape)
-        object.__setattr__(self, "stride", self.parameter.stride())
+        weight = self.weight()
+        object.__setattr__(self, "shape", weight.shape)
+        object.__setattr__(self, "stride", weight.stride())
 
     @property
     def numel(self) -> int:
@@ -42,6 +44,11 @@ class Piece:
     @property
     def blocks(self) -> int:
         return -(-self.numel // BLOCK)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole parameter."""
+        return self.shape == self.parameter.shape
 
     def of(self, flat: Tensor) -> Tensor:
         """This piece's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
@@ -65,11 +72,11 @@ class Piece:
 
     def weight(self) -> Tensor:
         """The weights: a view without gradient, in the piece's shape."""
-        return self.parameter.detach()
+        return local(self.parameter).detach()
 
     def flat_weight(self) -> Tensor:
         """The weights in memory order: a view without gradient, (numel,)."""
-        return self.parameter.detach().as_strided((self.numel,), (1,))
+        return self.weight().as_strided((self.numel,), (1,))
 
 
 class Bucket:
@@ -155,7 +162,7 @@ class Bucket:
         """Puts the gradients that have arrived into ``gradients``, empty ones for the others. (A copy only where the
         memory order is not the piece's.)"""
         self.gradients = [
-            self._empty if grad is None else in_order_of(piece.parameter, grad)
+            self._empty if grad is None else in_order_of(piece.weight(), grad)
             for piece, grad in zip(self.pieces, self.originals, strict=True)
         ]
         self._versions, self.collected = [None] * len(self.pieces), True
@@ -220,11 +227,11 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
-def in_order_of(parameter: Tensor, grad: Tensor) -> Tensor:
-    """``grad`` itself if its memory order is the parameter's, else a copy in that order."""
-    if grad.stride() == parameter.stride() or strides_of(grad) == strides_of(parameter):
+def in_order_of(weight: Tensor, grad: Tensor) -> Tensor:
+    """``grad`` itself if its memory order is the weight's, else a copy in that order."""
+    if grad.stride() == weight.stride() or strides_of(grad) == strides_of(weight):
         return grad
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def make_buckets(parameters: Iterable[tuple[int, str, torch.nn.Parameter]], capacity: int) -> list[Bucket]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .bucket import in_order_of, is_dense
 from .collectives import Collectives, Handle, allreduce
+from .shards import local
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def as_real(tensor: Tensor) -> Tensor:
 def dense_gradient(number: int, parameter: Tensor, grad: Tensor, half: bool, scale: float) -> DenseGradient:
     """Prepares a gradient for an uncompressed allreduce. ``half``: send float32 and bfloat16 as float16. ``scale``: the
     loss scale; float16 payloads are divided by it, since a scale of 65536 would leave them no range."""
-    parameter = as_real(parameter)
-    ordered = in_order_of(parameter, grad) if is_dense(parameter) else grad.contiguous()
+    weight = as_real(local(parameter))
+    ordered = in_order_of(weight, grad) if is_dense(weight) else grad.contiguous()
     if half and ordered.dtype in (torch.float32, torch.bfloat16):
         ordered = (ordered / scale).half()
     else:

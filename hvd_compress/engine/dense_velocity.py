@@ -6,6 +6,7 @@ from torch import Tensor
 from ..reference import usable
 from .dense import as_real
 from .engine import Engine
+from .shards import local
 from .state import OptionalTensor, Tree
 
 
@@ -50,5 +51,5 @@ class DenseVelocity:
 
 
 def _zeros(parameter: Tensor) -> Tensor:
-    real = as_real(parameter.detach())
+    real = as_real(local(parameter).detach())
     return torch.zeros_like(real, dtype=torch.promote_types(real.dtype, torch.float32))

@@ -34,6 +34,7 @@ from .optimizer_watch import OptimizerWatch
 from .place import Place, check_gradient, compressed
 from .profiling import stage
 from .registry import Peer
+from .shards import local
 from .user_warning import warn_user
 from .wire_stats import WireStats
 from .work import Step, Work
@@ -332,7 +333,9 @@ class Engine:
             place = self.place_of[number]
             where = "uncompressed" if place is None else f"in bucket {place.work.bucket.index}"
             state = "trained" if p.requires_grad else "frozen"
-            text = f"number {number}, shape {tuple(p.shape)}, strides {strides_of(p)}, {p.dtype}, {state}, {where}"
+            weight = local(p)
+            layout = f"shape {tuple(weight.shape)}, strides {strides_of(weight)}, {p.dtype}"
+            text = f"number {number}, {layout}, {state}, {where}"
             parameters[f"parameter {name}"] = text
         return {
             "version of hvd_compress": __version__,
@@ -378,9 +381,9 @@ class Engine:
         raise RuntimeError(
             f"{self.names[number]}: the gradient contains the last average, to which a second backward pass has added: "
             f"with {type(self.method).__name__} it would count twice. Run all but the last forward and backward pass "
-            "of a step in no_sync(), or call backward() once on the sum of the losses; and zero all gradients after "
-            "every average, also of parameters that the next pass does not use (Horovod: after synchronize(), step "
-            "within skip_synchronize())"
+            "of a step in no_sync() (FSDP2: after set_requires_gradient_sync(False)), or call backward() once on the "
+            "sum of the losses; and zero all gradients after every average, also of parameters that the next pass does "
+            "not use (Horovod: after synchronize(), step within skip_synchronize())"
         )
 
     def _launch(self, work: Work) -> None:

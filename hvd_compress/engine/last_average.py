@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from .optimizer_watch import OptimizerWatch
+from .shards import local
 
 # So many parameters are looked at, evenly spread: a hook costs microseconds.
 _PROBES = 32
@@ -83,7 +84,7 @@ class LastAverage:
         if grad is None:
             return False
         if added is not None:
-            return added() is grad and bool(grad.any())
+            return added() is grad and bool(local(grad).any())
         # Nothing was accumulated: it may be the average itself, or, without an optimizer, a gradient of the user's own.
         same = written is not None and written() is grad
         return same and self._watch.used and self._remains(number, grad)
@@ -98,7 +99,7 @@ class LastAverage:
                 return False
         elif self._watch.left_out(parameter):
             return False
-        return bool(grad.any())
+        return bool(local(grad).any())
 
     def waits(self) -> bool:
         """Whether nobody has applied the last average so far: no optimizer has stepped, as it did after the average
@@ -110,7 +111,7 @@ class LastAverage:
             or self._versions != [self._parameters[n]._version for n in self._probes]
         ):
             return False
-        grads = [p.grad for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
+        grads = [local(p.grad) for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         return any(bool(grad.any()) for grad in grads) and all(bool(grad.isfinite().all()) for grad in grads)
 
 

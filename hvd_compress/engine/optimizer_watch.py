@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .method import Method
+from .shards import local
 
 
 class Watched(Protocol):
@@ -95,7 +96,7 @@ class OptimizerWatch:
         ``hvd.broadcast_optimizer_state()`` with gradients 0."""
         return any(
             group.get("lr") != 0
-            and any(id(p) in self.ids and p.grad is not None and p.grad.any() for p in group["params"])
+            and any(id(p) in self.ids and p.grad is not None and local(p.grad).any() for p in group["params"])
             for group in optimizer.param_groups
         )
 

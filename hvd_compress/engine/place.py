@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Piece, is_dense
+from .shards import local
 from .work import Work
 
 # Of parameters and, independently of these (Tensor.grad_dtype), of gradients. float64 is used for gradient checks, not
@@ -29,14 +30,15 @@ class Place:
 def compressed(
     named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int, compresses: Callable[[Tensor], bool]
 ) -> list[tuple[int, str, torch.nn.Parameter]]:
-    """The parameters among ``(name, parameter)`` pairs that are compressed, with their numbers and names.
-    ``compresses``: whether the method compresses a parameter that can be."""
-    return [
-        (number, name, p)
-        for number, (name, p) in enumerate(named)
-        if p.requires_grad and p.dtype in _COMPRESSED_DTYPES and p.dim() >= 2 and p.numel() >= min_numel
-        if is_dense(p) and compresses(p)
-    ]
+    """The parameters among ``(name, parameter)`` pairs that are compressed, with their numbers and names; of sharded
+    ones, this rank's shard is meant. ``compresses``: whether the method compresses a parameter that can be."""
+
+    def fits(weight: Tensor) -> bool:
+        large = weight.dim() >= 2 and weight.numel() >= min_numel
+        return large and weight.dtype in _COMPRESSED_DTYPES and is_dense(weight) and compresses(weight)
+
+    numbered = ((number, name, p) for number, (name, p) in enumerate(named))
+    return [(number, name, p) for number, name, p in numbered if p.requires_grad and fits(local(p).detach())]
 
 
 def check_gradient(name: str, grad: Tensor, place: Place | None) -> None:
@@ -58,13 +60,14 @@ def check_gradient(name: str, grad: Tensor, place: Place | None) -> None:
             "build the compressor after moving the model"
         )
     piece = bucket.pieces[place.index]
-    if piece.parameter.stride() != piece.stride or piece.parameter.shape != piece.shape:
-        _check_layout(piece)
+    weight = piece.weight()
+    if weight.stride() != piece.stride or weight.shape != piece.shape:
+        _check_layout(piece, weight)
 
 
-def _check_layout(piece: Piece) -> None:
+def _check_layout(piece: Piece, weight: Tensor) -> None:
     """Raises ``ValueError`` unless only meaningless strides, of dimensions of one entry, have changed."""
-    shape, stride = piece.parameter.shape, piece.parameter.stride()
+    shape, stride = weight.shape, weight.stride()
     if shape != piece.shape:
         raise ValueError(
             f"{piece.name}: was of shape {tuple(piece.shape)} when the compressor was built and is of shape "

@@ -1,11 +1,14 @@
-"""Who calls the engine and carries its bytes: Horovod, torch DistributedDataParallel, or threads (for tests)."""
+"""Who calls the engine and carries its bytes: Horovod, torch DistributedDataParallel or FSDP2, or threads (for
+tests)."""
 
 import sys
 from typing import Any
 
 from ..engine.collectives import Collectives
 from ..engine.engine import Engine
+from ..engine.shards import is_sharded
 from .ddp import DDPHost
+from .fsdp import FSDPHost
 from .horovod import HorovodCollectives, HorovodHost
 from .torch_collectives import TorchCollectives
 
@@ -37,6 +40,8 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
     return HorovodCollectives(process_set)
 
 
-def host_of(engine: Engine) -> DDPHost | HorovodHost:
+def host_of(engine: Engine) -> DDPHost | FSDPHost | HorovodHost:
     """The host's side of an engine."""
+    if any(map(is_sharded, engine.parameters)):
+        return FSDPHost(engine)
     return DDPHost(engine) if engine.collectives.host == "ddp" else HorovodHost(engine)

@@ -10,15 +10,12 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 """
 
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.function import BackwardCFunction
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +28,7 @@ from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from .horovod import was_given
+from .nested import backward_depth
 from .torch_collectives import TorchCollectives
 
 
@@ -140,7 +138,7 @@ class DDPHost:
     def _await_end(self) -> None:
         """DDP calls no hook for the buckets that it skips, so the last may be missing: the step ends with the backward
         pass then, before DDP's own callback, which is queued later and waits for the futures."""
-        if _in_backward():
+        if backward_depth():
             raise RuntimeError(
                 "hvd_compress does not support skip_all_reduce_unused_params=True with a backward pass inside another "
                 "one: checkpoint with use_reentrant=False"
@@ -262,14 +260,6 @@ def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
     hooked = [model for model in models if getattr(model, "_comm_hooks", ())]
     registered = [model for model in hooked if any(theirs is state for _, theirs in model._comm_hooks)]
     return registered or [model for model in hooked if any(p is parameter for p in model.parameters())]
-
-
-def _in_backward() -> bool:
-    """Whether a Python autograd function's backward is running, in which another backward pass may run."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _payload(gradient: DenseGradient | Tensor) -> Tensor:

@@ -14,10 +14,12 @@ from ..engine.engine import Engine
 from ..engine.guard import Facts, Traits
 from ..engine.modes import modes_off
 from ..engine.place import Place
+from ..engine.shards import local
 from ..engine.state import Tree
 from ..engine.work import Work
 from ..hosts import default_collectives, host_of
 from ..hosts.ddp import DDPHost
+from ..hosts.fsdp import FSDPHost
 from ..hosts.horovod import HorovodHost
 from .reporting import Reporting
 
@@ -25,12 +27,14 @@ from .reporting import Reporting
 class Compressor(Reporting, abc.ABC):
     """Base class of all methods.
 
-    Give an instance to ``horovod.torch.DistributedOptimizer(compression=...)``, or to
-    ``DistributedDataParallel.register_comm_hook(compression, hvd_compress.ddp_hook)``. Build it after ``hvd.init()`` or
-    ``torch.distributed.init_process_group()``, and after the model is on its device.
+    Give an instance to ``horovod.torch.DistributedOptimizer(compression=...)``, to
+    ``DistributedDataParallel.register_comm_hook(compression, hvd_compress.ddp_hook)``, or, for FSDP2, to
+    :func:`hvd_compress.register_fsdp_hooks`. Build it after ``hvd.init()`` or
+    ``torch.distributed.init_process_group()``, and after the model is on its device, and sharded.
 
     Parameters with two or more dimensions and at least ``min_numel`` entries are compressed; other gradients are
-    averaged uncompressed. Averages are written into the gradients' own memory.
+    averaged uncompressed. Of a sharded parameter (DTensor), this rank's shard counts as the parameter. Averages are
+    written into the gradients' own memory.
 
     Args:
         named_parameters: ``(name, parameter)`` pairs, as ``model.named_parameters()``, or the model itself; the same on
@@ -41,7 +45,8 @@ class Compressor(Reporting, abc.ABC):
         dense_values: ``"fp32"``, or ``"fp16"`` to send uncompressed tensors in half the bytes, rounded, as Horovod's
             fp16 compression does.
         process_set: the one given to Horovod's optimizer, if any.
-        process_group: the one given to DistributedDataParallel, if any.
+        process_group: the one given to DistributedDataParallel, if any; with FSDP2, the group of the replicas, such as
+            ``mesh.get_group("replicate")``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units, and what a
             step that it skips has sent returns to them.
         start_timeout: seconds to wait in the first step for the other ranks, to compare all options and parameters.
@@ -141,7 +146,7 @@ class Compressor(Reporting, abc.ABC):
     def __repr__(self) -> str:
         engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
         entries, buckets = sum(place.piece.numel for place in engine.places), len(engine.works)
-        total = sum(p.numel() for p in engine.parameters)
+        total = sum(local(p).numel() for p in engine.parameters)
         return (
             f"{type(self).__name__}({options}; {len(engine.places)} of {len(engine.parameters)} tensors compressed "
             f"({entries:,} of {total:,} entries), {buckets} bucket{'s' * (buckets != 1)})"
@@ -172,11 +177,23 @@ class Compressor(Reporting, abc.ABC):
     def ddp_host(self) -> DDPHost:
         """This compressor's side of DistributedDataParallel, for :func:`hvd_compress.ddp_hook`."""
         self._refuse_local_steps()
+        if isinstance(self.host, FSDPHost):
+            raise RuntimeError(
+                "this compressor's parameters are sharded: use hvd_compress.register_fsdp_hooks(model, compression)"
+            )
         if not isinstance(self.host, DDPHost):
             raise RuntimeError(
                 "this compressor is bound to Horovod; for DistributedDataParallel build it with process_group= or in a "
                 "program that initialises torch.distributed only"
             )
+        return self.host
+
+    @property
+    def fsdp_host(self) -> FSDPHost:
+        """This compressor's side of FSDP2, for :func:`hvd_compress.register_fsdp_hooks`."""
+        self._refuse_local_steps()
+        if not isinstance(self.host, FSDPHost):
+            raise RuntimeError("this compressor's parameters are not sharded: build it after fully_shard()")
         return self.host
 
     def _refuse_local_steps(self) -> None:

@@ -10,13 +10,14 @@ from torch import Tensor
 from ..engine.agreement import hash_of
 from ..engine.engine import Engine
 from ..engine.place import Place
+from ..engine.shards import local
 from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
 from ..reference import usable
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter and what all ranks share of it, in its shape and memory order.
+    """A parameter, or this rank's shard of one, and what all ranks share of it, in its shape and memory order.
 
     ``common``: the common weights, float32 or wider. ``velocity``: of the outer momentum, if there is any. ``place``:
     where the compressor keeps it, or None if it is not compressed.
@@ -28,6 +29,11 @@ class Weight:
     place: Place | None
     common: Tensor
     velocity: Tensor | None
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's weights: a view without gradient."""
+        return local(self.parameter).detach()
 
     @property
     def order(self) -> AbstractContextManager[object]:
@@ -53,7 +59,8 @@ class CommonWeights:
                 continue
             if not p.is_floating_point():
                 raise ValueError(f"{name}: local steps need a floating dtype, got {p.dtype}")
-            common = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+            wide = torch.promote_types(p.dtype, torch.float32)
+            common = torch.zeros_like(local(p), dtype=wide, requires_grad=False)
             velocity = torch.zeros_like(common) if momentum else None
             self.weights.append(Weight(number, name, p, place, common, velocity))
         self.ids = {id(weight.parameter) for weight in self.weights}
@@ -61,7 +68,7 @@ class CommonWeights:
     def take(self) -> None:
         """Makes the parameters the common weights. They must be the same on all ranks."""
         for weight in self.weights:
-            weight.common.copy_(weight.parameter)
+            weight.common.copy_(weight.own)
             if weight.velocity is not None:
                 weight.velocity.zero_()
         self._forget_unsent()
@@ -70,7 +77,7 @@ class CommonWeights:
         """Makes the average of all ranks' weights the common weights, where it is usable, and the parameters."""
         for weight, mean in zip(self.weights, average, strict=True):
             weight.common.copy_(torch.where(usable(mean), mean, weight.common))
-            weight.parameter.copy_(mean)
+            weight.own.copy_(mean)
         self._forget_unsent()
 
     def differences(self) -> list[Tensor]:
@@ -78,7 +85,7 @@ class CommonWeights:
         compressors that select by weights need the same on all ranks."""
         differences = []
         for weight in self.weights:
-            p, wide = weight.parameter, weight.common.dtype
+            p, wide = weight.own, weight.common.dtype
             with weight.order:
                 difference = p.to(wide) - self._start(weight).to(p.dtype).to(wide)
                 p.copy_(weight.common)
@@ -106,7 +113,7 @@ class CommonWeights:
         restores the parameters."""
         for weight, more in zip(self.weights, rest, strict=True):
             with weight.order:
-                weight.parameter.copy_(self._start(weight) + more)
+                weight.own.copy_(self._start(weight) + more)
 
     def hash(self) -> int:
         """A hash of the common weights."""
@@ -120,7 +127,7 @@ class CommonWeights:
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},
             "hash of the weights (call finish() before saving)": Recorded(
-                lambda: hash_of(w.parameter.detach().to(w.common.dtype) for w in self.weights)
+                lambda: hash_of(w.own.to(w.common.dtype) for w in self.weights)
             ),
         }
 

@@ -16,6 +16,7 @@ from ..engine.bucket import Bucket
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
 from ..engine.guard import Facts, Traits
+from ..engine.shards import local
 from ..engine.state import Tree
 from ..selection.base import Output, Scoring, signs
 from ..selection.deciders import Decider
@@ -153,6 +154,11 @@ class DeMo(SparseMethod):
         self._own_options: dict[str, object] = {**vars(own.pop("leading")), **own}
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
+        if shards := [piece.name for piece in bucket.pieces if piece.name in self._orthogonal and not piece.whole]:
+            raise ValueError(
+                f"orthogonal needs whole matrices, and this rank has a shard of {', '.join(shards)}: leave orthogonal "
+                "out, or shard over one rank"
+            )
         return _DeMoWork(bucket, sending, self._arguments, self._orthogonal, self._written)
 
     def options(self) -> dict[str, object]:
@@ -208,7 +214,7 @@ class DeMo(SparseMethod):
         scale = self.engine.scale
         grads = [grad for place in self.engine.places if (grad := place.piece.parameter.grad) is not None]
         # Horovod makes gradients sparse again that were with sparse_as_dense.
-        dense = (grad.to_dense() if grad.is_sparse else grad for grad in grads)
+        dense = (grad.to_dense() if grad.is_sparse else local(grad) for grad in grads)
         largest = max((float(grad.abs().max()) for grad in dense), default=0.0)
         if not math.isfinite(largest) or not largest:
             return

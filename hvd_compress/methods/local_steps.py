@@ -166,8 +166,7 @@ class LocalSteps:
             return
         with engine.outside_steps():
             whole = [
-                dense_gradient(w.number, w.parameter, w.parameter.to(w.common.dtype, copy=True), False, 1.0)
-                for w in weights
+                dense_gradient(w.number, w.parameter, w.own.to(w.common.dtype, copy=True), False, 1.0) for w in weights
             ]
             buffers = [b for b in model.buffers() if b.is_floating_point()] if model is not None else []
             # In double precision the mean of equal values is that value.
@@ -280,4 +279,4 @@ class LocalSteps:
     def _count_gradients(self, steps: int) -> None:
         """In the statistics: a dense exchange of the gradients of so many steps."""
         for weight in self._common.weights:
-            self._engine.stats.count_gradient(steps * weight.parameter.numel(), self._engine.collectives.size)
+            self._engine.stats.count_gradient(steps * weight.own.numel(), self._engine.collectives.size)

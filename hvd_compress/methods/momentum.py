@@ -19,6 +19,7 @@ from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
 from ..engine.guard import Facts, Traits, check_complete, check_momentum, momentum_of
 from ..engine.modes import modes_off
+from ..engine.shards import local
 from ..engine.state import Fixed, Tree
 from .base import Compressor
 from .feedback import FeedbackWork
@@ -80,7 +81,7 @@ class MomentumCorrection:
         for number in held.values():
             velocity = self._state(optimizer, number).pop("momentum_buffer", None)
             if velocity is not None:
-                self._set_velocity(number, velocity)
+                self._set_velocity(number, local(velocity))
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
             group["weight_decay"] = group.get("weight_decay", 0.0) / (1.0 - momentum)
@@ -99,8 +100,8 @@ class MomentumCorrection:
         for number, velocity in zip(held.values(), self._mean_velocities(held.values()), strict=True):
             parameter = self._engine.parameters[number]
             self._state(optimizer, number)["momentum_buffer"] = buffer = torch.empty_like(parameter)
-            as_real(buffer).copy_(velocity)
-            self._set_velocity(number, torch.zeros_like(buffer))
+            as_real(local(buffer)).copy_(velocity)
+            self._set_velocity(number, torch.zeros_like(local(buffer)))
         for group in optimizer.param_groups:
             group["momentum"] = momentum
             group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)
@@ -249,7 +250,7 @@ class MomentumCorrection:
         self._awaited = {name: number for name, number in self._awaited.items() if not engine.arrived[number]}
         for number in (self._awaited[name] for name in held if name in self._awaited):
             grad = engine.parameters[number].grad
-            if grad is not None and bool(grad.any()):
+            if grad is not None and bool(local(grad).any()):
                 raise ValueError(
                     f"{engine.names[number]}: its gradient has not passed through this compressor (does "
                     "DistributedDataParallel ignore it?), and it would lose its momentum: give it to an optimizer of "

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
+from ..engine.shards import local
 
 
 class Reporting:
@@ -17,14 +18,15 @@ class Reporting:
 
     @modes_off
     def residual(self, name: str) -> Tensor:
-        """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape;
-        zeros for an uncompressed parameter. Raises ``KeyError`` for an unknown name."""
+        """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape
+        (of a sharded one, of this rank's shard); zeros for an uncompressed one. Raises ``KeyError`` for an unknown
+        name."""
         for place in self.engine.places:
             if place.piece.name == name:
                 with place.work.bucket.order:
                     return place.work.held(place.piece).clone()
         parameter = dict(zip(self.engine.names, self.engine.parameters, strict=True))[name]
-        return torch.zeros_like(parameter, dtype=torch.float32)
+        return torch.zeros_like(local(parameter), dtype=torch.float32)
 
     @modes_off
     def stats(self) -> dict[str, Any]:

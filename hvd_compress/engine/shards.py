@@ -1,0 +1,15 @@
+"""Sharded parameters (DTensors): what a rank keeps of them. Recognised without importing torch.distributed."""
+
+from typing import cast
+
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, also on a mesh of one rank."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, a view; any other tensor itself."""
+    return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor

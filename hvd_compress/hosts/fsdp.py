@@ -1,0 +1,262 @@
+"""FSDP2 as host: gradients are averaged by FSDP inside the shard group, and by the engine between the replicas.
+
+After a module's reduce-scatter FSDP calls the all-reduce hook, writes the gradients of this rank's shards to ``.grad``,
+in the parameter's dtype and without padding, and calls the parameters' post-accumulate hooks. There the engine takes
+them. The averages are written into the same memory at the end of the backward pass.
+
+Modules are reduced in the same order on all ranks, which matches the collectives. On Gloo, a bucket's first collective
+starts when its last gradient arrives, the others at the end of backward. On NCCL nothing waits on the host: the hooks
+run on FSDP's all-reduce stream, the exchanges on streams of their own, for which the stream of the backward pass waits
+at its end.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from ..engine.collectives import allreduce
+from ..engine.dense import Averaging, DenseGradient
+from ..engine.engine import Engine
+from ..engine.shards import is_sharded, local
+from .horovod import was_given
+from .nested import backward_depth
+from .torch_collectives import TorchCollectives
+
+_reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # as in torch 2.13
+
+
+def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
+    """Exchanges the gradients of an FSDP2 model between its replicas by a compressor.
+
+    FSDP averages gradients inside a shard group as always, and the compressor averages this rank's shards with the same
+    shards of the other replicas (hybrid sharding, HSDP). Call it on all ranks, after ``fully_shard()`` on every block
+    and on the model, with the shard dimension of a mesh::
+
+        mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        compression = hvd_compress.DeMo(model, process_group=mesh.get_group("replicate"))
+        hvd_compress.register_fsdp_hooks(model, compression)
+
+    The averages are complete when ``backward()`` returns; a parameter's own post-accumulate hooks run before that. In a
+    step of several backward passes, all but the last run under ``model.set_requires_gradient_sync(False)``.
+
+    Args:
+        model: the model that ``fully_shard()`` was applied to.
+        compression: a compressor of its named parameters, built after ``fully_shard()``, with the group of the replicas
+            as ``process_group``.
+
+    Raises:
+        RuntimeError: the compressor's parameters are not sharded, or it belongs to
+            :class:`~hvd_compress.LocalSteps`; in a backward pass, reentrant checkpointing.
+        ValueError: no module is sharded; the shard group contains ranks of ``process_group``, as with a 2-D mesh, over
+            which FSDP averages without compression; a trained parameter is not sharded or not the compressor's; a
+            module has several groups of parameters; the compressor is registered already.
+    """
+    cast(FSDPHost, compression.fsdp_host).register(model)
+
+
+class FSDPHost:
+    """The hooks of one engine."""
+
+    single = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        #: The compressor, once it is registered: it lives as long as the model.
+        self._compressor: object = None
+        #: The backward pass of the step in progress, or None.
+        self._backward: int | None = None
+        #: By parameter: its gradient before the backward pass, and the one that is being averaged.
+        self._before = dict[int, Tensor]()
+        self._grads = dict[int, Tensor]()
+        self._dense: list[DenseGradient] = []
+        #: What came of parameters for a second time in this backward pass, as of a module that is used twice.
+        self._late: list[tuple[int, Tensor]] = []
+        #: Parameters of which that is known: they are passed on at the end of backward.
+        self._repeated = set[int]()
+        #: The streams on which gradients were made.
+        self._streams = set[torch.cuda.Stream]()
+
+    def register(self, model: torch.nn.Module) -> None:
+        """See :func:`register_fsdp_hooks`."""
+        engine = self._engine
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if not modules:
+            raise ValueError("no module is sharded: call fully_shard() on the model's blocks and on the model before")
+        if self._compressor is not None:
+            raise ValueError("this compressor is registered already: build one compressor for each model")
+        ours = {id(p) for p in engine.parameters}
+        for name, p in [*model.named_parameters(), *zip(engine.names, engine.parameters, strict=True)]:
+            if p.requires_grad:
+                self._check(name, p, id(p) in ours)
+        averages = all(map(_averages, {id(mesh): mesh for mesh in self._meshes()}.values()))
+        for module in modules:
+            module.set_all_reduce_hook(self._reduced)
+            if not averages:
+                module.set_force_sum_reduction_for_comms(True)
+        for number, p in enumerate(engine.parameters):
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
+        self._compressor = engine.method
+
+    def given(self, optimizer: Optimizer) -> bool | None:
+        """Whether an optimizer of Horovod's, which has no place here, was given this compressor; None for another."""
+        return was_given(optimizer, self._engine.method)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Warns if the optimizer's step applies gradients and none has passed through the hooks."""
+        if self._engine.watch.bypassed_by(optimizer):
+            self._engine.warn(
+                f"{type(optimizer).__name__} steps, but this compressor has received no gradient: is "
+                "hvd_compress.register_fsdp_hooks(model, compression) missing?"
+            )
+
+    def _meshes(self) -> Iterator[Any]:
+        return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))
+
+    def _check(self, name: str, parameter: Tensor, ours: bool) -> None:
+        """Raises ``ValueError`` unless FSDP averages the parameter inside the shard group and the compressor between
+        the replicas."""
+        if not is_sharded(parameter):
+            raise ValueError(
+                f"{name}: is not sharded, so its gradient would not be averaged (ignored_params=, or a module outside "
+                "of fully_shard()?)"
+            )
+        if not ours:
+            raise ValueError(
+                f"{name}: is not this compressor's, so its gradient would not be averaged between the replicas: give "
+                "the compressor the model after fully_shard() and to_empty()"
+            )
+        collectives = self._engine.collectives
+        if not isinstance(collectives, TorchCollectives):
+            return
+        ranks = distributed.get_process_group_ranks(collectives.group)
+        sharded = cast(Any, parameter).device_mesh.mesh.flatten().tolist()
+        if len({*ranks} & {*sharded}) > 1:
+            raise ValueError(
+                f"{name}: FSDP averages its gradient over the ranks {sharded} without compression, and the compressor "
+                f"over {ranks}: give fully_shard() the 1-D mesh['shard'] of a mesh with the dimensions replicate and "
+                "shard, and the compressor process_group=mesh.get_group('replicate')"
+            )
+
+    # A backward pass.
+
+    def _reduced(self, flat: Tensor) -> None:
+        """The all-reduce hook: FSDP is about to add a module's gradients to ``.grad``. What is there already is set
+        aside, and what is added is averaged apart from it."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return
+        if backward_depth() > 1:
+            raise RuntimeError(
+                "hvd_compress does not support a backward pass inside another one with FSDP: checkpoint with "
+                "use_reentrant=False"
+            )
+        if self._backward is not None:  # that one failed
+            self._engine.reset()
+            self._clear()
+        self._backward = backward
+        for number, p in enumerate(self._engine.parameters):
+            if is_sharded(p) and p.grad is not None:
+                self._before[number], p.grad = p.grad, None
+        # After FSDP's own callback, which reduces the gradients of the last modules.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _arrived(self, number: int, parameter: torch.nn.Parameter) -> None:
+        """The post-accumulate hook: takes the gradient of this rank's shard."""
+        grad = parameter.grad
+        assert grad is not None
+        parameter.grad = None
+        if grad.is_cuda:
+            self._streams.add(torch.cuda.current_stream(grad.device))
+        if number not in self._grads:
+            self._grads[number] = grad
+            if number not in self._repeated:
+                self._pass_on(number)
+        elif number in self._repeated:
+            local(self._grads[number]).add_(local(grad))
+        else:
+            self._late.append((number, local(grad)))
+
+    def _pass_on(self, number: int) -> None:
+        engine, parameter = self._engine, self._engine.parameters[number]
+        with self._inside():
+            parameter.grad = self._before.get(number)  # the engine looks for the last average there
+            arrived = engine.arrive(number, local(self._grads[number]))
+            parameter.grad = None
+            if isinstance(arrived, DenseGradient):
+                self._dense.append(arrived)
+
+    def _end_of_backward(self) -> None:
+        engine = self._engine
+        with self._inside():
+            for stream in self._streams:
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+            for number in sorted(self._repeated & self._grads.keys(), reverse=True):
+                self._pass_on(number)
+            late = [grad.flatten() for _, grad in self._late]
+            for payload in late:
+                engine.stats.count_request(allreduce(payload, "dense_tensor"), engine.collectives.size)
+            payloads = [*(gradient.payload for gradient in self._dense), *late]
+            averaging = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.dense")
+            self._restore()
+            engine.finish_step()
+            averages = iter(averaging.results())
+            for gradient in self._dense:
+                gradient.store(next(averages))
+                engine.method.dense_averaged(gradient.number, gradient.grad)
+            for work in engine.works:
+                for index, original in enumerate(work.bucket.originals):
+                    if original is not None:
+                        work.bucket.result(index)
+            for number, late_grad in self._late:
+                local(self._grads[number]).add_(next(averages).view(late_grad.shape))
+            for number, before in self._before.items():
+                if number in self._grads:
+                    local(before).add_(local(self._grads[number]))
+            self._clear()
+
+    def _restore(self) -> None:
+        """``.grad`` as it was before the backward pass, or the tensor that will hold the average."""
+        for number, grad in {**self._grads, **self._before}.items():
+            self._engine.parameters[number].grad = grad
+
+    def _clear(self) -> None:
+        self._backward = None
+        self._repeated |= {number for number, _ in self._late}
+        self._before, self._grads, self._dense, self._late = {}, {}, [], []
+        self._streams.clear()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """For a part of a step, which is abandoned if it fails."""
+        with self._engine.entered:
+            try:
+                yield
+            except BaseException:
+                self._engine.reset()
+                for number, grad in self._before.items():
+                    self._engine.parameters[number].grad = grad
+                self._clear()
+                raise
+
+
+def _averages(mesh: Any) -> bool:
+    """Whether reduce-scatter averages where FSDP expects it. Gloo's has summed instead (pytorch issue 162338)."""
+    group = mesh.get_group(0)
+    size, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    ranks = torch.full((size,), float(rank), dtype=torch.float32, device=mesh.device_type)
+    mean = torch.empty(1, dtype=torch.float32, device=mesh.device_type)
+    try:
+        _reduce_scatter(mean, ranks, op=distributed.ReduceOp.AVG, group=group)
+    except RuntimeError:  # not supported
+        return False
+    return float(mean) == (size - 1) / 2

@@ -1,0 +1,297 @@
+"""FSDP2 on real ranks: with nothing left out, steps are those of FSDP's own hybrid sharding."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import job
+import pytest
+import torch
+from cases import Cases, register
+from fsdp_job import Job, Net, gather, shard, size
+from methods import EXACT, FORGETFUL, METHODS, TRAINED
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import hvd_compress
+from hvd_compress.hosts import fsdp
+
+CASES: Cases = {}
+#: Settings of a training that equals FSDP's own, with the tolerance.
+SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    "plain": ({}, 1e-5),
+    "kept_after_forward": ({"reshard_after_forward": False}, 1e-5),
+    "resharded_after_forward": ({"reshard_after_forward": True}, 1e-5),
+    "accumulation": ({"passes": 3}, 1e-5),
+    "every_pass_averaged": ({"passes": 3, "sync": True}, 1e-5),
+    "zeroed_gradients": ({"to_none": False}, 1e-5),
+    "bfloat16_reduction": ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1e-2),
+    "bfloat16_parameters": (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        1e-5,
+    ),
+    "cpu_offload": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1e-5),
+    "checkpointed": ({"model": {"checkpointed": True}}, 1e-5),
+    "frozen": ({"frozen": True}, 1e-5),
+    "tied": ({"model": {"tied": True}}, 1e-5),
+    "blocks_used_twice": ({"model": {"twice": True}}, 1e-5),
+    "meta_device": ({"meta": True}, 1e-5),
+    "clipped": ({"clip": 0.1}, 1e-5),
+    "unused": ({"unused": True}, 1e-5),
+    "foreach": ({"optimizer": partial(torch.optim.AdamW, lr=1e-3, foreach=True)}, 1e-4),
+    "fused": ({"optimizer": partial(torch.optim.AdamW, lr=1e-3, fused=True)}, 1e-4),
+    "one_shard": ({"replicas": 4}, 1e-5),
+}
+
+
+def _assert_same(ours: Job, native: Job, tolerance: float) -> None:
+    for (name, a), b in zip(ours.full().items(), native.full().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _equals_hybrid_sharding(settings: dict[str, Any], tolerance: float) -> None:
+    ours = Job(build=EXACT[job.family()], **settings).train(job.steps).assert_equal_replicas()
+    native = Job(**settings).train(job.steps)
+    _assert_same(ours, native, tolerance)
+    start = Job(**settings).full()
+    assert any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(start.values(), ours.full().values(), strict=True))
+
+
+def _case(settings: dict[str, Any], tolerance: float) -> Callable[[], None]:
+    return lambda: _equals_hybrid_sharding(settings, tolerance)
+
+
+for _name, _setting in SETTINGS.items():
+    _run = _case(*_setting)
+    _run.__name__ = _name
+    register(CASES, applies=lambda method: method in EXACT)(_run)
+
+
+@register(CASES)
+def replicas_stay_equal():
+    Job(build=METHODS[job.method], replicas=2).train(job.steps).assert_equal_replicas()
+
+
+@register(CASES, named=True)
+def hundreds_of_steps():
+    """More than any interval of a method."""
+    Job(build=TRAINED[job.family()]).train(200).assert_equal_replicas()
+
+
+@register(CASES)
+def conservation():
+    """By shard, the sum over replicas of all gradients is what was applied plus the residuals."""
+    given: dict[str, torch.Tensor] = {}
+
+    def build(model, **options):
+        for name, p in model.named_parameters():
+            given[name] = torch.zeros_like(p.to_local(), dtype=torch.float64)
+            p.register_post_accumulate_grad_hook(lambda p, name=name: given[name].add_(p.grad.to_local()))
+        return METHODS[job.method](model, **options)
+
+    trained = Job(build=build)
+    applied = {name: torch.zeros_like(sum_) for name, sum_ in given.items()}
+    for _ in range(job.steps):
+        trained.backward()
+        for name, p in trained.model.named_parameters():
+            applied[name] += 2 * p.grad.to_local()
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+    rounds = "fp16" in METHODS[job.method].keywords.values()
+    for name in given if job.method not in FORGETFUL else ():
+        left = given[name] - trained.compression.residual(name)
+        distributed.all_reduce(left, group=trained.mesh.get_group("replicate"))
+        torch.testing.assert_close(applied[name], left, rtol=0, atol=1e-2 if rounds else 1e-4)
+    stats = trained.compression.stats()
+    assert stats["steps"] == job.steps and stats["total"]["wire_bytes"] > 0
+
+
+@register(CASES)
+def checkpoint():
+    """A rank's state resumes bit-exactly."""
+    build, plain = METHODS[job.method], partial(torch.optim.SGD, lr=0.05)
+    first = Job(build=build, optimizer=plain).train(4)
+    weights, state = first.weights(), first.compression.state_dict()
+    second = Job(build=build, optimizer=plain)
+    for name, p in second.model.named_parameters():
+        p.to_local().detach().copy_(weights[name])
+    second.compression.load_state_dict(state)
+    second.data.set_state(first.data.get_state())
+    for one, other in zip(first.train(4).weights().items(), second.train(4).weights().items(), strict=True):
+        assert torch.equal(one[1], other[1]), one[0]
+
+
+@register(CASES, once=True)
+def local_steps():
+    """Gradients are averaged inside the shard groups only; replicas exchange how far their shards have come."""
+    plain = partial(torch.optim.SGD, lr=0.05)
+    ours = Job(build=EXACT["none"], optimizer=plain, local={"period": 1}).train(job.steps).assert_equal_replicas()
+    _assert_same(ours, Job(optimizer=plain).train(job.steps), 1e-5)
+    for unsent in ("weights", "buffer"):
+        optimizer = partial(torch.optim.AdamW, lr=1e-3)
+        settings = {"period": 3, "unsent": unsent, "outer_lr": 0.7, "outer_momentum": 0.9}
+        ours = Job(build=partial(hvd_compress.TopK, density=1 / 16), optimizer=optimizer, local=settings)
+        before = ours.weights()
+        ours.train(7)  # one step after an exchange
+        mine = torch.cat([w.flatten() for w in ours.weights().values()])
+        one, other = gather(mine, ours.mesh.get_group("replicate"))
+        assert not torch.equal(one, other)
+        ours.local.finish(ours.model)
+        ours.assert_equal_replicas()
+        assert all(not torch.equal(before[name], w) for name, w in ours.weights().items() if w.numel())
+        assert ours.compression.stats()["total"]["wire_ratio"] > 3
+
+
+@register(CASES, once=True)
+def local_muon_steps():
+    """Muon makes whole matrices of the shards inside the shard group."""
+
+    def matrices(model: torch.nn.Module, **options: Any) -> Any:
+        named = [(name, p) for name, p in model.named_parameters() if p.dim() == 2]
+        return hvd_compress.TopK(named, density=1 / 16, **options)
+
+    def muon(parameters: list[torch.nn.Parameter]) -> Any:
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+
+    trained = Job(build=matrices, optimizer=muon, local={"period": 2, "unsent": "buffer"})
+    before = trained.weights()["head.weight"]
+    trained.train(4).assert_equal_replicas()
+    assert not torch.equal(before, trained.weights()["head.weight"])
+
+
+@register(CASES, once=True)
+def gradients_that_are_summed():
+    """Reduce-scatter that sums where FSDP asks for averages, as Gloo's has (pytorch issue 162338)."""
+    real = fsdp._reduce_scatter
+
+    def faulty(*arguments: Any, op: Any, **keywords: Any) -> Any:
+        return real(*arguments, op=distributed.ReduceOp.SUM, **keywords)
+
+    native = Job().train(job.steps)
+    fsdp._reduce_scatter = faulty
+    setattr(distributed, real.__name__, faulty)
+    try:
+        wrong = Job().train(job.steps)
+        ours = Job(build=EXACT["none"]).train(job.steps).assert_equal_replicas()
+    finally:
+        fsdp._reduce_scatter = real
+        setattr(distributed, real.__name__, real)
+    assert not torch.allclose(wrong.full()["head.weight"], native.full()["head.weight"], rtol=1e-3)
+    _assert_same(ours, native, 1e-5)
+
+
+@register(CASES, once=True)
+def a_failed_backward():
+    """What was compressed before the failure is not lost, and the next step is complete."""
+    trained = Job(build=partial(hvd_compress.IWP, density=1.0, values="fp32"))
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("in backward")
+
+    handle = trained.model.blocks[1].register_full_backward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            trained.backward()
+        trained.model.reset_iter_state()
+        trained.optimizer.zero_grad()
+    handle.remove()
+    trained.backward()
+    native = Job(passes=3, sync=True)
+    native.backward()
+    # All three have reached it.
+    ours, theirs = (run.model.head.weight.grad.full_tensor() for run in (trained, native))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert all(p.grad is not None for p in trained.model.parameters())
+    assert all(not trained.compression.residual(name).any() for name, _ in trained.model.named_parameters())
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+    trained.train(3).assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def discarded_steps():
+    """What was sent in a step that is not applied is sent in the next one."""
+    trained = Job(build=EXACT["iwp"])
+    trained.backward()
+    first = {name: p.grad.to_local().clone() for name, p in trained.model.named_parameters()}
+    trained.compression.discard_step()
+    trained.optimizer.zero_grad()
+    trained.backward()
+    second = trained.model.blocks[0].up.weight.grad.to_local().clone()
+    assert not torch.allclose(second, first["blocks.0.up.weight"], atol=1e-6)
+    alone = Job(build=EXACT["iwp"])
+    alone.loss()
+    alone.backward()
+    expected = first["blocks.0.up.weight"] + alone.model.blocks[0].up.weight.grad.to_local()
+    torch.testing.assert_close(second, expected, rtol=1e-5, atol=1e-6)
+
+
+@register(CASES, once=True)
+def averages_are_not_averaged_again():
+    """Signs of signs: a second synchronised pass of a step is refused, where it would count twice."""
+    trained = Job(build=hvd_compress.DeMo, optimizer=partial(torch.optim.SGD, lr=1e-3), passes=2, sync=True)
+    with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync\(False\)"):
+        trained.train(2)
+    Job(build=hvd_compress.DeMo, optimizer=partial(torch.optim.SGD, lr=1e-3), passes=2).train(4).assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def reentrant_checkpoints():
+    """A backward pass inside another one: an error that says what to change."""
+    trained = Job(build=hvd_compress.IWP)
+    block, x = trained.model.blocks[0], torch.randn(4, 6, 25, requires_grad=True)
+    trained.model.unshard()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        torch.utils.checkpoint.checkpoint(block, x, True, use_reentrant=True).sum().backward()
+
+
+@register(CASES, once=True)
+def mistakes():
+    """Each is an error, on every rank, that says what to change."""
+    mesh = init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("replicate", "shard"))
+    replicas = {"process_group": mesh.get_group("replicate")}
+
+    def model(mesh: Any = mesh["shard"]) -> Net:
+        built = Net()
+        shard(built, mesh)
+        return built
+
+    def refused(error: type[Exception], text: str, make: Callable[[], Any]) -> None:
+        with pytest.raises(error, match=text):
+            make()
+
+    hook, iwp, averaged = (
+        hvd_compress.register_fsdp_hooks,
+        hvd_compress.IWP,
+        "FSDP averages its gradient over the ranks",
+    )
+    both, sharded, plain, left_out = model(mesh), model(), Net(), Net()
+    fully_shard(left_out, mesh=mesh["shard"], ignored_params={left_out.scale})
+    refused(ValueError, averaged, lambda: hook(both, iwp(both, **replicas)))
+    refused(ValueError, averaged, lambda: hook(sharded, iwp(sharded)))
+    refused(RuntimeError, "are not sharded", lambda: hook(plain, iwp(plain, **replicas)))
+    refused(ValueError, "no module is sharded", lambda: hook(plain, iwp(sharded, **replicas)))
+    some = iwp(sharded.blocks.named_parameters(), **replicas)
+    refused(ValueError, "is not this compressor's", lambda: hook(sharded, some))
+    refused(ValueError, "scale: is not sharded", lambda: hook(left_out, iwp(left_out, **replicas)))
+    good = iwp(sharded, **replicas)
+    refused(RuntimeError, "register_fsdp_hooks", lambda: good.ddp_host)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        sharded(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        optimizer.step()
+    assert any("register_fsdp_hooks(model, compression) missing" in str(warning.message) for warning in caught)
+    hook(sharded, good)
+    refused(ValueError, "registered already", lambda: hook(sharded, good))
+    demo = partial(hvd_compress.DeMo, orthogonal="matrices", min_numel=64, **replicas)
+    refused(ValueError, "needs whole matrices", lambda: demo(sharded))
+
+
+@register(CASES, once=True)
+def orthogonal_averages_of_whole_matrices():
+    """With a shard group of one rank, matrices are whole."""
+    build = partial(hvd_compress.DeMo, orthogonal="matrices")
+    Job(build=build, replicas=size(), optimizer=partial(torch.optim.SGD, lr=1e-3)).train(4).assert_equal_replicas()

@@ -1,0 +1,170 @@
+"""FSDP2 as host: replicas of two shards, or of one."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from ddp_job import gather, rank, size, start, stop  # noqa: F401  # the same process group
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import hvd_compress
+
+name = "fsdp"
+
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Block(nn.Module):
+    """Odd sizes: shards of rows are uneven. ``side`` is used by some passes only."""
+
+    def __init__(self, width: int = 25) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 41), nn.Linear(41, width)
+        self.side = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, side: bool) -> Tensor:
+        x = x + self.down(self.up(self.norm(x)).tanh())
+        return x + self.side(x).tanh() if side else x
+
+
+class Net(nn.Module):
+    """A few blocks between an embedding of 31 rows and a head.
+
+    Args:
+        tied: the head's matrix is the embedding's.
+        twice: every block runs twice.
+        checkpointed: blocks are computed again in backward.
+    """
+
+    def __init__(self, tied: bool = False, twice: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 25)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(25, 31)
+        self.scale = nn.Parameter(torch.ones(1))  # one rank of the shard group has nothing of it
+        self.twice, self.checkpointed = twice, checkpointed
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, side: bool = True) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(1 + self.twice):
+            for block in self.blocks:
+                x = checkpoint(block, x, side, use_reentrant=False) if self.checkpointed else block(x, side)
+        return self.head(x * self.scale)
+
+
+class Job:
+    """One rank of a model in training.
+
+    Args:
+        build: makes the compressor from the model; None trains with FSDP's own hybrid sharding.
+        replicas: how many; the other ranks share each of them.
+        optimizer: makes the optimizer from parameters.
+        model: arguments of :class:`Net`. ``meta``: the model is made on the meta device first. ``frozen``: all but the
+            ``side`` layers are. ``clip``: gradients' norm.
+        passes: backward passes of a step; ``sync``: each of them is averaged.
+        unused: in every third step, the ``side`` layers are not used.
+        to_none: whether gradients become None after a step.
+        local: arguments of LocalSteps, which then exchanges in place of hooks.
+        policies: of ``fully_shard``.
+    """
+
+    def __init__(
+        self,
+        build: Any = None,
+        replicas: int = 2,
+        optimizer: Any = SGD,
+        model: dict[str, bool] | None = None,
+        meta: bool = False,
+        frozen: bool = False,
+        clip: float | None = None,
+        passes: int = 1,
+        sync: bool = False,
+        unused: bool = False,
+        to_none: bool = True,
+        local: dict[str, Any] | None = None,
+        **policies: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Net(**(model or {}))
+        self.mesh = init_device_mesh("cpu", (replicas, size() // replicas), mesh_dim_names=("replicate", "shard"))
+        values = copy.deepcopy(self.model.state_dict())
+        if meta:
+            self.model.to("meta")
+        if frozen:
+            for parameter_name, p in self.model.named_parameters():
+                p.requires_grad_("side" in parameter_name)
+        shard(self.model, self.mesh["shard"] if build else self.mesh, **policies)
+        if meta:
+            self.model.to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter_name, p in self.model.named_parameters():
+                    p.copy_(distributed.tensor.distribute_tensor(values[parameter_name], p.device_mesh, p.placements))
+        self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.compression = None
+        if build is not None:
+            self.compression = build(self.model, process_group=self.mesh.get_group("replicate"), min_numel=64)
+            if local is None:
+                hvd_compress.register_fsdp_hooks(self.model, self.compression)
+        self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
+        self.clip, self.passes, self.sync, self.unused, self.to_none = clip, passes, sync, unused, to_none
+        self.steps = 0
+        self.data = torch.Generator().manual_seed(rank())
+
+    def loss(self) -> Tensor:
+        tokens = torch.randint(0, 31, (4, 6), generator=self.data)
+        logits = self.model(tokens, side=not (self.unused and self.steps % 3 == 2))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten().roll(1) // 2)
+
+    def backward(self) -> None:
+        for number in range(self.passes):
+            last = number == self.passes - 1
+            self.model.set_is_last_backward(last)
+            if not self.sync:
+                self.model.set_requires_gradient_sync(last)
+            self.loss().backward()
+
+    def step(self) -> None:
+        self.backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        if self.local is not None:
+            self.local.step()
+        self.optimizer.zero_grad(set_to_none=self.to_none)
+        self.steps += 1
+
+    def train(self, steps: int) -> "Job":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        """Of this rank's shards: copies."""
+        return {name: p.to_local().detach().clone() for name, p in self.model.named_parameters()}
+
+    def full(self) -> dict[str, Tensor]:
+        """The whole parameters. All ranks call it."""
+        return {name: p.full_tensor().detach() for name, p in self.model.named_parameters()}
+
+    def assert_equal_replicas(self) -> "Job":
+        mine = torch.cat([w.flatten() for w in self.weights().values()])
+        assert mine.isfinite().all()
+        everyone = gather(mine, self.mesh.get_group("replicate"))
+        assert all(torch.equal(everyone[0], other) for other in everyone), "replicas differ"
+        return self
+
+
+def shard(model: Net, mesh: DeviceMesh, **policies: Any) -> None:
+    """As users do: every block, then what is left, with which tied parameters stay together."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **policies)
+    fully_shard(model, mesh=mesh, **policies)
+    assert isinstance(model, FSDPModule)

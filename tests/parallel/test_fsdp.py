@@ -1,0 +1,26 @@
+"""Training with FSDP2 on real ranks, under torchrun: two replicas of two shards."""
+
+import fsdp_cases
+import pytest
+from cases import names_of
+from launch import run_cases
+from methods import METHODS, TRAINED
+
+RANKS = ["--ddp", "4"]
+
+
+def test_all_cases():
+    short = ["replicas_stay_equal", "conservation", "checkpoint"]
+    plan = {"iwp": names_of(fsdp_cases.CASES, "iwp"), **{name: short for name in ("demo", "topk", "powersgd", "none")}}
+    run_cases(RANKS, plan, timeout=400, steps=6, host="fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_all_cases_of_every_method(method):
+    run_cases(RANKS, {method: names_of(fsdp_cases.CASES, method)}, timeout=600, steps=12, host="fsdp")
+
+
+@pytest.mark.slow
+def test_replicas_stay_bit_equal():
+    run_cases(RANKS, {name: ["hundreds_of_steps"] for name in TRAINED}, timeout=900, host="fsdp")
