@@ -10,7 +10,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .. import DGC, FFT, IWP, MIPD, MP2, QSGD, Compressor, DeMo, NoCompression, PowerSGD, SlimDP, TernGrad, TopK
+from .. import (
+    DGC,
+    FFT,
+    IWP,
+    MIPD,
+    MP2,
+    QSGD,
+    Compressor,
+    DeMo,
+    NoCompression,
+    PowerSGD,
+    Quantized,
+    SlimDP,
+    TernGrad,
+    TopK,
+)
+from ..codecs.scaled_ring import ScaledRing
 from ..engine.collectives import Verb, ring_bytes
 
 Sum = Literal["fp32", "fp16", "int64", "bytes"]
@@ -51,7 +67,8 @@ class Wire:
         sizes = [math.prod(shape) for shape in self.large]
         self.n, self.tensors, self.entries = n, len(sizes), sum(sizes)
         self.all = sum(math.prod(shape) for shape in shapes)
-        self.padded = sum(-(-size // 256) * 256 for size in sizes)  # whole blocks of 256
+        self.pieces = [-(-size // 256) * 256 for size in sizes]  # whole blocks of 256
+        self.padded = sum(self.pieces)
         self.runs = sum(-(-size // 512) for size in sizes)  # of QSGD, which have a norm each
         self.k = max(1, round((density or 1.0) * self.entries))
 
@@ -96,6 +113,10 @@ class Wire:
     def per_rank(self) -> Messages:  # header, four bytes an index; scales, four bytes a value
         return self.gather(4 + 4 * self.k + 4 * self.tensors + 4 * self.k)
 
+    def scaled(self, bits: int) -> Messages:  # to each entry's owner and back: codes, and a scale a run
+        size = ScaledRing(bits, 512).message_size(self.pieces[::-1], self.n)  # a bucket begins with the last piece
+        return [Message("alltoall", self.n * size), *self.gather(size)]
+
     def levels(self) -> Messages:  # 4 bits an entry, and a norm a run
         return self.gather(8 * math.ceil(self.padded / 16) + 4 * self.runs)
 
@@ -126,6 +147,7 @@ class Method:
 _lloyd4 = partial(IWP, values="lloyd4")
 _gathered = partial(FFT, exchange="gather")
 _demo = partial(DeMo, exchange="gather")
+_two_bits = partial(Quantized, bits=2)
 METHODS: dict[str, Method] = {
     "dense": Method(NoCompression, None, lambda w: w.dense(4), adam=True),
     "fp16": Method(partial(NoCompression, values="fp16"), None, lambda w: w.dense(2), adam=True),
@@ -141,6 +163,8 @@ METHODS: dict[str, Method] = {
     "TopK": Method(TopK, 1 / 256, lambda w: w.per_rank() + w.rest()),
     "DGC": Method(DGC, 1 / 1000, lambda w: w.per_rank() + w.rest()),
     "PowerSGD": Method(PowerSGD, None, lambda w: w.factors(4) + w.rest()),
+    "Quantized": Method(Quantized, None, lambda w: w.agreed() + w.scaled(4) + w.rest(), adam=True),
+    "Quantized, 2 bits": Method(_two_bits, None, lambda w: w.agreed() + w.scaled(2) + w.rest(), adam=True),
     "QSGD": Method(QSGD, None, lambda w: w.agreed() + w.levels() + w.rest(), adam=True),
     "TernGrad": Method(TernGrad, None, lambda w: w.agreed() + w.ternary() + w.rest(), adam=True),
 }

@@ -1,7 +1,7 @@
 """A coded ring for all entries of a bucket: every message carries the scales of its own short runs of values."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec
+from .codebooks import codebook
 from .packed import Lloyd
 from .scales import Moments
 
@@ -23,7 +24,8 @@ class ScaledRing(Codec):
 
     Args:
         bits: per value, 1 to 8.
-        run: values that share a scale, at least 8; a parameter's last run and those at a part's ends may be shorter.
+        run: values that share a scale, at least 8. The last run of a parameter may be shorter, and the first and last
+            of a rank's part.
     """
 
     bits: int
@@ -42,87 +44,109 @@ class ScaledRing(Codec):
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _ScaledRingChannel(self, groups, ranks, rank, device)
 
+    def message_size(self, sizes: list[int], ranks: int) -> int:
+        """The bytes that a rank sends to one other in each of both collectives, for groups of so many values."""
+        parts = _Parts(sizes, self.run, ranks)
+        return 2 * parts.columns + Lloyd(self.bits).size(parts.size)
 
-class _Scales:
-    """Root mean squares and kinds of distribution of runs, as they are sent: bfloat16, negative for a Laplacian, NaN if
-    the sender is invalid."""
+    def scale(self, moments: Moments) -> Tensor:
+        """The factor of the levels for values with these moments: float64, (groups,).
 
-    def __init__(self, sent: Tensor) -> None:
-        self.sent = sent
-        self.scale, self.kind = bounded(sent.float().abs()), (sent < 0).long()
+        ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``. At p = 0 the levels have
+        the least squared error for a Gaussian; at p = 1 nothing is clipped. With error feedback, what is clipped piles
+        up until it is sent.
+        """
+        power = 0.5 - 2.0**-self.bits
+        top = float(codebook(self.bits)[0, -1])
+        return bounded(moments.rms ** (1.0 - power) * (moments.peak * (1.0 / top)) ** power)
 
-    @classmethod
-    def of(cls, values: Tensor, edges: Tensor) -> "_Scales":
-        moments = Moments(values, edges)
-        scale = bounded(moments.rms)
-        return cls(torch.where(moments.kind > 0, -scale, scale).bfloat16())
+
+class _Parts:
+    """Groups of values, divided into a part for each rank and into runs. All tensors are int64, on the CPU.
+
+    ``size``: of a part, except the last ones, which may be shorter. ``ends``: of the parts, (ranks + 1,), from 0 on.
+    ``runs``: edges of the runs, which lie within a group and a part. ``first``: the first run of each part, and the
+    number of all, (ranks + 1,). ``columns``: the most runs of a part.
+    """
+
+    def __init__(self, sizes: list[int], run: int, ranks: int) -> None:
+        count = sum(sizes)
+        # A multiple of eight values, so that the codes of a part are whole bytes.
+        self.size = max(8, -(-count // (8 * ranks)) * 8)
+        self.ends = torch.arange(ranks + 1, dtype=torch.int64, device="cpu").mul_(self.size).clamp_(max=count)
+        edges = pairwise(accumulate(sizes, initial=0))
+        starts = [torch.arange(a, b, run, dtype=torch.int64, device="cpu") for a, b in edges]
+        self.runs = torch.unique_consecutive(torch.cat([*starts, self.ends]).sort().values)
+        self.first = torch.searchsorted(self.runs, self.ends)
+        self.columns = max(1, int(self.first.diff().max()))
+
+    def columns_of_runs(self) -> Tensor:
+        """Where each run is in a table of all parts, (ranks, columns), flat."""
+        counts, number = self.first.diff(), torch.arange(len(self.runs) - 1, dtype=torch.int64, device="cpu")
+        begin = torch.arange(len(counts), dtype=torch.int64, device="cpu") * self.columns - self.first[:-1]
+        return number + begin.repeat_interleave(counts)
 
 
 class _ScaledRingChannel(Channel):
-    """The part of a message for one rank, and of the allgather's from one rank, is a header and codes. The header has a
-    scale for each run; where another part has more runs, it is padded."""
+    """The part of a message for one rank, and of the allgather's from one rank, is a header and codes. The header has
+    a scale for each run, bfloat16, or NaN if the sender is invalid; where another part has more runs, it is padded."""
 
     def __init__(self, codec: ScaledRing, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
-        self.code, self.run = Lloyd(codec.bits), codec.run
+        self.codec, self.code = codec, Lloyd(codec.bits)
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
-        # Parts are multiples of eight values, so that their codes are whole bytes.
-        part = max(8, -(-self.count // (8 * self.ranks)) * 8)
-        ends = [min(i * part, self.count) for i in range(self.ranks + 1)]
-        self.begin, self.end = ends[self.rank : self.rank + 2]
-        starts = [torch.arange(a, b, self.run, device="cpu") for a, b in pairwise(self.edges.tolist())]
-        runs = torch.cat([*starts, torch.tensor(ends, device="cpu")]).unique()
-        #: The first run of each part, and the number of all runs.
-        first = torch.searchsorted(runs, torch.tensor(ends, device="cpu"))
-        counts, own = first.diff(), slice(int(first[self.rank]), int(first[self.rank + 1]) + 1)
-        self.columns = max(1, int(counts.max()))
-        rows = torch.arange(self.ranks, device="cpu").repeat_interleave(counts)
-        place = torch.arange(len(runs) - 1, device="cpu") - first[rows] + rows * self.columns
-        self.runs, self.own_runs = runs.to(self.device), (runs[own] - self.begin).to(self.device)
-        #: Where each run's scale is in the headers of all parts.
-        self.place = place.to(self.device)
-        self.head = 2 * self.columns
-        self.codes = torch.zeros(self.ranks, self.code.size(part), dtype=torch.uint8, device=self.device)
-        self.message = torch.zeros(self.ranks, self.head + self.code.size(part), dtype=torch.uint8, device=self.device)
-        self.reply = torch.zeros_like(self.message[0])
+        parts, rank = _Parts(sizes, self.codec.run, self.ranks), self.rank
+        self.begin, self.end = parts.ends[rank : rank + 2].tolist()
+        self.columns, self.head, size = parts.columns, 2 * parts.columns, self.code.size(parts.size)
+        own = parts.runs[int(parts.first[rank]) : int(parts.first[rank + 1]) + 1] - self.begin
+        self.runs, self.own_runs = parts.runs.to(self.device), own.to(self.device)
+        self.place = parts.columns_of_runs().to(self.device)
+        self.gaussian = torch.zeros(len(parts.runs) - 1, dtype=torch.int64, device=self.device)
+        self.codes = torch.zeros(self.ranks, size, dtype=torch.uint8, device=self.device)
+        self.message = torch.zeros(self.ranks, self.head + size, dtype=torch.uint8, device=self.device)
+        self.reply = torch.zeros(self.head + size, dtype=torch.uint8, device=self.device)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        code, everything, own = self.code, self.code.size(self.count), self.code.size(self.end - self.begin)
-        scales, codes = _Scales.of(values, self.runs), self.codes.view(-1)[:everything]
-        code.encode(values, scales.scale, scales.kind, self.runs, codes, self.quantization_error)
-        self.message[:, : self.head] = self._header(scales.sent, self.place, self.ranks, invalid != 0)
+        everything, own = self.code.size(self.count), self.code.size(self.end - self.begin)
+        scales = self._encode(values, self.runs, self.codes.view(-1)[:everything], self.quantization_error)
+        header = torch.zeros(self.ranks * self.columns, dtype=torch.bfloat16, device=self.device)
+        header[self.place] = scales
+        header.masked_fill_(invalid != 0, float("nan"))
+        self.message[:, : self.head] = header.view(torch.uint8).view(self.ranks, -1)
         self.message[:, self.head :] = self.codes
         theirs = (yield alltoall(self.message.view(-1))).view(self.ranks, -1)
 
         part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
-        received = self._sent(theirs)
-        for sent, row in zip(received, theirs, strict=True):
-            scales = _Scales(sent[: len(self.own_runs) - 1])
-            code.decode(row[self.head :][:own], scales.scale, scales.kind, self.own_runs, part, add=True)
+        received = self._scales(theirs)
+        for row, scales in zip(theirs, received, strict=True):
+            self._decode(row[self.head :][:own], scales[: len(self.own_runs) - 1], self.own_runs, part, add=True)
         part *= 1.0 / self.ranks
-        scales, error = _Scales.of(part, self.own_runs), torch.empty_like(part)
-        code.encode(part, scales.scale, scales.kind, self.own_runs, self.reply[self.head :][:own], error)
+        error = torch.empty_like(part)
+        scales = self._encode(part, self.own_runs, self.reply[self.head :][:own], error)
         # An error in the average is an error of ``ranks`` times as much in the sum.
         self.quantization_error[self.begin : self.end].add_(error, alpha=self.ranks)
-        slots = torch.arange(len(scales.sent), device=self.device)
-        self.reply[: self.head] = self._header(scales.sent, slots, 1, received.isnan().any())[0]
+        header = torch.zeros(self.columns, dtype=torch.bfloat16, device=self.device)
+        header[: len(scales)] = scales
+        self.reply[: self.head] = header.masked_fill_(received.isnan().any(), float("nan")).view(torch.uint8)
 
         rows = (yield allgather(self.reply, "values")).view(self.ranks, -1)
-        received = self._sent(rows)
-        scales = _Scales(received.view(-1)[self.place])
+        received = self._scales(rows)
         codes = rows[:, self.head :].reshape(-1)[:everything]
-        code.decode(codes, scales.scale, scales.kind, self.runs, self.mean, add=False)
+        self._decode(codes, received.view(-1)[self.place], self.runs, self.mean, add=False)
         self.mean.masked_fill_(received.isnan().any(), float("nan"))
         return self.mean, self.quantization_error
 
-    def _header(self, sent: Tensor, place: Tensor, rows: int, invalid: Tensor) -> Tensor:
-        """Scales at their places: uint8, (rows, bytes)."""
-        header = torch.zeros(rows * self.columns, dtype=torch.bfloat16, device=self.device)
-        header[place] = sent
-        return header.masked_fill_(invalid, float("nan")).view(rows, -1).view(torch.uint8)
+    def _encode(self, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:
+        """Writes codes and errors; returns the scales as they are sent."""
+        scales = self.codec.scale(Moments(values, runs)).bfloat16()
+        self.code.encode(values, scales.float(), self.gaussian[: len(scales)], runs, codes, error)
+        return scales
 
-    def _sent(self, rows: Tensor) -> Tensor:
-        """The scales in the headers: bfloat16, (ranks, columns)."""
+    def _decode(self, codes: Tensor, scales: Tensor, runs: Tensor, values: Tensor, add: bool) -> None:
+        self.code.decode(codes, bounded(scales.float()), self.gaussian[: len(scales)], runs, values, add)
+
+    def _scales(self, rows: Tensor) -> Tensor:
+        """The scales in the headers of all rows: bfloat16, (ranks, columns)."""
         return rows[:, : self.head].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)

@@ -20,10 +20,11 @@ class Quantized(EveryEntry):
         r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q(m))
 
     L are the Lloyd-Max levels, those with the least mean squared error, of a Gaussian or, where the run's kurtosis is
-    above 4.5, of a Laplacian (Max 1960; Lloyd 1982); with 1 bit, -0.8 and 0.8 or -0.71 and 0.71. The exchange is that of
-    CGX (Markov et al., *CGX: Adaptive System Support for Communication-Efficient Deep Learning*, 2022), a reduce-scatter
-    (alltoall) and an allgather, with error feedback for both encodings, as in DoubleSqueeze (Tang et al., ICML 2019).
-    Ours: the levels, scales of their own in both directions, and the owner's error in its own residual.
+    above 4.5, of a Laplacian (Max 1960; Lloyd 1982); with 1 bit, -0.8 and 0.8 or -0.71 and 0.71. The exchange is that
+    of CGX (Markov et al., *CGX: Adaptive System Support for Communication-Efficient Deep Learning*, 2022), a
+    reduce-scatter (alltoall) and an allgather, with error feedback for both encodings, as in DoubleSqueeze (Tang et
+    al., ICML 2019). Ours: the levels, scales of their own in both directions, and the owner's error in its own
+    residual.
 
     A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. With :class:`~hvd_compress.LocalSteps`, the
     entries are differences of weights.

@@ -28,8 +28,8 @@ class QSGD(EveryEntry):
         bits: per entry, 2 to 8, with the sign.
         run: entries that share a norm (the paper's bucket size).
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
-        error_feedback: keep the quantization error for the next step. Not in the paper; diverges where the error is larger than
-            the gradient, as with few levels.
+        error_feedback: keep the quantization error for the next step. Not in the paper; diverges where the error is
+            larger than the gradient, as with few levels.
         momentum: see :class:`~hvd_compress.IWP`.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.

@@ -167,7 +167,7 @@ def test_buckets_are_those_of_a_compressor():
 def test_methods_that_train_with_adamw():
     """Those that docs/choosing.md names for AdamW."""
     allowed = {name for name, method in wire.METHODS.items() if method.adam}
-    assert allowed == {"dense", "fp16", "DeMo", "DeMo, gather", "QSGD", "TernGrad"}
+    assert allowed == {"dense", "fp16", "DeMo", "DeMo, gather", "Quantized", "Quantized, 2 bits", "QSGD", "TernGrad"}
 
 
 def test_latency_counts_for_every_collective():

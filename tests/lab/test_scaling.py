@@ -34,4 +34,5 @@ def test_shared_indices_stay_flat_and_gathers_grow():
     # The ring sends 2 (N - 1) / N: 1.3 times as much; a gather N - 1: 21 times.
     assert growth("dense") == pytest.approx(1.3125)
     assert all(growth(method) < 3 for method in ("IWP", "FFT", "DeMo", "MIPD", "SlimDP", "MP2", "TernGrad"))
+    assert growth("Quantized") == pytest.approx(1.3125, rel=0.01)
     assert all(growth(method) > 14 for method in ("FFT, gather", "DeMo, gather", "TopK", "DGC", "QSGD"))
