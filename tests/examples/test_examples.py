@@ -17,11 +17,11 @@ EXAMPLES = ROOT / "examples"
 DRIVER = str(Path(__file__).with_name("resume.py"))
 #: Packages, and the examples that need each. These run in one launch.
 EXAMPLES_OF = {
-    "torch": ["ddp_sgd", "gpt_demo", "custom_method"],
+    "torch": ["ddp_sgd", "gpt_demo", "muon_ddp", "custom_method"],
     "lightning": ["lightning_callback"],
     "accelerate": ["accelerate_loop"],
     "transformers": ["transformers_trainer"],
-    "horovod": ["horovod_sgd"],
+    "horovod": ["horovod_sgd", "muon_horovod"],
 }
 ELASTIC = "horovod_elastic"
 #: Seconds of a launch, on a machine that is busy otherwise.

@@ -1,0 +1,73 @@
+"""DistributedDataParallel, torch.optim.Muon for hidden matrices and AdamW for the rest: one compressor serves both.
+
+    torchrun --nproc-per-node 2 examples/muon_ddp.py --steps 200 --checkpoints /tmp/muon_ddp
+
+All entries are sent, in 3 bits: Muon uses every direction of the average. Every rank saves its own checkpoint at the
+end. If the folder has checkpoints, training resumes from them, bit-exactly.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hvd_compress
+
+
+def batch(seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """64 random points and their classes: which of the first ten numbers is the largest."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed))
+    return x.to(device), x[:, :10].argmax(1).to(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    options = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    distributed.init_process_group("nccl" if cuda else "gloo")
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    hidden = [model[0].weight, model[2].weight]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
+    muon = torch.optim.Muon(hidden, lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
+    adamw = torch.optim.AdamW(others, lr=3e-3)
+    compression = hvd_compress.IWP(model.named_parameters(), density=1, values="lloyd3")
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
+    parts = {"model": model, "muon": muon, "adamw": adamw, "compression": compression}
+    first, file = 0, options.checkpoints / f"rank-{rank}.pt"
+    if file.exists():
+        first, states = torch.load(file, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
+
+    for step in range(first, options.steps):
+        x, y = batch(step * ranks + rank, device)
+        ddp.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        muon.step()
+        adamw.step()
+
+    options.checkpoints.mkdir(parents=True, exist_ok=True)
+    torch.save((options.steps, {name: part.state_dict() for name, part in parts.items()}), file)
+
+    with torch.no_grad():
+        x, y = batch(10**6, device)
+        loss = nn.functional.cross_entropy(model(x), y)
+    ratio = compression.stats()["total"]["wire_ratio"]
+    print(f"rank {rank}: {options.steps} steps from {first}, loss {loss:.8f}, {ratio:.1f} times fewer bytes")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
