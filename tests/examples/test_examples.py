@@ -1,4 +1,4 @@
-"""Each example runs on 2 ranks, by the command in its docstring. After half of the steps it resumes from its
+"""Each example runs on 2 or 4 ranks, by the command in its docstring. After half of the steps it resumes from its
 checkpoint, with the result of one run."""
 
 import ast
@@ -18,6 +18,7 @@ DRIVER = str(Path(__file__).with_name("resume.py"))
 #: Packages, and the examples that need each. These run in one launch.
 EXAMPLES_OF = {
     "torch": ["ddp_sgd", "gpt_demo", "muon_ddp", "custom_method"],
+    "torch.distributed.fsdp": ["fsdp_gpt"],
     "lightning": ["lightning_callback"],
     "accelerate": ["accelerate_loop"],
     "transformers": ["transformers_trainer"],
@@ -30,7 +31,7 @@ LINE = r"rank (\d): (\d+) steps(?: from (\d+))?, loss (\d+\.\d+), (\d+\.\d) time
 
 
 def results(output, runs):
-    """(steps, first step or "", loss, ratio) of each run, equal on both ranks but for the ratio."""
+    """(steps, first step or "", loss, ratio) of each run, equal on the first two ranks but for the ratio."""
     found = re.findall(LINE, output)
     of_ranks = [[line[1:] for line in found if line[0] == rank] for rank in "01"]
     assert all(len(lines) == runs for lines in of_ranks), output[-3000:]
