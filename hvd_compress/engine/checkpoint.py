@@ -10,6 +10,7 @@ from torch import Tensor
 from . import state as states_of
 from .engine import Engine
 from .modes import modes_off
+from .shards import place_in_mesh
 from .state import Entry, Fixed, Leaf, Tree, described, joined, refuse, same
 
 # Increased when a state of an older version can no longer be loaded.
@@ -137,6 +138,8 @@ def _description(engine: Engine) -> Tree:
         "buckets": {str(work.bucket.index): work.state() for work in engine.works},
         "wire_stats": engine.stats.state(),
     }
+    if place := place_in_mesh(engine.parameters[0]):
+        body["place_in_mesh"] = Fixed(place, "the state is of another rank of the shard group")
     if engine.local_steps is not None:
         body["local_steps"] = engine.local_steps.state()
     return {

@@ -1,6 +1,6 @@
 """Sharded parameters (DTensors): what a rank keeps of them. Recognised without importing torch.distributed."""
 
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -13,3 +13,8 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, a view; any other tensor itself."""
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def place_in_mesh(tensor: Tensor) -> list[int]:
+    """The coordinates of this rank's shard in the mesh of a DTensor; of any other tensor []."""
+    return list(cast(Any, tensor).device_mesh.get_coordinate()) if is_sharded(tensor) else []

@@ -4,7 +4,8 @@ import fsdp_cases
 import pytest
 from cases import names_of
 from launch import run_cases
-from methods import METHODS, TRAINED
+from methods import TRAINED
+from test_ddp import GROUPS
 
 RANKS = ["--ddp", "4"]
 
@@ -16,9 +17,10 @@ def test_all_cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_all_cases_of_every_method(method):
-    run_cases(RANKS, {method: names_of(fsdp_cases.CASES, method)}, timeout=600, steps=12, host="fsdp")
+@pytest.mark.parametrize("family", GROUPS)
+def test_all_cases_of_every_method(family):
+    plan = {method: names_of(fsdp_cases.CASES, method) for method in GROUPS[family]}
+    run_cases(RANKS, plan, timeout=1200, steps=12, host="fsdp")
 
 
 @pytest.mark.slow
