@@ -105,7 +105,7 @@ def host_of(ranks: list[str]) -> list[str]:
 
 
 def run_cases(
-    ranks: list[str], plan: dict[str, list[str]], timeout: float, steps: int = 40, **environment: str
+    ranks: list[str], plan: dict[str, list[str]], timeout: float, steps: int = 40, nodes: int = 0, **environment: str
 ) -> None:
     """Runs cases by method on real ranks, in one launch, and checks that every rank finished every one of them.
 
@@ -114,10 +114,12 @@ def run_cases(
         plan: case names by method.
         timeout: of the whole launch, seconds.
         steps: of a case.
+        nodes: into how many the ranks are divided; 0 for none.
     """
     assert plan and all(plan.values())
     items = [f"{method}:{','.join(cases)}" for method, cases in plan.items()]
     script = [str(PARALLEL / "check_training.py"), *host_of(ranks), "--steps", str(steps)]
+    script += ["--nodes", str(nodes)]
     output = launch("run.sh", [*ranks, *script, *items], timeout, **environment)
     done = set(re.findall(r"\[rank (\d+)\] ok (\S+) (\S+) ", output))
     for rank in range(int(ranks[-1])):

@@ -21,13 +21,7 @@ Verb = Literal["allreduce", "allgather", "alltoall", "reduce", "broadcast"]
 Kind = Literal["values", "indices", "dense_tensor", "budget", "inside"]
 
 # The stage that a result usually begins.
-_THEN: dict[Kind, Stage] = {
-    "values": "apply",
-    "indices": "encode",
-    "dense_tensor": "apply",
-    "budget": "encode",
-    "inside": "apply",
-}
+_THEN: dict[Kind, Stage] = {"values": "apply", "indices": "encode", "dense_tensor": "apply", "budget": "encode"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ def reduce(tensor: torch.Tensor, root: int, to_all: bool) -> Request:
 
 def broadcast(tensor: torch.Tensor, root: int) -> Request:
     """Inside a node: the tensor of rank ``root``. That of the others, of the same shape, is given away."""
-    return Request("broadcast", tensor, "inside", "node", root=root)
+    return Request("broadcast", tensor, "inside", "node", "apply", root)
 
 
 class Handle(Protocol):

@@ -245,11 +245,11 @@ class HorovodCollectives:
         """Makes process sets, and new ones after an elastic reset."""
         inside, between = HorovodCollectives(self._set), HorovodCollectives(self._set)
         self._divide(nodes, inside, between)
+        place = inside.rank, inside.size
 
         def renew() -> None:
-            before = inside.rank, inside.size
             self._divide(nodes, inside, between)
-            if before != (inside.rank, inside.size):
+            if place != (inside.rank, inside.size):
                 raise RuntimeError(
                     "the number of ranks of a node, or this rank's place in it, has changed: build a new compressor"
                 )
@@ -262,8 +262,8 @@ class HorovodCollectives:
         if nodes is True:
             if not hvd.is_homogeneous():
                 raise ValueError("nodes must have equally many ranks, and Horovod's have not")
-            own = HorovodCollectives().start(allgather(torch.tensor([hvd.cross_rank()])), "hvd_compress.nodes")
-            found = own.result().tolist()
+            own = torch.tensor([hvd.cross_rank()], dtype=torch.int64, device="cpu")
+            found = HorovodCollectives().start(allgather(own), "hvd_compress.nodes").result().tolist()
             node_of = [found[rank] for rank in everyone]
         else:
             node_of = divided(nodes, len(everyone))

@@ -9,7 +9,8 @@ def divided(nodes: object, ranks: int) -> list[int]:
     ``ValueError``."""
     if not isinstance(nodes, int):
         raise TypeError(
-            f"nodes must be True, a number, or, with torch, a DeviceMesh of the dimensions node and GPU; got {nodes!r:.80}"
+            "nodes must be True, a number, or, with torch, a DeviceMesh of the dimensions node and GPU; "
+            f"got {nodes!r:.80}"
         )
     if nodes < 1 or ranks % nodes:
         raise ValueError(f"nodes must be a divisor of the number of ranks, {ranks}, got {nodes}")

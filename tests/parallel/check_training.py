@@ -1,6 +1,6 @@
 """What must hold for every method on real ranks. Run by tests/parallel/test_*.py:
 
-scripts/run.sh [--gloo | --ddp] NP check_training.py [--host ddp] [--steps N] METHOD[:CASE,CASE...] ...
+scripts/run.sh [--gloo | --ddp] NP check_training.py [--host ddp] [--steps N] [--nodes N] METHOD[:CASE,CASE...] ...
 
 METHOD is one of tests/methods.py; without cases, all that apply are run. Every rank reports the begin and the end of
 each case on stdout and in $HVD_COMPRESS_TEST_LOGS/rank-N.log, with errors and, if a case hangs, its stack. A failed or
@@ -20,6 +20,7 @@ from pathlib import Path
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--host", choices=["horovod", "ddp"], default="horovod")
 arguments.add_argument("--steps", type=int, default=40)
+arguments.add_argument("--nodes", type=int, default=0)
 arguments.add_argument("--case-limit", type=float, default=240.0, help="seconds after which a case counts as hanging")
 arguments.add_argument("plan", nargs="+", metavar="METHOD[:CASE,CASE...]")
 
@@ -38,7 +39,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     host = job.host = importlib.import_module(f"{chosen.host}_job")
-    job.steps = chosen.steps
+    job.steps, job.nodes = chosen.steps, chosen.nodes
     names = f"{chosen.host}_cases", f"{chosen.host}_script_cases", "mismatch_cases", "script_cases"
     modules = [common_cases, *map(importlib.import_module, names)]
     cases = {name: case for module in modules for name, case in module.CASES.items()}
