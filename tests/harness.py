@@ -1,16 +1,18 @@
 """N ranks in the threads of one process drive a compressor as its host would: Horovod's protocol, or DDP's hook."""
 
 import copy
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from fake_ddp import FakeBucket, in_backward
 from torch import Tensor
 
 from hvd_compress import IWP, Compressor, ddp_hook
-from hvd_compress.engine.collectives import allreduce
+from hvd_compress.engine.collectives import Nodes, allreduce
 from hvd_compress.hosts.threads import ThreadWorld
 
 Build = Callable[..., Compressor]
@@ -126,13 +128,17 @@ class Rank:
 
 
 def set_collectives(compression: Compressor, collectives: Any) -> None:
-    """Replaces the collectives of a compressor."""
+    """Replaces the collectives of a compressor. With nodes, of as many ranks as before."""
     engine = compression.engine
-    compression.collectives = engine.collectives = collectives
-    owners = [engine.exchanges, engine.comparison]
-    owners += [work.values for work in engine.works if "values" in work.parts]
-    for owner in owners:
-        owner._collectives = collectives
+    nodes = Nodes(collectives)
+    if engine.nodes.inside is not None:
+        nodes = collectives.in_nodes(collectives.size // engine.nodes.ranks)
+    engine.collectives = engine.comparison._collectives = collectives
+    engine.nodes = engine.exchanges.nodes = nodes
+    compression.collectives = nodes.between
+    for work in engine.works:
+        if "values" in work.parts:
+            work.values._collectives = nodes.between
 
 
 class DDPRank(Rank):
@@ -178,11 +184,21 @@ class DDPRank(Rank):
         return self.applied()
 
 
+#: Nodes, and ranks of each, for :func:`replicas`.
+NODES = [pytest.param((nodes, ranks), id=f"{nodes}x{ranks}") for nodes, ranks in ((2, 2), (2, 3))]
+
+
 def replicas(
-    size: int, build: Build, model: torch.nn.Module | None = None, host: str = "horovod", **options: Any
+    size: int | tuple[int, int],
+    build: Build,
+    model: torch.nn.Module | None = None,
+    host: str = "horovod",
+    **options: Any,
 ) -> tuple[ThreadWorld, list[Rank]]:
-    """``size`` ranks of one model under ``host``, each with its own compressor."""
+    """``size`` ranks of one model under ``host``, or so many nodes of so many ranks, each with its own compressor."""
     kind = DDPRank if host == "ddp" else Rank
+    if isinstance(size, tuple):
+        options["nodes"], size = size[0], math.prod(size)
     world = ThreadWorld(size, timeout=20, ordered=kind.ordered)
     model = model or mixed_model()
     return world, [kind(world, rank, model, build, **options) for rank in range(size)]

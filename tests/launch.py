@@ -110,6 +110,7 @@ def run_cases(
     timeout: float,
     steps: int = 40,
     host: str | None = None,
+    nodes: int = 0,
     **environment: str,
 ) -> None:
     """Runs cases by method on real ranks, in one launch, and checks that every rank finished every one of them.
@@ -120,11 +121,13 @@ def run_cases(
         timeout: of the whole launch, seconds.
         steps: of a case.
         host: of the ranks, if it is neither Horovod nor DDP.
+        nodes: into how many the ranks are divided; 0 for none.
     """
     assert plan and all(plan.values())
     items = [f"{method}:{','.join(cases)}" for method, cases in plan.items()]
     chosen = ["--host", host] if host else host_of(ranks)
     script = [str(PARALLEL / "check_training.py"), *chosen, "--steps", str(steps)]
+    script += ["--nodes", str(nodes)]
     output = launch("run.sh", [*ranks, *script, *items], timeout, **environment)
     done = set(re.findall(r"\[rank (\d+)\] ok (\S+) (\S+) ", output))
     for rank in range(int(ranks[-1])):

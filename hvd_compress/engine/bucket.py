@@ -6,6 +6,7 @@ Each piece starts at a block boundary of the bucket's flat tensors and lies ther
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,22 +83,27 @@ class Piece:
 class Bucket:
     """Pieces that are exchanged together, their residual, and the current step's gradients.
 
-    ``residual``: the sum of all gradients that has not been sent, float32, (blocks * 256,). ``table``: the operators'
+    ``owner``: the rank of each node that exchanges it (:mod:`hvd_compress.engine.nodes`). ``residual``: the sum of all
+    gradients that has not been sent, float32, (blocks * 256,). ``table``: the operators'
     table of pieces without slots, int64, (pieces, 4), see ``hvd_compress/reference/scatter.py``. ``originals``: by
     piece, the tensor that the host passed in and gets back. ``gradients``: by piece, that gradient in the piece's
     memory order, once all have arrived.
     """
 
-    def __init__(self, index: int, pieces: Sequence[Piece], device: torch.device) -> None:
-        self.index, self.pieces, self.device = index, pieces, device
+    def __init__(self, index: int, pieces: Sequence[Piece], device: torch.device, owner: int = 0) -> None:
+        self.index, self.pieces, self.device, self.owner = index, pieces, device, owner
         self.blocks, self.numel = sum(piece.blocks for piece in pieces), sum(piece.numel for piece in pieces)
         self.order = stream_order(device)
         rows = [(piece.first_block, piece.blocks, 0, 0) for piece in pieces]
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
         self._on_gpu = device.type == "cuda"
         self._empty = torch.empty(0, dtype=torch.float32, device=device)
-        self.residual = self.zeros()
         self.clear()
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """Made when it is needed: on the owner only."""
+        return self.zeros()
 
     def zeros(self) -> Tensor:
         """A new bucket-wide tensor: float32, (blocks * 256,)."""
@@ -234,27 +240,48 @@ def in_order_of(weight: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_strided(weight.shape, weight.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-def make_buckets(parameters: Iterable[tuple[int, str, torch.nn.Parameter]], capacity: int) -> list[Bucket]:
+Parameters = Iterable[tuple[int, str, torch.nn.Parameter]]
+
+
+def make_buckets(parameters: Parameters, capacity: int, owners: int = 1) -> list[Bucket]:
     """Divides parameters, each with its number and name, into buckets of at most ``capacity`` bytes of float32 (or one
     parameter), last parameter first: backward reaches the last parameters first, so the first buckets fill early. A
-    bucket lies on one device."""
-    buckets: list[Bucket] = []
+    bucket lies on one device.
+
+    With several ``owners`` each gets about equally many entries, in whole parameters, and so many times smaller
+    buckets: a rank exchanges as often as one that owns everything."""
+    found: list[tuple[int, list[Piece]]] = []
+    for owner, part in enumerate(_shares(list(parameters), owners)):
+        found += ((owner, pieces) for pieces in _packed(part, capacity // owners))
+    found.sort(key=lambda item: -item[1][-1].number)  # in the order in which they fill
+    return [Bucket(i, tuple(ps), ps[0].parameter.device, owner) for i, (owner, ps) in enumerate(found)]
+
+
+def _shares(
+    parameters: list[tuple[int, str, torch.nn.Parameter]], owners: int
+) -> list[list[tuple[int, str, torch.nn.Parameter]]]:
+    """Parameters by owner, last one first: the largest first, each to the owner with the fewest entries."""
+    shares: list[list[tuple[int, str, torch.nn.Parameter]]] = [[] for _ in range(owners)]
+    entries = [0] * owners
+    for item in sorted(reversed(parameters), key=lambda item: -item[2].numel()):
+        owner = entries.index(min(entries))
+        shares[owner].append(item)
+        entries[owner] += item[2].numel()
+    return [sorted(share, key=lambda item: -item[0]) for share in shares]
+
+
+def _packed(parameters: Parameters, capacity: int) -> Iterator[list[Piece]]:
+    """Consecutive parameters in lists that fit ``capacity``."""
     pending: list[Piece] = []
     blocks = 0
-
-    def close() -> None:
-        nonlocal pending, blocks
-        if pending:
-            buckets.append(Bucket(len(buckets), tuple(pending), pending[0].parameter.device))
-        pending, blocks = [], 0
-
-    for number, name, parameter in reversed(list(parameters)):
+    for number, name, parameter in parameters:
         piece = Piece(name, number, parameter, blocks)
         size = (blocks + piece.blocks) * BLOCK * 4
         if pending and (size > capacity or parameter.device != pending[0].parameter.device):
-            close()
+            yield pending
+            pending, blocks = [], 0
             piece = Piece(name, number, parameter, 0)
         pending.append(piece)
         blocks += piece.blocks
-    close()
-    return buckets
+    if pending:
+        yield pending

@@ -5,6 +5,7 @@ the operation without waiting.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,8 +16,9 @@ from .registry import Registry
 
 #: Who passes gradients in.
 HostName = Literal["horovod", "ddp"]
-Verb = Literal["allreduce", "allgather", "alltoall"]
-Kind = Literal["values", "indices", "dense_tensor", "budget"]
+Verb = Literal["allreduce", "allgather", "alltoall", "reduce", "broadcast"]
+#: ``inside``: within a node; all others cross the network between nodes.
+Kind = Literal["values", "indices", "dense_tensor", "budget", "inside"]
 
 # The stage that a result usually begins.
 _THEN: dict[Kind, Stage] = {"values": "apply", "indices": "encode", "dense_tensor": "apply", "budget": "encode"}
@@ -28,7 +30,7 @@ class Request:
 
     ``name``: a collective that is not issued in every step needs its own; otherwise it would renumber the others. The
     shape under one name should be constant (Horovod's response cache). ``then``: what the exchange does with the
-    result, for profiles.
+    result, for profiles. ``root``: the rank that receives a sum or sends its tensor to all.
     """
 
     verb: Verb
@@ -36,6 +38,7 @@ class Request:
     kind: Kind
     name: str = "step"
     then: Stage = "apply"
+    root: int = 0
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends with the ring algorithm, without transport headers."""
@@ -63,6 +66,17 @@ def allgather(tensor: torch.Tensor, kind: Kind = "indices", then: Stage | None =
 def alltoall(tensor: torch.Tensor, kind: Kind = "values", then: Stage = "reduce") -> Request:
     """Rank r receives the r-th part of every rank's tensor, in rank order. The length is a multiple of the ranks."""
     return Request("alltoall", tensor, kind, then=then)
+
+
+def reduce(tensor: torch.Tensor, root: int, to_all: bool) -> Request:
+    """Inside a node: the sum over its ranks, for rank ``root``. What the others receive has a meaning only with
+    ``to_all``, for hosts that know no other sum. float32; the tensor is given away."""
+    return Request("allreduce" if to_all else "reduce", tensor, "inside", "node", "accumulate", root)
+
+
+def broadcast(tensor: torch.Tensor, root: int) -> Request:
+    """Inside a node: the tensor of rank ``root``. That of the others, of the same shape, is given away."""
+    return Request("broadcast", tensor, "inside", "node", "apply", root)
 
 
 class Handle(Protocol):
@@ -106,3 +120,43 @@ class Collectives(Protocol):
 
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""
+
+    def in_nodes(self, nodes: object) -> "Nodes":
+        """Divides the ranks into nodes, see :class:`hvd_compress.Compressor`; all ranks must call it. Raises
+        ``ValueError``."""
+
+
+class Nodes:
+    """The ranks in two levels: gradients are summed inside a node, and exchanged between nodes by one of its ranks.
+
+    Args:
+        everyone: all ranks.
+        between: the ranks that have the place of this one in their nodes, a rank of each node; without nodes, all.
+        inside: the ranks of this one's node, or None without nodes.
+        renew: replaces what the two work on when the set of ranks has changed (elastic). All ranks call it.
+    """
+
+    def __init__(
+        self,
+        everyone: Collectives,
+        between: Collectives | None = None,
+        inside: Collectives | None = None,
+        renew: Callable[[], None] = lambda: None,
+    ) -> None:
+        if inside is not None and inside.size == 1:
+            inside = between = None
+        self.everyone, self.between, self.inside, self.renew = everyone, between or everyone, inside, renew
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a node."""
+        return 1 if self.inside is None else self.inside.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in its node."""
+        return 0 if self.inside is None else self.inside.rank
+
+    def level(self, request: Request) -> Collectives:
+        """The ranks that a request is for."""
+        return self.between if self.inside is None or request.kind != "inside" else self.inside

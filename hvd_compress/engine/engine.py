@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .. import ops
 from .._version import __version__
 from .bucket import make_buckets, strides_of
-from .collectives import Collectives
+from .collectives import Nodes
 from .comparison import Comparison, digest
 from .dense import DenseGradient, dense_gradient
 from .entered import Entered
@@ -30,6 +30,7 @@ from .guard import Facts
 from .last_average import LastAverage
 from .method import LocalStepping, Method
 from .modes import modes_off
+from .nodes import Member, through_owner
 from .optimizer_watch import OptimizerWatch
 from .place import Place, check_gradient, compressed
 from .profiling import stage
@@ -46,7 +47,7 @@ class Engine:
     Args:
         method: a :class:`hvd_compress.Compressor`, which owns the engine: only a weak reference is kept.
         named: ``(name, parameter)`` pairs, checked, in the same order on all ranks.
-        collectives: the host's collectives.
+        nodes: the host's collectives.
         seed, min_numel, bucket_mb, dense_values, grad_scaler, start_timeout: see :class:`hvd_compress.Compressor`.
     """
 
@@ -54,7 +55,7 @@ class Engine:
         self,
         method: Method,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        collectives: Collectives,
+        nodes: Nodes,
         *,
         seed: int,
         min_numel: int,
@@ -63,14 +64,19 @@ class Engine:
         grad_scaler: Any,
         start_timeout: float,
     ) -> None:
-        self._method, self.collectives, self.seed = weakref.ref(method), collectives, seed
+        collectives = nodes.everyone
+        self._method, self.nodes, self.collectives, self.seed = weakref.ref(method), nodes, collectives, seed
         self.dense_half, self.scaler, self._start_timeout = dense_values == "fp16", grad_scaler, start_timeout
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        buckets = make_buckets(compressed(named, min_numel, method.compresses), int(bucket_mb * 2**20))
+        alone = nodes.inside is not None and nodes.between.size == 1
+        found = [] if alone else compressed(named, min_numel, method.compresses)
+        buckets = make_buckets(found, int(bucket_mb * 2**20), nodes.ranks)
         for bucket in buckets:
             ops.check_device(bucket.device)
-        self.works = [method.work(bucket) for bucket in buckets]
+        self.works = [method.work(bucket) if bucket.owner == nodes.rank else Member(bucket) for bucket in buckets]
+        #: Those whose state is on this rank.
+        self.owned = [work for work in self.works if not isinstance(work, Member)]
         self.places = [Place(work, index) for work in self.works for index in range(len(work.bucket.pieces))]
         by_number = {place.piece.number: place for place in self.places}
         #: By parameter, where it lies if it is compressed, else None.
@@ -80,7 +86,7 @@ class Engine:
         self.number = self.registry.add(self)
         # Horovod matches collectives by name: the label is the same on all ranks, and every compressor has another one.
         label, this = f"hvd_compress.{self.number}", weakref.ref(self)
-        self.exchanges = Exchanges(collectives, self.stats, label, lambda: _advance_others(this))
+        self.exchanges = Exchanges(nodes, self.stats, label, lambda: _advance_others(this))
         self.watch = OptimizerWatch(self, method)
         self.last_average = LastAverage(self.parameters, self.watch)
         #: What runs the steps instead of a host, if anything does.
@@ -106,6 +112,8 @@ class Engine:
         self.scale, self.ranks = 1.0, 1
         self._generation = collectives.generation()
         self._warned: set[str] = set()
+        if alone:
+            self.warn("all ranks are on one node: nothing is compressed, all gradients are averaged as they are")
 
     @property
     def method(self) -> Method:
@@ -139,7 +147,7 @@ class Engine:
         if place is None:
             with stage("dense"):
                 dense = dense_gradient(number, self.parameters[number], grad, self.dense_half, self.scale)
-            self.stats.count_dense(grad.numel(), dense.payload.nbytes, self.ranks)
+            self.count_dense(grad.numel(), dense.payload.nbytes)
             return dense
         full = place.work.bucket.arrive(place.index, grad)
         if full or self.exchanges.due():
@@ -151,6 +159,10 @@ class Engine:
                 self.reset()
                 raise
         return place
+
+    def count_dense(self, numel: int, byte_count: int) -> None:
+        """Counts a gradient that the host averages without compression, in ``byte_count`` bytes."""
+        self.stats.count_dense(numel, byte_count, self.ranks, self.nodes.ranks)
 
     def finish_step(self) -> None:
         """Runs the step's exchanges to their ends; every gradient of the step must have arrived on this rank. Waits."""
@@ -196,12 +208,13 @@ class Engine:
                     work.bucket.clear()
 
     def _keep_gradients(self) -> None:
-        """What has arrived in the step that is dropped stays in the state, and becomes zero where the host reads it."""
+        """What has arrived in the step that is dropped stays in the state, and becomes zero where the host reads it. In
+        nodes, where it may have been summed already, it is lost."""
         if self.collectives.host == "horovod":  # with DDP, all gradients of a buffer have one version
             for work in self.works:
                 work.bucket.forget_changed()
         for work in self.works:
-            if work.bucket.begun and not work.bucket.collected:
+            if work.bucket.begun and not work.bucket.collected and self.nodes.inside is None:
                 try:
                     _accumulate(work)
                 except Exception:  # the error that led here matters more
@@ -257,6 +270,7 @@ class Engine:
         if not self.collecting:
             self.undo_skipped_step()
         self.reset()
+        self.nodes.renew()
         self.registry = self.collectives.registry()
         self.registry.add(self, self.number)
         self.last_average.forget()
@@ -344,6 +358,7 @@ class Engine:
             **({} if self.local_steps is None else self.local_steps.options()),
             "grad_scaler": self.scaler is not None,
             "seed": self.seed,
+            "nodes, ranks of a node": f"{self.nodes.between.size}, {self.nodes.ranks}",
             "step": self.step,
             "parameters in changed groups": self._regrouped,
             **parameters,
@@ -366,7 +381,8 @@ class Engine:
         self.arrived = bytearray(len(self.parameters))
         self.stats.begin_step()
         settings = digest({"method": type(self.method).__name__, **self.method.options()})
-        step = Step(self.step, self.collectives.rank, self.ranks, self.scale, self.seed, settings)
+        between = self.nodes.between
+        step = Step(self.step, between.rank, between.size, self.scale, self.seed, settings)
         for work in self.works:
             work.bucket.clear()
             with work.bucket.order:
@@ -387,10 +403,14 @@ class Engine:
         )
 
     def _launch(self, work: Work) -> None:
-        bucket = work.bucket
-        self.stats.count_gradient(bucket.numel - sum(piece.numel for piece in bucket.missing()), self.ranks)
-        _accumulate(work)
-        self.exchanges.launch(bucket, _whole_exchange(work))
+        bucket, nodes = work.bucket, self.nodes
+        if bucket.owner == nodes.rank:
+            self.stats.count_gradient(bucket.numel - sum(piece.numel for piece in bucket.missing()), self.ranks)
+        if nodes.inside is None:
+            _accumulate(work)
+            self.exchanges.launch(bucket, _whole_exchange(work))
+        else:
+            self.exchanges.launch(bucket, through_owner(work, nodes))
 
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .bucket import Bucket
-from .collectives import Collectives, Handle, Request
+from .collectives import Handle, Nodes, Request
 from .profiling import Stage, stage
 from .wire_stats import WireStats
 
@@ -28,6 +28,8 @@ class _Running:
     #: What the exchange does when it is resumed.
     stage: Stage = "select"
     collectives: Counter[str] = field(default_factory=Counter)
+    #: The collective that it has asked for, and that waits for those of the others.
+    held: Request | None = None
 
 
 class Exchanges:
@@ -38,15 +40,16 @@ class Exchanges:
 
     Where collectives are matched by name, exchanges are resumed as their collectives finish. Where they are matched by
     the order of calls, the order must not depend on timing: exchanges are resumed in the order of their launches, one
-    collective each in turn.
+    collective each in turn. There the broadcasts inside a node, before which an owner has more collectives to wait for
+    than the others, start when all exchanges have come so far.
 
     ``meanwhile`` is called again and again while all of them wait.
     """
 
     def __init__(
-        self, collectives: Collectives, stats: WireStats, label: str, meanwhile: Callable[[], None] = lambda: None
+        self, nodes: Nodes, stats: WireStats, label: str, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        self._collectives, self._stats, self.label, self._meanwhile = collectives, stats, label, meanwhile
+        self.nodes, self._stats, self.label, self._meanwhile = nodes, stats, label, meanwhile
         self._running: list[_Running] = []
         self._looked = 0.0
         #: Seconds spent waiting so far.
@@ -79,9 +82,11 @@ class Exchanges:
     def finish(self) -> None:
         """Runs all exchanges to their ends."""
         while self._running:
-            if self._collectives.ordered:
+            if self.nodes.everyone.ordered:
                 for running in list(self._running):
-                    self._resume(running)
+                    if running.held is None:
+                        self._resume(running)
+                self._start_held()
             elif not self.advance():
                 self._wait_for_any()
 
@@ -102,12 +107,29 @@ class Exchanges:
             except StopIteration:
                 self._running.remove(running)
                 return
-            self._stats.count_request(request, self._collectives.size)
-            name = f"{self.label}.{bucket.index}.{request.name}.{running.collectives[request.name]}"
-            with stage("exchange"):
-                running.handle = self._collectives.start(request, name)
-            running.stage = request.then
-            running.collectives[request.name] += 1
+            if request.verb == "broadcast" and self.nodes.everyone.ordered:
+                running.handle, running.held = None, request
+            else:
+                self._start(running, request)
+
+    def _start(self, running: _Running, request: Request) -> None:
+        collectives = self.nodes.level(request)
+        self._stats.count_request(request, collectives.size)
+        name = f"{self.label}.{running.bucket.index}.{request.name}.{running.collectives[request.name]}"
+        with stage("exchange"):
+            running.handle = collectives.start(request, name)
+        running.stage = request.then
+        running.collectives[request.name] += 1
+
+    def _start_held(self) -> None:
+        """If all exchanges have come to their broadcast: starts them, in the order of the launches."""
+        if any(running.held is None for running in self._running):
+            return
+        for running in self._running:
+            request, running.held = running.held, None
+            assert request is not None
+            with running.bucket.order.exchange_stream():
+                self._start(running, request)
 
     def _wait_for_any(self) -> None:
         begin = time.perf_counter()

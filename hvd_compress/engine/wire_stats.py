@@ -8,6 +8,7 @@ from .collectives import Request, ring_bytes
 from .state import Entry, Tree
 
 KINDS = ("values", "indices", "dense_tensor", "budget")
+_ALL = ("dense", *KINDS, "inside")
 _RECENT_STEPS = 1001
 
 
@@ -28,14 +29,18 @@ class WireStats:
             self._recent.append(self.seconds)
         self._current, self.seconds, self._complete = _counts(), 0.0, False
 
-    def count_gradient(self, numel: int, ranks: int) -> None:
-        """Counts what a gradient of ``numel`` entries would cost as a float32 ring allreduce."""
-        self._current["dense"] += ring_bytes("allreduce", 4 * numel, ranks)
+    def count_gradient(self, numel: int, ranks: int, share: float = 1.0) -> None:
+        """Counts what a gradient of ``numel`` entries would cost as a float32 ring allreduce over all ``ranks``.
+        ``share``: of what the node's card would send, which counts for this rank."""
+        self._current["dense"] += share * ring_bytes("allreduce", 4 * numel, ranks)
 
-    def count_dense(self, numel: int, byte_count: int, ranks: int) -> None:
-        """Counts a gradient that is allreduced without compression, in ``byte_count`` bytes."""
-        self.count_gradient(numel, ranks)
-        self._current["dense_tensor"] += ring_bytes("allreduce", byte_count, ranks)
+    def count_dense(self, numel: int, byte_count: int, ranks: int, per_node: int) -> None:
+        """Counts a gradient that is allreduced over all ``ranks`` without compression, in ``byte_count`` bytes. Of each
+        node's ``per_node`` ranks in a ring, one sends to another node."""
+        self.count_gradient(numel, ranks, 1.0 / per_node)
+        sent = ring_bytes("allreduce", byte_count, ranks)
+        self._current["dense_tensor"] += sent / per_node
+        self._current["inside"] += sent * (per_node - 1) / per_node
 
     def count_request(self, request: Request, ranks: int) -> None:
         """Counts a collective of an exchange."""
@@ -65,11 +70,12 @@ class WireStats:
 
 
 def _counts() -> dict[str, float]:
-    return dict.fromkeys(("dense", *KINDS), 0.0)
+    return dict.fromkeys(_ALL, 0.0)
 
 
 def _summary(counts: dict[str, float]) -> dict[str, float]:
     dense = counts["dense"]
-    wire = sum(counts.values()) - dense
+    wire = sum(counts[kind] for kind in KINDS)
     parts = {f"{kind}_bytes": counts[kind] for kind in KINDS}
-    return {"dense_bytes": dense, "wire_bytes": wire, **parts, "wire_ratio": dense / wire if wire else float("nan")}
+    ratio = dense / wire if wire else float("nan")
+    return {"dense_bytes": dense, "wire_bytes": wire, **parts, "inside_bytes": counts["inside"], "wire_ratio": ratio}

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.collectives import Handle, HostName, Request
+from ..engine.collectives import Handle, HostName, Nodes, Request, allgather
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.profiling import stage
 from ..engine.registry import Peer, Registry
 from .lookup import GradientLookup
+from .nodes import divided, table
 from .polling import wait_until
 
 
@@ -123,7 +124,7 @@ class HorovodHost:
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"
             )
-            engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.ranks)
+            engine.count_dense(tensor.numel(), tensor.nbytes)
 
 
 def was_given(optimizer: Optimizer, compression: object) -> bool | None:
@@ -233,9 +234,54 @@ class HorovodCollectives:
             number = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self._set)
         elif request.verb == "allgather":
             number = hvd.allgather_async(tensor, name=name, process_set=self._set)
+        elif request.verb == "broadcast":
+            root = self._set.ranks[request.root]
+            number = hvd.broadcast_async_(tensor, root, name=name, process_set=self._set)
         else:
             number = hvd.alltoall_async(tensor, name=name, process_set=self._set)
         return _HorovodHandle(hvd, number, self._mpi_ops._handle_map[number])
+
+    def in_nodes(self, nodes: object) -> Nodes:
+        """Makes process sets, and new ones after an elastic reset."""
+        inside, between = HorovodCollectives(self._set), HorovodCollectives(self._set)
+        self._divide(nodes, inside, between)
+        place = inside.rank, inside.size
+
+        def renew() -> None:
+            self._divide(nodes, inside, between)
+            if place != (inside.rank, inside.size):
+                raise RuntimeError(
+                    "the number of ranks of a node, or this rank's place in it, has changed: build a new compressor"
+                )
+
+        return Nodes(self, between, inside, renew)
+
+    def _divide(self, nodes: object, inside: "HorovodCollectives", between: "HorovodCollectives") -> None:
+        """Makes the process sets of all nodes, and of all places in them; gives this rank's to the two."""
+        hvd, everyone = self._hvd, list(self._set.ranks)
+        if nodes is True:
+            if not hvd.is_homogeneous():
+                raise ValueError("nodes must have equally many ranks, and Horovod's have not")
+            own = torch.tensor([hvd.cross_rank()], dtype=torch.int64, device="cpu")
+            found = HorovodCollectives().start(allgather(own), "hvd_compress.nodes").result().tolist()
+            node_of = [found[rank] for rank in everyone]
+        else:
+            node_of = divided(nodes, len(everyone))
+        rows = [[everyone[i] for i in row] for row in table(node_of)]
+        for part, sets in ((inside, rows), (between, [list(column) for column in zip(*rows, strict=True)])):
+            for process_set in map(self._process_set, sets):
+                if process_set.included():
+                    part._set = process_set
+
+    def _process_set(self, ranks: list[int]) -> Any:
+        """The process set of these ranks, a new one if there is none. All ranks call it."""
+        known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
+        for number, theirs in known.items():
+            if list(theirs) == sorted(ranks):
+                found = self._hvd.ProcessSet(ranks)
+                found.process_set_id = number
+                return found
+        return self._hvd.add_process_set(ranks)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises ``ValueError`` unless Horovod's optimizer averages over the same ranks."""

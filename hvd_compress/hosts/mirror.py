@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..engine.collectives import HostName, Request
+from ..engine.collectives import HostName, Nodes, Request
 from ..engine.registry import Registry
 
 
@@ -39,6 +39,10 @@ class Mirror:
 
     def registry(self) -> Registry:
         return Registry()
+
+    def in_nodes(self, nodes: object) -> Nodes:
+        """Each rank is a node."""
+        return Nodes(self)
 
     def start(self, request: Request, name: str) -> _Done:
         begin, given = self.clock(), request.tensor

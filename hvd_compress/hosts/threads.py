@@ -6,12 +6,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from ..engine.collectives import Handle, HostName, Request
+from ..engine.collectives import Handle, HostName, Nodes, Request
 from ..engine.registry import Registry
+from .nodes import divided, groups
 
 T = TypeVar("T")
 
@@ -52,11 +54,12 @@ class _ThreadHandle:
 
 
 class ThreadCollectives:
-    """One rank of a :class:`ThreadWorld`."""
+    """One rank of a :class:`ThreadWorld`, among some of its ranks."""
 
-    def __init__(self, world: "ThreadWorld", rank: int) -> None:
-        self._world, self.rank = world, rank
-        self.size, self.ordered, self.active = world.size, world.ordered, True
+    def __init__(self, world: "ThreadWorld", rank: int, members: tuple[int, ...]) -> None:
+        self._world, self._number, self._members = world, rank, members
+        self.rank, self.size = members.index(rank), len(members)
+        self.ordered, self.active = world.ordered, True
         self.host: HostName = "ddp" if world.ordered else "horovod"
         self._started = 0
 
@@ -64,11 +67,18 @@ class ThreadCollectives:
         return self._world
 
     def registry(self) -> Registry:
-        return self._world.registries[self.rank]
+        return self._world.registries[self._number]
 
     def start(self, request: Request, name: str) -> Handle:
         self._started += 1
-        return self._world.join(request, name, self.rank, self._started if self.ordered else None)
+        return self._world.join(request, name, self._members, self.rank, self._started if self.ordered else None)
+
+    def in_nodes(self, nodes: object) -> Nodes:
+        """``nodes``: their number."""
+        inside, between = groups(divided(nodes, self.size), self.rank)
+        part = partial(ThreadCollectives, self._world, self._number)
+        ranks = self._members
+        return Nodes(self, part(tuple(ranks[i] for i in between)), part(tuple(ranks[i] for i in inside)))
 
 
 class ThreadWorld:
@@ -91,14 +101,14 @@ class ThreadWorld:
         self.size, self.timeout, self.ordered = size, timeout, ordered
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(1 if in_turn else size)
-        self._open: dict[str, _Meeting] = {}
+        self._open: dict[tuple[tuple[int, ...], str], _Meeting] = {}
         #: By rank.
         self.registries = defaultdict[int, Registry](Registry)
         self._failure: BaseException | None = None
 
     def collectives(self, rank: int) -> ThreadCollectives:
-        """The collectives of ``rank``."""
-        return ThreadCollectives(self, rank)
+        """The collectives of ``rank`` among all ranks."""
+        return ThreadCollectives(self, rank, tuple(range(self.size)))
 
     def run(self, body: Callable[[int], T]) -> list[T]:
         """Calls ``body(rank)`` in one thread per rank and returns the results. The first exception stops all ranks and
@@ -138,12 +148,15 @@ class ThreadWorld:
         if self._failure is not None:
             raise RuntimeError("another rank failed") from self._failure
 
-    def join(self, request: Request, name: str, rank: int, number: int | None = None) -> Handle:
-        """Starts a collective on one rank; ``number``: its place in the order of calls, or None."""
+    def join(
+        self, request: Request, name: str, members: tuple[int, ...], rank: int, number: int | None = None
+    ) -> Handle:
+        """Starts a collective of some ranks on one of them, the ``rank``-th; ``number``: its place in the order of
+        calls, or None."""
         with self._lock:
             self.check()
-            key = name if number is None else str(number)
-            meeting = self._open.setdefault(key, _Meeting(name, request.verb, self.size))
+            key = members, name if number is None else str(number)
+            meeting = self._open.setdefault(key, _Meeting(name, request.verb, len(members)))
             if meeting.name != name:
                 raise ValueError(f"ranks start collectives in different orders: {meeting.name} and {name}")
             if meeting.verb != request.verb:
@@ -160,6 +173,7 @@ class ThreadWorld:
 
     def _perform(self, request: Request, name: str, given: list[torch.Tensor | None]) -> list[torch.Tensor]:
         tensors = [tensor for tensor in given if tensor is not None]
+        size = len(tensors)
         if request.verb == "allreduce":
             shapes = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
             if len(shapes) > 1:
@@ -170,7 +184,12 @@ class ThreadWorld:
             return [total.clone() for _ in tensors]
         if request.verb == "allgather":
             return [torch.cat(tensors) for _ in tensors]
-        if any(tensor.shape[0] % self.size for tensor in tensors):
-            raise ValueError(f"{name}: the first dimension must be a multiple of {self.size} ranks")
-        parts = [tensor.chunk(self.size) for tensor in tensors]
-        return [torch.cat([part[rank] for part in parts]) for rank in range(self.size)]
+        if request.verb == "broadcast":
+            return [tensors[request.root].clone() for _ in tensors]
+        if request.verb == "reduce":
+            total = torch.stack(tensors).sum(0)
+            return [total if rank == request.root else torch.full_like(total, torch.nan) for rank in range(size)]
+        if any(tensor.shape[0] % size for tensor in tensors):
+            raise ValueError(f"{name}: the first dimension must be a multiple of {size} ranks")
+        parts = [tensor.chunk(size) for tensor in tensors]
+        return [torch.cat([part[rank] for part in parts]) for rank in range(size)]

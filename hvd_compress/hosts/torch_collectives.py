@@ -4,12 +4,15 @@ It matches collectives by the order of the calls, which must not depend on timin
 """
 
 import math
+import os
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.collectives import Handle, HostName, Request
+from ..engine.collectives import Handle, HostName, Nodes, Request
 from ..engine.registry import Registry
+from .nodes import divided, groups
 from .polling import wait_until
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
@@ -74,8 +77,46 @@ class TorchCollectives:
         elif request.verb == "allgather":
             output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
             work = _all_gather(output, tensor, group=self.group, async_op=True)
+        elif request.verb == "reduce":
+            output = tensor
+            work = distributed.reduce(output, group=self.group, group_dst=request.root, async_op=True)
+        elif request.verb == "broadcast":
+            output = tensor
+            work = distributed.broadcast(output, group=self.group, group_src=request.root, async_op=True)
         else:
             output = torch.empty_like(tensor)
             work = distributed.all_to_all_single(output, tensor, group=self.group, async_op=True)
         assert work is not None
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
+
+    def in_nodes(self, nodes: object) -> Nodes:
+        """Makes process groups, of the backend of this one, unless ``nodes`` is a mesh that has them."""
+        if isinstance(nodes, DeviceMesh):
+            return self._of_mesh(nodes)
+        inside, between = groups(self._started_nodes() if nodes is True else divided(nodes, self.size), self.rank)
+        return Nodes(self, inside=self._among(inside), between=self._among(between))
+
+    def _of_mesh(self, mesh: DeviceMesh) -> Nodes:
+        ours, theirs = distributed.get_process_group_ranks(self.group), mesh.mesh.flatten().tolist()
+        if mesh.ndim != 2 or sorted(ours) != sorted(theirs):
+            raise ValueError(
+                f"the mesh of nodes must have the dimensions node and GPU and the ranks {ours}, got {mesh!r:.200}"
+            )
+        between, inside = (TorchCollectives(mesh.get_group(dimension)) for dimension in (0, 1))
+        return Nodes(self, between, inside)
+
+    def _started_nodes(self) -> list[object]:
+        """The node of each rank, as torchrun has started them: the first of its ranks."""
+        local = os.environ.get("LOCAL_RANK", "")
+        if not local.isdigit():
+            raise ValueError("nodes=True needs LOCAL_RANK, which torchrun sets: give the number of nodes")
+        found: list[object] = [None] * self.size
+        distributed.all_gather_object(found, distributed.get_rank() - int(local), group=self.group)
+        return found
+
+    def _among(self, ranks: list[int]) -> "TorchCollectives":
+        """Some of these ranks."""
+        everyone = distributed.get_process_group_ranks(self.group)
+        backend = distributed.get_backend(self.group)
+        group = distributed.new_group([everyone[r] for r in ranks], backend=backend, use_local_synchronization=True)
+        return TorchCollectives(group)

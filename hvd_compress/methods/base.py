@@ -8,7 +8,7 @@ from torch import Tensor
 from ..engine import checkpoint, guard
 from ..engine.arguments import NamedParameters, check_common, integer_seed, named_pairs
 from ..engine.bucket import Bucket
-from ..engine.collectives import Collectives
+from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.guard import Facts, Traits
@@ -47,6 +47,11 @@ class Compressor(Reporting, abc.ABC):
         process_set: the one given to Horovod's optimizer, if any.
         process_group: the one given to DistributedDataParallel, if any; with FSDP2, the group of the replicas, such as
             ``mesh.get_group("replicate")``.
+        nodes: several GPUs a node (``docs/quickstart_nodes.md``): gradients are summed inside a node, where the network
+            is fast, and the compressor exchanges between nodes; each rank of a node does that for its share of the
+            parameters. True: nodes as torchrun or Horovod have started them; a number of nodes, which divides the ranks
+            in order; with torch, a ``DeviceMesh`` of the dimensions node and GPU. All ranks must build the compressor
+            at the same time. Horovod needs ``hvd.init(process_sets="dynamic")``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units, and what a
             step that it skips has sent returns to them.
         start_timeout: seconds to wait in the first step for the other ranks, to compare all options and parameters.
@@ -55,7 +60,7 @@ class Compressor(Reporting, abc.ABC):
 
     Raises:
         ValueError: an argument out of range, duplicate names, no initialised host, a second optimizer that steps the
-            parameters, an optimizer with momentum beside momentum correction.
+            parameters, an optimizer with momentum beside momentum correction; nodes with unequal numbers of ranks.
         TypeError: an argument or a gradient of the wrong type.
         RuntimeError: parameters on a GPU for which the CUDA operators were not built; in the first step, and in the
             first one after ``load_state_dict()`` or an elastic reset, ranks whose options or parameters differ.
@@ -77,17 +82,21 @@ class Compressor(Reporting, abc.ABC):
         dense_values: str = "fp32",
         process_set: Any = None,
         process_group: Any = None,
+        nodes: Any = False,
         grad_scaler: Any = None,
         start_timeout: float = 300.0,
         collectives: Collectives | None = None,
     ) -> None:
         named = named_pairs(named_parameters)
         check_common(min_numel, bucket_mb, dense_values, grad_scaler, start_timeout)
-        self.collectives = collectives or default_collectives(process_set, process_group)
+        everyone = collectives or default_collectives(process_set, process_group)
+        divided = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
+        #: Of the exchanges: between nodes, if there are nodes.
+        self.collectives = divided.between
         self.engine = Engine(
             self,
             named,
-            self.collectives,
+            divided,
             seed=integer_seed(seed),
             min_numel=min_numel,
             bucket_mb=bucket_mb,
@@ -247,7 +256,8 @@ class Compressor(Reporting, abc.ABC):
 
     def reset(self) -> None:
         """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in
-        this step returns to the residuals, and the gradients that were compressed become zero."""
+        this step returns to the residuals, and the gradients that were compressed become zero. With ``nodes``, those
+        that the node had not summed are lost."""
         self.engine.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -15,8 +15,6 @@ class Basis:
 
     #: Whether the operators transform gradients and averages themselves.
     transform = False
-    #: Whether what is kept depends on the order in which parameters lie in memory.
-    ordered = False
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -47,8 +45,6 @@ class Basis:
 
 
 class _Coefficients(Basis):
-    ordered = True
-
     def saved(self, flat: Tensor) -> Tree:
         return {piece.name: TensorLeaf(piece.of(flat), per_rank=True) for piece in self._bucket.pieces}
 

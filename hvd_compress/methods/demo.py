@@ -105,6 +105,8 @@ class DeMo(SparseMethod):
             Horovod calls no compressor.
     """
 
+    ordered = True
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -212,7 +214,8 @@ class DeMo(SparseMethod):
     def _check_signs(self) -> None:
         """Warns if somebody has scaled the gradients since the exchange. Waits for a GPU: until one step has shown."""
         scale = self.engine.scale
-        grads = [grad for place in self.engine.places if (grad := place.piece.parameter.grad) is not None]
+        pieces = (piece for work in self.works for piece in work.bucket.pieces)
+        grads = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
         # Horovod makes gradients sparse again that were with sparse_as_dense.
         dense = (grad.to_dense() if grad.is_sparse else local(grad) for grad in grads)
         largest = max((float(grad.abs().max()) for grad in dense), default=0.0)

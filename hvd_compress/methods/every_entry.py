@@ -65,10 +65,8 @@ class EveryEntry(MomentumMethod):
         return {"values": self._codec, "error_feedback": self._feedback, **super().options()}
 
     def state(self) -> dict[str, Tree]:
-        buckets = [[piece.name for piece in work.bucket.pieces] for work in self.works]
         made_with: Tree = {
             "values": Fixed(self._codec.name),
             "error feedback": Fixed(self._feedback),
-            "buckets (bucket_mb)": Fixed(buckets),
         }
         return {"made_with": made_with, **super().state()}

@@ -52,6 +52,7 @@ class FFT(SparseMethod):
     """
 
     arguments: Leading
+    ordered = True
 
     def __init__(
         self,

@@ -98,6 +98,13 @@ class IWP(SparseMethod):
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _IWPWork(bucket, sending, self.arguments)
 
+    @property
+    def ordered(self) -> bool:  # type: ignore[override]
+        return self.arguments.block_means
+
+    def made_with(self) -> dict[str, Any]:
+        return {"block means": self.arguments.block_means, **super().made_with()}
+
 
 @dataclass(frozen=True)
 class _Arguments:

@@ -31,7 +31,7 @@ class MomentumCorrection:
 
     Args:
         engine: of the compressor.
-        works: its buckets.
+        works: its buckets, as far as this rank owns them.
         momentum: of all parameters, in [0, 1); 0 is off.
     """
 
@@ -221,22 +221,22 @@ class MomentumCorrection:
         place = self._engine.place_of[number]
         if place is None:
             self._dense.set(number, velocity)
-        else:
-            work = self._works[place.work.bucket.index]
+        elif isinstance(work := place.work, FeedbackWork):
             with work.bucket.order:
                 work.set_velocity(place.piece, velocity)
 
     def _mean_velocities(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Averages velocities over all ranks, by a collective."""
+        """Averages velocities over all ranks, by a collective: of a node, one has them."""
         engine, found = self._engine, list[Tensor]()
         for number in numbers:
             place = engine.place_of[number]
             if place is None:
                 found.append(self._dense.get(number))
-            else:
-                work = self._works[place.work.bucket.index]
+            elif isinstance(work := place.work, FeedbackWork):
                 with work.bucket.order:
-                    found.append(work.velocity_of(place.piece))
+                    found.append(work.velocity_of(place.piece) * engine.nodes.ranks)
+            else:
+                found.append(work.held(place.piece))
         with engine.outside_steps():
             payloads = [velocity.flatten() for velocity in found]
             means = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.velocity").results()
@@ -265,14 +265,14 @@ class MomentumMethod(Compressor):
         momentum: of momentum correction, in [0, 1); see :meth:`take_momentum`.
     """
 
-    #: By bucket.
+    #: By bucket that this rank owns.
     works: Sequence[FeedbackWork]
 
     def __init__(self, named_parameters: NamedParameters, *, momentum: float, **common: Any) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         super().__init__(named_parameters, **common)
-        self.works = cast(Any, self.engine.works)  # of this method
+        self.works = cast(Any, self.engine.owned)  # of this method
         self.momentum = MomentumCorrection(self.engine, self.works, momentum)
 
     def options(self) -> dict[str, object]:

@@ -183,6 +183,8 @@ class SparseMethod(MomentumMethod):
     """
 
     works: list[SparseWork]
+    #: Whether what is kept depends on the order in which parameters lie in memory.
+    ordered = False
 
     def __init__(
         self,
@@ -232,15 +234,12 @@ class SparseMethod(MomentumMethod):
 
     def made_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
-        ordered = any(work.basis.ordered or work.means for work in self.works)
         strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.places}
         return {
-            "block means": any(work.means for work in self.works),
-            "strides (use the same memory_format)": strides if ordered else None,
+            "strides (use the same memory_format)": strides if self.ordered else None,
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
-            "buckets (bucket_mb)": [[piece.name for piece in work.bucket.pieces] for work in self.works],
         }
 
     def state(self) -> dict[str, Tree]:

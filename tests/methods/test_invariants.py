@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import (
     HOSTS,
+    NODES,
     compressed,
     equal,
     gradients,
@@ -21,6 +22,7 @@ from harness import (
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WHOLE, WITHOUT_RESIDUAL
 
 from hvd_compress import NoCompression
+from hvd_compress.hosts.threads import ThreadCollectives
 
 on_both_hosts = pytest.mark.parametrize("host", HOSTS)
 
@@ -36,13 +38,15 @@ def exact_in_sum(request):
 
 
 @on_both_hosts
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8))])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8)), *NODES])
 def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(exact_in_sum, size, host):
-    """Sum of (residual before + gradient) = ranks * applied + sum of residuals after."""
+    """Sum of (residual before + gradient) = ranks * applied + sum of residuals after. In nodes of several ranks the
+    residual is of their mean gradient."""
     method = exact_in_sum
     if host == "ddp" and size == 8:
         size = 4
     world, ranks = replicas(size, method, host=host)
+    size, per_node = world.size, ranks[0].compression.engine.nodes.ranks
     whole = method.func is NoCompression
     assert len(ranks[0].compression.buckets) > 1 or whole
     for step in range(5):
@@ -55,16 +59,16 @@ def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(exact_in_sum, size, ho
         assert all(equal(applied[0], other) for other in applied[1:])
         after = [residuals(r) for r in ranks]
         for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
-            total = sum(b[name] for b in before)
+            total = per_node * sum(b[name] for b in before)
             total = total + sum(g[number] for g in given if g[number] is not None)
-            got = size * applied[0][number].double() + sum(a[name] for a in after)
+            got = size * applied[0][number].double() + per_node * sum(a[name] for a in after)
             # Only an allreduce of 16-bit floats rounds.
             rounds = method.keywords.get("values" if compressed(p) or whole else "dense_values") == "fp16"
             torch.testing.assert_close(got, total, rtol=0, atol=5e-2 if rounds else 1e-4)
 
 
 @on_both_hosts
-@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 4, 7, *NODES])
 @pytest.mark.parametrize("exact", EXACT.values(), ids=EXACT.keys())
 def test_density_one_is_dense_training(exact, size, host):
     world, ranks = replicas(size, exact, host=host, **SMALL)
@@ -77,7 +81,7 @@ def test_density_one_is_dense_training(exact, size, host):
 
 
 @on_both_hosts
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)), *NODES])
 def test_the_order_of_gradients_does_not_change_a_bit(method, size, host):
     """Horovod: another order on every rank. DDP: another order and other buckets in every step."""
     results = []
@@ -87,7 +91,7 @@ def test_the_order_of_gradients_does_not_change_a_bit(method, size, host):
     assert equal(*results)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), *NODES])
 def test_both_hosts_give_the_same_bits(method, size):
     """In threads all sums are in the order of the ranks, so this holds for floats, too."""
     results = []
@@ -105,9 +109,10 @@ def test_both_hosts_give_the_same_bits(method, size):
     ],
 )
 @pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED.keys())
-def test_replicas_stay_bit_equal(trained, steps, host):
+@pytest.mark.parametrize("nodes", [None, (2, 2)], ids=["flat", "2x2"])
+def test_replicas_stay_bit_equal(trained, steps, host, nodes):
     """DDP in the short run: faults/test_many_steps.py."""
-    world, ranks = replicas(3 if steps < 1000 else 4, trained, model=toy_model(), host=host)
+    world, ranks = replicas(nodes or (3 if steps < 1000 else 4), trained, model=toy_model(), host=host)
     losses = train(world, ranks, steps)
     # Without momentum, 1000 steps of dense training end at 0.323, too.
     best = 0.1 if trained.keywords.get("momentum") else 0.33
@@ -117,25 +122,29 @@ def test_replicas_stay_bit_equal(trained, steps, host):
 
 
 @on_both_hosts
-def test_payload_shapes_are_constant(method, host):
+@pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
+def test_payload_shapes_are_constant(method, size, host, monkeypatch):
     """A changing shape would miss Horovod's response cache on every rank."""
-    world, ranks = replicas(2, method, host=host)
+    world, ranks = replicas(size, method, host=host)
     seen: dict[str, set[tuple[torch.Size, torch.dtype]]] = {}
-    start = ranks[0].collectives.start
+    start = ThreadCollectives.start
 
-    def spy(request, name):
-        if name.startswith("hvd_compress"):
+    def spy(collectives, request, name):
+        if name.startswith("hvd_compress") and collectives._number == 0:
             seen.setdefault(name, set()).add((request.verb, request.tensor.shape, request.tensor.dtype))
-        return start(request, name)
+        return start(collectives, request, name)
 
-    ranks[0].collectives.start = spy
+    monkeypatch.setattr(ThreadCollectives, "start", spy)
     random_steps(world, ranks, range(9))
     assert seen and all(len(shapes) == 1 for shapes in seen.values()), seen
 
 
 @on_both_hosts
-def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_in_sum, host):
-    world, ranks = replicas(3, exact_in_sum, host=host)
+@pytest.mark.parametrize("size", [3, *NODES])
+def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_in_sum, size, host):
+    """In a node of several ranks, the other ranks' gradients of the same entry are lost with it."""
+    world, ranks = replicas(size, exact_in_sum, host=host)
+    per_node = ranks[0].compression.engine.nodes.ranks
     together(world, ranks, [gradients(r.model, seed=r.rank) for r in ranks], shuffle=1)
     before = [residuals(r) for r in ranks]
     grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
@@ -144,13 +153,16 @@ def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_i
     applied = together(world, ranks, grads, shuffle=2)
     for rank in applied:
         assert not all(g.isfinite().all() for g in rank), "the infinity did not reach a rank"
-    held = [] if exact_in_sum.func is NoCompression else ranks[0].model.named_parameters()
-    for number, (name, _) in enumerate(held):
+    after = [residuals(r) for r in ranks]
+    named = [] if exact_in_sum.func is NoCompression else ranks[0].model.named_parameters()
+    for number, (name, _) in enumerate(named):
         if applied[0][number].isfinite().all():
             continue
-        for i, rank in enumerate(ranks):
-            want = before[i][name] + given[i][number].nan_to_num(posinf=0.0)
-            torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-5)
+        for i in range(0, len(ranks), per_node):  # what a node holds, and its mean gradient
+            node = range(i, i + per_node)
+            held = [sum(state[name] for state in states[i : i + per_node]) for states in (before, after)]
+            mean = (sum(given[j][number] for j in node) / per_node).nan_to_num(posinf=0.0)
+            torch.testing.assert_close(held[1], held[0] + mean, rtol=0, atol=1e-5)
     # The next step with finite gradients has finite results.
     grads = [gradients(r.model, seed=80 + r.rank) for r in ranks]
     applied = together(world, ranks, grads, shuffle=3)
@@ -174,12 +186,14 @@ def test_uncompressed_parameters_are_averaged_exactly(name, host):
 
 
 @on_both_hosts
+@pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", TRAINED)
-def test_16_bit_parameters(name, dtype, host):
+def test_16_bit_parameters(name, dtype, size, host):
     """Residuals are float32: what is applied and what is held add up to what was given, up to the rounding of what is
     applied."""
-    world, ranks = replicas(2, METHODS[name], model=mixed_model().to(dtype), host=host, **SMALL)
+    world, ranks = replicas(size, METHODS[name], model=mixed_model().to(dtype), host=host, **SMALL)
+    per_node = ranks[0].compression.engine.nodes.ranks
     total, applied = [[torch.zeros(p.shape, dtype=torch.float64) for p in ranks[0].model.parameters()] for _ in "ab"]
     for step in range(4):
         grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
@@ -187,11 +201,12 @@ def test_16_bit_parameters(name, dtype, host):
             for t, g in zip(total, grad, strict=True):
                 t += g.double()
         results = together(world, ranks, grads, shuffle=step)
-        assert equal(*results)
+        assert all(equal(results[0], other) for other in results[1:])
         for a, g in zip(applied, results[0], strict=True):
             assert g.dtype == dtype and g.isfinite().all()
             a += g.double()
     for number, (key, _) in enumerate(ranks[0].model.named_parameters()):
-        held = sum(residuals(r)[key] for r in ranks)
+        held = per_node * sum(residuals(r)[key] for r in ranks)
         if name not in FORGETFUL:
-            torch.testing.assert_close(2 * applied[number] + held, total[number], rtol=0.02, atol=0.3)
+            got = world.size * applied[number] + held
+            torch.testing.assert_close(got, total[number], rtol=0.02, atol=0.3 * per_node)

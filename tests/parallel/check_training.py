@@ -1,6 +1,7 @@
 """What must hold for every method on real ranks. Run by tests/parallel/test_*.py:
 
-scripts/run.sh [--gloo | --ddp] NP check_training.py [--host ddp | --host fsdp] [--steps N] METHOD[:CASE,CASE...] ...
+scripts/run.sh [--gloo | --ddp] NP check_training.py [--host ddp | --host fsdp] [--steps N] [--nodes N]
+    METHOD[:CASE,CASE...] ...
 
 METHOD is one of tests/methods.py; without cases, all that apply are run. Every rank reports the begin and the end of
 each case on stdout and in $HVD_COMPRESS_TEST_LOGS/rank-N.log, with errors and, if a case hangs, its stack. A failed or
@@ -20,6 +21,7 @@ from pathlib import Path
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--host", choices=["horovod", "ddp", "fsdp"], default="horovod")
 arguments.add_argument("--steps", type=int, default=40)
+arguments.add_argument("--nodes", type=int, default=0)
 arguments.add_argument("--case-limit", type=float, default=240.0, help="seconds after which a case counts as hanging")
 arguments.add_argument("plan", nargs="+", metavar="METHOD[:CASE,CASE...]")
 
@@ -37,7 +39,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     host = job.host = importlib.import_module(f"{chosen.host}_job")
-    job.steps = chosen.steps
+    job.steps, job.nodes = chosen.steps, chosen.nodes
     names = ["common_cases", f"{chosen.host}_cases", f"{chosen.host}_script_cases", "mismatch_cases", "script_cases"]
     if chosen.host == "fsdp":  # its modules run in the same order on all ranks, unlike those of the common cases
         names = ["fsdp_cases"]

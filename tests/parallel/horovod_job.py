@@ -13,7 +13,12 @@ def start() -> None:
     hvd.init(process_sets="dynamic")
 
 
-stop, rank, size, barrier = hvd.shutdown, hvd.rank, hvd.size, hvd.barrier
+def stop() -> None:
+    hvd.barrier()  # the last step of another node may still run
+    hvd.shutdown()
+
+
+rank, size, barrier = hvd.rank, hvd.size, hvd.barrier
 
 
 def gather(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:

@@ -15,6 +15,8 @@ host: Any = None
 method = "iwp"
 #: Steps of a case. Set by check_training.py.
 steps = 40
+#: Into how many nodes the ranks are divided; 0 for none. Set by check_training.py.
+nodes = 0
 
 
 def build(named_parameters: Any, **options: Any) -> Any:
@@ -77,6 +79,8 @@ class Job:
         self.plain_optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=optimizer_momentum)
         self.compression = None
         if build is not None:
+            if nodes and group is None:
+                options = {"nodes": nodes, **options}
             self.compression = build(
                 self.model.named_parameters(), bucket_mb=0.02, **host.group_argument(group), **options
             )

@@ -1,0 +1,59 @@
+"""Two levels: a node sums the gradients of its ranks, and one of them exchanges a bucket with the other nodes.
+
+Each bucket has an owner, the rank with the same place in every node. It alone has the bucket's residual; to the method,
+it is one of as many ranks as there are nodes, with the mean gradient of its node.
+"""
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket, Piece
+from .collectives import Nodes, broadcast, reduce
+from .exchange import Exchange
+from .state import Tree
+from .work import Work
+
+
+class Member(Work):
+    """A bucket that another rank of the node owns: nothing is kept here."""
+
+    def accumulate(self) -> None:
+        """The owner does."""
+
+    def exchange(self) -> Exchange:
+        yield from ()
+
+    def state(self) -> dict[str, Tree]:
+        return {}
+
+    def held(self, piece: Piece) -> Tensor:
+        return torch.zeros(piece.shape, dtype=torch.float32, device=self.bucket.device)
+
+    def scale_residual(self, factor: float) -> None:
+        """Nothing is kept."""
+
+
+def through_owner(work: Work, nodes: Nodes) -> Exchange:
+    """The exchange of a bucket whose gradients have arrived: the node's sum to the owner, the method's exchange between
+    the owners, and its result to all ranks of the node. In float32; no rank waits before the first collective."""
+    bucket = work.bucket
+    bucket.collect()
+    given = [grad.numel() > 0 for grad in bucket.gradients]
+    flat = bucket.zeros()
+    for target, grad in zip(_views(bucket, flat, given), bucket.gradients, strict=True):
+        target.copy_(grad)
+    bucket.mark_written()
+    flat = yield reduce(flat, bucket.owner, to_all=not nodes.everyone.ordered)
+    if bucket.owner == nodes.rank:
+        bucket.gradients = _views(bucket, flat.mul_(1.0 / nodes.ranks), given)
+        work.accumulate()
+        yield from work.exchange()
+    flat = yield broadcast(flat, bucket.owner)
+    bucket.gradients = _views(bucket, flat, given)
+    bucket.mark_written()
+
+
+def _views(bucket: Bucket, flat: Tensor, given: list[bool]) -> list[Tensor]:
+    """The pieces' entries of a bucket-wide tensor, by piece; empty where none was given."""
+    pairs = zip(bucket.pieces, bucket.nothing(), given, strict=True)
+    return [piece.shaped(flat) if there else empty for piece, empty, there in pairs]

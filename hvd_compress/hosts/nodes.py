@@ -1,0 +1,43 @@
+"""Which ranks are on one node."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+
+def divided(nodes: object, ranks: int) -> list[int]:
+    """The node of each of so many ranks, which a number of ``nodes`` divides in order. Raises ``TypeError`` or
+    ``ValueError``."""
+    if not isinstance(nodes, int):
+        raise TypeError(
+            "nodes must be True, a number, or, with torch, a DeviceMesh of the dimensions node and GPU; "
+            f"got {nodes!r:.80}"
+        )
+    if nodes < 1 or ranks % nodes:
+        raise ValueError(f"nodes must be a divisor of the number of ranks, {ranks}, got {nodes}")
+    return [rank * nodes // ranks for rank in range(ranks)]
+
+
+def groups(node_of: Sequence[object], rank: int) -> tuple[list[int], list[int]]:
+    """The ranks of the node of ``rank``, and the ranks that have its place in their nodes.
+
+    Args:
+        node_of: the node of each rank.
+
+    Raises:
+        ValueError: on every rank, if the nodes have unequal numbers of ranks.
+    """
+    rows = table(node_of)
+    inside = next(row for row in rows if rank in row)
+    return inside, [row[inside.index(rank)] for row in rows]
+
+
+def table(node_of: Sequence[object]) -> list[list[int]]:
+    """The ranks by node. Raises as :func:`groups`."""
+    found = defaultdict[object, list[int]](list)
+    for rank, node in enumerate(node_of):
+        found[node].append(rank)
+    rows = list(found.values())
+    counts = [len(row) for row in rows]
+    if len(set(counts)) > 1:
+        raise ValueError(f"nodes must have equally many ranks, these have {', '.join(map(str, counts))}")
+    return rows
