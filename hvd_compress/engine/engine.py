@@ -122,6 +122,11 @@ class Engine:
         return found
 
     @property
+    def single(self) -> bool:
+        """See :class:`hvd_compress.engine.optimizer_watch.Watched`. Local steps may be of several optimizers."""
+        return self.local_steps is None and self.method.host.single
+
+    @property
     def exchanging(self) -> bool:
         """See :class:`hvd_compress.engine.registry.Peer`."""
         return self.collectives.active and self.collectives.size > 1
@@ -423,11 +428,13 @@ class Engine:
             self._sizes[optimizer] = self._regrouped = size
             self.comparison.done = False
         self.last_average.before_optimizer_step()
-        method = self.method
-        local, active, given = self.local_steps is not None, self.collectives.active, method.host.given(optimizer)
-        if active and not local:
+        method, local = self.method, self.local_steps is not None
+        active, given = self.collectives.active, method.host.given(optimizer)
+        if self.local_steps is not None:
+            self.local_steps.check_optimizer(optimizer)
+        elif active:
             method.host.check_optimizer(optimizer)
-        ours = given is True or not method.host.single
+        ours = not local and (given is True or not method.host.single)
         method.check_optimizer(Facts(optimizer, given, ours, active, local, self.unknown_parameters(optimizer)))
 
 

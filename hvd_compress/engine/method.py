@@ -61,6 +61,10 @@ class Method(Protocol):
 class LocalStepping(Protocol):
     """Local steps, which run the exchanges instead of a host."""
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` for one that
+        takes no local steps."""
+
     def options(self) -> Mapping[str, object]:
         """What must be the same on all ranks."""
 

@@ -18,6 +18,10 @@ class Watched(Protocol):
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]: ...
 
+    @property
+    def single(self) -> bool:
+        """Whether one optimizer only may step the parameters."""
+
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before every step of an optimizer that holds some of the parameters."""
 
@@ -25,8 +29,8 @@ class Watched(Protocol):
 class OptimizerWatch:
     """Tells an engine of the steps of its parameters' optimizer. Keeps no strong reference.
 
-    Raises ``ValueError`` if a second optimizer steps the parameters although the host serves one only (their residuals
-    would mix), or if an optimizer was given the compressor but holds none of the parameters.
+    Raises ``ValueError`` if a second optimizer steps the parameters although only one may (their residuals would mix),
+    or if an optimizer was given the compressor but holds none of the parameters.
     """
 
     def __init__(self, engine: Watched, method: Method) -> None:
@@ -49,7 +53,7 @@ class OptimizerWatch:
     def stepping(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that steps the parameters of ``optimizer``: itself, or Horovod's, which wraps it."""
         seen = self._seen() if self._seen is not None else None
-        return seen if seen is not None and _share_parameters(optimizer, seen) else optimizer
+        return seen if seen is not None and share_parameters(optimizer, seen) else optimizer
 
     def before_step(self, optimizer: Optimizer) -> None:
         engine, method = self._engine(), self._method()
@@ -64,7 +68,7 @@ class OptimizerWatch:
                         "parameters of the model that is trained (not of one that was copied afterwards)"
                     )
                 return
-            if method.host.single and seen is not None and not _share_parameters(optimizer, seen):
+            if engine.single and seen is not None and not share_parameters(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
                     f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
@@ -162,7 +166,7 @@ def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             alive.after_step(optimizer)
 
 
-def _share_parameters(one: Optimizer, other: Optimizer) -> bool:
+def share_parameters(one: Optimizer, other: Optimizer) -> bool:
     """Whether two optimizers are Horovod's and the one that it wraps: different objects with the same parameter
     lists."""
     return any(a["params"] is b["params"] for a in one.param_groups for b in other.param_groups)

@@ -1,6 +1,6 @@
 """The weights that all ranks share between local steps, and each rank's own weights relative to them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -65,9 +65,9 @@ class CommonWeights:
             self.weights.append(Weight(number, name, p, place, common, velocity))
         self.ids = {id(weight.parameter) for weight in self.weights}
 
-    def take(self) -> None:
-        """Makes the parameters the common weights. They must be the same on all ranks."""
-        for weight in self.weights:
+    def take(self, ids: Set[int]) -> None:
+        """Makes the parameters with these ids the common weights. They must be the same on all ranks."""
+        for weight in (weight for weight in self.weights if id(weight.parameter) in ids):
             weight.common.copy_(weight.own)
             if weight.velocity is not None:
                 weight.velocity.zero_()

@@ -1,5 +1,6 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,9 @@ from ..engine.dense import Averaging, DenseGradient, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.state import Entry, Tree
-from ..hosts.horovod import is_distributed_optimizer
 from .base import Compressor
 from .common_weights import CommonWeights, scale_residuals
-
-# After so many optimizer steps without step() a warning says that it may have been forgotten.
-_FORGOTTEN = 100
+from .local_optimizers import LocalOptimizers
 
 
 class LocalSteps:
@@ -62,8 +60,9 @@ class LocalSteps:
     Args:
         compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its
             steps (of schedules, ``warmup_steps``, ``budget_interval``) are exchanges.
-        optimizer: the optimizer that takes the local steps. It must hold no trained parameter that the compressor was
-            not given.
+        optimizer: the optimizer that takes the local steps, or a list of several, of different parameters. They must
+            hold no trained parameter that the compressor was not given. A parameter that none of them holds is
+            averaged, too.
         period: calls of :meth:`step` between two exchanges, at least 1.
         unsent: where the part of the difference stays that was not sent: in the rank's own ``"weights"``, or in an
             error-feedback ``"buffer"``, so that all ranks have the same weights after an exchange.
@@ -73,16 +72,17 @@ class LocalSteps:
         outer_momentum: Nesterov momentum of the common weights, in [0, 1); DiLoCo's is 0.9.
 
     Raises:
-        TypeError: ``compression`` is not a compressor.
+        TypeError: ``compression`` is not a compressor, or ``optimizer`` neither an optimizer nor a list of them.
         ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, or with local steps
-            already; an optimizer with unknown parameters, or Horovod's.
+            already; an optimizer with unknown parameters, with parameters of another one, or Horovod's; in training, an
+            optimizer of the compressor's parameters that is not one of these.
     """
 
     @modes_off
     def __init__(
         self,
         compression: Compressor,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         period: int,
         *,
         unsent: str = "weights",
@@ -121,27 +121,26 @@ class LocalSteps:
                 "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
                 'use unsent="buffer"'
             )
-        if is_distributed_optimizer(optimizer):
-            raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
-        self._compression, self._optimizer, self._period, self._unsent = compression, optimizer, period, unsent
+        self._compression, self._period, self._unsent = compression, period, unsent
         self._decay, self._outer_lr, self._outer_momentum = decay, outer_lr, outer_momentum
         self._common = CommonWeights(engine, unsent, outer_lr, outer_momentum)
-        self._check_optimizer()
-        #: Calls of step() since the last exchange, and optimizer steps since the last call.
-        self._since, self._unseen = 0, 0
+        self._optimizers = LocalOptimizers(optimizer, self._common.ids, self._before_step, engine.warn)
+        #: Calls of step() since the last exchange.
+        self._since = 0
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
         engine.local_steps = self
-        optimizer.register_step_pre_hook(self._before_step)
 
     # What the user calls.
 
     @modes_off
     def step(self) -> bool:
-        """Call it after each ``optimizer.step()`` or ``scaler.step(optimizer)``, also if the scaler skips that step.
-        Every ``period``-th call exchanges, and returns True. All ranks must call it equally often: the others wait."""
+        """Call it after each ``optimizer.step()`` or ``scaler.step(optimizer)``, also if the scaler skips that step; of
+        several optimizers, after all of them. Every ``period``-th call exchanges, and returns True. All ranks must call
+        it equally often: the others wait."""
         self._begin()
-        self._begun, self._unseen, self._since = True, 0, self._since + 1
+        self._optimizers.counted()
+        self._begun, self._since = True, self._since + 1
         if self._since < self._period:
             return False
         if self._engine.collectives.active:
@@ -184,6 +183,10 @@ class LocalSteps:
 
     # What the engine calls.
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` for an optimizer that was not given here."""
+        self._optimizers.check_stepping(optimizer)
+
     def restart(self) -> None:
         """The set of ranks has changed: the parameters before the next local step become the common weights."""
         self._taken = self._begun = False
@@ -216,36 +219,22 @@ class LocalSteps:
     def _engine(self) -> Engine:
         return self._compression.engine
 
-    def _check_optimizer(self) -> None:
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in self._common.ids for p in held):
-            raise ValueError("the optimizer holds none of the compressor's parameters")
-        if unknown := sum(p.requires_grad and id(p) not in self._common.ids for p in held):
-            raise ValueError(
-                f"{unknown} of the optimizer's parameters would never be averaged: the compressor was not given them, "
-                "or they were frozen when LocalSteps was built"
-            )
-
     @modes_off
-    def _before_step(self, *_: object) -> None:
-        self._engine.check_generation()
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self._begin()
         if not self._begun:
             # Again before each step up to the first call of step(): hvd.broadcast_optimizer_state() may step before the
-            # parameters are broadcast.
-            self._taken = False
-        self._begin()
-        self._unseen += 1
-        if self._unseen == _FORGOTTEN:
-            self._engine.warn(f"{_FORGOTTEN} optimizer steps without LocalSteps.step(): call it after each one")
+            # parameters are broadcast. Not those that another optimizer may have changed already.
+            self._common.take(self._optimizers.may_change(optimizer))
 
     def _begin(self) -> None:
         self._engine.check_generation()
         if not self._taken:
-            self._common.take()
+            self._common.take(self._common.ids)
             self._taken = True
 
     def _exchange(self) -> None:
-        self._check_optimizer()
+        self._optimizers.check()
         with self._engine.entered:
             differences = self._common.differences()
             try:

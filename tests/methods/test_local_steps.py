@@ -31,19 +31,28 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
 
 
+def muon_and_adamw(parameters):
+    """Two optimizers, of matrices and of the rest."""
+    parameters = list(parameters)
+    matrices, rest = ([p for p in parameters if (p.dim() == 2) == muon] for muon in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
 class Worker:
     """A replica in local training."""
 
     def __init__(self, world, rank, build=SPARSE, model=None, optimizer=sgd, **options):
         self.model, self.rank = copy.deepcopy(model or mixed_model()), rank
         self.compression = build(self.model.named_parameters(), collectives=world.collectives(rank))
-        self.optimizer = optimizer(self.model.parameters())
-        self.local = LocalSteps(self.compression, self.optimizer, **{"period": 3, **options})
+        given = optimizer(self.model.parameters())
+        self.optimizers = given if isinstance(given, list) else [given]
+        self.local = LocalSteps(self.compression, given, **{"period": 3, **options})
 
     def local_step(self, step):
         for p, grad in zip(self.model.parameters(), gradients(self.model, 100 * step + self.rank), strict=True):
             p.grad = grad
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def train(self, count, first=0):
         """Returns in which steps weights were exchanged."""
@@ -52,6 +61,18 @@ class Worker:
             self.local_step(step)
             exchanged.append(self.local.step())
         return exchanged
+
+    def saved(self):
+        """What a user saves."""
+        states = self.compression.state_dict(), [o.state_dict() for o in self.optimizers], self.model.state_dict()
+        return copy.deepcopy(states)
+
+    def resume(self, saved):
+        compression, optimizers, model = saved
+        self.model.load_state_dict(model)
+        for optimizer, state in zip(self.optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        self.compression.load_state_dict(compression)
 
     def weights(self):
         return [p.detach().clone() for p in self.model.parameters()]
@@ -222,6 +243,19 @@ def test_the_buffer_is_error_feedback_with_decay():
         torch.testing.assert_close(held, buffers[rank], rtol=0, atol=1e-5)
 
 
+def resumes_bit_exactly(options, saved_after=7, steps=15):
+    world, group = workers(2, **options)
+    world.run(lambda i: group[i].train(saved_after))
+    states = world.run(lambda i: group[i].saved())
+    world.run(lambda i: group[i].train(steps - saved_after, first=saved_after))
+    again, fresh = workers(2, **options)
+    for worker, state in zip(fresh, states, strict=True):
+        worker.resume(state)
+    again.run(lambda i: fresh[i].train(steps - saved_after, first=saved_after))
+    for one, other in zip(group, fresh, strict=True):
+        assert same(one, other) and equal(one.common(), other.common())
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"unsent": "buffer", "decay": 0.9}, {"outer_lr": 0.7, "outer_momentum": 0.9}], ids=str
 )
@@ -229,21 +263,43 @@ def test_the_buffer_is_error_feedback_with_decay():
 def test_a_checkpoint_resumes_bit_exactly(name, options):
     """Saved in the middle of a period."""
     methods = {**METHODS, "mp2": METHODS["mp2-guessing"]}
-    options = dict(build=partial(methods[name], **SMALL), optimizer=partial(torch.optim.AdamW, lr=0.01), **options)
-    world, group = workers(2, **options)
-    world.run(lambda i: group[i].train(7))
-    states = copy.deepcopy(
-        [(w.compression.state_dict(), w.optimizer.state_dict(), w.model.state_dict()) for w in group]
-    )
-    world.run(lambda i: group[i].train(8, first=7))
-    again, fresh = workers(2, **options)
-    for worker, (mine, optimizer, model) in zip(fresh, states, strict=True):
-        worker.model.load_state_dict(model)
-        worker.optimizer.load_state_dict(optimizer)
-        worker.compression.load_state_dict(mine)
-    again.run(lambda i: fresh[i].train(8, first=7))
-    for one, other in zip(group, fresh, strict=True):
-        assert same(one, other) and equal(one.common(), other.common())
+    build = partial(methods[name], **SMALL)
+    resumes_bit_exactly(dict(build=build, optimizer=partial(torch.optim.AdamW, lr=0.01), **options))
+
+
+@on_both_hosts
+def test_local_steps_of_two_optimizers(ordered):
+    """Muon and AdamW: as one optimizer that steps both groups would, also when they are saved in mid-period."""
+    resumes_bit_exactly(dict(optimizer=muon_and_adamw, ordered=ordered))
+    world, group = workers(3, optimizer=muon_and_adamw, build=partial(TopK, density=1.0), ordered=ordered)
+    alone = [Worker(ThreadWorld(1), rank, period=10**6, optimizer=muon_and_adamw) for rank in range(3)]
+    assert world.run(lambda i: group[i].train(3)) == [[False, False, True]] * 3
+    for worker in alone:
+        worker.train(3)
+    for got, want in zip(group[0].weights(), mean([worker.weights() for worker in alone]), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+
+
+def test_each_optimizers_parameters_are_taken_before_its_own_first_step():
+    """hvd.broadcast_optimizer_state() steps each new optimizer, perhaps before the weights are broadcast."""
+    world, group = workers(2, optimizer=muon_and_adamw, model=mixed_model(1))
+    for worker in group:
+        for optimizer in worker.optimizers:
+            worker.optimizers, all_of_them = [optimizer], worker.optimizers
+            worker.local_step(worker.rank)
+            worker.optimizers = all_of_them
+        worker.model.load_state_dict(mixed_model(2).state_dict())
+    world.run(lambda i: group[i].train(1))
+    assert all(equal(worker.common(), mixed_model(2).parameters()) for worker in group)
+    world.run(lambda i: group[i].train(2, first=1))  # compares what was taken
+    assert equal(group[0].common(), group[1].common())
+
+
+def test_an_optimizer_that_local_steps_were_not_given_raises_an_error():
+    _, (worker,) = workers(1, optimizer=muon_and_adamw)
+    worker.train(2)
+    with pytest.raises(ValueError, match="SGD steps parameters of this compressor, and LocalSteps was not given it"):
+        sgd([worker.model.wide.weight]).step()
 
 
 def test_a_state_fits_the_same_local_steps_only():
@@ -471,9 +527,9 @@ def test_training_works(name, options):
         worker, generator = group[i], torch.Generator().manual_seed(i)
         for _ in range(200):
             x = torch.randn(8, 32, generator=generator)
-            worker.optimizer.zero_grad()
+            worker.model.zero_grad()
             loss(worker.model, x).backward()
-            worker.optimizer.step()
+            worker.optimizers[0].step()
             worker.local.step()
         worker.local.finish()
 
@@ -523,11 +579,16 @@ def test_wrong_arguments_raise_an_error():
         (make(named, grad_scaler=scaler), optimizer, {}, "without grad_scaler"),
         (make(named), sgd(other.parameters()), {}, "holds none of the compressor's parameters"),
         (make(named[1:]), optimizer, {}, "1 of the optimizer's parameters would never be averaged"),
+        (make(named), [], {}, "got an empty list"),
+        (make(named), [optimizer, sgd(other.parameters())], {}, "SGD holds none of the compressor's parameters"),
+        (make(named), [optimizer, sgd([named[0][1]])], {}, "1 parameters are held by two of the optimizers"),
     ):
         with pytest.raises(ValueError, match=says):
             LocalSteps(build, given, **{"period": 2, **options})
     with pytest.raises(TypeError, match="compression must be a compressor"):
         LocalSteps(None, optimizer, 2)
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer or a list of them, got 'sgd'"):
+        LocalSteps(make(named), [optimizer, "sgd"], 2)
     optimizer._compression = None  # as Horovod's optimizer has
     with pytest.raises(ValueError, match="take the plain optimizer, not Horovod's"):
         LocalSteps(make(named), optimizer, 2)
@@ -542,19 +603,22 @@ def test_a_compressor_with_local_steps_serves_no_host():
     with pytest.raises(RuntimeError, match="belongs to LocalSteps"):
         _ = worker.compression.ddp_host
     with pytest.raises(ValueError, match="momentum stays in the optimizer"):
-        worker.compression.take_momentum(worker.optimizer)
+        worker.compression.take_momentum(worker.optimizers[0])
     with pytest.raises(ValueError, match="has local steps already"):
-        LocalSteps(worker.compression, worker.optimizer, 2)
+        LocalSteps(worker.compression, worker.optimizers, 2)
     worker.model.extra = torch.nn.Parameter(torch.zeros(3))
-    worker.optimizer.add_param_group({"params": [worker.model.extra]})
+    worker.optimizers[0].add_param_group({"params": [worker.model.extra]})
     with pytest.raises(ValueError, match="1 of the optimizer's parameters would never be averaged"):
         worker.train(3)
 
 
-def test_a_forgotten_step_is_warned_about():
-    _, (worker,) = workers(1)
+@pytest.mark.parametrize("optimizer", [sgd, muon_and_adamw])
+def test_a_forgotten_step_is_warned_about(optimizer, recwarn):
+    """After so many rounds of steps, of however many optimizers."""
+    _, (worker,) = workers(1, optimizer=optimizer)
     for step in range(99):
         worker.local_step(step)
+    assert not recwarn
     with pytest.warns(UserWarning, match="100 optimizer steps without"):
         worker.local_step(99)
 

@@ -185,47 +185,103 @@ def local_steps():
     """The plain model and optimizer: common weights are equal after each exchange, and nothing is lost. At the end all
     ranks have the same parameters and BatchNorm statistics."""
     for unsent in ("weights", "buffer"):
+        _local_steps(unsent, adamw)
+
+
+@register(CASES, named=True)
+def local_steps_of_two_optimizers():
+    for unsent in ("weights", "buffer"):
+        _local_steps(unsent, muon_and_adamw)
+    _local_steps_resume(muon_and_adamw)
+
+
+def adamw(model):
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+
+def muon_and_adamw(model):
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == muon] for muon in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+class LocalJob:
+    """Training by local steps."""
+
+    def __init__(self, optimizers, **options):
         torch.manual_seed(0)
-        model = Branches().to(DEVICE)
-        compression = job.build(model.named_parameters(), density=1 / 8, bucket_mb=0.02)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        local = hvd_compress.LocalSteps(compression, optimizer, 4, unsent=unsent)
-        data = torch.Generator().manual_seed(job.host.rank())
+        self.model = Branches().to(DEVICE)
+        self.compression = job.build(self.model.named_parameters(), density=1 / 8, bucket_mb=0.02)
+        self.optimizers = optimizers(self.model)
+        self.local = hvd_compress.LocalSteps(self.compression, self.optimizers, 4, **options)
+        self.data = torch.Generator().manual_seed(job.host.rank())
 
-        def everyone(tensors):
-            return job.host.gather(torch.cat([t.detach().double().flatten() for t in tensors]).cpu())
-
-        for _ in range(16):
-            x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x, range(6)), x.mean((1, 2, 3)).gt(0).long()).backward()
+    def local_step(self):
+        x = torch.randn(4, 3, 6, 6, generator=self.data).to(DEVICE)
+        self.model.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(x, range(6)), x.mean((1, 2, 3)).gt(0).long()).backward()
+        for optimizer in self.optimizers:
             optimizer.step()
-            before = _with_residuals(model, compression, unsent)
-            if local.step():
-                common = everyone(weight.common for weight in local._common.weights)
-                assert all(torch.equal(common[0], other) for other in common)
-                after = everyone(_with_residuals(model, compression, unsent))
-                if job.method not in FORGETFUL:
-                    atol = 1e-2 if "fp16" in METHODS[job.method].keywords.values() else 1e-5
-                    torch.testing.assert_close(after.mean(0), everyone(before).mean(0), rtol=0, atol=atol)
-        mine = everyone(model.parameters())
-        assert torch.equal(mine[0], mine[1]) == (unsent == "buffer" or job.method in WITHOUT_RESIDUAL)
-        statistics = everyone([model.norm.running_mean, model.norm.running_var])
-        assert not torch.equal(statistics[0], statistics[1])
-        local.finish(model)
-        assert compression.stats()["steps"] == 16 // 4
-        after = everyone(model.parameters())
-        assert all(torch.equal(after[0], other) for other in after)
-        torch.testing.assert_close(after[0], mine.mean(0), rtol=0, atol=1e-5)
-        after = everyone([model.norm.running_mean, model.norm.running_var])
-        torch.testing.assert_close(after, statistics.mean(0).expand_as(after), rtol=1e-6, atol=1e-6)
-        job.host.barrier()
+
+    def common(self):
+        return [weight.common for weight in self.local._common.weights]
+
+    def with_residuals(self):
+        named = ((name, p.detach().double().cpu()) for name, p in self.model.named_parameters())
+        return [p + self.compression.residual(name).double().cpu() for name, p in named]
 
 
-def _with_residuals(model, compression, unsent):
-    """What an exchange keeps the mean of."""
-    named = [(name, p.detach().double().cpu()) for name, p in model.named_parameters()]
-    return [p if unsent == "weights" else p + compression.residual(name).double().cpu() for name, p in named]
+def _everyone(tensors):
+    return job.host.gather(torch.cat([t.detach().double().flatten() for t in tensors]).cpu())
+
+
+def _local_steps(unsent, optimizers, **options):
+    trained = LocalJob(optimizers, unsent=unsent, **options)
+    model, local = trained.model, trained.local
+    kept = trained.with_residuals if unsent == "buffer" else model.parameters
+    for _ in range(16):
+        trained.local_step()
+        before = _everyone(kept())
+        if local.step():
+            common = _everyone(trained.common())
+            assert all(torch.equal(common[0], other) for other in common)
+            if job.method not in FORGETFUL:
+                atol = 1e-2 if "fp16" in METHODS[job.method].keywords.values() else 1e-5
+                torch.testing.assert_close(_everyone(kept()).mean(0), before.mean(0), rtol=0, atol=atol)
+    mine = _everyone(model.parameters())
+    assert torch.equal(mine[0], mine[1]) == (unsent == "buffer" or job.method in WITHOUT_RESIDUAL)
+    statistics = _everyone([model.norm.running_mean, model.norm.running_var])
+    assert not torch.equal(statistics[0], statistics[1])
+    local.finish(model)
+    assert trained.compression.stats()["steps"] == 16 // 4
+    after = _everyone(model.parameters())
+    assert all(torch.equal(after[0], other) for other in after)
+    torch.testing.assert_close(after[0], mine.mean(0), rtol=0, atol=1e-5)
+    after = _everyone([model.norm.running_mean, model.norm.running_var])
+    torch.testing.assert_close(after, statistics.mean(0).expand_as(after), rtol=1e-6, atol=1e-6)
+    job.host.barrier()
+
+
+def _local_steps_resume(optimizers, steps=10, **options):
+    """Saved after so many steps, in mid-period: the same weights to the last bit."""
+    straight, resumed = LocalJob(optimizers, **options), LocalJob(optimizers, **options)
+
+    def train(trained, count):
+        for _ in range(count):
+            trained.local_step()
+            trained.local.step()
+
+    train(straight, steps)
+    state = copy.deepcopy(straight.compression.state_dict())
+    resumed.model.load_state_dict(straight.model.state_dict())
+    for optimizer, saved in zip(resumed.optimizers, straight.optimizers, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    resumed.data.set_state(straight.data.get_state())
+    resumed.compression.load_state_dict(state)
+    train(straight, 10)
+    train(resumed, 10)
+    for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    job.host.barrier()
 
 
 @register(CASES, named=True)

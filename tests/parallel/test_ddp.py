@@ -20,6 +20,7 @@ def test_all_cases():
     plan = {name: ["accumulation", "bfloat16_parameters", "checkpoint"] for name in TRAINED}
     plan["fft"] += ["local_steps"]
     plan["slimdp"] += ["local_steps"]
+    plan["demo"] += ["local_steps_of_two_optimizers"]
     run_cases(["--ddp", "2"], {**plan, "iwp": [*all_cases("iwp"), "checkpoint", "local_steps"]}, timeout=300, steps=12)
 
 

@@ -29,6 +29,7 @@ def test_one_process_trains_as_without_compression():
 def test_all_cases_with_mpi():
     plan = {name: ["accumulation", "bfloat16_parameters"] for name in OTHERS}
     plan["slimdp"] += ["local_steps"]
+    plan["demo"] += ["local_steps_of_two_optimizers"]
     plan = {"iwp": [*all_cases("iwp"), "local_steps"], "fft": [], **plan}
     # Of each kind of exchange. The sum of two ranks does not depend on the fusion of tensors: see the case.
     for name in ("iwp", "fft", "mp2", "topk", "powersgd"):
@@ -44,6 +45,10 @@ def test_three_ranks_with_gloo():
     plan["mipd"] += ["local_steps"]
     plan["iwp"] += ["overlapping_process_sets"]
     run_cases(["--gloo", "3"], plan, timeout=300, steps=8)
+
+
+def test_local_steps_of_two_ranks_with_gloo():
+    run_cases(["--gloo", "2"], {"iwp": ["local_steps_of_two_optimizers"]}, timeout=300)
 
 
 @pytest.mark.slow
