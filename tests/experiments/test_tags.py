@@ -46,10 +46,10 @@ def test_fine_tuning_begins_with_the_weights_of_the_language_model(tmp_path, cap
         "2",
         "--limit-train",
         "9999",
-        "--lr-warmup-epochs",
-        "0",
+        "--optimizer",
+        "adamw",
     ]
-    common += ["--optimizer", "adamw"]
+    common += ["--lr-warmup-epochs", "0"]
     threads = torch.get_num_threads()
     given = [*common, "--data", "text", "--model", "gpt", "--max-steps", "2", "--save", str(saved)]
     assert train.main(train.parse(given)) == 0
