@@ -90,7 +90,7 @@ KINDS = {
 } | {
     "iwp-momentum": partial(IWP, density=1 / 16, momentum=0.9, budget_interval=2),
     "iwp-everything": partial(IWP, density=1.0, dense_values="fp16"),
-    "demo-orthogonal": partial(DeMo, orthogonal=True),
+    "demo-orthogonal": partial(DeMo, orthogonal=True, subtract=0.5),
 }
 
 #: Those that, as in their papers, lose what they do not send.

@@ -8,8 +8,14 @@ ranks in one process, in turn, which needs neither.
     bash scripts/run.sh 4 scripts/experiments/train.py --compression iwp --local-steps 16 --optimizer adamw
 
 Data is images, tested by accuracy, or text: the source files of Python's standard library as bytes, a tenth of the
-files held out, tested by bits per byte. An epoch of text is 100 steps. The learning rate rises and falls within the
-steps that are run, as --epochs and --max-steps say.
+files held out, tested by bits per byte. Or text-tags: whether a byte is a part of a keyword, a name, a comment and so
+on, tested by accuracy. An epoch of text is 100 steps. The learning rate rises and falls within the steps that are run,
+as --epochs and --max-steps say.
+
+Fine-tuning begins with the weights of another task:
+
+    train.py --host threads --ranks 1 --data text --model gpt --optimizer adamw --batch-size 32 --save results/gpt.pt
+    train.py --host threads --data text-tags --model gpt-tagger --from results/gpt.pt --optimizer adamw --lr 3e-4
 
 Bytes and their ratio are those of the training's exchanges. With --local-steps, a step's bytes are the mean over a
 period, and its time, too; the average of all weights at the end is not among them (`dense_bytes_per_step`, once).
@@ -55,6 +61,8 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/")
     parser.add_argument("--context", type=int, default=64, help="bytes of text that a model reads")
     parser.add_argument("--model", choices=models.MODELS, default="cnn")
+    parser.add_argument("--from", dest="pretrained", type=Path, metavar="FILE", help="weights that --save has written")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights here at the end")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images, or windows of text, per rank")
     optimizers.add_arguments(parser)
@@ -105,7 +113,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--host threads needs --device cpu")
     if (given := datasets.DATASETS[args.data]) != (reads := models.MODELS[args.model].reads):
         raise ValueError(f"--model {args.model} reads {reads}, and --data {args.data} is {given}")
-    if args.channels_last and given == "text":
+    if args.channels_last and given != "images":
         raise ValueError("--channels-last is for images")
     if args.trace and args.host == "threads":
         raise ValueError("--trace is for ranks that are processes: --host horovod or ddp")
@@ -142,6 +150,8 @@ class Run:
 
         torch.manual_seed(args.seed)
         self.model = models.build(args.model, *self.data.shape).to(self.device)
+        if args.pretrained:
+            models.load_pretrained(self.model, args.pretrained)
         if args.channels_last:
             self.model.to(memory_format=torch.channels_last)
         optimizer = optimizers.build(args, self.model)
@@ -282,6 +292,9 @@ def train(args: argparse.Namespace, host: hosts.Host, kind: type[Run]) -> int:
     if host.rank == 0:
         print(", ".join(f"{key} {value:.6g}" for key, value in result.items() if isinstance(value, int | float)))
         write_run(args.json, result)
+        if args.save:
+            args.save.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(run.model.state_dict(), args.save)
     # A diverged run or unequal replicas is a result to keep, and a failure to report.
     return host.close(0 if result["replicas_equal"] and math.isfinite(result["train_loss"]) else 1)
 

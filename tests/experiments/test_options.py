@@ -66,6 +66,7 @@ def test_options_are_the_arguments_of_the_method():
         "--eval-every 0",
         "--data text",
         "--model gpt",
+        "--data text --model gpt-tagger",
         "--data text --model gpt --channels-last",
         "--optimizer adamw --momentum 0.9",
         "--optimizer muon --dion-rank 4",

@@ -8,11 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from experiment import images, text
+from experiment import images, tags, text
 from experiment.quality import Metric
 
 #: What a data set consists of: a model reads the one or the other.
-DATASETS = {"digits": "images", "cifar10": "images", "synthetic": "images", "text": "text"}
+DATASETS = {
+    "digits": "images",
+    "cifar10": "images",
+    "synthetic": "images",
+    "text": "text",
+    "text-tags": "tagged text",
+}
 
 
 class Data(Protocol):
@@ -47,6 +53,8 @@ def load(name: str, folder: Path | None = None, context: int = 64) -> Data:
     """``folder`` is for cifar10 only, ``context``, the bytes that a model reads, for text."""
     if name == "text":
         return text.standard_library(context)
+    if name == "text-tags":
+        return tags.standard_library(context)
     if name == "cifar10":
         if folder is None:
             raise ValueError(f"--data cifar10 needs --data-dir, the folder that holds {images.CIFAR_FOLDER}/")

@@ -4,24 +4,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiment.transformers import GPT, ViT
+from experiment.transformers import GPT, GPTTagger, ViT
 
 
 @dataclass(frozen=True)
 class Model:
     constructor: Callable[..., nn.Module]
-    reads: str = "images"  # or "text"
+    reads: str = "images"  # a value of data.DATASETS
     smallest: int = 1  # pixels of a side
 
 
 def build(name: str, *shape: int) -> nn.Module:
     """A fresh network for data of this shape, see :mod:`experiment.data`. For images (channels, size, classes): maps
     float (n, c, size, size) to logits (n, classes). For text (vocabulary, context): maps int64 (n, length) to logits
-    (n, length, vocabulary)."""
+    (n, length, vocabulary). For tagged text (vocabulary, context, tags): the same to logits (n, length, tags)."""
     model = MODELS[name]
     if shape[1] < model.smallest:
         raise ValueError(f"model {name} needs images of at least {model.smallest} pixels, these have {shape[1]}")
@@ -114,11 +116,26 @@ MODELS: dict[str, Model] = {
     "vgg11": Model(vgg11, smallest=32),
     "vit": Model(partial(ViT, patch=4, width=128, layers=4, heads=4), smallest=4),  # 0.54 M parameters
     "gpt": Model(partial(GPT, width=96, layers=2, heads=4), reads="text"),  # 0.26 M
+    "gpt-tagger": Model(partial(GPTTagger, width=96, layers=2, heads=4), reads="tagged text"),
     "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }
 
 #: Parameters of the transformers that are vectors of tokens and of positions.
 EMBEDDINGS = {"words.weight", "positions"}
+
+
+def load_pretrained(model: nn.Module, file: Path) -> None:
+    """Loads the weights of another task's model, all but the head's. ``ValueError`` for those of another network."""
+    saved, own = torch.load(file, weights_only=True), model.state_dict()
+    body = [name for name in own if not name.startswith("head.")]
+    for name in body:
+        if (given := _shape(saved, name)) != (wanted := _shape(own, name)):
+            raise ValueError(f"{file}: {name} is {given}, and the model's is {wanted}")
+    model.load_state_dict({name: saved[name] for name in body}, strict=False)
+
+
+def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(state[name].shape) if name in state else None
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:

@@ -38,8 +38,23 @@ class GPT(nn.Module):
         _initialise(self, layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.positions[: tokens.shape[1]]
-        return F.linear(self.norm(self.blocks(x)), self.words.weight)
+        return F.linear(self.features(tokens), self.words.weight)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head reads: float (n, length, width)."""
+        return self.norm(self.blocks(self.words(tokens) + self.positions[: tokens.shape[1]]))
+
+
+class GPTTagger(GPT):
+    """A GPT with another head. Maps tokens int64 (n, length) to logits (n, length, tags) of these tokens."""
+
+    def __init__(self, vocabulary: int, context: int, tags: int, width: int, layers: int, heads: int):
+        super().__init__(vocabulary, context, width, layers, heads)
+        self.head = nn.Linear(width, tags)
+        _initialise(self.head, layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
 
 
 class ViT(nn.Module):
