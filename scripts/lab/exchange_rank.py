@@ -66,7 +66,12 @@ def main(args: argparse.Namespace) -> int:
     host = hosts.start(args.host)
     on_network = COUNTER.exists() and "HVD_NETLAB" in os.environ
     bench = (Counted if on_network else Bench)(
-        host, list(SHAPES[args.shapes]()), args.steps, args.max_seconds, args.pause_ms / 1e3, args.local_steps or 1
+        host,
+        list(SHAPES[args.shapes]()),
+        args.steps,
+        args.max_seconds,
+        pause=args.pause_ms / 1e3,
+        period=args.local_steps or 1,
     )
     # A method that sends signs allows no momentum; momentum correction takes it from the optimizer, whose update is
     # cheaper then.
