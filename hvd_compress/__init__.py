@@ -1,6 +1,6 @@
 """Gradient compression for data-parallel training with Horovod, torch DistributedDataParallel or FSDP2."""
 
-from . import schedule
+from . import recipes, schedule
 from ._version import __version__
 from .engine.checkpoint import reshard
 from .hosts.ddp import ddp_hook
@@ -37,6 +37,7 @@ __all__ = [
     "TopK",
     "__version__",
     "ddp_hook",
+    "recipes",
     "register_fsdp_hooks",
     "reshard",
     "schedule",

@@ -121,7 +121,7 @@ class LocalSteps:
                 "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
                 'use unsent="buffer"'
             )
-        self._compression, self._period, self._unsent = compression, period, unsent
+        self.compression, self._period, self._unsent = compression, period, unsent
         self._decay, self._outer_lr, self._outer_momentum = decay, outer_lr, outer_momentum
         self._common = CommonWeights(engine, unsent, outer_lr, outer_momentum)
         self._optimizers = LocalOptimizers(optimizer, self._common.ids, self._before_step, engine.warn)
@@ -217,7 +217,7 @@ class LocalSteps:
 
     @property
     def _engine(self) -> Engine:
-        return self._compression.engine
+        return self.compression.engine
 
     @modes_off
     def _before_step(self, optimizer: Optimizer) -> None:

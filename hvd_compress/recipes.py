@@ -1,0 +1,133 @@
+"""Local steps under their published names: a compressor and :class:`hvd_compress.LocalSteps` in one call.
+
+Each function takes the model, the optimizer or the list of optimizers that take the local steps, and the period. It
+returns the :class:`~hvd_compress.LocalSteps`, whose ``compression`` has the statistics and the state to save. Further
+arguments are the compressor's (``process_group``, ``dense_values``, ...). Errors are those of the two classes.
+
+================  =======================  ====================  ========================  ============================
+recipe            optimizer                what is exchanged     what becomes of it        bytes against dense training
+================  =======================  ====================  ========================  ============================
+``low_bit``       Muon; any                all, 2 bits           plain average             16 x period times fewer
+``local_sgd``     SGD; any                 all, float32          plain average             period times fewer
+``diloco``        AdamW                    all, float32          Nesterov, 0.7 and 0.9     period times fewer
+``muloco``        Muon                     all, float32          Nesterov, 0.7 and 0.6     period times fewer
+``sparseloco``    AdamW                    1/64, every rank's    plain average             grow with the ranks
+================  =======================  ====================  ========================  ============================
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .engine.arguments import NamedParameters
+from .methods.local_steps import LocalSteps
+from .methods.no_compression import NoCompression
+from .methods.quantized import Quantized
+from .methods.topk import TopK
+
+__all__ = ["diloco", "local_sgd", "low_bit", "muloco", "sparseloco"]
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def low_bit(
+    model: NamedParameters,
+    optimizers: Optimizers,
+    period: int = 3,
+    *,
+    bits: int = 2,
+    **options: Any,
+) -> LocalSteps:
+    """Local steps with differences of ``bits`` bits and error feedback. Ours; the first advice for transformers with
+    Muon (``docs/choosing.md``).
+
+    Args:
+        model: or its named parameters.
+        optimizers: one optimizer, or a list of several of different parameters.
+        period: steps between two exchanges. Few steps in few bits train better than many steps in more bits at the same
+            bytes.
+        bits: of an entry, 1 to 8 (:class:`~hvd_compress.Quantized`).
+        options: further arguments of the compressor.
+    """
+    compression = Quantized(model, bits, **{"dense_values": "fp16", **options})
+    return LocalSteps(compression, optimizers, period, unsent="buffer")
+
+
+def local_sgd(
+    model: NamedParameters,
+    optimizers: Optimizers,
+    period: int = 8,
+    **options: Any,
+) -> LocalSteps:
+    """Local SGD (Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019): plain averages of the weights.
+
+    Args:
+        model, optimizers, period, options: see :func:`low_bit`.
+    """
+    return LocalSteps(NoCompression(model, **options), optimizers, period)
+
+
+def diloco(
+    model: NamedParameters,
+    optimizers: Optimizers,
+    period: int = 30,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    **options: Any,
+) -> LocalSteps:
+    """DiLoCo (Douillard et al., arXiv 2311.08105): many AdamW steps, then a Nesterov step of the common weights.
+
+    Args:
+        model, optimizers, period, options: see :func:`low_bit`. The paper's period is 500, for
+            trainings of many more steps.
+        outer_lr, outer_momentum: of the common weights.
+    """
+    return LocalSteps(
+        NoCompression(model, **options),
+        optimizers,
+        period,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+    )
+
+
+def muloco(
+    model: NamedParameters,
+    optimizers: Optimizers,
+    period: int = 30,
+    *,
+    outer_momentum: float = 0.6,
+    **options: Any,
+) -> LocalSteps:
+    """MuLoCo (Therien et al., arXiv 2505.23725): DiLoCo with Muon inside, and less outer momentum.
+
+    Args:
+        model, optimizers, period, outer_momentum, options: see :func:`diloco`. ``optimizers``: Muon for the hidden
+            matrices, AdamW for the rest.
+    """
+    return diloco(model, optimizers, period, outer_momentum=outer_momentum, **options)
+
+
+def sparseloco(
+    model: NamedParameters,
+    optimizers: Optimizers,
+    period: int = 15,
+    *,
+    density: float = 1 / 64,
+    decay: float = 0.95,
+    **options: Any,
+) -> LocalSteps:
+    """SparseLoCo (Sarfi et al., arXiv 2508.15706): each rank sends its largest differences; the rest stays in an
+    error-feedback buffer that decays, in place of outer momentum.
+
+    Ours: the largest of every tensor, not of chunks of 4,096; float32 values and indices of four bytes, not 2 bits.
+
+    Args:
+        model, optimizers, period, options: see :func:`low_bit`.
+        density: the share of the entries that a rank sends.
+        decay: of the buffer, after each exchange.
+    """
+    compression = TopK(model, density, **options)
+    return LocalSteps(compression, optimizers, period, unsent="buffer", decay=decay)
