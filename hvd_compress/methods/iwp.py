@@ -99,7 +99,7 @@ class IWP(SparseMethod):
         return _IWPWork(bucket, sending, self.arguments)
 
     @property
-    def ordered(self) -> bool:  # type: ignore[override]
+    def _ordered(self) -> bool:  # type: ignore[override]
         return self.arguments.block_means
 
     def made_with(self) -> dict[str, Any]:
