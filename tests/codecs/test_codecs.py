@@ -33,7 +33,7 @@ def drive(channel: Channel, world: ThreadWorld, rank: int, values: Tensor, step:
         except StopIteration as end:
             return *(tensor.clone() for tensor in end.value), sent
         sent += request.wire_bytes(world.size)
-        result = world.join(request, f"{step}.{stage}", rank).result()
+        result = world.collectives(rank).start(request, f"{step}.{stage}").result()
 
 
 def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[dict[str, list]]:
