@@ -34,7 +34,7 @@ class WireStats:
         ``share``: of what the node's card would send, which counts for this rank."""
         self._current["dense"] += share * ring_bytes("allreduce", 4 * numel, ranks)
 
-    def count_dense(self, numel: int, byte_count: int, ranks: int, per_node: int) -> None:
+    def count_dense(self, numel: int, byte_count: int, ranks: int, per_node: int = 1) -> None:
         """Counts a gradient that is allreduced over all ``ranks`` without compression, in ``byte_count`` bytes. Of each
         node's ``per_node`` ranks in a ring, one sends to another node."""
         self.count_gradient(numel, ranks, 1.0 / per_node)

@@ -10,7 +10,9 @@ from .every_entry import EveryEntry
 class Quantized(EveryEntry):
     r"""Every entry of the gradient in a few bits, with error feedback; the bytes do not grow with the ranks.
 
-    On rank i of N, for every ``run`` of consecutive entries, with gradient g_i and residual r_i::
+    Implements the exchange of CGX (Markov et al., *CGX: Adaptive System Support for Communication-Efficient Deep
+    Learning*, Middleware 2022), a reduce-scatter (alltoall) and an allgather of codes. On rank i of N, for every ``run``
+    of consecutive entries, with gradient g_i and residual r_i::
 
         a_i = r_i + g_i
         s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-b; 2 bytes, sent with the codes
@@ -20,11 +22,9 @@ class Quantized(EveryEntry):
         r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q(m))
 
     L are the Lloyd-Max levels of a Gaussian, which have the least mean squared error at p = 0 (Max 1960; Lloyd 1982);
-    with 1 bit, -0.8 and 0.8. At p = 1 nothing would be clipped. The exchange is that of CGX (Markov et al., *CGX:
-    Adaptive System Support for Communication-Efficient Deep Learning*, 2022), a reduce-scatter (alltoall) and an
-    allgather, with error feedback for both encodings, as in DoubleSqueeze (Tang et al., ICML 2019). Ours: the levels,
-    the scale between both, since what is clipped piles up until it is sent, scales of their own in both directions, and
-    the owner's error in its own residual.
+    with 1 bit, -0.8 and 0.8. At p = 1 nothing would be clipped. Error feedback for both encodings is that of
+    DoubleSqueeze (Tang et al., ICML 2019). Ours: the levels; the scale between both, since what is clipped piles up
+    until it is sent; scales of their own in both directions; the owner's error in its own residual.
 
     A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. With :class:`~hvd_compress.LocalSteps`, the
     entries are differences of weights.
