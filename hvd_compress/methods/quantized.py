@@ -11,8 +11,8 @@ class Quantized(EveryEntry):
     r"""Every entry of the gradient in a few bits, with error feedback; the bytes do not grow with the ranks.
 
     Implements the exchange of CGX (Markov et al., *CGX: Adaptive System Support for Communication-Efficient Deep
-    Learning*, Middleware 2022), a reduce-scatter (alltoall) and an allgather of codes. On rank i of N, for every ``run``
-    of consecutive entries, with gradient g_i and residual r_i::
+    Learning*, Middleware 2022), a reduce-scatter (alltoall) and an allgather of codes. On rank i of N, for every
+    ``run`` of consecutive entries, with gradient g_i and residual r_i::
 
         a_i = r_i + g_i
         s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-b; 2 bytes, sent with the codes
