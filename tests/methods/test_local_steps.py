@@ -143,7 +143,7 @@ def test_the_whole_residual_is_scaled(name):
 
 def test_unsent_differences_stay_in_the_own_weights():
     world, group = workers(3, build=partial(SlimDP, density=1 / 16, values="fp32"))
-    alone = [Worker(ThreadWorld(1), rank, period=10**6) for rank in range(3)]
+    alone = [Worker(ThreadWorld(rank + 1), rank, period=10**6) for rank in range(3)]
     world.run(lambda i: group[i].train(3))
     for worker in alone:
         worker.train(3)
@@ -168,7 +168,7 @@ def test_density_one_is_local_sgd(name, unsent, ordered):
     """Plain averaging of the weights after each period, written by hand."""
     build = partial(EXACT[name], **fitting(EXACT[name], {"momentum": 0.0}))
     world, group = workers(3, build=build, unsent=unsent, ordered=ordered)
-    alone = [Worker(ThreadWorld(1), rank, period=10**6) for rank in range(3)]
+    alone = [Worker(ThreadWorld(rank + 1), rank, period=10**6) for rank in range(3)]
     world.run(lambda i: group[i].train(6))
     for first in (0, 3):
         for worker in alone:
@@ -205,7 +205,7 @@ def test_the_outer_optimizer_is_nesterov_sgd():
     world.run(lambda i: group[i].train(8))
     common = copy.deepcopy(model)
     outer = torch.optim.SGD(common.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    alone = [Worker(ThreadWorld(1), rank, model=model, period=10**6) for rank in range(2)]
+    alone = [Worker(ThreadWorld(rank + 1), rank, model=model, period=10**6) for rank in range(2)]
     for first in (0, 2, 4, 6):
         for worker in alone:
             worker.model.load_state_dict(common.state_dict())
@@ -226,7 +226,7 @@ def test_the_buffer_is_error_feedback_with_decay():
     world, group = workers(2, build=build, model=model, **options)
     world.run(lambda i: group[i].train(8))
     weight, buffers = model.weight.detach().double().flatten(), [torch.zeros(2048).double()] * 2
-    alone = [Worker(ThreadWorld(1), rank, model=model, period=10**6) for rank in range(2)]
+    alone = [Worker(ThreadWorld(rank + 1), rank, model=model, period=10**6) for rank in range(2)]
     for first in (0, 2, 4, 6):
         sent = []
         for rank, worker in enumerate(alone):
@@ -272,7 +272,7 @@ def test_local_steps_of_two_optimizers(ordered):
     """Muon and AdamW: as one optimizer that steps both groups would, also when they are saved in mid-period."""
     resumes_bit_exactly(dict(optimizer=muon_and_adamw, ordered=ordered))
     world, group = workers(3, optimizer=muon_and_adamw, build=partial(TopK, density=1.0), ordered=ordered)
-    alone = [Worker(ThreadWorld(1), rank, period=10**6, optimizer=muon_and_adamw) for rank in range(3)]
+    alone = [Worker(ThreadWorld(rank + 1), rank, period=10**6, optimizer=muon_and_adamw) for rank in range(3)]
     assert world.run(lambda i: group[i].train(3)) == [[False, False, True]] * 3
     for worker in alone:
         worker.train(3)
@@ -367,7 +367,7 @@ def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts():
     """The optimizer does not step then: also before the common weights are taken."""
     skipped = {(0, 0), (1, 1)}
     world, group = workers(2, build=partial(TopK, density=1.0))
-    alone = [Worker(ThreadWorld(1), rank, period=10**6) for rank in range(2)]
+    alone = [Worker(ThreadWorld(rank + 1), rank, period=10**6) for rank in range(2)]
 
     def body(i, trained, finished):
         for step in range(3):
