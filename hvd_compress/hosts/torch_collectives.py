@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.collectives import Handle, HostName, Nodes, Request
+from ..engine.collectives import Handle, HostName, Nodes, Request, allgather
 from ..engine.registry import Registry
 from .nodes import divided, groups
 from .polling import wait_until
@@ -105,14 +105,16 @@ class TorchCollectives:
         between, inside = (TorchCollectives(mesh.get_group(dimension)) for dimension in (0, 1))
         return Nodes(self, between, inside)
 
-    def _started_nodes(self) -> list[object]:
-        """The node of each rank, as torchrun has started them: the first of its ranks."""
+    def _started_nodes(self) -> list[int]:
+        """The node of each rank, as torchrun has started them: the first of its ranks. By a tensor:
+        ``all_gather_object()`` needs NumPy, which torch does not require."""
         local = os.environ.get("LOCAL_RANK", "")
         if not local.isdigit():
             raise ValueError("nodes=True needs LOCAL_RANK, which torchrun sets: give the number of nodes")
-        found: list[object] = [None] * self.size
-        distributed.all_gather_object(found, distributed.get_rank() - int(local), group=self.group)
-        return found
+        nccl = "nccl" in distributed.get_backend(self.group)
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        first = torch.tensor([distributed.get_rank() - int(local)], dtype=torch.int64, device=device)
+        return list(self.start(allgather(first), "hvd_compress.nodes").result().tolist())
 
     def _among(self, ranks: list[int]) -> "TorchCollectives":
         """Some of these ranks."""
