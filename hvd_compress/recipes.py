@@ -54,12 +54,7 @@ def low_bit(
     return LocalSteps(compression, optimizers, period, unsent="buffer")
 
 
-def local_sgd(
-    model: NamedParameters,
-    optimizers: Optimizers,
-    period: int = 8,
-    **options: Any,
-) -> LocalSteps:
+def local_sgd(model: NamedParameters, optimizers: Optimizers, period: int = 8, **options: Any) -> LocalSteps:
     """Local SGD (Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019): plain averages of the weights.
 
     Args:
@@ -80,17 +75,12 @@ def diloco(
     """DiLoCo (Douillard et al., arXiv 2311.08105): many AdamW steps, then a Nesterov step of the common weights.
 
     Args:
-        model, optimizers, period, options: see :func:`low_bit`. The paper's period is 500, for
-            trainings of many more steps.
+        model, optimizers, period, options: see :func:`low_bit`. The paper's period is 500, for trainings of many more
+            steps.
         outer_lr, outer_momentum: of the common weights.
     """
-    return LocalSteps(
-        NoCompression(model, **options),
-        optimizers,
-        period,
-        outer_lr=outer_lr,
-        outer_momentum=outer_momentum,
-    )
+    compression = NoCompression(model, **options)
+    return LocalSteps(compression, optimizers, period, outer_lr=outer_lr, outer_momentum=outer_momentum)
 
 
 def muloco(

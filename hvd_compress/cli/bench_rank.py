@@ -116,9 +116,7 @@ class Bench:
             "step_ms": statistics.median(steps),
             "step_ms_spread": [min(steps), max(steps)],
             "steps_ms": steps,
-            "longest_ms": statistics.median(
-                max(single[i : i + self.period]) for i in range(0, len(single), self.period)
-            ),
+            "longest_ms": statistics.median(map(max, self._periods(single))),
             "processor_ms": 1e3 * statistics.mean(cpu for _, cpu, *_ in everyone),
             "compress_ms": statistics.mean(ms or 0.0 for _, _, ms, _ in everyone) / self.period,
             "sent_bytes": stats and sent_bytes / self.period,
@@ -144,9 +142,13 @@ class Bench:
         """Steps before the first that is measured: whole periods."""
         return max(WARMUP, self.period)
 
+    def _periods(self, steps: list[float]) -> list[list[float]]:
+        """The steps of each period."""
+        return [steps[i : i + self.period] for i in range(0, len(steps), self.period)]
+
     def _per_period(self, steps: list[float]) -> list[float]:
         """The mean over each period."""
-        return [statistics.fmean(steps[i : i + self.period]) for i in range(0, len(steps), self.period)]
+        return list(map(statistics.fmean, self._periods(steps)))
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """The steps of the slowest rank, in ms."""

@@ -4,7 +4,7 @@ Each piece starts at a block boundary of the bucket's flat tensors and lies ther
 (channels_last stays channels_last), so that gradient, weight and residual are read side by side.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -240,7 +240,7 @@ def in_order_of(weight: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_strided(weight.shape, weight.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-Parameters = Iterable[tuple[int, str, torch.nn.Parameter]]
+Parameters = list[tuple[int, str, torch.nn.Parameter]]
 
 
 def make_buckets(parameters: Parameters, capacity: int, owners: int = 1) -> list[Bucket]:
@@ -251,17 +251,15 @@ def make_buckets(parameters: Parameters, capacity: int, owners: int = 1) -> list
     With several ``owners`` each gets about equally many entries, in whole parameters, and so many times smaller
     buckets: a rank exchanges as often as one that owns everything."""
     found: list[tuple[int, list[Piece]]] = []
-    for owner, part in enumerate(_shares(list(parameters), owners)):
+    for owner, part in enumerate(_shares(parameters, owners)):
         found += ((owner, pieces) for pieces in _packed(part, capacity // owners))
     found.sort(key=lambda item: -item[1][-1].number)  # in the order in which they fill
     return [Bucket(i, tuple(ps), ps[0].parameter.device, owner) for i, (owner, ps) in enumerate(found)]
 
 
-def _shares(
-    parameters: list[tuple[int, str, torch.nn.Parameter]], owners: int
-) -> list[list[tuple[int, str, torch.nn.Parameter]]]:
+def _shares(parameters: Parameters, owners: int) -> list[Parameters]:
     """Parameters by owner, last one first: the largest first, each to the owner with the fewest entries."""
-    shares: list[list[tuple[int, str, torch.nn.Parameter]]] = [[] for _ in range(owners)]
+    shares: list[Parameters] = [[] for _ in range(owners)]
     entries = [0] * owners
     for item in sorted(reversed(parameters), key=lambda item: -item[2].numel()):
         owner = entries.index(min(entries))

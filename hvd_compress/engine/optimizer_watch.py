@@ -121,13 +121,13 @@ class OptimizerWatch:
     def stepped_by(self, parameter: torch.nn.Parameter) -> bool:
         """Whether an optimizer that holds ``parameter`` has stepped since :meth:`forget_step`."""
         if self._held is None:
-            self._held = _parameters_of(self._stepped)
+            self._held = parameters_of(self._stepped)
         return id(parameter) in self._held
 
     def left_out(self, parameter: torch.nn.Parameter) -> bool:
         """Whether optimizers have stepped, and none that holds ``parameter``: nothing applies its gradients."""
         if self._trained is None:
-            self._trained = _parameters_of(self._steppers)
+            self._trained = parameters_of(self._steppers)
         return bool(self._trained) and id(parameter) not in self._trained
 
     def forget_step(self) -> None:
@@ -137,7 +137,8 @@ class OptimizerWatch:
         self._trained = self._held = None  # groups may be added
 
 
-def _parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ids of what optimizers hold."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, distributed
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, allreduce
@@ -27,7 +26,7 @@ from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
-from .horovod import was_given
+from .hooked import HookedHost
 from .nested import backward_depth
 from .torch_collectives import TorchCollectives
 
@@ -51,13 +50,13 @@ def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
 _Result = tuple[Tensor, Tensor | None, int, Tensor]
 
 
-class DDPHost:
+class DDPHost(HookedHost):
     """The hook of one engine."""
 
-    single = False
+    registration = "model.register_comm_hook(compression, hvd_compress.ddp_hook)"
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._results: list[_Result] = []
@@ -93,18 +92,6 @@ class DDPHost:
             if bucket.is_last():
                 self._finish()
         return future
-
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether an optimizer of Horovod's, which has no place here, was given this compressor; None for another."""
-        return was_given(optimizer, self._engine.method)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Warns if the optimizer's step applies gradients and none has passed through the hook."""
-        if self._engine.watch.bypassed_by(optimizer):
-            self._engine.warn(
-                f"{type(optimizer).__name__} steps, but this compressor has received no gradient: is "
-                "model.register_comm_hook(compression, hvd_compress.ddp_hook) missing?"
-            )
 
     def _abandon(self, overwritten: bool = False) -> None:
         self._engine.reset(overwritten)

@@ -18,13 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from ..engine.collectives import allreduce
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
-from .horovod import was_given
+from .hooked import HookedHost
 from .nested import backward_depth
 from .torch_collectives import TorchCollectives
 
@@ -63,13 +62,13 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
     cast(FSDPHost, compression.fsdp_host).register(model)
 
 
-class FSDPHost:
+class FSDPHost(HookedHost):
     """The hooks of one engine."""
 
-    single = False
+    registration = "hvd_compress.register_fsdp_hooks(model, compression)"
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         #: The compressor, once it is registered: it lives as long as the model.
         self._compressor: object = None
         #: The backward pass of the step in progress, or None.
@@ -106,18 +105,6 @@ class FSDPHost:
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
         self._compressor = engine.method
-
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether an optimizer of Horovod's, which has no place here, was given this compressor; None for another."""
-        return was_given(optimizer, self._engine.method)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Warns if the optimizer's step applies gradients and none has passed through the hooks."""
-        if self._engine.watch.bypassed_by(optimizer):
-            self._engine.warn(
-                f"{type(optimizer).__name__} steps, but this compressor has received no gradient: is "
-                "hvd_compress.register_fsdp_hooks(model, compression) missing?"
-            )
 
     def _meshes(self) -> Iterator[Any]:
         return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))

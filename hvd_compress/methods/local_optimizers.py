@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence, Set
 
 from torch.optim import Optimizer
 
-from ..engine.optimizer_watch import share_parameters
+from ..engine.optimizer_watch import parameters_of, share_parameters
 from ..hosts.horovod import is_distributed_optimizer
 
 # After so many steps of an optimizer without LocalSteps.step() a warning says that it may have been forgotten.
@@ -62,7 +62,7 @@ class LocalOptimizers:
                     f"{unknown} of the optimizer's parameters would never be averaged: the compressor was not given "
                     "them, or they were frozen when LocalSteps was built"
                 )
-            holders.update(_held(optimizer))
+            holders.update(parameters_of([optimizer]))
         if shared := sum(count > 1 for count in holders.values()):
             raise ValueError(f"{shared} parameters are held by two of the optimizers: each one by a single optimizer")
 
@@ -74,9 +74,9 @@ class LocalOptimizers:
                 "build LocalSteps(compression, [first, second], period) with all optimizers"
             )
 
-    def may_change(self, optimizer: Optimizer) -> set[int]:
+    def may_change(self, optimizer: Optimizer) -> Set[int]:
         """The ids of the known parameters that no other optimizer holds."""
-        return {*self._known}.difference(*(_held(other) for other in self._all if other is not optimizer))
+        return self._known - parameters_of(other for other in self._all if other is not optimizer)
 
     def counted(self) -> None:
         """Called by LocalSteps.step(): the steps so far belong to it."""
@@ -87,7 +87,3 @@ class LocalOptimizers:
         self._steps[optimizer] += 1
         if self._steps[optimizer] == _FORGOTTEN:
             self._warn(f"{_FORGOTTEN} optimizer steps without LocalSteps.step(): call it after each one")
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
