@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_fraction
 from ..engine.collectives import allreduce
-from ..engine.dense import Averaging, DenseGradient, dense_gradient
+from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
-from ..engine.state import Entry, Tree
+from ..engine.state import Entry, Fixed, Tree
 from .base import Compressor
-from .common_weights import CommonWeights, scale_residuals
+from .common_weights import CommonWeights
+from .fragments import Turns
+from .in_flight import InFlight
 from .local_optimizers import LocalOptimizers
 
 
@@ -89,6 +90,8 @@ class LocalSteps:
         decay: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        fragments: int = 1,
+        delay: int = 0,
     ) -> None:
         if not isinstance(compression, Compressor):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
@@ -120,12 +123,16 @@ class LocalSteps:
             raise ValueError(
                 'what stays in the weights cannot decay: build the compressor with decay=1, or use unsent="buffer"'
             )
-        self._compression, self._period, self._unsent = compression, period, unsent
-        self._decay, self._outer_lr, self._outer_momentum = decay, outer_lr, outer_momentum
+        self._compression = compression
         self._common = CommonWeights(engine, unsent, outer_lr, outer_momentum)
+        self._turns = Turns(engine, self._common.weights, period, fragments)
+        if not 0 <= delay <= self._turns.interval:
+            raise ValueError(f"delay must lie in 0 to period / fragments = {self._turns.interval}, got {delay}")
+        self._in_flight = InFlight(engine, self._common, self._turns, delay, decay)
+        #: What must be the same on all ranks.
+        self._arguments = {"period": period, "unsent": unsent, "decay": decay, "outer_lr": outer_lr}
+        self._arguments |= {"outer_momentum": outer_momentum, "fragments": fragments, "delay": delay}
         self._optimizers = LocalOptimizers(optimizer, self._common.ids, self._before_step, engine.warn)
-        #: Calls of step() since the last exchange.
-        self._since = 0
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
         engine.local_steps = self
@@ -135,21 +142,28 @@ class LocalSteps:
     @modes_off
     def step(self) -> bool:
         """Call it after each ``optimizer.step()`` or ``scaler.step(optimizer)``, also if the scaler skips that step; of
-        several optimizers, after all of them. Every ``period``-th call exchanges, and returns True. All ranks must call
-        it equally often: the others wait."""
+        several optimizers, after all of them. All ranks must call it equally often: the others wait.
+
+        Every ``period / fragments``-th call begins an exchange, which ends in the same call or ``delay`` calls later.
+        Returns whether one has ended in this call.
+        """
         self._begin()
         self._optimizers.counted()
-        self._begun, self._since = True, self._since + 1
-        if self._since < self._period:
-            return False
-        if self._engine.collectives.active:
-            self._exchange()
-        self._since = 0
-        return True
+        self._begun = True
+        self._turns.count()
+        ended = self._in_flight.called()
+        if not self._turns.due:
+            return ended
+        if not self._engine.collectives.active:
+            self._turns.begin_anew()
+            return True
+        self._optimizers.check()
+        return self._in_flight.begin() or ended
 
     @modes_off
     def finish(self, model: torch.nn.Module | None = None) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
+        What is in flight arrives before.
 
         With ``unsent="weights"`` nothing unsent is left afterwards; a ``"buffer"`` is kept. The outer optimizer takes
         no part. All ranks must call it.
@@ -162,6 +176,7 @@ class LocalSteps:
         engine, weights = self._engine, self._common.weights
         if not engine.collectives.active:
             return
+        self._in_flight.finish()
         with engine.outside_steps():
             whole = [
                 dense_gradient(w.number, w.parameter, w.parameter.to(w.common.dtype, copy=True), False, 1.0)
@@ -172,14 +187,16 @@ class LocalSteps:
             payloads = [*(w.payload for w in whole), *(b.double().flatten() for b in buffers)]
             for payload in payloads:
                 engine.stats.count_request(allreduce(payload, "dense_tensor"), engine.collectives.size)
-            self._count_gradients(self._since)
+            for fragment, age in zip(self._turns.fragments, self._turns.ages, strict=True):
+                entries = sum(weight.parameter.numel() for weight in fragment.weights)
+                engine.stats.count_gradient(age * entries, engine.collectives.size)
             averages = iter(Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results())
             for weight in whole:
                 weight.store(next(averages))
             self._common.replace(weight.grad for weight in whole)
             for buffer in buffers:
                 buffer.copy_(next(averages).view(buffer.shape))
-        self._since = 0
+        self._turns.begin_anew()
 
     # What the engine calls.
 
@@ -187,28 +204,37 @@ class LocalSteps:
         """Raises ``ValueError`` for an optimizer that was not given here."""
         self._optimizers.check_stepping(optimizer)
 
-    def restart(self) -> None:
-        """The set of ranks has changed: the parameters before the next local step become the common weights."""
+    def restart(self, same_ranks: bool) -> None:
+        """A state will be loaded, or the set of ranks has changed: the parameters before the next local step become the
+        common weights. What is in flight is not applied to them; in an error-feedback buffer it stays."""
+        self._in_flight.discard(wait=same_ranks)
         self._taken = self._begun = False
-        self._since = 0
+        self._turns.begin_anew()
+
+    def dropped(self) -> None:
+        """The compressor's step was dropped: what was in flight returns to the weights, or to the buffer."""
+        self._in_flight.dropped()
+
+    def drain(self) -> None:
+        """Waits for what is in flight; the parameters change when it is time."""
+        self._in_flight.drain()
 
     def options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        return {
-            "LocalSteps: period": self._period,
-            "LocalSteps: unsent": self._unsent,
-            "LocalSteps: decay": self._decay,
-            "LocalSteps: outer_lr": self._outer_lr,
-            "LocalSteps: outer_momentum": self._outer_momentum,
-            "LocalSteps: steps since the last exchange": self._since,
-            "LocalSteps: hash of the weights before the first step (were they broadcast?)": self._common.hash(),
+        compared = {
+            **self._arguments,
+            "steps since the last exchange": " ".join(map(str, self._turns.ages)),
+            "hash of the weights before the first step (were they broadcast?)": self._common.hash(),
         }
+        return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
     def state(self) -> Tree:
         """The saved state, beside the compressor's."""
         return {
             **self._common.state(),
-            "since": Entry(vars(self), "_since", int, low=0),
+            "fragments": Fixed(len(self._turns.fragments)),
+            "since": self._turns.state(),
+            "in_flight": self._in_flight.state(),
             "taken": Entry(vars(self), "_taken", bool),
             "begun": Entry(vars(self), "_begun", bool),
         }
@@ -232,40 +258,3 @@ class LocalSteps:
         if not self._taken:
             self._common.take(self._common.ids)
             self._taken = True
-
-    def _exchange(self) -> None:
-        self._optimizers.check()
-        with self._engine.entered:
-            differences = self._common.differences()
-            try:
-                self._average(differences)
-            except BaseException:
-                self._engine.reset()  # the compressed differences are in the residual, and zero here
-                self._common.put_back(differences)
-                raise
-            self._common.move(differences)
-            if self._decay != 1.0:
-                scale_residuals(self._engine, self._decay)
-
-    def _average(self, differences: list[Tensor]) -> None:
-        """Replaces the differences by their averages over the ranks, as far as the compressor sends them."""
-        engine, dense = self._engine, list[DenseGradient]()
-        # The last parameters first: their buckets come first.
-        for weight, difference in reversed(list(zip(self._common.weights, differences, strict=True))):
-            arrived = engine.arrive(weight.number, difference)
-            if isinstance(arrived, DenseGradient):
-                dense.append(arrived)
-        self._count_gradients(self._since - 1)  # arrive() has counted one
-        averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.local")
-        engine.finish_step()
-        engine.undoable = False
-        for gradient, average in zip(dense, averaging.results(), strict=True):
-            gradient.store(average)
-            engine.method.dense_averaged(gradient.number, gradient.grad)
-        for work in engine.works:
-            work.bucket.clear()  # or it would hold the differences until the next exchange
-
-    def _count_gradients(self, steps: int) -> None:
-        """In the statistics: a dense exchange of the gradients of so many steps."""
-        for weight in self._common.weights:
-            self._engine.stats.count_gradient(steps * weight.parameter.numel(), self._engine.collectives.size)
