@@ -45,18 +45,27 @@ class LocalSteps:
         v   = outer_momentum v + u
         A   = A + outer_lr (u + outer_momentum v)
 
+    With ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments of the weights,
+    contiguous groups of the compressor's buckets with the uncompressed tensors beside them, are exchanged in turn, and
+    training goes on while an exchange is in flight. With the weights w_i(0) at its beginning, and w_i' what an exchange
+    without delay would have made of them::
+
+        w_i = w_i + w_i' - w_i(0)         at its end: the progress that was made meanwhile is kept
+
     With the defaults, the mean of the ranks' weights is the same before and after an exchange. Ours: what was not sent
     stays in the rank's own weights (Slim-DP's idea), any compressor, complete averages of what it does not compress,
-    and parameters that hold the common weights while an exchange runs, so that methods that select by weights see the
-    same on all ranks. Of differences that are not finite, all ranks see NaN in their weights, and A keeps its value:
-    once the weights are restored, the next exchange is valid.
+    common weights in the place of the rank's own for methods that select by weights, and progress in flight that is
+    kept in full (Streaming DiLoCo mixes it in by a factor). Of differences that are not finite, all ranks see NaN in
+    their weights, and A keeps its value: once the weights are restored, the next exchange is valid.
 
     Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer
     (``docs/local_steps.md``).
 
     All ranks must begin with the same parameters, which the first exchange checks, and call :meth:`step` equally often.
     The gradients, their clipping and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.
-    Checkpoints: ``compression.state_dict()`` contains this object's state.
+    Checkpoints: ``compression.state_dict()`` contains this object's state. With a ``delay`` it waits for what is in
+    flight, which is saved with it and applied when it is time: all ranks must call it, and ``load_state_dict()``, at
+    the same place.
 
     Args:
         compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its
@@ -71,6 +80,10 @@ class LocalSteps:
             ``unsent="buffer"``.
         outer_lr: factor of the averaged difference, above 0; 1 is plain averaging, DiLoCo's is 0.7.
         outer_momentum: Nesterov momentum of the common weights, in [0, 1); DiLoCo's is 0.9.
+        fragments: parts of the weights that are exchanged in turn, one every ``period / fragments`` calls of
+            :meth:`step`, which must be an integer. The compressor must have at least as many buckets
+            (``bucket_mb=``). The bytes of one exchange are divided by it.
+        delay: calls of :meth:`step` between the beginning and the end of an exchange, 0 to ``period / fragments``.
 
     Raises:
         TypeError: ``compression`` is not a compressor, or ``optimizer`` neither an optimizer nor a list of them.

@@ -143,7 +143,8 @@ def go_on(world: ThreadWorld, ranks: list[Rank], steps: range) -> list[Tensor]:
             for number, p in enumerate(ranks[i].model.parameters()):
                 generator = torch.Generator().manual_seed(100 * step + 10 * i + number)
                 p.grad = torch.randn(p.shape, generator=generator)
-            local._optimizer.step()
+            for optimizer in local._optimizers._all:
+                optimizer.step()
             local.step()
 
     world.run(body)
