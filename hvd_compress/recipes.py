@@ -37,6 +37,8 @@ def low_bit(
     period: int = 3,
     *,
     bits: int = 2,
+    fragments: int = 1,
+    delay: int = 0,
     **options: Any,
 ) -> LocalSteps:
     """Local steps with differences of ``bits`` bits and error feedback. Ours; the first advice for transformers with
@@ -48,19 +50,28 @@ def low_bit(
         period: steps between two exchanges. Few steps in few bits train better than many steps in more bits at the same
             bytes.
         bits: of an entry, 1 to 8 (:class:`~hvd_compress.Quantized`).
+        fragments, delay: see :class:`~hvd_compress.LocalSteps`.
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, **{"dense_values": "fp16", **options})
-    return LocalSteps(compression, optimizers, period, unsent="buffer")
+    return LocalSteps(compression, optimizers, period, unsent="buffer", fragments=fragments, delay=delay)
 
 
-def local_sgd(model: NamedParameters, optimizers: Optimizers, period: int = 8, **options: Any) -> LocalSteps:
+def local_sgd(
+    model: NamedParameters,
+    optimizers: Optimizers,
+    period: int = 8,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
+    **options: Any,
+) -> LocalSteps:
     """Local SGD (Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019): plain averages of the weights.
 
     Args:
-        model, optimizers, period, options: see :func:`low_bit`.
+        model, optimizers, period, fragments, delay, options: see :func:`low_bit`.
     """
-    return LocalSteps(NoCompression(model, **options), optimizers, period)
+    return LocalSteps(NoCompression(model, **options), optimizers, period, fragments=fragments, delay=delay)
 
 
 def diloco(
@@ -70,17 +81,27 @@ def diloco(
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
+    fragments: int = 1,
+    delay: int = 0,
     **options: Any,
 ) -> LocalSteps:
-    """DiLoCo (Douillard et al., arXiv 2311.08105): many AdamW steps, then a Nesterov step of the common weights.
+    """DiLoCo (Douillard et al., arXiv 2311.08105): many AdamW steps, then a Nesterov step of the common weights. With
+    ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512).
 
     Args:
-        model, optimizers, period, options: see :func:`low_bit`. The paper's period is 500, for trainings of many more
-            steps.
+        model, optimizers, period, fragments, delay, options: see :func:`low_bit`. The paper's period is 500, for
+            trainings of many more steps.
         outer_lr, outer_momentum: of the common weights.
     """
-    compression = NoCompression(model, **options)
-    return LocalSteps(compression, optimizers, period, outer_lr=outer_lr, outer_momentum=outer_momentum)
+    return LocalSteps(
+        NoCompression(model, **options),
+        optimizers,
+        period,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        fragments=fragments,
+        delay=delay,
+    )
 
 
 def muloco(
@@ -107,6 +128,8 @@ def sparseloco(
     *,
     density: float = 1 / 64,
     decay: float = 0.95,
+    fragments: int = 1,
+    delay: int = 0,
     **options: Any,
 ) -> LocalSteps:
     """SparseLoCo (Sarfi et al., arXiv 2508.15706): each rank sends its largest differences; the rest stays in an
@@ -115,9 +138,9 @@ def sparseloco(
     Ours: the largest of every tensor, not of chunks of 4,096; float32 values and indices of four bytes, not 2 bits.
 
     Args:
-        model, optimizers, period, options: see :func:`low_bit`.
+        model, optimizers, period, fragments, delay, options: see :func:`low_bit`.
         density: the share of the entries that a rank sends.
         decay: of the buffer, after each exchange.
     """
     compression = TopK(model, density, **options)
-    return LocalSteps(compression, optimizers, period, unsent="buffer", decay=decay)
+    return LocalSteps(compression, optimizers, period, unsent="buffer", decay=decay, fragments=fragments, delay=delay)

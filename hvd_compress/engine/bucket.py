@@ -32,6 +32,7 @@ class Piece:
     first_block: int
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
+    _stand_in: Tensor | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         weight = self.weight()
@@ -73,11 +74,16 @@ class Piece:
 
     def weight(self) -> Tensor:
         """The weights: a view without gradient, in the piece's shape."""
-        return local(self.parameter).detach()
+        return local(self.parameter).detach() if self._stand_in is None else self._stand_in
 
     def flat_weight(self) -> Tensor:
         """The weights in memory order: a view without gradient, (numel,)."""
         return self.weight().as_strided((self.numel,), (1,))
+
+    def let_stand_in(self, weights: Tensor | None) -> None:
+        """Makes ``weights``, of the parameter's dtype and in its memory order, what :meth:`weight` returns; None ends
+        it. For exchanges while the parameter holds weights of this rank only."""
+        object.__setattr__(self, "_stand_in", None if weights is None else self.reshaped(weights))
 
 
 class Bucket:

@@ -26,6 +26,8 @@ _CONVERT = (
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
+    if engine.local_steps is not None:
+        engine.local_steps.drain()
     if engine.collecting:
         raise RuntimeError(
             "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
@@ -60,6 +62,8 @@ def load(engine: Engine, state: Any) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     states_of.check(_description(engine), _fitted(engine, state))
     engine.check_generation()  # or the next gradient would undo the loading
+    if engine.local_steps is not None:
+        engine.local_steps.restart(same_ranks=True)
     engine.reset()
     _restore(engine, state)
     engine.last_average.forget()

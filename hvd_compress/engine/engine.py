@@ -77,6 +77,8 @@ class Engine:
         self.works = [method.work(bucket) if bucket.owner == nodes.rank else Member(bucket) for bucket in buckets]
         #: Those whose state is on this rank.
         self.owned = [work for work in self.works if not isinstance(work, Member)]
+        # Those of the step that began last.
+        self._stepping: Sequence[Work] = self.works
         self.places = [Place(work, index) for work in self.works for index in range(len(work.bucket.pieces))]
         by_number = {place.piece.number: place for place in self.places}
         #: By parameter, where it lies if it is compressed, else None.
@@ -145,7 +147,7 @@ class Engine:
         self.check_generation()
         reentered = self.last_average.arrives(number)
         if not self.collecting:
-            self._begin_step()
+            self.begin_step(self.works, self.step)
         if reentered:
             self._refuse_reentry(number)
         self.arrived[number] = True
@@ -211,6 +213,8 @@ class Engine:
             finally:
                 for work in self.works:
                     work.bucket.clear()
+                if self.local_steps is not None:
+                    self.local_steps.dropped()
 
     def _keep_gradients(self) -> None:
         """What has arrived in the step that is dropped stays in the state, and becomes zero where the host reads it. In
@@ -230,6 +234,8 @@ class Engine:
     @modes_off
     def discard_step(self) -> None:
         """See :meth:`hvd_compress.Compressor.discard_step`."""
+        if self.local_steps is not None:  # averages have moved the common weights, or will
+            return
         with self.lock:
             if self.collecting:
                 raise RuntimeError(
@@ -262,7 +268,7 @@ class Engine:
         if restore is not None:
             restore(self)
             return
-        for work in self.works:
+        for work in self._stepping:
             with work.bucket.order:
                 work.undo()
 
@@ -272,6 +278,8 @@ class Engine:
         if generation is self._generation:
             return False
         self._generation = generation
+        if self.local_steps is not None:
+            self.local_steps.restart(same_ranks=False)
         if not self.collecting:
             self.undo_skipped_step()
         self.reset()
@@ -281,8 +289,6 @@ class Engine:
         self.last_average.forget()
         self.step, self.comparison.done, self.undoable, self._regrouped, self.restore = 0, False, False, None, None
         self.restart()
-        if self.local_steps is not None:
-            self.local_steps.restart()
         return True
 
     def restart(self) -> None:
@@ -378,7 +384,9 @@ class Engine:
                 self.exchanges.seconds_waited += time.perf_counter() - begin
             self.comparison.done = True
 
-    def _begin_step(self) -> None:
+    def begin_step(self, works: Sequence[Work], number: int) -> None:
+        """Begins a step of some buckets; of all, if the first gradient begins it. What the others keep of their own
+        last step stays. ``number``: of completed steps of these buckets."""
         self._compare()
         self.scale = self.undo_skipped_step()
         self.undoable, self.restore = False, None
@@ -387,8 +395,9 @@ class Engine:
         self.stats.begin_step()
         settings = digest({"method": type(self.method).__name__, **self.method.options()})
         between = self.nodes.between
-        step = Step(self.step, between.rank, between.size, self.scale, self.seed, settings)
-        for work in self.works:
+        step = Step(number, between.rank, between.size, self.scale, self.seed, settings)
+        self._stepping = works
+        for work in works:
             work.bucket.clear()
             with work.bucket.order:
                 work.begin(step)

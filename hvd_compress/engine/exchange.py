@@ -79,13 +79,22 @@ class Exchanges:
                 advanced = True
         return advanced
 
+    def take_turns(self) -> None:
+        """For a caller that comes again: resumes exchanges without waiting, where collectives are matched by name. Else
+        each exchange once, with the result of its collective, for which it waits: all ranks start the next ones in
+        the same order if they call this equally often."""
+        if not self.nodes.everyone.ordered:
+            self.advance()
+            return
+        for running in list(self._running):
+            if running.held is None:
+                self._resume(running)
+
     def finish(self) -> None:
         """Runs all exchanges to their ends."""
         while self._running:
             if self.nodes.everyone.ordered:
-                for running in list(self._running):
-                    if running.held is None:
-                        self._resume(running)
+                self.take_turns()
                 self._start_held()
             elif not self.advance():
                 self._wait_for_any()

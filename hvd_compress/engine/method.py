@@ -68,8 +68,15 @@ class LocalStepping(Protocol):
     def options(self) -> Mapping[str, object]:
         """What must be the same on all ranks."""
 
-    def restart(self) -> None:
-        """The set of ranks has changed."""
+    def restart(self, same_ranks: bool) -> None:
+        """A state will be loaded, or the set of ranks has changed: forgets what is in flight, before the step is
+        dropped. The parameters may be new already. ``same_ranks``: waits for their messages, if they still come."""
+
+    def dropped(self) -> None:
+        """The step in progress was dropped, if there was one."""
+
+    def drain(self) -> None:
+        """Ends the step in progress, if there is one. Waits."""
 
     def state(self) -> Tree:
         """Describes the saved state."""

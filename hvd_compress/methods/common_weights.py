@@ -1,6 +1,6 @@
 """The weights that all ranks share between local steps, and each rank's own weights relative to them."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.shards import local
 from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
+from ..engine.work import Work
 from ..reference import usable
 
 
@@ -80,23 +81,30 @@ class CommonWeights:
             weight.own.copy_(mean)
         self._forget_unsent()
 
-    def differences(self) -> list[Tensor]:
-        """How far each parameter has come since the last exchange. Leaves the common weights in the parameters:
-        compressors that select by weights need the same on all ranks."""
+    def differences(self, weights: Sequence[Weight]) -> list[Tensor]:
+        """How far each parameter has come since the last exchange. Until :meth:`end`, compressors that select by
+        weights see the common weights, which are the same on all ranks."""
         differences = []
-        for weight in self.weights:
+        for weight in weights:
             p, wide = weight.own, weight.common.dtype
             with weight.order:
                 difference = p.to(wide) - self._start(weight).to(p.dtype).to(wide)
-                p.copy_(weight.common)
-            # A compressed gradient has the parameter's dtype.
-            differences.append(difference if weight.place is None else difference.to(p.dtype))
+                if weight.place is not None:
+                    difference = difference.to(p.dtype)  # as a compressed gradient
+                    weight.place.piece.let_stand_in(weight.common.to(p.dtype))
+            differences.append(difference)
         return differences
 
-    def move(self, averages: list[Tensor]) -> None:
-        """Moves the common weights by the averaged differences, where these are usable, which become 0; then
-        :meth:`put_back`. All operations are rounded by IEEE 754: the result is the same on all processors."""
-        for weight, average in zip(self.weights, averages, strict=True):
+    def end(self, weights: Sequence[Weight]) -> None:
+        """Ends an exchange, or what became of it."""
+        for weight in weights:
+            if weight.place is not None:
+                weight.place.piece.let_stand_in(None)
+
+    def move(self, weights: Sequence[Weight], averages: Sequence[Tensor]) -> None:
+        """Moves the common weights by the averaged differences, where these are usable, which become 0. All operations
+        are rounded by IEEE 754: the result is the same on all processors."""
+        for weight, average in zip(weights, averages, strict=True):
             with weight.order:
                 fits = usable(average)
                 step = average.masked_fill(~fits, 0.0).to(weight.common.dtype)
@@ -105,15 +113,11 @@ class CommonWeights:
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
                 average.masked_fill_(fits, 0.0)
-        self.put_back(averages)
 
-    def put_back(self, rest: list[Tensor]) -> None:
-        """Writes this rank's weights to the parameters: the common weights, the part of the difference that was not
-        sent, and ``rest``. So all ranks see what is not finite, and the next exchange is valid again if the user
-        restores the parameters."""
-        for weight, more in zip(self.weights, rest, strict=True):
-            with weight.order:
-                weight.own.copy_(self._start(weight) + more)
+    def after(self, weight: Weight, rest: Tensor) -> Tensor:
+        """This rank's weights: the common weights, the part of the difference that was not sent, and ``rest``. So all
+        ranks see what is not finite, and the next exchange is valid again if the user restores the parameters."""
+        return self._start(weight) + rest
 
     def hash(self) -> int:
         """A hash of the common weights."""
@@ -141,11 +145,11 @@ class CommonWeights:
     def _forget_unsent(self) -> None:
         """Drops the residual: the parameters have changed and do not contain it."""
         if self._unsent == "weights":
-            scale_residuals(self._engine, 0.0)
+            scale_residuals(self._engine.works, 0.0)
 
 
-def scale_residuals(engine: Engine, factor: float) -> None:
-    """Multiplies all residuals by ``factor``."""
-    for work in engine.works:
+def scale_residuals(works: Iterable[Work], factor: float) -> None:
+    """Multiplies the residuals by ``factor``."""
+    for work in works:
         with work.bucket.order:
             work.scale_residual(factor)

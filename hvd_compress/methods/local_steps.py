@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_fraction
 from ..engine.collectives import allreduce
-from ..engine.dense import Averaging, DenseGradient, dense_gradient
+from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
-from ..engine.state import Entry, Tree
+from ..engine.state import Entry, Fixed, Tree
 from .base import Compressor
-from .common_weights import CommonWeights, scale_residuals
+from .common_weights import CommonWeights
+from .fragments import Turns
+from .in_flight import InFlight
 from .local_optimizers import LocalOptimizers
 
 
@@ -44,18 +45,27 @@ class LocalSteps:
         v   = outer_momentum v + u
         A   = A + outer_lr (u + outer_momentum v)
 
+    With ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments of the weights,
+    contiguous groups of the compressor's buckets with the uncompressed tensors beside them, are exchanged in turn, and
+    training goes on while an exchange is in flight. With the weights w_i(0) at its beginning, and w_i' what an exchange
+    without delay would have made of them::
+
+        w_i = w_i + w_i' - w_i(0)         at its end: the progress that was made meanwhile is kept
+
     With the defaults, the mean of the ranks' weights is the same before and after an exchange. Ours: what was not sent
     stays in the rank's own weights (Slim-DP's idea), any compressor, complete averages of what it does not compress,
-    and parameters that hold the common weights while an exchange runs, so that methods that select by weights see the
-    same on all ranks. Of differences that are not finite, all ranks see NaN in their weights, and A keeps its value:
-    once the weights are restored, the next exchange is valid.
+    common weights in the place of the rank's own for methods that select by weights, and progress in flight that is
+    kept in full (Streaming DiLoCo mixes it in by a factor). Of differences that are not finite, all ranks see NaN in
+    their weights, and A keeps its value: once the weights are restored, the next exchange is valid.
 
     Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer
     (``docs/local_steps.md``).
 
     All ranks must begin with the same parameters, which the first exchange checks, and call :meth:`step` equally often.
     The gradients, their clipping and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.
-    Checkpoints: ``compression.state_dict()`` contains this object's state.
+    Checkpoints: ``compression.state_dict()`` contains this object's state. With a ``delay`` it waits for what is in
+    flight, which is saved with it and applied when it is time: all ranks must call it, and ``load_state_dict()``, at
+    the same place.
 
     Args:
         compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its
@@ -70,6 +80,10 @@ class LocalSteps:
             ``unsent="buffer"``.
         outer_lr: factor of the averaged difference, above 0; 1 is plain averaging, DiLoCo's is 0.7.
         outer_momentum: Nesterov momentum of the common weights, in [0, 1); DiLoCo's is 0.9.
+        fragments: parts of the weights that are exchanged in turn, one every ``period / fragments`` calls of
+            :meth:`step`, which must be an integer. The compressor must have at least as many buckets
+            (``bucket_mb=``). The bytes of one exchange are divided by it.
+        delay: calls of :meth:`step` between the beginning and the end of an exchange, 0 to ``period / fragments``.
 
     Raises:
         TypeError: ``compression`` is not a compressor, or ``optimizer`` neither an optimizer nor a list of them.
@@ -89,6 +103,8 @@ class LocalSteps:
         decay: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        fragments: int = 1,
+        delay: int = 0,
     ) -> None:
         if not isinstance(compression, Compressor):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
@@ -121,12 +137,16 @@ class LocalSteps:
                 "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
                 'use unsent="buffer"'
             )
-        self.compression, self._period, self._unsent = compression, period, unsent
-        self._decay, self._outer_lr, self._outer_momentum = decay, outer_lr, outer_momentum
+        self.compression = compression
         self._common = CommonWeights(engine, unsent, outer_lr, outer_momentum)
+        self._turns = Turns(engine, self._common.weights, period, fragments)
+        if not 0 <= delay <= self._turns.interval:
+            raise ValueError(f"delay must lie in 0 to period / fragments = {self._turns.interval}, got {delay}")
+        self._in_flight = InFlight(engine, self._common, self._turns, delay, decay)
+        #: What must be the same on all ranks.
+        self._arguments = {"period": period, "unsent": unsent, "decay": decay, "outer_lr": outer_lr}
+        self._arguments |= {"outer_momentum": outer_momentum, "fragments": fragments, "delay": delay}
         self._optimizers = LocalOptimizers(optimizer, self._common.ids, self._before_step, engine.warn)
-        #: Calls of step() since the last exchange.
-        self._since = 0
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
         engine.local_steps = self
@@ -136,21 +156,28 @@ class LocalSteps:
     @modes_off
     def step(self) -> bool:
         """Call it after each ``optimizer.step()`` or ``scaler.step(optimizer)``, also if the scaler skips that step; of
-        several optimizers, after all of them. Every ``period``-th call exchanges, and returns True. All ranks must call
-        it equally often: the others wait."""
+        several optimizers, after all of them. All ranks must call it equally often: the others wait.
+
+        Every ``period / fragments``-th call begins an exchange, which ends in the same call or ``delay`` calls later.
+        Returns whether one has ended in this call.
+        """
         self._begin()
         self._optimizers.counted()
-        self._begun, self._since = True, self._since + 1
-        if self._since < self._period:
-            return False
-        if self._engine.collectives.active:
-            self._exchange()
-        self._since = 0
-        return True
+        self._begun = True
+        self._turns.count()
+        ended = self._in_flight.called()
+        if not self._turns.due:
+            return ended
+        if not self._engine.collectives.active:
+            self._turns.begin_anew()
+            return True
+        self._optimizers.check()
+        return self._in_flight.begin() or ended
 
     @modes_off
     def finish(self, model: torch.nn.Module | None = None) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
+        What is in flight arrives before.
 
         With ``unsent="weights"`` nothing unsent is left afterwards; a ``"buffer"`` is kept. The outer optimizer takes
         no part. All ranks must call it.
@@ -163,6 +190,7 @@ class LocalSteps:
         engine, weights = self._engine, self._common.weights
         if not engine.collectives.active:
             return
+        self._in_flight.finish()
         with engine.outside_steps():
             whole = [
                 dense_gradient(w.number, w.parameter, w.own.to(w.common.dtype, copy=True), False, 1.0) for w in weights
@@ -172,14 +200,16 @@ class LocalSteps:
             payloads = [*(w.payload for w in whole), *(b.double().flatten() for b in buffers)]
             for payload in payloads:
                 engine.stats.count_request(allreduce(payload, "dense_tensor"), engine.collectives.size)
-            self._count_gradients(self._since)
+            for fragment, age in zip(self._turns.fragments, self._turns.ages, strict=True):
+                entries = sum(weight.own.numel() for weight in fragment.weights)
+                engine.stats.count_gradient(age * entries, engine.collectives.size)
             averages = iter(Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results())
             for weight in whole:
                 weight.store(next(averages))
             self._common.replace(weight.grad for weight in whole)
             for buffer in buffers:
                 buffer.copy_(next(averages).view(buffer.shape))
-        self._since = 0
+        self._turns.begin_anew()
 
     # What the engine calls.
 
@@ -187,28 +217,37 @@ class LocalSteps:
         """Raises ``ValueError`` for an optimizer that was not given here."""
         self._optimizers.check_stepping(optimizer)
 
-    def restart(self) -> None:
-        """The set of ranks has changed: the parameters before the next local step become the common weights."""
+    def restart(self, same_ranks: bool) -> None:
+        """A state will be loaded, or the set of ranks has changed: the parameters before the next local step become the
+        common weights. What is in flight is not applied to them; in an error-feedback buffer it stays."""
+        self._in_flight.discard(wait=same_ranks)
         self._taken = self._begun = False
-        self._since = 0
+        self._turns.begin_anew()
+
+    def dropped(self) -> None:
+        """The compressor's step was dropped: what was in flight returns to the weights, or to the buffer."""
+        self._in_flight.dropped()
+
+    def drain(self) -> None:
+        """Waits for what is in flight; the parameters change when it is time."""
+        self._in_flight.drain()
 
     def options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        return {
-            "LocalSteps: period": self._period,
-            "LocalSteps: unsent": self._unsent,
-            "LocalSteps: decay": self._decay,
-            "LocalSteps: outer_lr": self._outer_lr,
-            "LocalSteps: outer_momentum": self._outer_momentum,
-            "LocalSteps: steps since the last exchange": self._since,
-            "LocalSteps: hash of the weights before the first step (were they broadcast?)": self._common.hash(),
+        compared = {
+            **self._arguments,
+            "steps since the last exchange": " ".join(map(str, self._turns.ages)),
+            "hash of the weights before the first step (were they broadcast?)": self._common.hash(),
         }
+        return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
     def state(self) -> Tree:
         """The saved state, beside the compressor's."""
         return {
             **self._common.state(),
-            "since": Entry(vars(self), "_since", int, low=0),
+            "fragments": Fixed(len(self._turns.fragments)),
+            "since": self._turns.state(),
+            "in_flight": self._in_flight.state(),
             "taken": Entry(vars(self), "_taken", bool),
             "begun": Entry(vars(self), "_begun", bool),
         }
@@ -232,40 +271,3 @@ class LocalSteps:
         if not self._taken:
             self._common.take(self._common.ids)
             self._taken = True
-
-    def _exchange(self) -> None:
-        self._optimizers.check()
-        with self._engine.entered:
-            differences = self._common.differences()
-            try:
-                self._average(differences)
-            except BaseException:
-                self._engine.reset()  # the compressed differences are in the residual, and zero here
-                self._common.put_back(differences)
-                raise
-            self._common.move(differences)
-            if self._decay != 1.0:
-                scale_residuals(self._engine, self._decay)
-
-    def _average(self, differences: list[Tensor]) -> None:
-        """Replaces the differences by their averages over the ranks, as far as the compressor sends them."""
-        engine, dense = self._engine, list[DenseGradient]()
-        # The last parameters first: their buckets come first.
-        for weight, difference in reversed(list(zip(self._common.weights, differences, strict=True))):
-            arrived = engine.arrive(weight.number, difference)
-            if isinstance(arrived, DenseGradient):
-                dense.append(arrived)
-        self._count_gradients(self._since - 1)  # arrive() has counted one
-        averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.local")
-        engine.finish_step()
-        engine.undoable = False
-        for gradient, average in zip(dense, averaging.results(), strict=True):
-            gradient.store(average)
-            engine.method.dense_averaged(gradient.number, gradient.grad)
-        for work in engine.works:
-            work.bucket.clear()  # or it would hold the differences until the next exchange
-
-    def _count_gradients(self, steps: int) -> None:
-        """In the statistics: a dense exchange of the gradients of so many steps."""
-        for weight in self._common.weights:
-            self._engine.stats.count_gradient(steps * weight.own.numel(), self._engine.collectives.size)

@@ -240,7 +240,7 @@ class Run:
     def result(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         stats = self.compression.stats()
         # The compressor counts exchanges: none with a single rank, for which Horovod does not call it.
-        steps = self.period * max(stats["steps"], 1)
+        steps = self.period // (self.args.fragments or 1) * max(stats["steps"], 1)
         count, taken = self.period, self.step_seconds
         seconds = [statistics.fmean(taken[begin : begin + count]) for begin in range(0, len(taken), count)]
         means = metrics.mean_over_ranks(

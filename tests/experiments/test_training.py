@@ -152,6 +152,17 @@ def test_local_steps_of_fp16_send_half_the_bytes(tmp_path):
     assert found["wire_ratio"] == 4 and found["replicas_equal"]
 
 
+def test_local_steps_in_fragments_with_a_delay(tmp_path):
+    given = ["--compression", "iwp", "--density", "1/4", "--bucket-mb", "0.05", "--local-steps", "4"]
+    given += ["--epochs", "3", "--max-steps", "12"]
+    found = simulated([*given, "--fragments", "2"], tmp_path / "runs.jsonl" / "result")
+    at_once = simulated(given, tmp_path / "runs.jsonl" / "at_once")
+    delayed = simulated([*given, "--fragments", "2", "--delay", "2"], tmp_path / "runs.jsonl" / "delayed")
+    assert found["replicas_equal"] and delayed["replicas_equal"]
+    assert found["wire_bytes_per_step"] == at_once["wire_bytes_per_step"]
+    assert len({run["train_loss"] for run in (found, at_once, delayed)}) == 3
+
+
 def test_weights_are_averaged_for_a_test_only():
     def body(host):
         model = torch.nn.BatchNorm1d(3)

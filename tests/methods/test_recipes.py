@@ -39,6 +39,20 @@ def test_ranks_take_local_steps_and_have_the_same_weights_afterwards(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipes.__all__)
+def test_averages_may_arrive_later(recipe):
+    world, models = ThreadWorld(2, timeout=20, ordered=True), [mixed_model() for _ in range(2)]
+
+    def train(rank):
+        model, chosen = models[rank], optimizers(models[rank])
+        local = recipe(
+            model, chosen, period=4, fragments=2, delay=1, bucket_mb=0.01, collectives=world.collectives(rank)
+        )
+        return [local.step() for _ in range(6)]
+
+    assert world.run(train) == [[False, False, True, False, True, False]] * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipes.__all__)
 def test_the_compressor_s_arguments_are_passed_on(recipe):
     collectives = ThreadWorld(1).collectives(0)
     model = mixed_model()

@@ -20,15 +20,22 @@ def test_all_cases():
     plan = {name: ["accumulation", "bfloat16_parameters", "checkpoint"] for name in TRAINED}
     plan["fft"] += ["local_steps"]
     plan["slimdp"] += ["local_steps"]
-    plan["demo"] += ["local_steps_of_two_optimizers"]
-    run_cases(["--ddp", "2"], {**plan, "iwp": [*all_cases("iwp"), "checkpoint", "local_steps"]}, timeout=300, steps=12)
+    plan["demo"] += ["local_steps_of_two_optimizers", "local_steps_in_flight"]
+    run_cases(
+        ["--ddp", "2"],
+        {**plan, "iwp": [*all_cases("iwp"), "checkpoint", "local_steps", "local_steps_in_flight"]},
+        timeout=300,
+        steps=12,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
 @pytest.mark.parametrize("family", GROUPS)
 def test_all_cases_of_every_method(ranks, family):
-    plan = {method: [*all_cases(method), "checkpoint", "local_steps"] for method in GROUPS[family]}
+    plan = {
+        method: [*all_cases(method), "checkpoint", "local_steps", "local_steps_in_flight"] for method in GROUPS[family]
+    }
     run_cases(ranks, plan, timeout=1200, steps=20)
 
 

@@ -29,7 +29,7 @@ def test_one_process_trains_as_without_compression():
 def test_all_cases_with_mpi():
     plan = {name: ["accumulation", "bfloat16_parameters"] for name in OTHERS}
     plan["slimdp"] += ["local_steps"]
-    plan["demo"] += ["local_steps_of_two_optimizers"]
+    plan["demo"] += ["local_steps_of_two_optimizers", "local_steps_in_flight"]
     plan = {"iwp": [*all_cases("iwp"), "local_steps"], "fft": [], **plan}
     # Of each kind of exchange. The sum of two ranks does not depend on the fusion of tensors: see the case.
     for name in ("iwp", "fft", "mp2", "topk", "powersgd"):
@@ -48,7 +48,7 @@ def test_three_ranks_with_gloo():
 
 
 def test_local_steps_of_two_ranks_with_gloo():
-    run_cases(["--gloo", "2"], {"iwp": ["local_steps_of_two_optimizers"]}, timeout=300)
+    run_cases(["--gloo", "2"], {"iwp": ["local_steps_of_two_optimizers", "local_steps_in_flight"]}, timeout=300)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_every_other_method(ranks, method):
     # More ranks than cores: fewer steps.
     cases = [*FEW, "thousand_steps" if ranks == ["2"] else "hundreds_of_steps"]
     cases += ["dense_at_density_one"] if method in EXACT else []
-    run_cases(ranks, {method: [*cases, "local_steps"]}, timeout=600)
+    run_cases(ranks, {method: [*cases, "local_steps", "local_steps_in_flight"]}, timeout=600)
 
 
 @pytest.mark.slow

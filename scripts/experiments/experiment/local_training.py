@@ -11,7 +11,14 @@ from experiment import compressors
 from experiment.hosts import Host
 
 #: The options that go with --local-steps, and their defaults.
-OPTIONS: dict[str, Any] = {"unsent": "weights", "buffer_decay": 1.0, "outer_lr": 1.0, "outer_momentum": 0.0}
+OPTIONS: dict[str, Any] = {
+    "unsent": "weights",
+    "buffer_decay": 1.0,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "fragments": 1,
+    "delay": 0,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--buffer-decay", type=float, help="of the buffer, after each exchange; SparseLoCo: 0.95")
     group.add_argument("--outer-lr", type=float, help="of the averaged differences; DiLoCo: 0.7")
     group.add_argument("--outer-momentum", type=float, help="Nesterov's, of the common weights; DiLoCo: 0.9")
+    group.add_argument(
+        "--fragments", type=int, help="parts of the weights, one exchanged every PERIOD / FRAGMENTS steps"
+    )
+    group.add_argument("--delay", type=int, metavar="STEPS", help="from the begin of an exchange to its end")
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -69,6 +80,8 @@ class LocalTraining:
             decay=args.buffer_decay,
             outer_lr=args.outer_lr,
             outer_momentum=args.outer_momentum,
+            fragments=args.fragments,
+            delay=args.delay,
         )
         return model, optimizer
 

@@ -35,6 +35,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     method = config["compression"]
     before: dict[str, Any] = {"extrapolate": None, "host": "horovod", "optimizer": "sgd", "context": 64, "ranks": None}
     before |= dict.fromkeys(("local_steps", *local_training.OPTIONS))
+    if config.get("local_steps"):
+        before |= {"fragments": 1, "delay": 0}
     if compressors.METHODS[method].kind:
         before |= {**compressors.METHODS[method].defaults(), "dense_values": "fp32", "bucket_mb": 16.0}
     if method == "iwp":

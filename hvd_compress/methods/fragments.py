@@ -1,0 +1,139 @@
+"""Which weights local steps exchange when: all at once, or one fragment after the other (Streaming DiLoCo)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..engine.bucket import Piece
+from ..engine.engine import Engine
+from ..engine.state import Entry, Tree
+from ..engine.work import Work
+from ..reference import BLOCK
+from .common_weights import Weight
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Weights that are exchanged together: ``works``, buckets with all of their pieces, and the uncompressed tensors
+    beside them."""
+
+    number: int
+    weights: Sequence[Weight]
+    works: Sequence[Work]
+
+
+class Turns:
+    """The fragments of the weights, which take turns: each is exchanged once in a period.
+
+    Args:
+        engine: of the compressor.
+        weights: in the order of the parameters.
+        period: calls of ``LocalSteps.step()`` between two exchanges of one weight.
+        count: of fragments.
+
+    Raises:
+        ValueError: a count that does not divide the period, or too few buckets.
+    """
+
+    def __init__(self, engine: Engine, weights: Sequence[Weight], period: int, count: int) -> None:
+        if count < 1 or period % count:
+            raise ValueError(f"period must be a multiple of fragments, got {period} and {count}")
+        self._engine, self.interval = engine, period // count
+        units = _units(engine, weights)
+        if len(units) < count:
+            raise ValueError(_too_few(engine, len(units), count))
+        parts = divided([sum(w.own.numel() for w in unit) for unit in units], count)
+        self.fragments = [self._fragment(number, units[part.start : part.stop]) for number, part in enumerate(parts)]
+        #: By fragment, the calls of ``LocalSteps.step()`` since its last exchange, or since the common weights were
+        #: taken or averaged.
+        self.ages = [0] * count
+
+    @property
+    def due(self) -> bool:
+        """Whether the next exchange is due."""
+        return min(self.ages) >= self.interval
+
+    @property
+    def next(self) -> Fragment:
+        """Whose turn it is."""
+        return self.fragments[self._engine.step % len(self.fragments)]
+
+    @property
+    def rounds(self) -> int:
+        """How many times the fragment whose turn it is was exchanged."""
+        return self._engine.step // len(self.fragments)
+
+    def count(self) -> None:
+        """A call of ``LocalSteps.step()``."""
+        self.ages[:] = [age + 1 for age in self.ages]
+
+    def begin_anew(self) -> None:
+        """All weights are the common weights. The turn stays."""
+        self.ages[:] = [0] * len(self.ages)
+
+    def state(self) -> Tree:
+        """The saved state."""
+        return {str(number): Entry(self.ages, number, int, low=0) for number in range(len(self.ages))}
+
+    def _fragment(self, number: int, units: Sequence[Sequence[Weight]]) -> Fragment:
+        weights = sorted((weight for unit in units for weight in unit), key=lambda weight: weight.number)
+        inside = {weight.place.work.bucket.index for weight in weights if weight.place is not None}
+        return Fragment(number, weights, [work for work in self._engine.works if work.bucket.index in inside])
+
+
+def divided(sizes: Sequence[int], count: int) -> list[range]:
+    """Divides a sequence into ``count`` ranges, none empty, of about equal sums: each in turn is filled up to an equal
+    share of what is left."""
+    ranges, begin = list[range](), 0
+    for left in range(count, 0, -1):
+        share, end, filled = sum(sizes[begin:]) / left, begin + 1, sizes[begin]
+        while len(sizes) - end >= left and filled + sizes[end] / 2 <= share:
+            filled += sizes[end]
+            end += 1
+        ranges.append(range(begin, end))
+        begin = end
+    return ranges
+
+
+def _units(engine: Engine, weights: Sequence[Weight]) -> list[list[Weight]]:
+    """What cannot be divided, in the order of the buckets: a bucket, and the uncompressed tensors that follow its
+    weights in the order of the parameters, as a bias does; those before all buckets are with the next one. Without
+    buckets, each weight alone, last weights first."""
+    if not engine.works:
+        return [[weight] for weight in reversed(weights)]
+    units: list[list[Weight]] = [[] for _ in engine.works]
+    index = len(units) - 1  # the last bucket has the first weights
+    for weight in weights:
+        if weight.place is not None:
+            index = weight.place.work.bucket.index
+        units[index].append(weight)
+    return units
+
+
+def _too_few(engine: Engine, units: int, count: int) -> str:
+    pieces = [place.piece for place in engine.places]
+    if len(pieces) < count:
+        return f"fragments must be at most the number of tensors, {len(pieces) or units}, got {count}"
+    capacity = float(sum(map(_size, pieces)) // count)
+    while _buckets(pieces, capacity) < count:
+        capacity /= 2
+    digit = 10.0 ** (math.floor(math.log10(capacity / 2**20)) - 1)
+    fits = math.floor(capacity / 2**20 / digit) * digit
+    return (
+        f"{count} fragments need as many buckets, and this compressor has {units}: build the compressor with a smaller "
+        f"bucket_mb, such as {fits:.2g}"
+    )
+
+
+def _buckets(pieces: Sequence[Piece], capacity: float) -> int:
+    """How many buckets of at most ``capacity`` bytes these pieces, in the order of buckets, would make."""
+    count, filled = 0, math.inf
+    for before, piece in zip([pieces[0], *pieces], pieces, strict=False):
+        if filled + _size(piece) > capacity or piece.parameter.device != before.parameter.device:
+            count, filled = count + 1, 0.0
+        filled += _size(piece)
+    return count
+
+
+def _size(piece: Piece) -> int:
+    return piece.blocks * BLOCK * 4

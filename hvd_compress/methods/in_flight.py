@@ -1,0 +1,170 @@
+"""What is in flight between local steps: one exchange at most, whose averages reach the parameters some calls later."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from ..engine.dense import Averaging, DenseGradient
+from ..engine.engine import Engine
+from ..engine.state import Entry, OptionalTensor, Tree
+from .common_weights import CommonWeights, scale_residuals
+from .fragments import Fragment, Turns
+
+
+class _Exchange:
+    """The differences of one fragment on their way through the compressor, which replaces them by their averages as far
+    as it sends them.
+
+    Args:
+        rounds: of this fragment so far.
+        age: local steps that the differences are of.
+        before: whether to keep the parameters as they are now.
+    """
+
+    def __init__(self, common: CommonWeights, fragment: Fragment, rounds: int, age: int, before: bool) -> None:
+        self.fragment, self.age, self._rounds = fragment, age, rounds
+        self.differences = common.differences(fragment.weights)
+        self.before = [weight.own.clone() if before else None for weight in fragment.weights]
+        self._dense: list[DenseGradient] = []
+
+    def begin(self, engine: Engine) -> None:
+        engine.begin_step(self.fragment.works, self._rounds)
+        # The last parameters first: their buckets come first.
+        for weight, difference in reversed(list(zip(self.fragment.weights, self.differences, strict=True))):
+            arrived = engine.arrive(weight.number, difference)
+            if isinstance(arrived, DenseGradient):
+                self._dense.append(arrived)
+            engine.stats.count_gradient((self.age - 1) * difference.numel(), engine.ranks)  # arrive() has counted one
+        label = f"{engine.exchanges.label}.local.{self.fragment.number}"
+        self._averaging = Averaging(engine.collectives, [gradient.payload for gradient in self._dense], label)
+
+    def finish(self, engine: Engine) -> None:
+        """Waits."""
+        engine.finish_step()
+        engine.undoable = False
+        for gradient, average in zip(self._dense, self._averaging.results(), strict=True):
+            gradient.store(average)
+            engine.method.dense_averaged(gradient.number, gradient.grad)
+        for work in self.fragment.works:
+            work.bucket.clear()  # or it would hold the differences until its next exchange
+
+
+class InFlight:
+    """An exchange of the fragment whose turn it is, without a thread: each call of ``LocalSteps.step()`` resumes it.
+
+    Its averages reach the parameters ``delay`` calls after it has begun. Parameters then keep the progress that they
+    have made meanwhile: w += w' - w0, with the weights w0 at the beginning of the exchange and w' that an exchange
+    without delay would have made of them.
+
+    Args:
+        decay: factor of the residuals after an exchange.
+    """
+
+    def __init__(self, engine: Engine, common: CommonWeights, turns: Turns, delay: int, decay: float) -> None:
+        self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
+        self._exchange: _Exchange | None = None
+        #: Calls until the parameters change.
+        self._left = 0
+        #: Of weights whose averages have arrived and wait, by name, w0 and w': float32 or wider, (2, *shape).
+        self._waiting: dict[str, Tensor] = {}
+
+    def begin(self) -> bool:
+        """Begins the next exchange. Returns whether it has ended: without delay."""
+        self.finish()
+        fragment, rounds = self._turns.next, self._turns.rounds
+        age = self._turns.ages[fragment.number]
+        with self._dropped_on_failure():
+            self._exchange = _Exchange(self._common, fragment, rounds, age, before=self._delay > 0)
+            self._turns.ages[fragment.number], self._left = 0, self._delay
+            self._exchange.begin(self._engine)
+        if not self._delay:
+            self.finish()
+        return not self._delay
+
+    def called(self) -> bool:
+        """A call of ``LocalSteps.step()``: resumes the exchange. Returns whether it has ended."""
+        if not self._left:
+            return False
+        self._left -= 1
+        if not self._left:
+            self.finish()
+            return True
+        if self._exchange is not None:
+            with self._dropped_on_failure():
+                self._engine.exchanges.take_turns()
+        return False
+
+    def drain(self) -> None:
+        """Waits for the averages. The parameters change when it is time."""
+        exchange = self._exchange
+        if exchange is None:
+            return
+        with self._dropped_on_failure():
+            exchange.finish(self._engine)
+            self._exchange = None
+            self._common.move(exchange.fragment.weights, exchange.differences)
+            self._end(exchange)
+            if self._decay != 1.0:
+                scale_residuals(exchange.fragment.works, self._decay)
+
+    def finish(self) -> None:
+        """Waits for the averages, and changes the parameters."""
+        self.drain()
+        self._left = 0
+        for weight in self._common.weights:
+            if (waiting := self._waiting.pop(weight.name, None)) is not None:
+                before, now = waiting
+                with weight.order:
+                    weight.own.copy_((weight.own.to(now.dtype) - before) + now)
+
+    def dropped(self) -> None:
+        """The exchange has failed. What was compressed is in the residual, and zero among the differences."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._turns.ages[exchange.fragment.number] += exchange.age
+            self._end(exchange)
+            self.finish()
+
+    def discard(self, wait: bool) -> None:
+        """Forgets what is in flight: the parameters are other ones. ``wait``: for its messages, or the next exchange
+        would start those again that another rank has not started yet."""
+        exchange, self._exchange, self._left = self._exchange, None, 0
+        self._waiting.clear()
+        if exchange is not None:
+            self._common.end(exchange.fragment.weights)
+            if wait:
+                with suppress(Exception), self._engine.entered:  # ranks may have failed
+                    exchange.finish(self._engine)
+
+    def state(self) -> Tree:
+        """The saved state, after :meth:`drain`."""
+        waiting: dict[str, Tree] = {}
+        for weight in self._common.weights:
+            waiting[weight.name] = OptionalTensor(
+                self._waiting, weight.name, weight.common.expand(2, *weight.common.shape)
+            )
+        return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), "waiting": waiting}
+
+    def _end(self, exchange: _Exchange) -> None:
+        """Makes the weights that follow from what the exchange has done: they are written to the parameters, or
+        wait."""
+        weights = exchange.fragment.weights
+        self._common.end(weights)
+        for weight, rest, before in zip(weights, exchange.differences, exchange.before, strict=True):
+            with weight.order:
+                now = self._common.after(weight, rest)
+                if before is None:
+                    weight.own.copy_(now)
+                else:
+                    self._waiting[weight.name] = torch.stack([before.to(now.dtype), now])
+
+    @contextmanager
+    def _dropped_on_failure(self) -> Iterator[None]:
+        with self._engine.entered:
+            try:
+                yield
+            except BaseException:
+                self._engine.reset()  # calls dropped()
+                raise

@@ -1,0 +1,400 @@
+"""Local steps that exchange one fragment after the other, and whose averages arrive later."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+from harness import Scheduled, equal, mixed_model, set_collectives
+from local_workers import (
+    DELAYED,
+    IN_TURN,
+    SPARSE,
+    Worker,
+    assert_nothing_is_lost,
+    on_both_hosts,
+    on_both_kinds,
+    same,
+    workers,
+)
+from methods import METHODS, SMALL
+
+from hvd_compress import IWP, NoCompression, TopK
+from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.methods.fragments import divided
+
+SMALL_SPARSE = partial(SPARSE, **SMALL)
+
+
+def layers(count):
+    """Layers of one size; with ``bucket_mb=0.02``, a bucket each."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(count)))
+
+
+def names_of(fragment):
+    return [weight.name for weight in fragment.weights]
+
+
+# Fragments.
+
+
+def test_buckets_and_what_lies_beside_them_are_divided():
+    _, (worker,) = workers(1, build=SMALL_SPARSE, **IN_TURN)
+    # Last layers first; a bias is with its layer.
+    assert [names_of(fragment) for fragment in worker.local._turns.fragments] == [
+        ["wide.weight", "wide.bias", "deep.weight"],
+        ["first.weight", "first.bias", "norm.weight", "norm.bias", "conv.weight", "conv.bias"],
+    ]
+
+
+@pytest.mark.parametrize("sizes", [[1] * 7, [9, 1, 1, 1], [1, 1, 1, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]], ids=str)
+def test_sizes_are_divided_into_parts_of_about_the_same(sizes):
+    for count in range(1, len(sizes) + 1):
+        parts = divided(sizes, count)
+        assert len(parts) == count and all(parts)
+        assert [i for part in parts for i in part] == list(range(len(sizes)))
+        largest = max(sum(sizes[i] for i in part) for part in parts)
+        assert largest <= sum(sizes) / count + max(sizes)
+
+
+def test_each_fragment_is_exchanged_once_in_a_period():
+    world, group = workers(2, build=SMALL_SPARSE, **IN_TURN)
+    first, second = group[0].local._turns.fragments
+    before = group[0].weights()
+    for changed in (first, second, first):
+        assert world.run(lambda i: group[i].train(2)) == [[False, True]] * 2
+        weights = group[0].local._common.weights
+        moved = [w.name for w, b in zip(weights, before, strict=True) if not torch.equal(w.common, b)]
+        assert moved == names_of(changed)
+        before = copy.deepcopy(group[0].common())
+    assert equal(group[0].common(), group[1].common())
+
+
+def test_schedules_and_random_numbers_count_the_exchanges_of_each_bucket():
+    seen = []
+    density = Scheduled(lambda step: seen.append(step) or 1 / (8 + step))
+    world, group = workers(1, build=partial(IWP, density=density, budget_interval=3, **SMALL), **IN_TURN)
+    world.run(lambda i: group[i].train(11))
+    assert seen == [0, 0, 1, 1, 2]
+    assert [work.step.number for work in group[0].compression.engine.works] == [2, 1]
+    group[0].local.finish()
+    world.run(lambda i: group[i].train(4))
+    assert seen == [0, 0, 1, 1, 2, 2, 3], "finish() does not change whose turn it is"
+
+
+@pytest.mark.parametrize("build", [partial(SPARSE, bucket_mb=0.02), NoCompression], ids=["sparse", "none"])
+def test_a_fragment_sends_its_share_of_the_bytes(build):
+    """Peak bytes fall with the number of fragments, and the bytes of a period are those of one exchange at once."""
+    totals, largest = [], []
+    for fragments in (1, 2, 4):
+        world, group = workers(2, build=build, model=layers(4), period=4, fragments=fragments)
+        sent = [_train_and_count(world, group, step) for step in range(8)]
+        largest.append(max(sent))
+        stats = group[0].compression.stats()
+        assert stats["steps"] == 2 * fragments
+        totals.append(stats["total"]["wire_bytes"])
+        _finish(world, group)
+        dense = 4 * sum(p.numel() for p in group[0].model.parameters())  # 2 (N - 1) / N times four bytes
+        assert group[0].compression.stats()["total"]["dense_bytes"] == 8 * dense, "of each local step"
+        assert equal(group[0].common(), group[1].common())
+    assert len(set(totals)) == 1
+    assert largest == [largest[0], largest[0] / 2, largest[0] / 4]
+
+
+def _train_and_count(world, group, step):
+    """The bytes of the last exchange."""
+    world.run(lambda i: group[i].train(1, first=step))
+    return group[0].compression.stats()["last"]["wire_bytes"]
+
+
+def _finish(world, group):
+    world.run(lambda i: group[i].local.finish())
+
+
+def test_too_few_buckets_raise_an_error_with_a_size_that_fits():
+    """Also where the largest tensor is larger than a fragment."""
+    for model, fragments in (
+        (mixed_model(), 3),
+        (torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(9))), 8),
+    ):
+        with pytest.raises(ValueError, match=f"{fragments} fragments need as many buckets, .* has 1") as error:
+            workers(1, model=model, period=24, fragments=fragments)
+        fits = float(re.search(r"bucket_mb, such as (\S+)", str(error.value))[1])
+        _, (worker,) = workers(1, build=partial(SPARSE, bucket_mb=fits), model=model, period=24, fragments=fragments)
+        assert len(worker.local._turns.fragments) == fragments
+    with pytest.raises(ValueError, match="fragments must be at most the number of tensors, 3, got 4"):
+        workers(1, period=4, fragments=4)
+
+
+def test_wrong_arguments_raise_an_error():
+    for options, says in (
+        ({"period": 4, "fragments": 3}, "period must be a multiple of fragments, got 4 and 3"),
+        ({"period": 4, "fragments": 0}, "period must be a multiple of fragments, got 4 and 0"),
+        ({"period": 4, "delay": 5}, "delay must lie in 0 to period / fragments = 4, got 5"),
+        ({"period": 4, "delay": -1}, "delay must lie in 0 to period / fragments = 4, got -1"),
+        ({**IN_TURN, "delay": 3}, "delay must lie in 0 to period / fragments = 2, got 3"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            workers(1, build=SMALL_SPARSE, **options)
+
+
+def test_a_state_fits_the_same_fragments_only():
+    _, (worker,) = workers(1, build=SMALL_SPARSE, **IN_TURN)
+    _, (other,) = workers(1, build=SMALL_SPARSE, period=4)
+    with pytest.raises(ValueError, match=r"local_steps\.fragments: the state was made with 2, this compressor has 1"):
+        other.compression.load_state_dict(worker.compression.state_dict())
+
+
+# Delay.
+
+
+@on_both_hosts
+@pytest.mark.parametrize("mode", [DELAYED, {**DELAYED, "delay": 2}, {"period": 4, "delay": 3}], ids=str)
+def test_local_sgd_with_fragments_and_delay_by_hand(mode, ordered):
+    """Everything is sent, so that common weights are means."""
+    delay, count = mode["delay"], mode.get("fragments", 1)
+    world, group = workers(2, build=partial(TopK, density=1.0, **SMALL), ordered=ordered, **mode)
+    ended = world.run(lambda i: group[i].train(13))
+    alone = [Worker(ThreadWorld(rank + 1), rank, period=10**6) for rank in range(2)]
+    numbers = [[weight.number for weight in fragment.weights] for fragment in group[0].local._turns.fragments]
+    begun, turn = {}, 0
+    for step in range(1, 14):
+        for worker in alone:
+            worker.train(1, first=step - 1)
+        if step - delay in begun:
+            fragment, before = begun[step - delay]
+            assert ended[0][step - 1]
+            for number in fragment:
+                average = (before[0][number] + before[1][number]) / 2
+                for worker, own in zip(alone, before, strict=True):
+                    with torch.no_grad():
+                        list(worker.model.parameters())[number].add_(average - own[number])
+        if step % (4 // count) == 0:
+            begun[step] = numbers[turn % count], [worker.weights() for worker in alone]
+            turn += 1
+    for worker, by_hand in zip(group, alone, strict=True):
+        for got, want in zip(worker.weights(), by_hand.weights(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@on_both_hosts
+@pytest.mark.parametrize("options", [{}, {"unsent": "buffer", "decay": 0.5}, {"outer_lr": 0.7, "outer_momentum": 0.5}])
+@pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "slimdp", "mp2-guessing", "powersgd", "none"])
+def test_without_progress_in_flight_a_delay_changes_no_bit(name, options, ordered):
+    """Methods that select by weights see the common weights."""
+    results = []
+    for delay in (0, 1):
+        build = partial(METHODS[name], **SMALL)
+        world, group = workers(2, build=build, ordered=ordered, period=3, delay=delay, **options)
+
+        def body(i, group=group):
+            for call in range(1, 14):
+                if call % 3 != 1:  # not while something is in flight
+                    group[i].local_step(call)
+                group[i].local.step()
+
+        world.run(body)
+        results.append([*group[1].weights(), *group[1].common(), *group[1].with_residuals()])
+    assert equal(*results)
+
+
+@on_both_hosts
+def test_parameters_keep_their_progress_and_do_not_change_early(ordered):
+    world, group = workers(2, build=SMALL_SPARSE, ordered=ordered, period=8, delay=5)
+    world.run(lambda i: group[i].train(8))
+    common = copy.deepcopy(group[0].common())
+    pieces = group[0].compression.buckets[0].pieces
+    assert all(torch.equal(piece.weight(), common[piece.number]) for piece in pieces)
+    for step in range(8, 12):
+        world.run(lambda i, step=step: group[i].local_step(step))
+        before = [worker.weights() for worker in group]
+        assert not any(world.run(lambda i: group[i].local.step()))
+        assert all(equal(worker.weights(), b) for worker, b in zip(group, before, strict=True))
+    before = group[0].weights()
+    assert all(world.run(lambda i: group[i].local.step()))
+    assert not equal(group[0].weights(), before) and not equal(group[0].common(), common)
+    assert all(torch.equal(piece.weight(), piece.parameter) for piece in pieces)
+    assert_nothing_is_lost(group, "weights")
+
+
+def test_a_call_resumes_what_is_in_flight_without_waiting():
+    """Where collectives are matched by name, a rank may be ahead of another; where they are matched by the order of the
+    calls, it starts one more collective of each exchange in each call, however fast they are."""
+    world, group = workers(2, build=SMALL_SPARSE, period=4, delay=3)
+    world.run(lambda i: group[i].train(7))
+    for step in (7, 8, 9):  # only this rank: the averages are due in the next call
+        assert group[0].train(1, first=step) == [False]
+    world.run(lambda i: group[i].train(1, first=10) if i == 0 else group[i].train(4, first=7))
+    assert equal(group[0].common(), group[1].common())
+
+    world, group = workers(2, build=partial(METHODS["iwp"], **SMALL), ordered=True, period=4, delay=3)
+    started = []
+    for worker in group:
+        start = worker.compression.engine.collectives.start
+
+        def counting(request, name, start=start, rank=worker.rank):
+            started.append((rank, name))
+            return start(request, name)
+
+        worker.compression.engine.collectives.start = counting
+    world.run(lambda i: group[i].train(3))
+    for step in (3, 4, 5):
+        started.clear()
+        world.run(lambda i, step=step: group[i].train(1, first=step))
+        for rank in range(2):
+            names = [name for r, name in started if r == rank and ".local." not in name and "compare" not in name]
+            assert len(names) == len({name.rpartition(".")[0] for name in names}), "one of each exchange"
+            assert names == [name for r, name in started if r == 0 and name in names]
+
+
+@on_both_hosts
+def test_saving_changes_nothing(ordered):
+    """It waits for the messages in flight, which are applied when it is time."""
+    options = dict(build=SMALL_SPARSE, ordered=ordered, period=4, delay=3)
+    results = []
+    for saves in (False, True):
+        world, group = workers(2, **options)
+
+        def body(i, group=group, saves=saves):
+            for step in range(15):
+                group[i].train(1, first=step)
+                if saves:
+                    before = group[i].weights()
+                    group[i].saved()
+                    assert equal(before, group[i].weights())
+
+        world.run(body)
+        results.append([*group[0].weights(), *group[0].common(), *group[0].with_residuals()])
+    assert equal(*results)
+
+
+@on_both_kinds
+def test_finish_lands_what_is_in_flight(unsent):
+    world, group = workers(2, build=SMALL_SPARSE, unsent=unsent, **DELAYED)
+    world.run(lambda i: group[i].train(6))
+    assert not group[0].idle
+    world.run(lambda i: group[i].local.finish(group[i].model))
+    assert group[0].idle and same(*group) and equal(group[0].weights(), group[0].common())
+    assert_nothing_is_lost(group, unsent)
+    assert world.run(lambda i: group[i].train(3, first=6)) == [[False, False, True]] * 2
+
+
+def fail(worker, at):
+    """Lets the ``at``-th collective from now on fail."""
+    collectives, count = worker.compression.engine.collectives, iter(range(1000))
+    start = collectives.start
+
+    def failing(request, name):
+        if next(count) == at:
+            raise ConnectionError
+        return start(request, name)
+
+    collectives.start = failing
+
+
+@on_both_hosts
+@on_both_kinds
+@pytest.mark.parametrize("name", ["iwp", "fft", "topk", "powersgd-cold"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_failure_in_flight_loses_nothing(name, stage, unsent, ordered):
+    world, group = workers(2, build=partial(METHODS[name], **SMALL), unsent=unsent, ordered=ordered, period=4, delay=3)
+    world.run(lambda i: group[i].train(3))
+    common = copy.deepcopy(group[0].common())
+
+    def body(i):
+        group[i].local_step(3)
+        fail(group[i], at=stage)
+        with pytest.raises(ConnectionError):
+            for step in range(4, 9):
+                group[i].local.step()
+                group[i].local_step(step)
+
+    world.run(body)
+    assert equal(common, group[0].common()) and group[0].idle
+    assert_nothing_is_lost(group, unsent)
+    anew = ThreadWorld(2, timeout=20, ordered=ordered)
+    for rank, worker in enumerate(group):
+        # Without a new generation: the ranks go on as they are.
+        set_collectives(worker.compression, anew.collectives(rank))
+        worker.compression.engine._generation = anew
+    assert anew.run(lambda i: group[i].train(4, first=9)) == [[False, False, False, True]] * 2, "it begins at once"
+    assert equal(group[0].common(), group[1].common())
+    assert_nothing_is_lost(group, unsent)
+
+
+@on_both_kinds
+def test_reset_returns_what_is_in_flight(unsent):
+    world, group = workers(2, build=SMALL_SPARSE, unsent=unsent, period=4, delay=3)
+    world.run(lambda i: group[i].train(5))
+    group[0].compression.discard_step()  # does nothing
+    for worker in group:
+        worker.compression.reset()
+        assert worker.idle
+    assert_nothing_is_lost(group, unsent)
+
+
+@on_both_kinds
+def test_a_new_rank_joins_while_an_exchange_is_in_flight(unsent):
+    """Elastic: state.sync() has broadcast the weights, to which what was in flight must not be applied."""
+    options = dict(build=SMALL_SPARSE, unsent=unsent, period=4, delay=3)
+    world, group = workers(2, **options)
+    world.run(lambda i: group[i].train(5))
+    anew = ThreadWorld(2, timeout=20)
+    set_collectives(group[0].compression, anew.collectives(0))
+    group[1] = Worker(anew, 1, **options)
+    group[1].model.load_state_dict(group[0].model.state_dict())
+    before = group[0].weights()
+    anew.run(lambda i: group[i].train(1))
+    assert all(equal(worker.common(), before) for worker in group) and group[0].idle
+    assert anew.run(lambda i: group[i].train(6, first=1)) == [[False] * 5 + [True]] * 2
+    assert equal(group[0].common(), group[1].common())
+    anew.run(lambda i: group[i].local.finish())
+    assert same(*group)
+
+
+def test_loading_forgets_what_is_in_flight():
+    """Also after the model's state was loaded."""
+    world, group = workers(2, build=SMALL_SPARSE, **DELAYED)
+    world.run(lambda i: group[i].train(3))
+    states = world.run(lambda i: group[i].saved())
+    world.run(lambda i: group[i].train(3, first=3))
+    assert not group[0].idle
+    for worker, state in zip(group, states, strict=True):
+        worker.resume(state)
+        assert equal(worker.weights(), [state[2][name] for name, _ in worker.model.named_parameters()])
+    world.run(lambda i: group[i].train(3, first=3))
+    again, others = workers(2, build=SMALL_SPARSE, **DELAYED)
+    again.run(lambda i: others[i].train(6))
+    assert same(group[0], others[0])
+
+
+def test_a_damaged_state_in_flight_is_refused():
+    world, group = workers(2, build=SMALL_SPARSE, period=4, delay=3)
+    world.run(lambda i: group[i].train(5))
+    good = world.run(lambda i: group[i].compression.state_dict())[0]
+    for path, value, says in (
+        (["calls left"], 4, "in_flight.calls left: must lie in 0 to 3, got 4"),
+        (["waiting", "wide.bias"], torch.zeros(47), "in_flight.waiting.wide.bias: must be a float32 tensor of shape"),
+        (["waiting", "wide.bias"], torch.full((2, 47), torch.nan), "in_flight.waiting.wide.bias: must be finite"),
+    ):
+        state = copy.deepcopy(good)
+        *folders, name = path
+        place = state["shared"]["local_steps"]["in_flight"]
+        for folder in folders:
+            place = place[folder]
+        place[name] = value
+        with pytest.raises(ValueError, match=re.escape(says)):
+            group[0].compression.load_state_dict(state)
+    group[0].compression.load_state_dict(good)
+
+
+@on_both_kinds
+def test_progress_of_16_bit_parameters_is_kept(unsent):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
+    world, group = workers(2, build=partial(TopK, density=1.0), model=model, unsent=unsent, period=2, delay=1)
+    world.run(lambda i: group[i].train(9))
+    assert group[0].idle and group[0].common()[0].dtype == torch.float32
+    assert equal(group[0].common(), group[1].common())
+    assert_nothing_is_lost(group, unsent, atol=0.1)
