@@ -32,6 +32,7 @@ _MEASURED = ("step ms", "compress ms", "sent MB", "speed-up", "replicas")
 Model = Annotated[
     str, typer.Option(help="The model: resnet50, vgg16, bert-base, gpt2, or PATH.py:FUNCTION, which returns yours.")
 ]
+RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of a host; above 1, compressors get nodes=.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="File to write all figures to, as JSON.")]
 
 
@@ -50,6 +51,13 @@ def _options(
     """The options of ``hvd-compress`` itself."""
 
 
+def _nodes(ranks: int, per_node: int) -> int:
+    """How many nodes there are. Raises ``BadParameter`` if they are not full, or fewer than two."""
+    if ranks % per_node or ranks // per_node < 2:
+        raise typer.BadParameter(f"--ranks must be at least two times --ranks-per-node, and a multiple, got {ranks}")
+    return ranks // per_node
+
+
 def _make_folder(*files: Path | None) -> None:
     """Makes the folders of output files. Comes before a measurement, so that a wrong path does not lose it."""
     for file in filter(None, files):
@@ -63,6 +71,9 @@ def _make_folder(*files: Path | None) -> None:
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of each launch of two ranks, in seconds.")] = 120,
     exchange: Annotated[bool, typer.Option(help="Launch two ranks that exchange gradients.")] = True,
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="Launch two nodes of so many ranks, on this machine, in place of two ranks.")
+    ] = 1,
 ) -> None:
     """Checks the installation: versions, operators, backends, and whether two ranks exchange.
 
@@ -72,7 +83,7 @@ def doctor(
     from .doctor import examine
 
     with console.status("checking"):
-        findings = list(examine(timeout, exchange))
+        findings = list(examine(timeout, exchange, ranks_per_node))
     table = Table("", "found", "")
     for finding in findings:
         table.add_row(finding.item, escape(finding.found), "[red]wrong[/]" if finding.fault else "[green]ok[/]")
@@ -88,7 +99,7 @@ def doctor(
 @app.command()
 def estimate(
     model: Model,
-    ranks: Annotated[int, typer.Option(min=2, max=4096, help="Number of ranks, each on a host of its own.")],
+    ranks: Annotated[int, typer.Option(min=2, max=4096, help="Number of ranks.")],
     bandwidth: Annotated[str, typer.Option(help="Rate of each host's link, as 100mbit or 10gbit; none: unlimited.")],
     latency: Annotated[str, typer.Option(help="Time of a message from one host to the next, as 50us.")] = "50us",
     optimizer: Annotated[
@@ -101,6 +112,10 @@ def estimate(
             min=0, help="Time of forward, backward and update of a step, in ms. Without it, speed-ups are upper bounds."
         ),
     ] = 0,
+    ranks_per_node: RanksPerNode = 1,
+    inside: Annotated[
+        str, typer.Option(help="Rate of each rank's connection inside a host, as 200gbit; none: unlimited.")
+    ] = "none",
     hosts_share_cores: Annotated[
         bool, typer.Option(help="All ranks run on this machine's cores, as with scripts/lab/netlab.sh.")
     ] = False,
@@ -108,6 +123,7 @@ def estimate(
 ) -> None:
     """Step time of dense, fp16 and every method: does compression help on this network, and which?
 
+    With --ranks-per-node, methods work on two levels (docs/quickstart_nodes.md): sent are the bytes of a host's link.
     Computation is measured now, on this machine's CPU; the network is a model. Exchange is by Gloo.
     """
     from . import estimate as model_of
@@ -118,17 +134,18 @@ def estimate(
     try:
         named = shapes.named(model)
         bits, seconds = network.bandwidth(bandwidth), network.duration(latency)
+        inside_bits = network.bandwidth(inside)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     _make_folder(json_file)
     sizes = [shape for _, shape in named]
     cores = len(os.sched_getaffinity(0)) if hosts_share_cores else None
-    kernels, measured = Kernels(sizes, min(cores or 1, ranks)), {}
+    kernels, measured, nodes = Kernels(sizes, min(cores or 1, ranks)), {}, _nodes(ranks, ranks_per_node)
     with console.status("measuring Gloo") as status:
-        net = network.Network(ranks, bits, seconds, transport.measure(), cores)
+        net = network.Network(nodes, bits, seconds, transport.measure(), cores, ranks_per_node, inside_bits)
         for method in METHODS:
             status.update(f"measuring {method}")
-            measured[method] = kernels.seconds(method, ranks)
+            measured[method] = kernels.seconds(method, nodes, ranks_per_node)
     found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer)
     table = Table("method", *(Column(text, justify="right") for text in _COLUMNS))
     best = model_of.winner(found)
@@ -138,8 +155,12 @@ def estimate(
         name = one.method if one.allowed else f"{one.method} *"
         table.add_row(name, *cells, style="bold" if one is best else "" if one.allowed else "dim")
     parameters = sum(math.prod(shape) for shape in sizes)
-    console.print(f"{model}: {parameters:,} parameters, {ranks} ranks, {bandwidth}, latency {latency}, {optimizer}")
+    where = f"{ranks} ranks" + (f" on {nodes} nodes" if ranks_per_node > 1 else "")
+    console.print(f"{model}: {parameters:,} parameters, {where}, {bandwidth}, latency {latency}, {optimizer}")
     console.print(table)
+    if ranks_per_node > 1:
+        milliseconds = 1e3 * max(one.inside for one in found)
+        console.print(f"A step of a method spends {milliseconds:,.1f} ms of its exchange inside the nodes.")
     if optimizer == "adamw":
         console.print("* trains badly with AdamW (docs/choosing.md)", style="dim")
     console.print(model_of.verdict(found, optimizer, exchange_only=not compute_ms), highlight=False)
@@ -170,6 +191,7 @@ def bench(
     hosts: Annotated[
         str, typer.Option(help="Hosts for the launcher mpirun, as a:1,b:1. By default all ranks run on this machine.")
     ] = "",
+    ranks_per_node: RanksPerNode = 1,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps of each method.")] = 7,
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of the whole launch, in seconds.")] = 1800,
     json_file: JsonFile = None,
@@ -196,13 +218,15 @@ def bench(
         shapes.named(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if launcher in measurement.LAUNCHERS:
+        _nodes(ranks, ranks_per_node)
     _make_folder(json_file, plot_file)
     host = measurement.LAUNCHERS.get(launcher, host)  # type: ignore[assignment]
     try:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=len(names))
             first, rows = measurement.measure(
-                model, names, ranks, launcher, host, hosts, steps, timeout=timeout,
+                model, names, ranks, launcher, host, hosts, steps, timeout=timeout, per_node=ranks_per_node,
                 progress=lambda done: bar.update(task, completed=done, description=[*names, "closing"][done]),
             )  # fmt: skip
     except (Failed, OSError) as error:

@@ -25,6 +25,7 @@ def measure(
     steps: int = 7,
     seconds: float = 60.0,
     timeout: float = 1800.0,
+    per_node: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[dict[str, Any], list[Row]]:
     """Launches the ranks and waits for them.
@@ -38,6 +39,7 @@ def measure(
         hosts: of mpirun, as ``a:1,b:1``; rank 0 must run on this machine, or share its folder for temporary files.
         steps: number of measured steps of each method, fewer if they take more than ``seconds``.
         timeout: seconds after which the launch is killed.
+        per_node: ranks of a node; above 1, compressors get ``nodes``.
         progress: called with the number of methods that are measured.
 
     Returns:
@@ -51,6 +53,7 @@ def measure(
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         result, log = Path(folder) / "result.jsonl", Path(folder) / "log"
         options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "seconds": seconds}
+        options |= {"ranks-per-node": per_node} if per_node > 1 else {}
         store: Any = None
         if launcher not in LAUNCHERS and host == "ddp":
             store, options["store"] = serve_store()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import shapes
-from .ranks import HOSTS, Horovod, start
+from .ranks import HOSTS, Horovod, nodes_of, start
 from .shapes import Named
 from .synthetic import Synthetic
 from .wire import BASELINES, METHODS, messages, sent
@@ -29,6 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", type=lambda text: text.split(";"), required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="for the steps of a method, but at least 3")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="above 1, compressors get nodes=")
     parser.add_argument("--result", type=Path, required=True)
     return parser.parse_args()
 
@@ -41,10 +42,11 @@ class Bench:
         named: the model's parameters.
         steps: number of measured steps, fewer if they take more than ``seconds``, but at least 3.
         seconds: for the steps of a method.
+        per_node: ranks of a node, which share its link.
     """
 
-    def __init__(self, ranks: Horovod, named: Sequence[Named], steps: int, seconds: float) -> None:
-        self.ranks, self.named, self.steps, self.seconds = ranks, named, steps, seconds
+    def __init__(self, ranks: Horovod, named: Sequence[Named], steps: int, seconds: float, per_node: int = 1) -> None:
+        self.ranks, self.named, self.steps, self.seconds, self.per_node = ranks, named, steps, seconds, per_node
 
     def replica(self, momentum: float = 0.0) -> tuple[Synthetic, torch.optim.Optimizer]:
         """A model and its optimizer."""
@@ -83,15 +85,20 @@ class Bench:
         stats = compression.stats() if hasattr(compression, "stats") else None
         # Not by numpy(), which torch does not require.
         weights = [zlib.crc32(ctypes.string_at(p.data_ptr(), p.nbytes)) for p in model.parameters()]
-        everyone = host.gather((weights, statistics.median(cpu for _, cpu in found), stats and stats["compress_ms"]))
+        processor, last = statistics.median(cpu for _, cpu in found), stats["last"] if stats else {}
+        sent_of_rank = last.get("wire_bytes", 0.0), last.get("inside_bytes", 0.0)
+        everyone = host.gather((weights, processor, stats and stats["compress_ms"], sent_of_rank))
+        # Of the link of rank 0's node, and of rank 0 itself.
+        sent_bytes = sum(theirs[0] for *_, theirs in everyone[: self.per_node])
         steps = self._slowest([seconds for seconds, _ in found])
         return {
             "step_ms": statistics.median(steps),
             "step_ms_spread": [min(steps), max(steps)],
             "steps_ms": steps,
-            "processor_ms": 1e3 * statistics.mean(cpu for _, cpu, _ in everyone),
-            "compress_ms": statistics.mean(ms or 0.0 for *_, ms in everyone),
-            "sent_bytes": stats and stats["last"]["wire_bytes"],
+            "processor_ms": 1e3 * statistics.mean(cpu for _, cpu, *_ in everyone),
+            "compress_ms": statistics.mean(ms or 0.0 for _, _, ms, _ in everyone),
+            "sent_bytes": stats and sent_bytes,
+            "inside_bytes": sent_of_rank[1],
             "replicas_equal": all(theirs == weights for theirs, *_ in everyone),
         }
 
@@ -115,15 +122,16 @@ class Bench:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    host = start(args.host, args.store)
-    bench = Bench(host, shapes.named(args.model), args.steps, args.seconds)
+    host = start(args.host, args.store, nodes=args.ranks_per_node > 1)
+    bench = Bench(host, shapes.named(args.model), args.steps, args.seconds, args.ranks_per_node)
+    nodes = nodes_of(host.size, args.ranks_per_node)
     lines: list[dict[str, Any]] = [{"ranks": host.size, **bench.alone()}]
     for method in args.methods:
         _append(args.result, host, lines.pop())
         model, optimizer = bench.replica()
         compression: Any = method if method == "fp16" else None
         if method not in BASELINES:
-            compression = METHODS[method].build(model.named_parameters())
+            compression = METHODS[method].build(model.named_parameters(), nodes=nodes)
         row = {"method": method, **bench.measure(model, optimizer, compression)}
         if method in BASELINES:
             row["sent_bytes"] = sent(messages(method, [shape for _, shape in bench.named], None, host.size), host.size)

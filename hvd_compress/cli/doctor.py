@@ -61,15 +61,15 @@ class Finding:
     cure: str = ""
 
 
-def examine(timeout: float, exchange: bool = True) -> Iterator[Finding]:
-    """All findings, one by one. ``timeout``: seconds for a launch of two ranks."""
+def examine(timeout: float, exchange: bool = True, per_node: int = 1) -> Iterator[Finding]:
+    """All findings, one by one. ``timeout``: seconds for a launch of ranks. ``per_node``: of two nodes."""
     yield Finding("hvd_compress", __version__)
     yield python()
     yield from torch_and_cuda()
     yield cpu_operators()
     yield cuda_operators()
-    yield from torch_distributed(timeout, exchange)
-    yield from horovod(timeout, exchange)
+    yield from torch_distributed(timeout, exchange, per_node)
+    yield from horovod(timeout, exchange, per_node)
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
@@ -115,7 +115,7 @@ def cuda_operators() -> Finding:
     return Finding(item, found)
 
 
-def torch_distributed(timeout: float, exchange: bool) -> Iterator[Finding]:
+def torch_distributed(timeout: float, exchange: bool, per_node: int = 1) -> Iterator[Finding]:
     from ..hosts.torch_collectives import backends
 
     names = backends()
@@ -125,10 +125,10 @@ def torch_distributed(timeout: float, exchange: bool) -> Iterator[Finding]:
         return
     yield Finding("torch backends", ", ".join(names))
     if exchange:
-        yield two_ranks("DDP, Gloo", launchers.torchrun, "ddp", timeout)
+        yield two_ranks("DDP, Gloo", launchers.torchrun, "ddp", timeout, per_node)
 
 
-def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
+def horovod(timeout: float, exchange: bool, per_node: int = 1) -> Iterator[Finding]:
     """Horovod is imported in a child: a broken one may end the process."""
     try:
         version = importlib.metadata.version("horovod")
@@ -153,25 +153,31 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
         return
     yield Finding("Horovod", f"{version}; {', '.join(built)}")
     if exchange and mpi and launchers.program("mpirun"):
-        yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout)
+        yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout, per_node)
     elif exchange and gloo:
-        yield two_ranks("Horovod, Gloo", launchers.horovodrun, "horovod", timeout)
+        yield two_ranks("Horovod, Gloo", launchers.horovodrun, "horovod", timeout, per_node)
 
 
 def two_ranks(
-    item: str, launcher: Callable[..., tuple[list[str], dict[str, str]]], host: str, timeout: float
+    item: str,
+    launcher: Callable[..., tuple[list[str], dict[str, str]]],
+    host: str,
+    timeout: float,
+    per_node: int = 1,
 ) -> Finding:
-    """Two ranks on this machine train some steps with IWP and compare averages and weights. The cure of a fault is the
-    command that shows all that the ranks print: what repairs it depends on that."""
-    command, environment = launcher(2, "hvd_compress.cli.pair", host)
+    """Two ranks, or two nodes of several, on this machine train some steps with IWP and compare averages and weights.
+    The cure of a fault is the command that shows all that the ranks print: what repairs it depends on that."""
+    more = (str(per_node),) if per_node > 1 else ()
+    command, environment = launcher(2 * per_node, "hvd_compress.cli.pair", host, *more)
+    who = f"two nodes of {per_node} ranks" if per_node > 1 else "two ranks"
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"
         try:
-            run_group(command, timeout, log, environment, "the launch of two ranks")
+            run_group(command, timeout, log, environment, f"the launch of {who}")
         except (Failed, OSError) as error:
             # A launcher's own report comes last and is long.
             said = re.findall(r"^(?:\[.*\]:)?((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
             fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
             again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
-            return Finding(item, "two ranks do not exchange", fault, f"all output of the ranks: {again}")
-    return Finding(item, "two ranks exchange")
+            return Finding(item, f"{who} do not exchange", fault, f"all output of the ranks: {again}")
+    return Finding(item, f"{who} exchange")

@@ -25,10 +25,10 @@ SLOWEST, FASTEST = 1e6, 1e12  # the range of break-evens, in bits per second
 
 @dataclass(frozen=True)
 class Estimate:
-    """One method. ``bytes``: sent by a rank in a step. Seconds: of the compressor, of the exchange beyond it, of a
+    """One method. ``bytes``: sent by a host in a step. Seconds: of the compressor, of the exchange beyond it, of a
     step. ``break_even``: the bandwidth in bits per second below which it beats dense and fp16; 0 if it is slower than
     they are at every bandwidth, infinity if it is faster at every bandwidth, None for dense and fp16. ``allowed``:
-    trains well with the optimizer."""
+    trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange."""
 
     method: str
     bytes: float
@@ -37,6 +37,7 @@ class Estimate:
     step: float
     break_even: float | None
     allowed: bool
+    inside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,13 @@ class Model:
     shapes: Sequence[Shape]
     compute: float
 
+    @property
+    def compressed(self) -> int:
+        """Entries of the tensors that are compressed."""
+        return sum(math.prod(shape) for shape in self.shapes if is_compressed(shape))
+
     def buckets(self) -> int:
-        entries = sum(math.prod(shape) for shape in self.shapes if is_compressed(shape))
-        return max(1, math.ceil(4 * entries / BUCKET))
+        return max(1, math.ceil(4 * self.compressed / BUCKET))
 
     def messages(self, method: str, ranks: int) -> Messages:
         return messages(method, [tuple(s) for s in self.shapes], METHODS[method].density, ranks)
@@ -62,15 +67,17 @@ def step_seconds(model: Model, network: Network, sent_messages: Messages, compre
     idle = exchange - busy
     behind_backward = BACKWARD * model.compute * (1 - 1 / buckets)
     hidden = min(idle, min(work, idle) / 2 + behind_backward)
-    return model.compute + work + exchange - hidden + buckets * network.turns(sent_messages)
+    turns = buckets * network.turns(sent_messages)
+    return model.compute + work + exchange - hidden + turns + network.inside(model.compressed)
 
 
 def estimates(model: Model, network: Network, kernels: Mapping[str, float], optimizer: str) -> list[Estimate]:
-    """Of every method in ``kernels`` (seconds of its computation), fastest first."""
-    sends = {method: model.messages(method, network.ranks) for method in kernels}
+    """Of every method in ``kernels`` (seconds of its computation), fastest first. Dense and fp16 know no two levels."""
+    networks = {method: network.flat if method in BASELINES else network for method in kernels}
+    sends = {method: model.messages(method, on.ranks) for method, on in networks.items()}
 
     def step(method: str, bits: float) -> float:
-        return step_seconds(model, replace(network, bits=bits), sends[method], kernels[method])
+        return step_seconds(model, replace(networks[method], bits=bits), sends[method], kernels[method])
 
     def gain(method: str, bits: float) -> float:
         return min(step(base, bits) for base in BASELINES) - step(method, bits)
@@ -93,12 +100,13 @@ def estimates(model: Model, network: Network, kernels: Mapping[str, float], opti
         found.append(
             Estimate(
                 method,
-                sent(sends[method], network.ranks),
+                sent(sends[method], networks[method].ranks),
                 work,
                 total - model.compute - work,
                 total,
                 None if method in BASELINES else break_even(method),
                 optimizer == "sgd" or METHODS[method].adam,
+                networks[method].inside(model.compressed),
             )
         )
     return sorted(found, key=lambda one: one.step)

@@ -54,9 +54,12 @@ class Kernels:
         self._ranks = [_Rank(chosen) for _ in range(cores)] if chosen else []
         self._cores = cores
 
-    def seconds(self, method: str, ranks: int) -> float:
+    def seconds(self, method: str, ranks: int, per_node: int = 1) -> float:
         """Of one rank's computation in a step, without network, on a core of its own: the method's, and the copy of all
-        gradients into and out of a host's buffers. Processor time, so that other programs disturb it little."""
+        gradients into and out of a host's buffers. Processor time, so that other programs disturb it little.
+
+        ``per_node``: ranks of a node. Each computes its share of the method, and copies all gradients once more into
+        and out of the node's sums."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -64,12 +67,13 @@ class Kernels:
             host /= min(self._total, MOST)
             if method in BASELINES or not self._ranks:
                 return host
+            host *= 1 if per_node == 1 else 2
             few = self._together(lambda i: self._ranks[i].seconds(method, min(ranks, MOST_RANKS))) * self._factor
             if ranks <= MOST_RANKS:
-                return host + few
+                return host + few / per_node
             half = self._together(lambda i: self._ranks[i].seconds(method, MOST_RANKS // 2)) * self._factor
             growth = (few - half) / (MOST_RANKS - MOST_RANKS // 2)
-            return host + few + max(0.0, growth) * (ranks - MOST_RANKS)
+            return host + (few + max(0.0, growth) * (ranks - MOST_RANKS)) / per_node
         finally:
             torch.set_num_threads(threads)
 

@@ -3,8 +3,9 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..engine.collectives import Verb, ring_bytes
 from .transport import Transport
 from .wire import Message, sent
 
@@ -12,6 +13,7 @@ from .wire import Message, sent
 PAYLOAD = 0.94
 #: Seconds for which Linux lets a rank compute before another one on its core has its turn.
 SLICE = 3e-3
+_INSIDE: tuple[Verb, Verb] = ("reduce", "broadcast")
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -41,11 +43,13 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True)
 class Network:
-    """``ranks`` hosts in a ring.
+    """``ranks`` parties in a ring: hosts, or, without two levels, the ranks of all hosts.
 
     Args:
         bits: per second, of each host's link.
         latency: seconds from one host to the next, in addition to the processor's share of a message.
+        per_node: ranks of a host, if they divide its exchange among them; 1 if each rank is a party of its own.
+        inside_bits: per second, of the connection of each rank inside its host.
         cores: that all ranks share, as the hosts of scripts/lab/netlab.sh do; None if each rank has a core of its own.
     """
 
@@ -54,14 +58,30 @@ class Network:
     latency: float
     transport: Transport
     cores: int | None = None
+    per_node: int = 1
+    inside_bits: float = math.inf
+
+    @property
+    def flat(self) -> "Network":
+        """The same without two levels. One rank of each host sends to another host: the bytes of its link are those of
+        a rank."""
+        return replace(self, ranks=self.ranks * self.per_node, per_node=1)
 
     @property
     def ranks_per_core(self) -> float:
-        return 1.0 if self.cores is None else max(1.0, self.ranks / self.cores)
+        return 1.0 if self.cores is None else max(1.0, self.ranks * self.per_node / self.cores)
 
     def processor(self, messages: Sequence[Message]) -> float:
-        """Seconds for which the processor is busy with messages."""
-        return self.ranks_per_core * sum(self.transport.seconds(message, self.ranks) for message in messages)
+        """Seconds for which a rank's processor is busy with its share of messages."""
+        busy = sum(self.transport.seconds(message, self.ranks) for message in messages)
+        return self.ranks_per_core * busy / self.per_node
+
+    def inside(self, entries: int) -> float:
+        """Seconds to sum so many float32 gradients inside a host, and to send the averages to its ranks."""
+        if self.per_node == 1:
+            return 0.0
+        bytes_sent = sum(ring_bytes(verb, 4 * entries, self.per_node) for verb in _INSIDE)
+        return 8 * bytes_sent / (self.inside_bits * PAYLOAD)
 
     def wire(self, messages: Sequence[Message]) -> float:
         """Seconds for which the link is busy."""

@@ -28,10 +28,10 @@ VARIABLES = (
 class Horovod:
     """The unmodified ``hvd.DistributedOptimizer``."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: bool = False) -> None:
         import horovod.torch as hvd
 
-        hvd.init()
+        hvd.init(**({"process_sets": "dynamic"} if nodes else {}))
         self._hvd = hvd
         self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
 
@@ -171,6 +171,14 @@ def serve_store() -> tuple[Any, str]:
     return store, f"{name}:{store.port}"
 
 
-def start(host: str, store: str = "", device: str = "cpu") -> Horovod:
-    """This process's rank. ``host``: one of HOSTS. ``store``, ``device``: see :class:`Ddp`."""
-    return Ddp(store, device) if host == "ddp" else Horovod()
+def nodes_of(ranks: int, per_node: int) -> int | bool:
+    """What a compressor gets as ``nodes`` for nodes of so many ranks. Raises ``ValueError`` if they are not full."""
+    if ranks % per_node:
+        raise ValueError(f"{ranks} ranks are no full nodes of {per_node}")
+    return ranks // per_node if per_node > 1 else False
+
+
+def start(host: str, store: str = "", device: str = "cpu", nodes: bool = False) -> Horovod:
+    """This process's rank. ``host``: one of HOSTS. ``store``, ``device``: see :class:`Ddp`. ``nodes``: whether
+    compressors will get ``nodes``."""
+    return Ddp(store, device) if host == "ddp" else Horovod(nodes)

@@ -1,6 +1,7 @@
 """hvd-compress bench: a real launch on this machine, its rows, and wrong arguments."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -44,6 +45,20 @@ def test_a_real_call(tmp_path):
     best = min(row["step_ms"] for row in content["rows"][:2])
     assert [row["speedup"] for row in content["rows"]] == pytest.approx([best / r["step_ms"] for r in content["rows"]])
     assert files[1].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_two_nodes(tmp_path):
+    """Sent are the bytes of a node's link."""
+    file = tmp_path / "out.json"
+    given = ["--ranks", "4", "--ranks-per-node", "2", "--model", "tiny", "--methods", "dense;DeMo", "--steps", "2"]
+    done = run(*given, "--json", str(file))
+    assert done.exit_code == 0, done.output
+    sizes = [shape for _, shape in shapes.named("tiny")]
+    dense, demo = json.loads(file.read_text())["rows"]
+    assert dense["replicas_equal"] and demo["replicas_equal"]
+    assert dense["sent_bytes"] == wire.sent(wire.messages("dense", sizes, None, 4), 4) and not dense["inside_bytes"]
+    assert demo["sent_bytes"] == pytest.approx(wire.sent(wire.messages("DeMo", sizes, 1 / 16, 2), 2), rel=0.02)
+    assert demo["inside_bytes"] > 4 * sum(math.prod(shape) for shape in sizes if wire.is_compressed(shape)) * 0.9
 
 
 def test_a_launch_that_fails_says_why():

@@ -111,6 +111,30 @@ def test_a_slow_link_takes_the_time_of_its_bytes_and_a_fast_one_none():
         assert one.step == pytest.approx(0.1 + SECONDS[one.method])
 
 
+def test_on_two_levels_a_host_sends_what_one_of_as_many_ranks_as_hosts_sends():
+    """A ring of all ranks crosses each link once; inside, gradients are summed and averages sent."""
+    flat = {one.method: one for one in estimate.estimates(MODEL, on(1e8, 8), SECONDS, "sgd")}
+    nodes = on(1e8, 2, per_node=4, inside_bits=1e11)
+    assert nodes.flat == on(1e8, 8, inside_bits=1e11)
+    found = {one.method: one for one in estimate.estimates(MODEL, nodes, SECONDS, "sgd")}
+    assert found["dense"].bytes == flat["dense"].bytes and found["dense"].step == flat["dense"].step
+    assert found["IWP"].bytes == wire.sent(MODEL.messages("IWP", 2), 2)
+    assert found["IWP"].inside == pytest.approx(8 * 2 * 3 / 4 * 4 * MODEL.compressed / (1e11 * network.PAYLOAD))
+    faster = estimate.estimates(MODEL, replace(nodes, inside_bits=math.inf), SECONDS, "sgd")
+    faster = {one.method: one.step for one in faster}
+    assert found["IWP"].step - faster["IWP"] == pytest.approx(found["IWP"].inside) and found["dense"].inside == 0.0
+    busy = replace(nodes, transport=replace(FREE, per_byte={key: 1e-9 for key in FREE.per_byte}))
+    messages = MODEL.messages("IWP", 2)
+    assert busy.processor(messages) == pytest.approx(replace(busy, per_node=1).processor(messages) / 4)
+
+
+def test_nodes_that_are_not_full_are_refused():
+    given = ["estimate", "--model", "tiny", "--bandwidth", "1gbit", "--ranks-per-node", "4", "--ranks"]
+    for ranks in ("6", "4"):
+        done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*given, ranks])
+        assert done.exit_code == 2 and "at least two times --ranks-per-node" in done.output
+
+
 def test_ranks_that_share_cores_take_turns():
     shared = {one.method: one.step for one in estimate.estimates(MODEL, on(math.inf, cores=2), SECONDS, "sgd")}
     # Two ranks a core: a collective waits for one turn.

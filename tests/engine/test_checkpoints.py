@@ -33,17 +33,18 @@ from hvd_compress.methods import iwp
         *(pytest.param(*other, marks=pytest.mark.slow) for other in (("horovod", 0.0), ("ddp", 0.9))),
     ],
 )
+@pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_checkpoint_resumes_bit_exactly(name, host, momentum, tmp_path):
+def test_a_checkpoint_resumes_bit_exactly(name, size, host, momentum, tmp_path):
     method = partial(METHODS[name], **SMALL)
     method = partial(method, **fitting(method, {"momentum": momentum, "warmup_steps": 4}))
-    world, ranks = replicas(2, method, host=host)
+    world, ranks = replicas(size, method, host=host)
     random_steps(world, ranks, range(6))
     for r in ranks:
         torch.save(r.compression.state_dict(), tmp_path / f"{r.rank}.pt")
     straight = random_steps(world, ranks, range(6, 12))[0]
 
-    world, fresh = replicas(2, method, host=host)
+    world, fresh = replicas(size, method, host=host)
     for r in fresh:
         r.compression.load_state_dict(torch.load(tmp_path / f"{r.rank}.pt", weights_only=True))
     resumed = random_steps(world, fresh, range(6, 12))[0]

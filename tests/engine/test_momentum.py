@@ -120,21 +120,30 @@ def test_sparse_gradients_with_momentum_raise_an_error():
         compression.decompress(torch.ones(64, 64).to_sparse(), None)
 
 
-def test_taking_the_momentum_does_not_change_dense_training():
-    """Uncompressed parameters, and all parameters at density 1, move as under SGD with momentum."""
+@pytest.mark.parametrize("size", [1, (2, 2)], ids=["1", "2x2"])
+def test_taking_the_momentum_does_not_change_dense_training(size):
+    """Uncompressed parameters, and all parameters at density 1, move as under SGD with momentum, also after it was
+    returned."""
     reference = mixed_model()
     stock = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9, weight_decay=0.001)
-    world, ranks = replicas(1, IWP, model=reference, density=1.0, values="fp32")
-    (rank,) = ranks
-    ours = torch.optim.SGD(rank.model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.0)
-    rank.compression.take_momentum(ours)
+    world, ranks = replicas(size, IWP, model=reference, density=1.0, values="fp32")
+    ours = [torch.optim.SGD(r.model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.0) for r in ranks]
+    for rank, optimizer in zip(ranks, ours, strict=True):
+        rank.compression.take_momentum(optimizer)
     stock.param_groups[0]["weight_decay"] = 0.0
     for step in range(30):
-        grads = gradients(rank.model, seed=step)
+        if step == 20:
+            world.run(lambda i: ranks[i].compression.return_momentum(ours[i]))
+        if step == 25:
+            for rank, optimizer in zip(ranks, ours, strict=True):
+                rank.compression.take_momentum(optimizer)
+        grads = gradients(reference, seed=step)
         for p, grad in zip(reference.parameters(), grads, strict=True):
             p.grad = grad.clone()
         stock.step()
-        together(world, ranks, [grads])
-        ours.step()
-    for a, b in zip(reference.parameters(), rank.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        together(world, ranks, [[grad.clone() for grad in grads] for _ in ranks])
+        for optimizer in ours:
+            optimizer.step()
+    for rank in ranks:
+        for a, b in zip(reference.parameters(), rank.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

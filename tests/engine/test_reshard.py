@@ -112,6 +112,22 @@ def test_the_states_are_not_changed():
         assert hvd_compress.engine.state.same(one, other)
 
 
+def test_a_state_of_other_buckets_is_converted_first():
+    world, ranks = replicas(2, IWP)
+    random_steps(world, ranks, range(3))
+    states = [r.compression.state_dict() for r in ranks]
+    _, others = replicas(2, IWP, bucket_mb=0.02)
+    says = r"shared.layout: the state has other buckets: bucket_mb and nodes must be the same, or hvd_compress.reshard"
+    with pytest.raises(ValueError, match=says):
+        others[0].compression.load_state_dict(states[0])
+    _, nodes = replicas((2, 1), IWP)
+    nodes[0].compression.load_state_dict(states[0])  # nodes of one rank are none
+    others[0].compression.load_state_dict(hvd_compress.reshard(states))
+    held = residuals(others[0])
+    for key, residual in held.items():
+        torch.testing.assert_close(residual, sum(residuals(r)[key] for r in ranks) / 2, rtol=0, atol=1e-5)
+
+
 def test_states_of_other_ranks_raise_an_error_and_load_nothing():
     """Rank 0's state on all ranks would lose the residuals of the others."""
     world, ranks = replicas(2, IWP)
