@@ -74,8 +74,8 @@ class LocalSteps:
 
     Raises:
         TypeError: ``compression`` is not a compressor.
-        ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, or with local steps
-            already; an optimizer with unknown parameters, or Horovod's.
+        ValueError: an argument out of range; a compressor with momentum, sign, ``grad_scaler`` or ``nodes``, or with
+            local steps already; an optimizer with unknown parameters, or Horovod's.
     """
 
     @modes_off
@@ -106,6 +106,8 @@ class LocalSteps:
         engine = compression.engine
         if engine.local_steps is not None:
             raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
+        if engine.nodes.inside is not None:
+            raise ValueError("local steps know no nodes yet: build the compressor without nodes=")
         traits = compression.traits
         if traits.momentum or engine.scaler is not None:
             raise ValueError(

@@ -40,6 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     for name in ("max-seconds", "timeout"):
         parser.add_argument(f"--{name}", type=float, required=True)
+    parser.add_argument("--nodes", type=int, help="into how many the ranks are divided for compressors")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
     compressors.METHODS[parser.parse_known_args(argv)[0].method].add_arguments(parser)
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         name, _, value = setting.partition("=")
         if os.environ.get(name) != value:
             raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
-    host = hosts.start(args.host)
+    host = hosts.start(args.host, nodes=args.nodes is not None)
     on_network = COUNTER.exists() and "HVD_NETLAB" in os.environ
     bench = (Counted if on_network else Bench)(host, list(SHAPES[args.shapes]()), args.steps, args.max_seconds)
     # A method that sends signs allows no momentum; momentum correction takes it from the optimizer, whose update is

@@ -34,6 +34,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     values given here, or today's defaults."""
     method = config["compression"]
     before: dict[str, Any] = {"extrapolate": None, "host": "horovod", "optimizer": "sgd", "context": 64, "ranks": None}
+    before["nodes"] = None
     before |= dict.fromkeys(("local_steps", *local_training.OPTIONS))
     if compressors.METHODS[method].kind:
         before |= {**compressors.METHODS[method].defaults(), "dense_values": "fp32", "bucket_mb": 16.0}
