@@ -27,6 +27,7 @@ class Counted(Bench):
     """Counts the bytes that leave this host in a step."""
 
     def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
+        self.ranks.gather(None)  # DDP may still send the model to other ranks
         before, found = int(COUNTER.read_text()), super().timed(step)
         self.sent_bytes = (int(COUNTER.read_text()) - before) / (WARMUP + len(found))
         return found
