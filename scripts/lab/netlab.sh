@@ -88,7 +88,7 @@ run() {
       return ;;
     --gloo) command=(python "$here/netlab_gloo.py" "$list" python "$@") ;;
     *) command=(mpirun --allow-run-as-root --prtemca plm ssh --prtemca plm_ssh_agent "$here/netlab_agent.sh" \
-      --prtemca prte_if_include eth0 --mca btl "tcp,self$( ((each == 1)) || echo ,sm)" --mca btl_tcp_if_include eth0 --mca pml ob1 \
+      --prtemca prte_if_include eth0 --mca btl tcp,self --mca btl_tcp_if_include eth0 --mca pml ob1 \
       --bind-to none -H "$list" -np "$((hosts * each))" -x PATH -x OMP_NUM_THREADS -x PYTHONUNBUFFERED -x HVD_NETLAB \
       -x HOROVOD_STALL_CHECK_TIME_SECONDS -x HOROVOD_STALL_SHUTDOWN_TIME_SECONDS python "$@") ;;
   esac
