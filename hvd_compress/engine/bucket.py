@@ -76,7 +76,7 @@ class Piece:
 class Bucket:
     """Pieces that are exchanged together, their residual, and the current step's gradients.
 
-    ``owner``: the rank of each node that exchanges it (:mod:`hvd_compress.engine.nodes`). ``residual``: the sum of all
+    ``owner``: the rank of each node that exchanges it (``engine/nodes.py``). ``residual``: the sum of all
     gradients that has not been sent, float32, (blocks * 256,). ``table``: the operators'
     table of pieces without slots, int64, (pieces, 4), see ``hvd_compress/reference/scatter.py``. ``originals``: by
     piece, the tensor that the host passed in and gets back. ``gradients``: by piece, that gradient in the piece's

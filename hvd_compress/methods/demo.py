@@ -100,7 +100,7 @@ class DeMo(SparseMethod):
             Horovod calls no compressor.
     """
 
-    ordered = True
+    _ordered = True
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class FFT(SparseMethod):
     """
 
     arguments: Leading
-    ordered = True
+    _ordered = True
 
     def __init__(
         self,

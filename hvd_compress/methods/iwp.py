@@ -93,14 +93,11 @@ class IWP(SparseMethod):
             raise ValueError(f"floor must be above 0, got {floor}")
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         self.arguments = _Arguments(selection, leaders, explore, floor, block_means)
+        self._ordered = block_means
         super().__init__(named_parameters, density, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _IWPWork(bucket, sending, self.arguments)
-
-    @property
-    def ordered(self) -> bool:  # type: ignore[override]
-        return self.arguments.block_means
 
     def made_with(self) -> dict[str, Any]:
         return {"block means": self.arguments.block_means, **super().made_with()}

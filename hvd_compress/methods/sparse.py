@@ -183,8 +183,8 @@ class SparseMethod(MomentumMethod):
     """
 
     works: list[SparseWork]
-    #: Whether what is kept depends on the order in which parameters lie in memory.
-    ordered = False
+    # Whether what is kept depends on the order in which parameters lie in memory.
+    _ordered = False
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class SparseMethod(MomentumMethod):
         """The options that a state depends on, by the name under which an error reports a difference."""
         strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.places}
         return {
-            "strides (use the same memory_format)": strides if self.ordered else None,
+            "strides (use the same memory_format)": strides if self._ordered else None,
             "values": self._codec.name,
             "layerwise": self._layerwise,
             "density schedule": type(self._density).__name__,
