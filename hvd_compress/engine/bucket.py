@@ -212,6 +212,12 @@ class Bucket:
                 self.order.release(ordered)
         return original
 
+    def write_results(self) -> None:
+        """Makes all tensors that the host passed in hold their averages."""
+        for index, original in enumerate(self.originals):
+            if original is not None:
+                self.result(index)
+
     def missing(self) -> Iterator[Piece]:
         """The pieces of which no gradient has arrived."""
         return (piece for index, piece in enumerate(self.pieces) if not self.arrived(index))

@@ -7,6 +7,7 @@ it is one of as many ranks as there are nodes, with the mean gradient of its nod
 import torch
 from torch import Tensor
 
+from ..reference import BLOCK
 from .bucket import Bucket, Piece
 from .collectives import Nodes, broadcast, reduce
 from .exchange import Exchange
@@ -39,18 +40,32 @@ def through_owner(work: Work, nodes: Nodes) -> Exchange:
     bucket = work.bucket
     bucket.collect()
     given = [grad.numel() > 0 for grad in bucket.gradients]
-    flat = bucket.zeros()
-    for target, grad in zip(_views(bucket, flat, given), bucket.gradients, strict=True):
-        target.copy_(grad)
+    flat = _packed(bucket, 1.0 / nodes.ranks)
     bucket.mark_written()
     flat = yield reduce(flat, bucket.owner, to_all=not nodes.everyone.ordered)
     if bucket.owner == nodes.rank:
-        bucket.gradients = _views(bucket, flat.mul_(1.0 / nodes.ranks), given)
+        bucket.gradients = _views(bucket, flat, given)
         work.accumulate()
         yield from work.exchange()
     flat = yield broadcast(flat, bucket.owner)
     bucket.gradients = _views(bucket, flat, given)
     bucket.mark_written()
+
+
+def _packed(bucket: Bucket, factor: float) -> Tensor:
+    """The gradients times ``factor`` as a bucket-wide tensor, zero where there is none."""
+    flat = torch.empty(bucket.blocks * BLOCK, dtype=torch.float32, device=bucket.device)
+    for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
+        if not grad.numel():
+            piece.of(flat).zero_()
+            continue
+        piece.padding(flat).zero_()
+        target = piece.shaped(flat)
+        if grad.dtype == torch.float32:
+            torch.mul(grad, factor, out=target)
+        else:  # not rounded before it is float32
+            target.copy_(grad).mul_(factor)
+    return flat
 
 
 def _views(bucket: Bucket, flat: Tensor, given: list[bool]) -> list[Tensor]:

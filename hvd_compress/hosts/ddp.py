@@ -177,9 +177,7 @@ class DDPHost(HookedHost):
             with stage("dense"):
                 self._store(gradients, total * (1.0 / engine.collectives.size))
         for work in engine.works:
-            for index, original in enumerate(work.bucket.originals):
-                if original is not None:
-                    work.bucket.result(index)
+            work.bucket.write_results()
         for future, buffer in self._futures:
             future.set_result(buffer)
         # Twice, to run after DDP's own callback, which is queued after this hook.

@@ -201,9 +201,7 @@ class FSDPHost(HookedHost):
                 gradient.store(next(averages))
                 engine.method.dense_averaged(gradient.number, gradient.grad)
             for work in engine.works:
-                for index, original in enumerate(work.bucket.originals):
-                    if original is not None:
-                        work.bucket.result(index)
+                work.bucket.write_results()
             for number, late_grad in self._late:
                 local(self._grads[number]).add_(next(averages).view(late_grad.shape))
             for number, before in self._before.items():

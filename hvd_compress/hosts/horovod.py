@@ -260,7 +260,7 @@ class HorovodCollectives:
         """Makes the process sets of all nodes, and of all places in them; gives this rank's to the two."""
         hvd, everyone = self._hvd, list(self._set.ranks)
         if nodes is True:
-            if not hvd.is_homogeneous():
+            if not self._mpi_ops.is_homogeneous():
                 raise ValueError("nodes must have equally many ranks, and Horovod's have not")
             own = torch.tensor([hvd.cross_rank()], dtype=torch.int64, device="cpu")
             found = HorovodCollectives().start(allgather(own), "hvd_compress.nodes").result().tolist()

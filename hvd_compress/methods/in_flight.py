@@ -48,6 +48,7 @@ class _Exchange:
             gradient.store(average)
             engine.method.dense_averaged(gradient.number, gradient.grad)
         for work in self.fragment.works:
+            work.bucket.write_results()
             work.bucket.clear()  # or it would hold the differences until its next exchange
 
 

@@ -87,9 +87,10 @@ class LocalSteps:
 
     Raises:
         TypeError: ``compression`` is not a compressor, or ``optimizer`` neither an optimizer nor a list of them.
-        ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, or with local steps
-            already; an optimizer with unknown parameters, with parameters of another one, or Horovod's; in training, an
-            optimizer of the compressor's parameters that is not one of these.
+        ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, with local steps
+            already, or with ``nodes`` and ``unsent="weights"``; an optimizer with unknown parameters, with parameters
+            of another one, or Horovod's; in training, an optimizer of the compressor's parameters that is not one of
+            these.
     """
 
     @modes_off
@@ -122,6 +123,8 @@ class LocalSteps:
         engine = compression.engine
         if engine.local_steps is not None:
             raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
+        if unsent == "weights" and engine.works and engine.nodes.inside is not None:
+            raise ValueError('in nodes one rank keeps what was not sent, for all of its node: use unsent="buffer"')
         traits = compression.traits
         if traits.momentum or engine.scaler is not None:
             raise ValueError(

@@ -57,6 +57,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser = script_parser(more.description if more else __doc__, parents=[method, more] if more else [method])
     parser.add_argument("--host", choices=hosts.HOSTS, default="horovod")
     parser.add_argument("--ranks", type=int, help="of --host threads; other hosts' launchers know them (default: 4)")
+    parser.add_argument("--nodes", type=int, help="of equally many ranks each: compressors work on two levels")
     parser.add_argument("--data", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/")
     parser.add_argument("--context", type=int, default=64, help="bytes of text that a model reads")
@@ -98,7 +99,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
 
 def check(args: argparse.Namespace) -> None:
     """``ValueError`` for options that do not fit."""
-    for name in ("epochs", "batch_size", "ranks", "context", "local_steps", "dion_rank"):
+    for name in ("epochs", "batch_size", "ranks", "nodes", "context", "local_steps", "dion_rank"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not args.eval_every > 0:
@@ -109,6 +110,14 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--ranks is for --host threads: a launcher starts the ranks of the other hosts")
     if args.optimizer == "dion" and (args.compression != "none" or args.local_steps):
         raise ValueError("--optimizer dion exchanges factors of its own: --compression none, without --local-steps")
+    if args.nodes and not compressors.METHODS[args.compression].kind:
+        raise ValueError(f"--compression {args.compression} knows no --nodes")
+    if args.nodes and args.local_steps:
+        raise ValueError(
+            "--local-steps with --nodes: a node whose ranks average in every step is a rank with their batches"
+        )
+    if args.nodes and args.ranks and args.ranks % args.nodes:
+        raise ValueError(f"--nodes must be a divisor of --ranks {args.ranks}, got {args.nodes}")
     if args.device != "cpu" and args.host == "threads":
         raise ValueError("--host threads needs --device cpu")
     if (given := datasets.DATASETS[args.data]) != (reads := models.MODELS[args.model].reads):
@@ -262,6 +271,8 @@ class Run:
             "epochs": history[-1]["epoch"],
             "steps": self.step,
             "ranks": self.host.size,
+            # What a node's card sends.
+            "node_bytes_per_step": means["wire_bytes_per_step"] * self.host.size / (self.args.nodes or self.host.size),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "seconds": history[-1]["seconds"],
             **means,
@@ -274,7 +285,8 @@ class Run:
 def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
     # Ranks share the machine's cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return hosts.run(args.host, lambda host: train(args, host, kind), args.device, args.ranks or 1)
+    nodes = args.nodes is not None
+    return hosts.run(args.host, lambda host: train(args, host, kind), args.device, args.ranks or 1, nodes)
 
 
 def train(args: argparse.Namespace, host: hosts.Host, kind: type[Run]) -> int:

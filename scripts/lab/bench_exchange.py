@@ -6,12 +6,14 @@
     bench_exchange.py --hosts 4 --rate 1gbit --shapes gpt2 --pause-ms 350 --methods fp16,iwp@local \\
         --option 'iwp@local:--local-steps 8 --density 1 --values lloyd4'
     bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
+    bench_exchange.py --hosts 2 --ranks-per-node 2 --methods none,iwp,iwp@nodes --option iwp@nodes:--nodes=2
 
-With --hosts, every rank has a network namespace of its own, whose egress is shaped to --rate (netlab.sh; root);
-they are made for each run and removed after it. With --ranks, all are on the loopback. Methods are those of train.py,
-with its defaults except for --option, and its options of local steps. They run on the unmodified Horovod optimizer, by
-MPI or Gloo (--backend), or, as ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook), ddp-fp16
-(fp16_compress_hook), ddp-powersgd (torch's powerSGD_hook, rank 4, one bucket) and any method of hvd_compress (ddp-iwp).
+With --hosts, every rank, or --ranks-per-node of them, has a network namespace of its own, whose egress is shaped to
+--rate (netlab.sh; root); they are made for each run and removed after it. With --ranks, all are on the loopback.
+Methods are those of train.py, with its defaults except for --option, and its options of local steps. They run on the
+unmodified Horovod optimizer, by MPI or Gloo (--backend), or, as ddp-METHOD, on DistributedDataParallel over Gloo:
+ddp-none (no hook), ddp-fp16 (fp16_compress_hook), ddp-powersgd (torch's powerSGD_hook, rank 4, one bucket) and any
+method of hvd_compress (ddp-iwp).
 
 Figures are medians over the steps of all --runs, with the fastest and the slowest step in brackets.
   step                  backward, exchange and update, of the slowest rank
@@ -20,8 +22,8 @@ Figures are medians over the steps of all --runs, with the fastest and the slowe
   longest               the longest step between two exchanges: of local steps, usually that of the exchange
   exchange              what a step takes beyond these
   compress              time in the compressor without waiting, by stats(), mean over ranks; 0 for torch's own hooks
-  sent                  MB per rank and step by the network interface's counter, with negotiation and the benchmark's
-                        barrier (on the loopback: by stats())
+  sent                  MB per host and step by the network interface's counter, with negotiation and the benchmark's
+                        barrier (on the loopback: per rank, by stats())
   wire ratio            bytes of a float32 ring allreduce, 2 (N - 1) / N x 4 bytes an entry, over the bytes sent
   speed-up              of whole steps over the fastest row of none and of fp16 at that rate, by any backend
   break-even            the bandwidth below which the saved bytes are worth the compressor's time without any overlap
@@ -65,6 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--hosts", type=int, metavar="N", help="ranks in network namespaces, one each")
     where.add_argument("--ranks", type=int, metavar="N", help="ranks on the loopback")
+    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="on each of --hosts")
     parser.add_argument("--rate", type=texts, default=["none"], help="of --hosts, as 100mbit; several as 1gbit,none")
     parser.add_argument("--shapes", choices=SHAPES, default="resnet50")
     horovod = [name for name, method in compressors.METHODS.items() if "horovod" in method.hosts]
@@ -78,7 +81,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="after which a run is killed")
     parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write all rows here")
     args = parser.parse_args(argv)
-    for name, least in (("hosts", 2), ("ranks", 2), ("runs", 1), ("steps", 1)):
+    for name, least in (("hosts", 2), ("ranks", 2), ("ranks_per_node", 1), ("runs", 1), ("steps", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
@@ -90,6 +93,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(str(error))
     if unknown := set(args.backend) - {"mpi", "gloo"}:
         parser.error(f"--backend must be of mpi and gloo, got {', '.join(sorted(unknown))}")
+    if args.ranks and args.ranks_per_node > 1:
+        parser.error("--ranks-per-node needs --hosts; on the loopback, --option METHOD:--nodes=N divides --ranks")
     if args.ranks and args.rate != ["none"]:
         parser.error("--rate needs --hosts: the loopback has none")
     return args
@@ -111,7 +116,10 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, Variant]]:
 def measure(args: argparse.Namespace, rate: str, backend: str, variant: Variant) -> dict[str, Any]:
     """What the ranks measured; ``Failed`` or ``NoLab`` if they did not."""
     launcher = "ddp" if variant.host == "ddp" else backend
-    place = netlab.up(args.hosts, rate, launcher) if args.hosts else nullcontext(netlab.loopback(args.ranks, launcher))
+    if args.hosts:
+        place = netlab.up(args.hosts, rate, launcher, args.ranks_per_node)
+    else:
+        place = nullcontext(netlab.loopback(args.ranks, launcher))
     with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as start:
         file = Path(folder) / "result.json"
         names = ("shapes", "steps", "pause_ms", "max_seconds", "timeout")

@@ -28,6 +28,7 @@ class Counted(Bench):
     """Counts the bytes that leave this host in a step."""
 
     def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
+        self.ranks.gather(None)  # DDP may still send the model to other ranks
         before, found = int(COUNTER.read_text()), super().timed(step)
         self.sent_bytes = (int(COUNTER.read_text()) - before) / (self.warmup + len(found))
         return found
@@ -42,6 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pause-ms", type=float, default=0.0)
     for name in ("max-seconds", "timeout"):
         parser.add_argument(f"--{name}", type=float, required=True)
+    parser.add_argument("--nodes", type=int, help="into how many the ranks are divided for compressors")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
     compressors.METHODS[parser.parse_known_args(argv)[0].compression].add_arguments(parser)
@@ -63,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         name, _, value = setting.partition("=")
         if os.environ.get(name) != value:
             raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
-    host = hosts.start(args.host)
+    host = hosts.start(args.host, nodes=args.nodes is not None)
     on_network = COUNTER.exists() and "HVD_NETLAB" in os.environ
     bench = (Counted if on_network else Bench)(
         host,

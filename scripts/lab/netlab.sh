@@ -2,15 +2,16 @@
 # A cluster on one machine: hosts hvdhost0, hvdhost1, ... are network namespaces at 10.77.0.1, .2, ..., joined by a bridge, each
 # with its egress shaped to a rate. MPI and Gloo use TCP over these links; the processors are shared. (root; Debian's iproute2)
 #   netlab.sh [--lab NAME] up HOSTS RATE                      RATE in kbit, mbit or gbit (100mbit, 2.5gbit), or none
-#   netlab.sh [--lab NAME] run [--gloo | --ddp] HOSTS SCRIPT ARGS...   a rank on each of the first HOSTS hosts, in .venv: of Horovod,
-#                                                             under mpirun or with Gloo, or with torchrun's variables for torch DDP
+#   netlab.sh [--lab NAME] run [--gloo | --ddp] HOSTS[xRANKS] SCRIPT ARGS...   RANKS ranks (1) on each of the first HOSTS hosts, in
+#                                                             .venv: of Horovod, under mpirun or with Gloo, or with torchrun's
+#                                                             variables for torch DDP
 #   netlab.sh [--lab NAME] down                               removes the hosts and kills what still runs there
 # Labs of different names (by default hvd; at most 9 letters and digits) can exist at once: NAMEhost0, ... on their own bridge.
 # The bytes that a rank sent: /sys/class/net/eth0/statistics/tx_bytes, read inside the rank.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd) bin=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin
 lab=hvd ranks=()
-usage() { sed -n '2,9s/^# \?//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,10s/^# \?//p' "$0" >&2; exit 2; }
 number() { [[ $1 =~ ^[1-9][0-9]?$ ]] || { echo "netlab.sh: HOSTS must be 1 to 99, got '$1'" >&2; exit 2; }; }
 
 down() {
@@ -60,32 +61,35 @@ up() {
 }
 
 run() {
-  local launcher=--mpi hosts i list=${lab}host0:1 command
+  local launcher=--mpi hosts each=1 i list command
   [[ $1 == --gloo || $1 == --ddp ]] && { launcher=$1; shift; }
   [[ $# -ge 2 ]] || usage
-  number "$1"
-  hosts=$1; shift
+  [[ $1 =~ ^[^x]+x([1-9])$ ]] && each=${BASH_REMATCH[1]}
+  hosts=${1%x*}; shift
+  number "$hosts"
+  list=${lab}host0:$each
   ip netns list | grep -q "^${lab}host$((hosts - 1))\b" || { echo "netlab.sh: no host ${lab}host$((hosts - 1)); run 'netlab.sh up $hosts RATE' first" >&2; exit 1; }
-  for ((i = 1; i < hosts; i++)); do list+=,${lab}host$i:1; done
+  for ((i = 1; i < hosts; i++)); do list+=,${lab}host$i:$each; done
   export PATH=$bin:$PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 HVD_NETLAB=$lab
   export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
   export HOROVOD_STALL_CHECK_TIME_SECONDS=${HOROVOD_STALL_CHECK_TIME_SECONDS:-60}
   export HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=${HOROVOD_STALL_SHUTDOWN_TIME_SECONDS:-240}
   case $launcher in
     --ddp)
-      export WORLD_SIZE=$hosts LOCAL_RANK=0 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 GLOO_SOCKET_IFNAME=eth0
-      for ((i = 0; i < hosts; i++)); do
-        RANK=$i ip netns exec "${lab}host$i" python "$@" &
+      export WORLD_SIZE=$((hosts * each)) MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 GLOO_SOCKET_IFNAME=eth0
+      export LOCAL_WORLD_SIZE=$each
+      for ((i = 0; i < hosts * each; i++)); do
+        RANK=$i LOCAL_RANK=$((i % each)) ip netns exec "${lab}host$((i / each))" python "$@" &
         ranks+=($!)
       done
       trap 'kill "${ranks[@]}" 2>/dev/null || true' EXIT
       # The first rank that fails ends the others.
-      for ((i = 0; i < hosts; i++)); do wait -n; done
+      for ((i = 0; i < hosts * each; i++)); do wait -n; done
       return ;;
     --gloo) command=(python "$here/netlab_gloo.py" "$list" python "$@") ;;
     *) command=(mpirun --allow-run-as-root --prtemca plm ssh --prtemca plm_ssh_agent "$here/netlab_agent.sh" \
       --prtemca prte_if_include eth0 --mca btl tcp,self --mca btl_tcp_if_include eth0 --mca pml ob1 \
-      --bind-to none -H "$list" -np "$hosts" -x PATH -x OMP_NUM_THREADS -x PYTHONUNBUFFERED -x HVD_NETLAB \
+      --bind-to none -H "$list" -np "$((hosts * each))" -x PATH -x OMP_NUM_THREADS -x PYTHONUNBUFFERED -x HVD_NETLAB \
       -x HOROVOD_STALL_CHECK_TIME_SECONDS -x HOROVOD_STALL_SHUTDOWN_TIME_SECONDS python "$@") ;;
   esac
   exec "$here/netlab_agent.sh" "${lab}host0" "$(printf '%q ' "${command[@]}")"

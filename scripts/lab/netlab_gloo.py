@@ -35,7 +35,8 @@ def main(hosts: str, command: list[str]) -> None:
             failed.set()
         return status, time.time()
 
-    settings = SimpleNamespace(hosts=hosts, num_proc=len(hosts.split(",")), output_filename=None, verbose=0)
+    ranks = sum(int(host.rpartition(":")[2]) for host in hosts.split(","))
+    settings = SimpleNamespace(hosts=hosts, num_proc=ranks, output_filename=None, verbose=0)
     address = socket.gethostbyname(hosts.partition(":")[0])
     try:
         launch_gloo(command, execute, settings, ["eth0"], dict(os.environ), address)

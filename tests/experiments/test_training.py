@@ -65,6 +65,20 @@ def test_a_full_rank_update_of_dion_is_orthogonal():
     torch.testing.assert_close((before - model.weight.detach()) / 0.1, left @ right.T * 12**0.5, rtol=0, atol=1e-3)
 
 
+def test_simulated_nodes_work_on_two_levels(tmp_path, capsys):
+    """Of four ranks; a node's card sends what its two ranks send."""
+    given = ["--compression", "topk", "--ranks", "4", "--min-numel", "1"]
+    flat = simulated(given, tmp_path / "runs.jsonl" / "flat")
+    nodes = simulated([*given, "--nodes", "2"], tmp_path / "runs.jsonl" / "nodes")
+    assert flat["replicas_equal"] and nodes["replicas_equal"] and nodes["ranks"] == 4
+    assert nodes["node_bytes_per_step"] == pytest.approx(2 * nodes["wire_bytes_per_step"])
+    assert flat["node_bytes_per_step"] == flat["wire_bytes_per_step"] > 2 * nodes["node_bytes_per_step"]
+    for wrong, says in (("--nodes=3", "divisor of --ranks 4"), ("--local-steps=2", "is a rank with its batches")):
+        with pytest.raises(SystemExit):
+            train.parse([*SHORT, "--host", "threads", *given, "--nodes", "2", wrong])
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("until", "tests"), [(8.0, 1), (0.1, 2)])
 def test_a_run_ends_at_the_first_test_that_reaches_its_target(until, tests, tmp_path):
     given = [*TEXT, "--limit-train", "9999", "--eval-every", "0.02", "--batch-size", "4", "--until", str(until)]

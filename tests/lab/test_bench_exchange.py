@@ -205,6 +205,18 @@ def test_a_run_on_hosts_of_its_own(tmp_path):
     assert 1.7 < ddp["wire_ratio"] <= 2 and 10 < iwp["wire_ratio"] < 60
 
 
+@needs_hosts
+def test_hosts_of_several_ranks(tmp_path):
+    """TopK gathers: a host of two ranks that work on two levels sends less than half."""
+    path = tmp_path / "runs.jsonl" / "rows"
+    given = "--methods ddp-topk,ddp-topk@nodes --option ddp-topk@nodes:--nodes=2 --option ddp-topk:--density=1/64"
+    given += " --option ddp-topk@nodes:--density=1/64"
+    run(f"--hosts 2 --ranks-per-node 2 --rate 1gbit {given} --json {path}", timeout=240)
+    flat, nodes = read_runs(path.parent)[path.name]["rows"]
+    assert flat["wrong"] == nodes["wrong"] == 0 and flat["ranks"] == nodes["ranks"] == 4
+    assert nodes["tx_bytes"] < 0.7 * flat["tx_bytes"]
+
+
 @pytest.mark.slow
 @needs_hosts
 def test_an_interrupted_run_leaves_no_hosts_behind():

@@ -33,7 +33,7 @@ from local_workers import (
 )
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL, fitting
 
-from hvd_compress import IWP, DeMo, LocalSteps, SlimDP, TopK
+from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, SlimDP, TopK
 from hvd_compress.hosts.threads import ThreadWorld
 
 
@@ -133,6 +133,43 @@ def test_period_one_with_a_buffer_is_the_method_in_gradient_mode():
             optimizer.step()
     for got, want in zip(group[0].weights(), ranks[0].model.parameters(), strict=True):
         torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_node_takes_local_steps_as_one_rank():
+    """Two nodes whose ranks have the same gradients, as with DDP inside, everything sent: two flat ranks."""
+    model, options = mixed_model(), dict(unsent="buffer", period=2)
+    world, build = ThreadWorld(4, timeout=20, ordered=True), partial(TopK, density=1.0)
+    group = world.run(lambda i: Worker(world, i, partial(build, nodes=2), model, **options))
+    for worker in group:
+        worker.rank //= 2
+    flat_world, flat = workers(2, build=build, ordered=True, model=model, **options)
+    world.run(lambda i: group[i].train(5))
+    flat_world.run(lambda i: flat[i].train(5))
+    for rank, worker in enumerate(group):
+        for got, want in zip(worker.weights(), flat[rank // 2].weights(), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_of_nodes_have_the_same_weights_after_local_steps(name, delay):
+    world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
+    build = partial(METHODS[name], nodes=2, **SMALL)
+    group = world.run(lambda i: Worker(world, i, build, model, unsent="buffer", period=2, delay=delay))
+    world.run(lambda i: group[i].train(6 + delay))
+    assert all(equal(group[0].common(), other.common()) for other in group)
+    if not delay:
+        assert all(same(group[0], other) for other in group)
+
+
+def test_what_nodes_did_not_send_cannot_stay_in_the_weights():
+    world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
+    with pytest.raises(ValueError, match='unsent="buffer"'):
+        world.run(lambda i: Worker(world, i, partial(TopK, nodes=2), model))
+    world = ThreadWorld(4, timeout=20, ordered=True)  # nothing is left unsent
+    group = world.run(lambda i: Worker(world, i, partial(NoCompression, nodes=2), model))
+    world.run(lambda i: group[i].train(3))
+    assert all(same(group[0], other) for other in group)
 
 
 def test_the_outer_optimizer_is_nesterov_sgd():

@@ -3,6 +3,7 @@
 import copy
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import job
@@ -305,6 +306,35 @@ def _local_steps_resume(optimizers, steps=10, **options):
     for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
     job.host.barrier()
+
+
+@register(CASES, named=True)
+def nodes():
+    """Four ranks as two nodes: two compressors in turn, each with groups of its own; bytes apart; other counts of nodes
+    are refused; a single node is dense."""
+    first, second = Job(seed=1, nodes=2, density=1 / 32), Job(seed=2, nodes=2, density=1 / 32)
+    for step in range(4):
+        for trained in (first, second)[:: 1 if step % 2 else -1]:
+            trained.step(step)
+    for trained in (first, second):
+        trained.assert_equal_replicas()
+        engine, last = trained.compression.engine, trained.compression.stats()["last"]
+        assert (engine.nodes.between.size, engine.nodes.ranks, engine.nodes.rank) == (2, 2, job.host.rank() % 2)
+        assert last["inside_bytes"] > 0 and last["wire_bytes"] > 0
+        assert 0 < len(engine.owned) < len(engine.works)
+    try:
+        Job(nodes=3)
+        raise AssertionError("no error for three nodes of four ranks")
+    except ValueError as error:
+        assert "divisor of the number of ranks, 4, got 3" in str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        alone = Job(nodes=True, density=1 / 32)
+    assert any("all ranks are on one node" in str(w.message) for w in caught)
+    stock = Job(build=None).train(3)
+    alone.train(3)
+    for a, b in zip(alone.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @register(CASES, named=True)

@@ -1,5 +1,6 @@
 """DistributedDataParallel's own cases."""
 
+import os
 import warnings
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ import torch
 from cases import Cases, register
 from job import DEVICE, Branches, Job
 from torch import distributed
+from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,6 +109,69 @@ def powersgd_is_as_accurate_as_torchs():
 
     ours, theirs = error(True), error(False)
     assert 0.0 < ours < 0.5 and theirs / 3 < ours < theirs * 3, (ours, theirs)
+
+
+@register(CASES, named=True)
+def nodes_by_launcher_and_mesh():
+    """As torchrun would start two nodes of two, and as meshes; ranks that are not in order; unequal nodes."""
+    rank = distributed.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("node", "gpu"))
+    crossed = DeviceMesh(DEVICE.type, [[0, 2], [1, 3]], mesh_dim_names=("node", "gpu"))
+    for nodes, inside in ((True, rank // 2), (mesh, rank // 2), (crossed, rank % 2)):
+        trained = Job(density=1 / 32, nodes=nodes).train(4).assert_equal_replicas()
+        held = trained.compression.engine.nodes
+        members = [0, 1] if inside == 0 else [2, 3]
+        if nodes is crossed:
+            members = [0, 2] if inside == 0 else [1, 3]
+        assert distributed.get_process_group_ranks(held.inside.group) == members
+    os.environ["LOCAL_RANK"] = str(rank if rank < 3 else 0)
+    line = DeviceMesh(DEVICE.type, list(range(4)), mesh_dim_names=("gpu",))
+    for nodes, says in ((True, "nodes must have equally many ranks, these have 3, 1"), (line, "node and GPU")):
+        try:
+            Job(nodes=nodes)
+            raise AssertionError(f"no error that says {says!r}")
+        except ValueError as error:
+            assert says in str(error), error
+
+
+@register(CASES, named=True)
+def local_steps_of_nodes():
+    """DDP inside two nodes of two, local steps between them: the same as between the two ranks of each place, each of
+    which exchanges everything. Each rank sends half as much."""
+    rank = distributed.get_rank()
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("node", "gpu"))
+    trained = []
+
+    def flat(model):
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    for where in ({"nodes": mesh}, {"process_group": mesh.get_group("node")}):
+        torch.manual_seed(0)
+        model = Branches().to(DEVICE)
+        begun = flat(model)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group("gpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compression = hvd_compress.TopK(model, density=1.0, bucket_mb=0.01, **where)
+        local = hvd_compress.LocalSteps(compression, optimizer, 2, unsent="buffer")
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(9):
+            x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
+            model.zero_grad()
+            ddp(x, range(6)).square().mean().backward()
+            optimizer.step()
+            local.step()
+        trained.append((compression, flat(model)))
+    (_, mine), (_, theirs) = trained
+    assert (mine - theirs).norm() < 1e-4 * (mine - begun).norm()
+    sent = torch.tensor([float(c.stats()["total"]["values_bytes"]) for c, _ in trained])
+    between_nodes, between_all = job.host.total(sent).tolist()
+    assert between_nodes == between_all / 2
+    try:
+        hvd_compress.LocalSteps(hvd_compress.IWP(model, nodes=mesh), optimizer, 2)
+        raise AssertionError("no error for what was not sent in the weights of nodes")
+    except ValueError as error:
+        assert 'unsent="buffer"' in str(error), error
 
 
 @register(CASES, once=True)

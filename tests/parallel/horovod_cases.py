@@ -59,6 +59,19 @@ def overlapping_process_sets():
         hvd.remove_process_set(chosen)
 
 
+@register(CASES, named=True)
+def nodes_after_a_new_init():
+    """The process sets of nodes end with hvd.shutdown(), and are made again by the first hook."""
+    trained = Job(density=1 / 32, nodes=2, unused=False).train(3)
+    inside = trained.compression.engine.nodes.inside
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    hvd.broadcast_parameters(trained.model.state_dict(), root_rank=0)
+    trained.train(3).assert_equal_replicas()
+    assert inside.size == 2 and trained.compression.stats()["steps"] == 3
+
+
 @register(CASES, once=True)
 def refusals():
     """Settings of Horovod's optimizer that do not fit raise an error before any update."""

@@ -29,6 +29,23 @@ def test_all_cases():
     )
 
 
+def test_two_nodes():
+    plan = {name: ["plain"] for name in TRAINED}
+    for name in ("iwp", "fft-gather", "powersgd"):
+        plan[name] = ["plain", "checkpoint", "grad_scaler", "rebucketing"]
+    plan["iwp"] += ["nodes", "nodes_by_launcher_and_mesh", "dense_at_density_one", "momentum_taken_over"]
+    plan["iwp"] += ["local_steps_of_nodes"]
+    plan["demo"] += ["signs", "orthogonal"]
+    run_cases(["--ddp", "4"], plan, timeout=420, steps=6, nodes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", GROUPS)
+def test_all_cases_on_two_nodes(family):
+    plan = {method: [*names_of(common_cases.CASES, method), "checkpoint"] for method in GROUPS[family]}
+    run_cases(["--ddp", "4"], plan, timeout=1200, steps=12, nodes=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
 @pytest.mark.parametrize("family", GROUPS)

@@ -51,6 +51,26 @@ def test_local_steps_of_two_ranks_with_gloo():
     run_cases(["--gloo", "2"], {"iwp": ["local_steps_of_two_optimizers", "local_steps_in_flight"]}, timeout=300)
 
 
+def test_two_nodes():
+    plan = {name: ["plain"] for name in TRAINED}
+    for name in ("iwp", "fft-gather"):
+        plan[name] = ["plain", "grad_scaler", "accumulation"]
+    plan["iwp"] += ["nodes", "dense_at_density_one", "momentum_taken_over"]
+    plan["demo"] += ["signs"]
+    run_cases(["4"], plan, timeout=420, steps=6, nodes=2)
+
+
+def test_two_nodes_with_gloo():
+    run_cases(["--gloo", "4"], {"iwp": ["plain", "nodes_after_a_new_init"]}, timeout=240, steps=4, nodes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", TRAINED)
+def test_all_cases_on_two_nodes(method):
+    plan = {method: [*names_of(common_cases.CASES, method), "checkpoint"]}
+    run_cases(["4"], plan, timeout=600, steps=12, nodes=2, HOROVOD_FUSION_THRESHOLD="0")
+
+
 @pytest.mark.slow
 @on_every_launch
 @pytest.mark.parametrize("method", WHOLE)

@@ -133,7 +133,7 @@ class Counted:
             self.wire.begin_step()
         start = time.perf_counter()
         payload, context = self.stock.compress(tensor.contiguous())
-        self.wire.count_dense(tensor.numel(), payload.nbytes, self.ranks)
+        self.wire.count_dense(tensor.numel(), payload.nbytes, self.ranks, per_node=1)
         self.pending += 1
         self.wire.seconds += time.perf_counter() - start
         return payload, (context, None if tensor.is_contiguous() else tensor)
@@ -193,7 +193,7 @@ class CountedHook(Counted):
             _, before, after = self.hook[0].compression_stats()  # entries so far
             saved = 4 * (before - after)
         self.wire.begin_step()
-        self.wire.count_dense(self.entries, sent - (saved - self.saved), self.ranks)
+        self.wire.count_dense(self.entries, sent - (saved - self.saved), self.ranks, per_node=1)
         self.wire.end_step()
         self.saved, self.steps = saved, self.steps + 1
 

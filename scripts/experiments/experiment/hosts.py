@@ -26,7 +26,8 @@ class Host:
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         """The object that compresses and has ``stats()``."""
         if compressors.METHODS[method].kind:
-            return compressors.METHODS[method].build(args, model, optimizer, collectives=self.collectives)
+            nodes = getattr(args, "nodes", None) or False
+            return compressors.METHODS[method].build(args, model, optimizer, collectives=self.collectives, nodes=nodes)
         return self.stock(method, model, optimizer)
 
 
@@ -111,13 +112,14 @@ class Threads(Host):
 HOSTS = (*ranks.HOSTS, "threads")
 
 
-def run(name: str, body: Callable[[Any], int], device: str = "cpu", ranks: int = 1) -> int:
-    """Calls ``body`` with the host of this process's rank, or of ``ranks`` ranks in turn; returns its status."""
+def run(name: str, body: Callable[[Any], int], device: str = "cpu", ranks: int = 1, nodes: bool = False) -> int:
+    """Calls ``body`` with the host of this process's rank, or of ``ranks`` ranks in turn; returns its status.
+    ``nodes``: whether compressors will get ``nodes``."""
     if name != "threads":
-        return body(start(name, device))
+        return body(start(name, device, nodes))
     world, board = ThreadWorld(ranks, timeout=math.inf, ordered=True, in_turn=True), [None] * ranks
     return max(world.run(lambda rank: body(Threads(world, rank, board))))
 
 
-def start(name: str, device: str = "cpu") -> Any:
-    return Ddp(device=device) if name == "ddp" else Horovod()
+def start(name: str, device: str = "cpu", nodes: bool = False) -> Any:
+    return Ddp(device=device) if name == "ddp" else Horovod(nodes)

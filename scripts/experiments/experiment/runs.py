@@ -34,6 +34,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     values given here, or today's defaults."""
     method = config["compression"]
     before: dict[str, Any] = {"extrapolate": None, "host": "horovod", "optimizer": "sgd", "context": 64, "ranks": None}
+    before["nodes"] = None
     before |= dict.fromkeys(("local_steps", *local_training.OPTIONS))
     if config.get("local_steps"):
         before |= {"fragments": 1, "delay": 0}
