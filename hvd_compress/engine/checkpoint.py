@@ -178,7 +178,7 @@ def _description(engine: Engine) -> Tree:
         "buckets": {str(work.bucket.index): work.state() for work in engine.works},
         "wire_stats": engine.stats.state(),
     }
-    if place := place_in_mesh(engine.parameters[0]):
+    for place in filter(None, map(place_in_mesh, engine.parameters)):
         body["place_in_mesh"] = Fixed(place, "the state is of another rank of the shard group")
     if engine.local_steps is not None:
         body["local_steps"] = engine.local_steps.state()

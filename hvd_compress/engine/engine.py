@@ -277,13 +277,13 @@ class Engine:
         generation = self.collectives.generation()
         if generation is self._generation:
             return False
-        self._generation = generation
         if self.local_steps is not None:
             self.local_steps.restart(same_ranks=False)
         if not self.collecting:
             self.undo_skipped_step()
         self.reset()
         self.nodes.renew()
+        self._generation = generation
         self.registry = self.collectives.registry()
         self.registry.add(self, self.number)
         self.last_average.forget()

@@ -242,7 +242,10 @@ class HorovodCollectives:
         return _HorovodHandle(hvd, number, self._mpi_ops._handle_map[number])
 
     def in_nodes(self, nodes: object) -> Nodes:
-        """Makes process sets, and new ones after an elastic reset."""
+        """Makes process sets, and new ones after a new ``hvd.init()``. Raises ``ValueError`` in an elastic job: a new
+        rank would wait here for the others, which wait for it in ``state.sync()``."""
+        if os.environ.get("HOROVOD_ELASTIC"):
+            raise ValueError("nodes= works in no elastic job: build the compressor without it")
         inside, between = HorovodCollectives(self._set), HorovodCollectives(self._set)
         self._divide(nodes, inside, between)
         place = inside.rank, inside.size

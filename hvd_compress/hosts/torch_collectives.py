@@ -5,6 +5,7 @@ It matches collectives by the order of the calls, which must not depend on timin
 
 import math
 import os
+import weakref
 
 import torch
 from torch import Tensor, distributed
@@ -16,6 +17,9 @@ from .nodes import divided, groups
 from .polling import wait_until
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
+
+#: Of nodes and of places in nodes, by the group that they divide.
+_groups = weakref.WeakKeyDictionary[distributed.ProcessGroup, dict[tuple[int, ...], distributed.ProcessGroup]]()
 
 
 def backends() -> list[str]:
@@ -93,7 +97,13 @@ class TorchCollectives:
         """Makes process groups, of the backend of this one, unless ``nodes`` is a mesh that has them."""
         if isinstance(nodes, DeviceMesh):
             return self._of_mesh(nodes)
-        inside, between = groups(self._started_nodes() if nodes is True else divided(nodes, self.size), self.rank)
+        count = 0 if nodes is True else max(divided(nodes, self.size)) + 1
+        counts = self._gathered(count)
+        if len(set(counts)) > 1:
+            given = ", ".join(str(count or True) for count in counts)
+            raise ValueError(f"nodes must be the same on all ranks, got {given} on ranks 0 to {self.size - 1}")
+        node_of = divided(count, self.size) if count else self._gathered(self._first_of_node())
+        inside, between = groups(node_of, self.rank)
         return Nodes(self, inside=self._among(inside), between=self._among(between))
 
     def _of_mesh(self, mesh: DeviceMesh) -> Nodes:
@@ -105,20 +115,29 @@ class TorchCollectives:
         between, inside = (TorchCollectives(mesh.get_group(dimension)) for dimension in (0, 1))
         return Nodes(self, between, inside)
 
-    def _started_nodes(self) -> list[int]:
-        """The node of each rank, as torchrun has started them: the first of its ranks. By a tensor:
-        ``all_gather_object()`` needs NumPy, which torch does not require."""
+    def _first_of_node(self) -> int:
+        """The first rank of this one's node, as torchrun has started them."""
         local = os.environ.get("LOCAL_RANK", "")
         if not local.isdigit():
             raise ValueError("nodes=True needs LOCAL_RANK, which torchrun sets: give the number of nodes")
+        return distributed.get_rank() - int(local)
+
+    def _gathered(self, own: int) -> list[int]:
+        """By a tensor: ``all_gather_object()`` needs NumPy, which torch does not require."""
         nccl = "nccl" in distributed.get_backend(self.group)
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        first = torch.tensor([distributed.get_rank() - int(local)], dtype=torch.int64, device=device)
-        return list(self.start(allgather(first), "hvd_compress.nodes").result().tolist())
+        tensor = torch.tensor([own], dtype=torch.int64, device=device)
+        return list(self.start(allgather(tensor), "hvd_compress.nodes").result().tolist())
 
     def _among(self, ranks: list[int]) -> "TorchCollectives":
-        """Some of these ranks."""
-        everyone = distributed.get_process_group_ranks(self.group)
-        backend = distributed.get_backend(self.group)
-        group = distributed.new_group([everyone[r] for r in ranks], backend=backend, use_local_synchronization=True)
-        return TorchCollectives(group)
+        """Some of these ranks, by a group that is made once."""
+        assert self.group is not None
+        known, members = _groups.setdefault(self.group, {}), tuple(ranks)
+        if members not in known:
+            everyone = distributed.get_process_group_ranks(self.group)
+            known[members] = distributed.new_group(
+                [everyone[r] for r in ranks],
+                backend=distributed.get_backend(self.group),
+                use_local_synchronization=True,
+            )
+        return TorchCollectives(known[members])

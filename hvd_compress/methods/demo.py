@@ -147,6 +147,11 @@ class DeMo(SparseMethod):
         self._written = _Written(seen=not sign)
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, values=values, **common)
+        nodes = self.engine.nodes
+        if self._orthogonal and nodes.inside is not None and nodes.between.size == 1:
+            raise ValueError(
+                "orthogonal is of compressed averages, and on a single node there are none: leave nodes out"
+            )
         self._dense = DenseVelocity(self.engine)
         used = sorted({place.piece.name for place in self.engine.places} & self._orthogonal)
         checksum = zlib.crc32("\n".join(used).encode())

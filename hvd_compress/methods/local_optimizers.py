@@ -1,5 +1,6 @@
 """The optimizers that take the local steps between two exchanges."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 
@@ -46,7 +47,7 @@ class LocalOptimizers:
             raise ValueError("local steps need an optimizer, got an empty list")
         self.check()
         for optimizer in self._all:
-            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_pre_hook(_weakly(self._before_step))
 
     def check(self) -> None:
         """Raises ``ValueError`` if an optimizer holds no known parameter or a trained unknown one, or two hold the
@@ -82,8 +83,19 @@ class LocalOptimizers:
         """Called by LocalSteps.step(): the steps so far belong to it."""
         self._steps.clear()
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         self._before(optimizer)
         self._steps[optimizer] += 1
         if self._steps[optimizer] == _FORGOTTEN:
             self._warn(f"{_FORGOTTEN} optimizer steps without LocalSteps.step(): call it after each one")
+
+
+def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
+    """A hook of an optimizer that does not keep what it calls alive."""
+    found = weakref.WeakMethod(method)
+
+    def hook(optimizer: Optimizer, *_: object) -> None:
+        if (alive := found()) is not None:
+            alive(optimizer)
+
+    return hook

@@ -19,8 +19,8 @@ class Reporting:
     @modes_off
     def residual(self, name: str) -> Tensor:
         """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape
-        (of a sharded one, of this rank's shard); zeros for an uncompressed one. Raises ``KeyError`` for an unknown
-        name."""
+        (of a sharded one, of this rank's shard); zeros for an uncompressed one, and for one that another rank of the
+        node owns. Raises ``KeyError`` for an unknown name."""
         for place in self.engine.places:
             if place.piece.name == name:
                 with place.work.bucket.order:
@@ -34,8 +34,8 @@ class Reporting:
         except sparse gradients and those of parameters that were not given to this compressor.
 
         ``last`` and ``total`` contain ``dense_bytes`` (a float32 ring allreduce of the gradients), ``wire_bytes`` and
-        its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, and ``wire_ratio =
-        dense_bytes / wire_bytes``. ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over
+        its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, ``wire_ratio =
+        dense_bytes / wire_bytes``, and ``inside_bytes``, which stay in this rank's node and are not in the others. ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over
         recent steps of the time spent in the compressor without waiting.
         """
         norms = []

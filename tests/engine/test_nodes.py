@@ -193,3 +193,27 @@ def test_ranks_with_other_nodes_raise_an_error(host):
             ranks[i].exchange(gradients(ranks[i].model, seed=i), shuffle=0)
 
     world.run(step)
+
+
+def test_orthogonal_averages_need_two_nodes():
+    """On one, everything is averaged uncompressed, and would be signs instead."""
+    with pytest.raises(ValueError, match="on a single node there are none"):
+        replicas((1, 2), DeMo, orthogonal=True)
+
+
+def test_a_failed_renewal_is_tried_again():
+    world, ranks = replicas((2, 2), TopK)
+    random_steps(world, ranks, range(1))
+    engine = ranks[0].compression.engine
+    renew, failures = engine.nodes.renew, [RuntimeError("the place has changed")]
+
+    def fail_once():
+        if failures:
+            raise failures.pop()
+        renew()
+
+    engine.nodes.renew = fail_once
+    engine.collectives.generation = lambda: "another"
+    with pytest.raises(RuntimeError, match="the place has changed"):
+        engine.check_generation()
+    assert engine.check_generation() and not engine.check_generation()

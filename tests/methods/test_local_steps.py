@@ -1,7 +1,9 @@
 """Local steps around every compressor: what ranks share, what each keeps, and how both are resumed."""
 
 import copy
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -606,3 +608,13 @@ def test_no_differences_are_held_between_exchanges():
     world, group = workers(2, period=2)
     world.run(lambda i: group[i].train(2))
     assert all(original is None for bucket in group[0].compression.buckets for original in bucket.originals)
+
+
+def test_the_optimizer_does_not_keep_local_steps_alive():
+    world = ThreadWorld(1)
+    worker = Worker(world, 0)
+    kept, (optimizer,) = weakref.ref(worker.local), worker.optimizers
+    del worker
+    gc.collect()
+    assert kept() is None
+    optimizer.step()

@@ -125,9 +125,16 @@ def nodes_by_launcher_and_mesh():
         if nodes is crossed:
             members = [0, 2] if inside == 0 else [1, 3]
         assert distributed.get_process_group_ranks(held.inside.group) == members
+    groups = len(distributed.distributed_c10d._world.pg_map)
+    Job(density=1 / 32, nodes=2)
+    assert len(distributed.distributed_c10d._world.pg_map) == groups  # once made
     os.environ["LOCAL_RANK"] = str(rank if rank < 3 else 0)
     line = DeviceMesh(DEVICE.type, list(range(4)), mesh_dim_names=("gpu",))
-    for nodes, says in ((True, "nodes must have equally many ranks, these have 3, 1"), (line, "node and GPU")):
+    for nodes, says in (
+        (True, "nodes must have equally many ranks, these have 3, 1"),
+        (line, "node and GPU"),
+        (True if rank == 1 else 2, "must be the same on all ranks, got 2, True, 2, 2 on ranks 0 to 3"),
+    ):
         try:
             Job(nodes=nodes)
             raise AssertionError(f"no error that says {says!r}")

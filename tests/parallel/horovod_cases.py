@@ -1,5 +1,7 @@
 """Horovod's own cases."""
 
+import os
+
 import horovod.torch as hvd
 import horovod_script_cases
 import job
@@ -70,6 +72,14 @@ def nodes_after_a_new_init():
     hvd.broadcast_parameters(trained.model.state_dict(), root_rank=0)
     trained.train(3).assert_equal_replicas()
     assert inside.size == 2 and trained.compression.stats()["steps"] == 3
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        Job(nodes=2)
+        raise AssertionError("no error for nodes of an elastic job")
+    except ValueError as error:
+        assert "elastic" in str(error), error
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
 
 
 @register(CASES, once=True)
