@@ -18,6 +18,7 @@ from harness import (
     toy_model,
 )
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL, fitting
+from optimizers import muon_and_adamw
 
 from hvd_compress import IWP, DeMo, LocalSteps, SlimDP, TopK
 from hvd_compress.hosts.threads import ThreadWorld
@@ -29,13 +30,6 @@ SPARSE = partial(TopK, density=1 / 16)
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
-
-
-def muon_and_adamw(parameters):
-    """Two optimizers, of matrices and of the rest."""
-    parameters = list(parameters)
-    matrices, rest = ([p for p in parameters if (p.dim() == 2) == muon] for muon in (True, False))
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
 class Worker:
