@@ -19,7 +19,7 @@
 #   race-resnet20, race-vgg11                                       race-gpt
 # Others:
 #   growth           time and memory as network and ranks grow
-#   gradients        errors against bits, on recorded gradients (DATA_DIR)
+#   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${1:-}
@@ -27,7 +27,7 @@ case $experiment in
   cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,20s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,22s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -302,6 +302,10 @@ case $experiment in
       --out "$out/digits"
     bash scripts/run.sh 4 scripts/experiments/record_gradients.py "${resnet20[@]}" --epochs 3 --lr 0.3 --out "$out/cifar10"
     "$python" scripts/experiments/gradient_errors.py "$out"/{cifar10,digits}
+    "$python" scripts/experiments/record_gradients.py --host threads --data text --model gpt --optimizer muon --lr 3e-3 \
+      --epochs 15 --batch-size 8 --local-steps 8 --max-steps 480 --moments 0.4 --count 20 --out "$out/muon"
+    "$python" scripts/experiments/feedback_errors.py "$out/muon"
+    "$python" scripts/experiments/feedback_errors.py "$out/muon" --transform --runs 512
     ;;
 esac
 # Trainings by `one` end with their table.

@@ -22,13 +22,6 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
 
 
-def muon_and_adamw(parameters):
-    """Two optimizers, of matrices and of the rest."""
-    parameters = list(parameters)
-    matrices, rest = ([p for p in parameters if (p.dim() == 2) == muon] for muon in (True, False))
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
-
-
 class Worker:
     """A replica in local training."""
 

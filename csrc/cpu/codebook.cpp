@@ -2,6 +2,7 @@
 #include "../codebook.h"
 
 #include "codes.h"
+#include "narrow.h"
 #include "permute.h"
 
 namespace hvd_compress {
@@ -123,6 +124,23 @@ struct PlainCode : Rows {
 
 #ifdef HVD_V4
 // Levels and midpoints in registers. Not inlined: the callers are compiled for every level.
+
+template <int kBits>
+struct NarrowCode : Rows {
+  using Packing = Narrow<kBits, kChunk>;
+
+  HVD_V3 void encode(int64_t group, const float* values, float* error, uint8_t* digits,
+                     int count) const {
+    const Row& mine = row(group);
+    narrow_encode<kBits>(mine.tree, mine.levels, scale[group], values, error, digits, count);
+  }
+
+  HVD_V3 void decode(int64_t group, const uint32_t* digits, float* values, int count,
+                     bool add) const {
+    narrow_decode<kBits>(row(group).levels, scale[group], digits, values, count, add);
+  }
+};
+
 template <int kBits>
 struct PermuteCode : Rows {
   HVD_V4 void encode(int64_t group, const float* values, float* error, uint8_t* digits,
@@ -158,6 +176,21 @@ std::vector<Row> checked_rows(const Codebook& args) {
 
 #ifdef HVD_V4
 // Calls f with the Code for this number of bits.
+
+template <typename F>
+void with_narrow(const Rows& rows, const F& f) {
+  switch (rows.bits) {
+    case 1:
+      return f(NarrowCode<1>{rows});
+    case 2:
+      return f(NarrowCode<2>{rows});
+    case 3:
+      return f(NarrowCode<3>{rows});
+    case 4:
+      return f(NarrowCode<4>{rows});
+  }
+}
+
 template <typename F>
 void with_permute(const Rows& rows, const F& f) {
   switch (rows.bits) {
@@ -194,6 +227,9 @@ void codebook_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor book,
   if (isa_level() == 4) {
     return with_permute(rows, [&](auto code) { encode_wide<uint8_t>(code, from, error, to); });
   }
+  if (isa_level() == 3 && args.bits <= kNarrowBits) {
+    return with_narrow(rows, [&](auto code) { encode_narrow(code, from, error, to); });
+  }
 #endif
   encode_plain<uint8_t>(PlainCode{rows}, from, error, to);
 }
@@ -208,6 +244,9 @@ void codebook_decode_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book, 
 #ifdef HVD_V4
   if (isa_level() == 4) {
     return with_permute(rows, [&](auto code) { decode_wide(code, from, to, add); });
+  }
+  if (isa_level() == 3 && args.bits <= kNarrowBits) {
+    return with_narrow(rows, [&](auto code) { decode_narrow(code, from, to, add); });
   }
 #endif
   decode_plain<uint8_t>(PlainCode{rows}, from, to, add);

@@ -164,7 +164,8 @@ struct Decode {
   }
 };
 
-// All units in parallel. plain: with any instruction set. wide: with AVX-512 intrinsics.
+// All units in parallel. plain: with any instruction set. narrow: with AVX2 intrinsics and
+// the Code's Packing. wide: with AVX-512 intrinsics.
 
 template <typename Digit, typename Code>
 void encode_plain(const Code& code, const float* values, float* error, uint8_t* codes) {
@@ -181,6 +182,20 @@ void decode_plain(const Code& code, const uint8_t* codes, float* values, bool ad
 }
 
 #ifdef HVD_V4
+template <typename Code>
+void encode_narrow(const Code& code, const float* values, float* error, uint8_t* codes) {
+  torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
+    Isa<Encode<Code, uint8_t, typename Code::Packing>>::v3(&code, values, error, codes, begin, end);
+  });
+}
+
+template <typename Code>
+void decode_narrow(const Code& code, const uint8_t* codes, float* values, bool add) {
+  torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
+    Isa<Decode<Code, uint32_t, typename Code::Packing>>::v3(&code, codes, values, add, begin, end);
+  });
+}
+
 template <typename Digit, typename Code>
 void encode_wide(const Code& code, const float* values, float* error, uint8_t* codes) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {

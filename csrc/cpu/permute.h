@@ -33,7 +33,7 @@ struct Table {
   }
 };
 
-constexpr int kTogether = 8;  // vectors in flight, because the steps of one depend on one another
+constexpr int kTogether = 4;  // vectors in flight, because the steps of one depend on one another
 
 // The nodes of depths 0 to 3 are in one register; each further depth has its own.
 template <int kDepth, int kBits>

@@ -35,8 +35,9 @@ class Reporting:
 
         ``last`` and ``total`` contain ``dense_bytes`` (a float32 ring allreduce of the gradients), ``wire_bytes`` and
         its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, ``wire_ratio =
-        dense_bytes / wire_bytes``, and ``inside_bytes``, which stay in this rank's node and are not in the others. ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over
-        recent steps of the time spent in the compressor without waiting.
+        dense_bytes / wire_bytes``, and ``inside_bytes``, which stay in this rank's node and are not in the others.
+        ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over recent steps of the time spent
+        in the compressor without waiting.
         """
         norms = []
         for place in self.engine.places:

@@ -6,7 +6,7 @@
 GB/s counts the bytes that have to cross memory; "of copy" is its share of what ``b.copy_(a)`` reaches on tensors of
 this size. "fp16 / ours" is how many times longer a cast to fp16 (for a decoder: from fp16) takes, by ``copy_`` into
 existing memory. "wrong" counts results that differ from hvd_compress/reference, for FEW values, since the reference is
-slow: if any does, the exit status is 1.
+slow: if any does, the exit status is 1. "runs": the operators of hvd_compress.Quantized.
 
 ``ATEN_CPU_CAPABILITY=avx2`` in the environment limits torch and the operators to AVX2, on every processor.
 """
@@ -22,6 +22,7 @@ from hvd_compress import ops
 
 FEW = 80_640
 GROUPS = 4
+RUN = 512  # values that share a scale
 
 Row = tuple[str, str, dict[str, Any], float]  # name, operator, its arguments, bytes that cross memory for a value
 
@@ -30,8 +31,7 @@ class Codes(Bench):
     def __init__(self, device: str, numel: int, repeats: int) -> None:
         super().__init__(device, numel, repeats)
         self.values, self.error = self.random(numel), self.zeros(numel)
-        self.scale = torch.linspace(0.5, 2.0, GROUPS, device=device)
-        self.edges = self.even(GROUPS)
+        self.scale, self.edges = self.scales(GROUPS), self.even(GROUPS)
         self.half = self.values.half()
         self.casts = {
             "encode": lambda: self.half.copy_(self.values),
@@ -42,6 +42,9 @@ class Codes(Bench):
         """The edges of groups of equally many values."""
         return torch.arange(groups + 1, device=self.device) * self.n // groups
 
+    def scales(self, groups: int) -> torch.Tensor:
+        return torch.linspace(0.5, 2.0, groups, device=self.device)
+
     def all(self) -> Iterator[Row]:
         # One group is what a GPU's blocks cannot share out.
         for groups in (GROUPS, 1):
@@ -50,14 +53,14 @@ class Codes(Bench):
         yield from self.lanes(4, 6, 1234)
         yield from self.lanes(6, 9, 1234)
         for bits in (1, 2, 4, 8):
-            book = torch.linspace(-2.5, 2.5, 2**bits, device=self.device).expand(2, -1).contiguous()
-            kind = torch.arange(GROUPS, device=self.device) % 2
-            yield from self.codec("codebook", bits, {"scale": self.scale, "book": book, "kind": kind})
+            yield from self.codebook(bits, GROUPS)
+        yield from self.ring()
         for bits, mantissa in ((8, 4), (10, 5), (12, 7)):
             positive = (2**bits - 1) // 2
             highest = int(self.values.abs().max().view(torch.int32)) >> (23 - mantissa)
             base = torch.full((GROUPS,), max(1, highest - positive + 1), device=self.device)
-            yield from self.codec("range", bits, {"base": base, "mantissa": mantissa, "positive": positive})
+            options = {"edges": self.edges, "base": base, "mantissa": mantissa, "positive": positive}
+            yield from self.codec("range", bits, options)
 
     def sums(self, groups: int) -> Iterator[Row]:
         """Each group's moments, and the scales of lanes, which begin with them."""
@@ -81,8 +84,24 @@ class Codes(Bench):
         if key >= 0:
             yield f"{width}", "lanes_decode", {**common, "values": self.zeros(self.n), "factor": 0.25}, 4 + 8 / count
 
-    def codec(self, name: str, bits: int, common: dict[str, Any]) -> Iterator[Row]:
-        common |= {"edges": self.edges, "bits": bits, "codes": self.zeros(-(-self.n // 8) * bits, dtype=torch.uint8)}
+    def codebook(self, bits: int, groups: int) -> Iterator[Row]:
+        book = torch.linspace(-2.5, 2.5, 2**bits, device=self.device).expand(2, -1).contiguous()
+        kind = torch.arange(groups, device=self.device) % 2
+        options = {"edges": self.even(groups), "scale": self.scales(groups), "book": book, "kind": kind}
+        yield from self.codec("codebook", bits, options)
+
+    def ring(self) -> Iterator[Row]:
+        """A coded ring with a scale for every run. The values of all ranks are added by the decoder."""
+        runs = -(-self.n // RUN)
+        out = self.zeros(runs, 3, dtype=torch.float64)
+        yield "runs", "moments", {"values": self.values, "edges": self.even(runs), "out": out}, 4
+        for bits in (1, 2, 4, 8):
+            for name, operator, arguments, each in self.codebook(bits, runs):
+                yield f"{name}, runs", operator, arguments, each
+            yield f"{bits} bits, runs, added", operator, {**arguments, "add": True}, each + 4
+
+    def codec(self, name: str, bits: int, options: dict[str, Any]) -> Iterator[Row]:
+        common = {**options, "bits": bits, "codes": self.zeros(-(-self.n // 8) * bits, dtype=torch.uint8)}
         encoded = {**common, "values": self.values, "quantization_error": self.error}
         yield f"{bits} bits", f"{name}_encode", encoded, 8 + bits / 8
         yield f"{bits} bits", f"{name}_decode", {**common, "values": self.zeros(self.n), "add": False}, 4 + bits / 8

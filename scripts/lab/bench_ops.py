@@ -7,13 +7,15 @@ GB/s counts the bytes that have to cross memory (zeroing the gradient is not cou
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for
 accumulating and ``torch.topk`` over the whole tensor, for indexing, or for a matrix product; "wrong" counts entries
 that differ from hvd_compress/reference: if any does, the exit status is 1. "many pieces": of 1,024 entries each, in
-one call. "transform": into Walsh-Hadamard coefficients and back, as DeMo does it.
+one call. "transform": into Walsh-Hadamard coefficients and back, as DeMo does it. With one thread on a CPU, times are
+the thread's CPU time: other processes do not count.
 
 ``ATEN_CPU_CAPABILITY=avx2`` in the environment limits torch and the operators to AVX2, on every processor.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
+from torch.utils.benchmark import timer as wall
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 import table
@@ -50,8 +53,9 @@ class Bench:
         self, function: Callable[[], object], repeats: int = 0, before: Callable[[], object] = lambda: None
     ) -> float:
         """The median of seconds that a call takes; ``before`` runs before each call and is not counted."""
-        timer = Timer("function()", "before()", globals={"function": function, "before": before},
-                      num_threads=torch.get_num_threads())  # fmt: skip
+        threads = torch.get_num_threads()
+        timer = Timer("function()", "before()", globals={"function": function, "before": before}, num_threads=threads,
+                      timer=time.thread_time if self.device == "cpu" and threads == 1 else wall)  # fmt: skip
         times = sorted(timer.timeit(1).median for _ in range(repeats or self.repeats))
         return times[len(times) // 2]
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import feedback_errors
 import pytest
 import record_gradients as record
 import torch
@@ -22,6 +23,19 @@ def test_recorder_keeps_the_local_gradients_of_large_parameters(tmp_path):
     shape, stride = kept["shapes"]["0.weight"], kept["strides"]["0.weight"]
     assert torch.equal(kept["gradients"]["0.weight"].as_strided(shape, stride), before)
     assert torch.equal(kept["gradients"]["0.weight"], before.permute(0, 2, 3, 1).flatten())  # memory order
+
+
+def test_differences_begin_anew_after_each_exchange(tmp_path):
+    argv = "--host threads --ranks 2 --data digits --model mlp --local-steps 2 --max-steps 6 --limit-train 200 --lr 0.1"
+    args = record.parse(["--out", str(tmp_path), *argv.split(), "--moments", "0.5", "--count", "2"])
+    assert record.train.main(args, record.RecordedRun) == 0
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == [f"step{step:06d}.rank{rank}.pt" for step in (3, 5) for rank in (0, 1)]
+    exchanges, sizes = feedback_errors.load(tmp_path)
+    assert all(exchange.shape == (2, sum(sizes)) for exchange in exchanges) and len(exchanges) == 2
+    # Steps of one size: a difference of all four would be larger than that of the first two.
+    norms = [float(exchange.norm()) for exchange in exchanges]
+    assert norms[1] < 1.3 * norms[0] and not torch.equal(exchanges[0][0], exchanges[0][1])
 
 
 def test_recording_takes_the_options_of_train_and_its_own(capsys):

@@ -25,7 +25,6 @@ from local_workers import (
     Worker,
     assert_nothing_is_lost,
     mean,
-    muon_and_adamw,
     on_both_hosts,
     on_both_kinds,
     resumes_bit_exactly,
@@ -34,6 +33,7 @@ from local_workers import (
     workers,
 )
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL, fitting
+from optimizers import muon_and_adamw
 
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, SlimDP, TopK
 from hvd_compress.hosts.threads import ThreadWorld

@@ -11,6 +11,7 @@ import torch
 from cases import Cases, has_exact_options, has_momentum, is_demo, register
 from job import DEVICE, Branches, Job
 from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
+from optimizers import muon_and_adamw
 
 import hvd_compress
 
@@ -205,13 +206,8 @@ def local_steps_in_flight():
     _local_steps_resume(muon_and_adamw, fragments=2, delay=1)
 
 
-def adamw(model):
-    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
-
-
-def muon_and_adamw(model):
-    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == muon] for muon in (True, False))
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+def adamw(parameters):
+    return [torch.optim.AdamW(parameters, lr=0.01)]
 
 
 class LocalJob:
@@ -221,7 +217,7 @@ class LocalJob:
         torch.manual_seed(0)
         self.model = Branches().to(DEVICE)
         self.compression = job.build(self.model.named_parameters(), density=1 / 8, bucket_mb=0.02)
-        self.optimizers = optimizers(self.model)
+        self.optimizers = optimizers(self.model.parameters())
         self.local = hvd_compress.LocalSteps(self.compression, self.optimizers, 4, **options)
         self.data = torch.Generator().manual_seed(job.host.rank())
         #: What the optimizers have made of the first weights.
