@@ -204,15 +204,18 @@ case $experiment in
     report "$out"
     ;;
   gpt-muon)
-    optimizer=muon gpt none@muon 2e-3,3e-3,6e-3 "" "" --seeds 0,1,2
-    local_muon 45 3 2 2e-3,3e-3,4.5e-3 --seeds 0,1,2
-    local_muon 150 10 2 2e-3,3e-3,4.5e-3 --seeds 0,1,2
+    optimizer=muon gpt none@muon 2e-3,3e-3,4.5e-3 "" "" --seeds 0,1,2
+    local_muon 45 3 2 3e-3,4.5e-3,6e-3 --seeds 0,1,2
+    local_muon 150 5 1 2e-3,3e-3,4.5e-3,6e-3 --seeds 0,1,2
+    local_muon 500 16 1 3e-3,6e-3
+    optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
+    gpt quantized@adamw-45 3e-3,6e-3 "" "--local-steps 3 --bits 2 --dense-values fp16 --unsent buffer"
     report "$out"
     ;;
   gpt-muon-ranks)
     ranks=16 batch=2
     optimizer=muon gpt none@muon 3e-3 "" ""
-    local_muon 45 3 2 3e-3
+    local_muon 45 3 2 3e-3,4.5e-3,6e-3
     report "$out"
     ;;
   gpt-ranks)
