@@ -38,6 +38,14 @@ def test_differences_begin_anew_after_each_exchange(tmp_path):
     assert norms[1] < 1.3 * norms[0] and not torch.equal(exchanges[0][0], exchanges[0][1])
 
 
+def test_coefficients_have_the_norms_of_entries():
+    exchange = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    given, coefficients = exchange.clone(), feedback_errors.transformed(exchange)
+    assert torch.equal(exchange, given) and not torch.allclose(coefficients, exchange)
+    torch.testing.assert_close(coefficients.norm(dim=1), exchange.norm(dim=1))
+    torch.testing.assert_close(feedback_errors.transformed(coefficients), exchange)
+
+
 def test_recording_takes_the_options_of_train_and_its_own(capsys):
     args = record.parse(["--out", "there", "--model", "mlp", "--moments", "0,1"])
     assert (args.out, args.model, args.moments) == (Path("there"), "mlp", [0.0, 1.0])
