@@ -113,9 +113,7 @@ def check(args: argparse.Namespace) -> None:
     if args.nodes and not compressors.METHODS[args.compression].kind:
         raise ValueError(f"--compression {args.compression} knows no --nodes")
     if args.nodes and args.local_steps:
-        raise ValueError(
-            "--local-steps with --nodes: a node whose ranks average in every step is a rank with their batches"
-        )
+        raise ValueError("--local-steps without --nodes: a node that averages each step is a rank with its batches")
     if args.nodes and args.ranks and args.ranks % args.nodes:
         raise ValueError(f"--nodes must be a divisor of --ranks {args.ranks}, got {args.nodes}")
     if args.device != "cpu" and args.host == "threads":
