@@ -67,6 +67,7 @@ class Engine:
         collectives = nodes.everyone
         self._method, self.nodes, self.collectives, self.seed = weakref.ref(method), nodes, collectives, seed
         self.dense_half, self.scaler, self._start_timeout = dense_values == "fp16", grad_scaler, start_timeout
+        self.min_numel = min_numel
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         alone = nodes.inside is not None and nodes.between.size == 1
@@ -185,6 +186,7 @@ class Engine:
                     )
                     self._launch(work)
             self.exchanges.finish()
+            self.method.exchanged()
         except BaseException:
             self.reset()
             raise

@@ -73,3 +73,6 @@ class LocalStepping(Protocol):
 
     def state(self) -> Tree:
         """Describes the saved state."""
+    def exchanged(self) -> None:
+        """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
+

@@ -150,6 +150,9 @@ class Compressor(Reporting, abc.ABC):
 
     def passed(self, tensor: Tensor) -> Tensor:
         """Called by Horovod with an average that this compressor has no part in: of an unknown or a sparse tensor."""
+    def exchanged(self) -> None:
+        """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
+
         return tensor
 
     def __repr__(self) -> str:

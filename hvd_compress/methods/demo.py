@@ -4,7 +4,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,23 @@ from torch.optim import Optimizer
 
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, named_pairs
-from ..engine.bucket import Bucket
+from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
 from ..engine.guard import Facts, Traits
-from ..engine.shards import local
+from ..engine.place import is_large
+from ..engine.shards import local, shards
 from ..engine.state import Tree
 from ..selection.base import Output, Scoring, signs
 from ..selection.deciders import Decider
+from ..engine.work import Step
+from ..hosts import shard_group
 from ..selection.schedule import Density
 from .basis import Hadamard
 from .orthogonal import orthogonalize
 from .sparse import Leading, Sending, SparseMethod, SparseWork
 
+from .sharded_matrices import ShardedMatrices
 
 @dataclass(frozen=True)
 class _Arguments:
@@ -90,7 +94,8 @@ class DeMo(SparseMethod):
             signs, as in Muon: ``"matrices"``, all but those of ``torch.nn.Embedding`` (then give the model as
             ``named_parameters``), which trains best; True for all; or their names, of which those of uncompressed ones
             have no effect. With ``sign`` only. It trains better, computes more (15 matrix products for each parameter
-            and step), and needs one type of processor on all ranks.
+            and step), and needs one type of processor on all ranks. Of sharded parameters, each rank of the shard group
+            replaces some whole matrices.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
@@ -100,9 +105,9 @@ class DeMo(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
-        ValueError: also, with ``sign``, in the optimizer's step: an optimizer with momentum, or with parameters that
-            this compressor was not given; Horovod's optimizer without this compressor; a single process, for which
-            Horovod calls no compressor.
+        ValueError: also, with ``orthogonal``, matrices that are sharded otherwise than by rows; with ``sign``, in the
+            optimizer's step: an optimizer with momentum, or with parameters that this compressor was not given;
+            Horovod's optimizer without this compressor; a single process, for which Horovod calls no compressor.
     """
 
     _ordered = True
@@ -150,17 +155,13 @@ class DeMo(SparseMethod):
         self._dense = DenseVelocity(self.engine)
         used = sorted({place.piece.name for place in self.engine.places} & self._orthogonal)
         checksum = zlib.crc32("\n".join(used).encode())
+        self._sharded = self._sharded_matrices()
         text = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
         # Made once: options() is called in every step.
         own = {**vars(self._arguments), "orthogonal": text}
         self._own_options: dict[str, object] = {**vars(own.pop("leading")), **own}
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        if shards := [piece.name for piece in bucket.pieces if piece.name in self._orthogonal and not piece.whole]:
-            raise ValueError(
-                f"orthogonal needs whole matrices, and this rank has a shard of {', '.join(shards)}: leave orthogonal "
-                "out, or shard over one rank"
-            )
         return _DeMoWork(bucket, sending, self._arguments, self._orthogonal, self._written)
 
     def options(self) -> dict[str, object]:
@@ -185,6 +186,29 @@ class DeMo(SparseMethod):
         self._dense.restart()
 
     # Uncompressed gradients.
+
+    # Averages of shards.
+
+    def _sharded_matrices(self) -> ShardedMatrices | None:
+        engine = self.engine
+        named = enumerate(zip(engine.names, engine.parameters, strict=True))
+        found = [(number, name, p) for number, (name, p) in named if name in self._orthogonal and p.requires_grad]
+        found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, engine.min_numel)]
+        group = shard_group(p for *_, p in found)
+        return None if group is None else ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
+
+    def exchanged(self) -> None:
+        if self._sharded is None:
+            return
+        device, averages = local(self.engine.parameters[0]).device, dict[str, Tensor]()
+        works = cast(list[_DeMoWork], self.works)
+        for work in works:
+            with work.bucket.order:
+                averages |= work.divided
+        rows = self._sharded.orthogonalize(averages, self.engine.scale, device)
+        for work in works:
+            with work.bucket.order:
+                work.replace_divided(rows)
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         if self._arguments.sign:
@@ -250,11 +274,17 @@ class _DeMoWork(SparseWork):
         super().__init__(bucket, sending, basis=basis, finds_idle=sign, decay=decay, scoring=scoring)
 
     def decide(self, slots: list[int]) -> Decider:
+        #: Averages of this rank's rows of orthogonal matrices, by name.
+        self.divided = dict[str, Tensor]()
         return self._arguments.leading.decide(self, slots)
 
     def unsent(self, sent: Tensor, error: Tensor) -> Tensor:
         share = self._arguments.subtract
         return error if share == 1.0 else torch.lerp(sent, error, share)
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.divided.clear()
+
 
     def output(self) -> Output:
         return Output(self.step.scale, transform=True, sign=self._arguments.sign and not self._orthogonal)
@@ -276,14 +306,27 @@ class _DeMoWork(SparseWork):
         for piece, average, grad in zip(self.bucket.pieces, averages, grads, strict=True):
             if not grad.numel():  # none arrived
                 continue
-            if piece.name in self._orthogonal:
-                orthogonalize(average, self.step.scale)
-            else:
+            if piece.name not in self._orthogonal:
                 average.copy_(signs(average) * self.step.scale)
-            if grad is not average:
-                grad.copy_(average)
-            if not self._written.seen:
-                self._written.largest[piece.name] = grad.abs().amax()
+            elif shards(piece.parameter) > 1:
+                self.divided[piece.name] = average
+                continue
+            else:
+                orthogonalize(average, self.step.scale)
+            self._write(piece, average, grad)
+
+    def replace_divided(self, rows: dict[str, Tensor]) -> None:
+        """Writes what replaces this rank's rows of orthogonal matrices to the gradients."""
+        for piece, grad in zip(self.bucket.pieces, self.bucket.gradients, strict=True):
+            if piece.name in self.divided:
+                self._write(piece, rows[piece.name], grad)
+        self.divided.clear()
+
+    def _write(self, piece: Piece, average: Tensor, grad: Tensor) -> None:
+        if grad is not average:
+            grad.copy_(average)
+        if not self._written.seen:
+            self._written.largest[piece.name] = grad.abs().amax()
 
 
 def _orthogonal_names(
