@@ -62,9 +62,7 @@ def load(engine: Engine, state: Any) -> None:
     engine.check_generation()  # or the next gradient would undo the loading
     engine.reset()
     _restore(engine, state)
-    engine.last_average.forget()
-    engine.comparison.done = engine.undoable = False
-    engine.restore = None
+    engine.forget_last_step()
 
 
 @modes_off

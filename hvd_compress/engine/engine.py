@@ -293,6 +293,11 @@ class Engine:
         for work in self.works:
             work.restart()
 
+    def forget_last_step(self) -> None:
+        """After a state was loaded: the last average belongs to another one, and the ranks are compared again."""
+        self.last_average.forget()
+        self.comparison.done, self.undoable, self.restore = False, False, None
+
     def unknown_parameters(self, optimizer: Optimizer) -> int:
         """How many trained parameters of the optimizer this compressor was not given."""
         return sum(p.requires_grad and id(p) not in self.watch.ids for g in optimizer.param_groups for p in g["params"])

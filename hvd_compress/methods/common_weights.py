@@ -115,6 +115,10 @@ class CommonWeights:
             with weight.order:
                 weight.own.copy_(self._start(weight) + more)
 
+    def applied(self) -> bool:
+        """Whether the parameters are the common weights. Synchronises a GPU."""
+        return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
+
     def hash(self) -> int:
         """A hash of the common weights."""
         return hash_of(weight.common for weight in self.weights)

@@ -16,19 +16,20 @@ from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
 from ..engine.guard import Facts, Traits
+from ..engine.method import Velocities
 from ..engine.place import is_large
 from ..engine.shards import local, shards
 from ..engine.state import Tree
-from ..selection.base import Output, Scoring, signs
-from ..selection.deciders import Decider
 from ..engine.work import Step
 from ..hosts import shard_group
+from ..selection.base import Output, Scoring, signs
+from ..selection.deciders import Decider
 from ..selection.schedule import Density
 from .basis import Hadamard
 from .orthogonal import orthogonalize
+from .sharded_matrices import ShardedMatrices
 from .sparse import Leading, Sending, SparseMethod, SparseWork
 
-from .sharded_matrices import ShardedMatrices
 
 @dataclass(frozen=True)
 class _Arguments:
@@ -153,9 +154,9 @@ class DeMo(SparseMethod):
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, values=values, **common)
         self._dense = DenseVelocity(self.engine)
+        self._sharded = self._sharded_matrices()
         used = sorted({place.piece.name for place in self.engine.places} & self._orthogonal)
         checksum = zlib.crc32("\n".join(used).encode())
-        self._sharded = self._sharded_matrices()
         text = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
         # Made once: options() is called in every step.
         own = {**vars(self._arguments), "orthogonal": text}
@@ -185,8 +186,6 @@ class DeMo(SparseMethod):
         super().restart()
         self._dense.restart()
 
-    # Uncompressed gradients.
-
     # Averages of shards.
 
     def _sharded_matrices(self) -> ShardedMatrices | None:
@@ -210,6 +209,8 @@ class DeMo(SparseMethod):
             with work.bucket.order:
                 work.replace_divided(rows)
 
+    # Uncompressed gradients.
+
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         if self._arguments.sign:
             self._dense.update(number, grad, self._arguments.dense_momentum, sign=True)
@@ -220,6 +221,10 @@ class DeMo(SparseMethod):
         if tensor.is_sparse and self._arguments.sign:
             raise ValueError("sparse gradients have no sign here: use sparse_as_dense=True, or sign=False")
         return super().passed(tensor)
+
+    @property
+    def velocities(self) -> Velocities | None:
+        return self._dense if self._arguments.sign else super().velocities
 
     # The optimizer.
 
@@ -268,23 +273,23 @@ class _DeMoWork(SparseWork):
         written: _Written,
     ) -> None:
         self._arguments, self._written = arguments, written
+        #: Averages of this rank's rows of orthogonal matrices, by name.
+        self.divided = dict[str, Tensor]()
         self._orthogonal = {piece.name for piece in bucket.pieces} & orthogonal
         basis, scoring = Hadamard(bucket), Scoring(arguments.leading.explore)
         sign, decay = arguments.sign, arguments.decay
         super().__init__(bucket, sending, basis=basis, finds_idle=sign, decay=decay, scoring=scoring)
 
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.divided.clear()
+
     def decide(self, slots: list[int]) -> Decider:
-        #: Averages of this rank's rows of orthogonal matrices, by name.
-        self.divided = dict[str, Tensor]()
         return self._arguments.leading.decide(self, slots)
 
     def unsent(self, sent: Tensor, error: Tensor) -> Tensor:
         share = self._arguments.subtract
         return error if share == 1.0 else torch.lerp(sent, error, share)
-    def begin(self, step: Step) -> None:
-        super().begin(step)
-        self.divided.clear()
-
 
     def output(self) -> Output:
         return Output(self.step.scale, transform=True, sign=self._arguments.sign and not self._orthogonal)

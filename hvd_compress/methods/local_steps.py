@@ -204,6 +204,11 @@ class LocalSteps:
             "LocalSteps: hash of the weights before the first step (were they broadcast?)": self._common.hash(),
         }
 
+    def check_common(self) -> None:
+        """Raises ``RuntimeError`` if this rank's weights are not the common ones."""
+        if self._taken and not self._common.applied():
+            raise RuntimeError("the ranks' weights differ between exchanges: call finish() before saving")
+
     def state(self) -> Tree:
         """The saved state, beside the compressor's."""
         return {
