@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -61,13 +60,10 @@ def main() -> None:
     compression = hvd_compress.DeMo(model, density=1 / 32, process_group=mesh.get_group("replicate"))
     hvd_compress.register_fsdp_hooks(model, compression)
 
-    first, file = 0, options.checkpoints / f"rank-{rank}.pt"
-    if file.exists():  # the model by torch.distributed.checkpoint, the compressor's state of every rank in its own file
-        weights = get_model_state_dict(model)
-        dcp.load(weights, checkpoint_id=options.checkpoints / "model")
-        set_model_state_dict(model, weights)
-        first, state = torch.load(file, weights_only=True)
-        compression.load_state_dict(state)
+    state = {"model": model, "compression": hvd_compress.DCPState(compression)}
+    if (options.checkpoints / ".metadata").exists():
+        dcp.load(state, checkpoint_id=options.checkpoints)
+    first = compression.step
     for step in range(first, options.steps):
         optimizer.zero_grad()
         loss = loss_of(model, step * ranks + rank)
@@ -75,8 +71,7 @@ def main() -> None:
         optimizer.step()
         if rank == 0 and step % 50 == 0:
             print(f"step {step}: loss {loss.item():.2f}", flush=True)
-    dcp.save(get_model_state_dict(model), checkpoint_id=options.checkpoints / "model")
-    torch.save((options.steps, compression.state_dict()), file)
+    dcp.save(state, checkpoint_id=options.checkpoints)
 
     loss, ratio = loss_of(model, 10**6), compression.stats()["total"]["wire_ratio"]
     text = f"{options.steps} steps from {first}, loss {loss:.8f}, {ratio:.1f} times fewer bytes between nodes"

@@ -3,6 +3,7 @@
 from . import recipes, schedule
 from ._version import __version__
 from .engine.checkpoint import reshard
+from .hosts.dcp import DCPState
 from .hosts.ddp import ddp_hook
 from .hosts.fsdp import register_fsdp_hooks
 from .methods.base import Compressor
@@ -27,6 +28,7 @@ __all__ = [
     "MP2",
     "QSGD",
     "Compressor",
+    "DCPState",
     "DeMo",
     "LocalSteps",
     "NoCompression",

@@ -263,13 +263,13 @@ def make_buckets(parameters: Parameters, capacity: int, owners: int = 1) -> list
     With several ``owners`` each gets about equally many entries, in whole parameters, and so many times smaller
     buckets: a rank exchanges as often as one that owns everything."""
     found: list[tuple[int, list[Piece]]] = []
-    for owner, part in enumerate(_shares(parameters, owners)):
+    for owner, part in enumerate(shares(parameters, owners)):
         found += ((owner, pieces) for pieces in _packed(part, capacity // owners))
     found.sort(key=lambda item: -item[1][-1].number)  # in the order in which they fill
     return [Bucket(i, tuple(ps), ps[0].parameter.device, owner) for i, (owner, ps) in enumerate(found)]
 
 
-def _shares(parameters: Parameters, owners: int) -> list[Parameters]:
+def shares(parameters: Parameters, owners: int) -> list[Parameters]:
     """Parameters by owner, last one first: the largest first, each to the owner with the fewest entries."""
     shares: list[Parameters] = [[] for _ in range(owners)]
     entries = [0] * owners

@@ -66,9 +66,7 @@ def load(engine: Engine, state: Any) -> None:
         engine.local_steps.restart(same_ranks=True)
     engine.reset()
     _restore(engine, state)
-    engine.last_average.forget()
-    engine.comparison.done = engine.undoable = False
-    engine.restore = None
+    engine.forget_last_step()
 
 
 @modes_off

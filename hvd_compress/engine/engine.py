@@ -67,6 +67,7 @@ class Engine:
         collectives = nodes.everyone
         self._method, self.nodes, self.collectives, self.seed = weakref.ref(method), nodes, collectives, seed
         self.dense_half, self.scaler, self._start_timeout = dense_values == "fp16", grad_scaler, start_timeout
+        self.min_numel = min_numel
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         alone = nodes.inside is not None and nodes.between.size == 1
@@ -187,6 +188,7 @@ class Engine:
                     )
                     self._launch(work)
             self.exchanges.finish()
+            self.method.exchanged()
         except BaseException:
             self.reset()
             raise
@@ -296,6 +298,11 @@ class Engine:
         self.method.restart()
         for work in self.works:
             work.restart()
+
+    def forget_last_step(self) -> None:
+        """After a state was loaded: the last average belongs to another one, and the ranks are compared again."""
+        self.last_average.forget()
+        self.comparison.done, self.undoable, self.restore = False, False, None
 
     def unknown_parameters(self, optimizer: Optimizer) -> int:
         """How many trained parameters of the optimizer this compressor was not given."""

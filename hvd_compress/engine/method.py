@@ -27,6 +27,20 @@ class Host(Protocol):
         gradients have not come from here."""
 
 
+class Velocities(Protocol):
+    """The velocities that a method keeps beside the residuals."""
+
+    @property
+    def of_compressed(self) -> bool:
+        """Whether compressed parameters have one, too."""
+
+    def get(self, number: int) -> Tensor:
+        """That of a parameter, in the shape of this rank's part of it."""
+
+    def set(self, number: int, velocity: Tensor) -> None:
+        """Replaces it."""
+
+
 class Method(Protocol):
     """A method, beyond its buckets."""
 
@@ -49,6 +63,10 @@ class Method(Protocol):
         """Describes the saved state beyond the buckets', and the options that a state depends on."""
 
     @property
+    def velocities(self) -> Velocities | None:
+        """None if the method has no momentum."""
+
+    @property
     def host(self) -> Host: ...
 
     def check_optimizer(self, facts: Facts) -> None:
@@ -56,6 +74,9 @@ class Method(Protocol):
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
+
+    def exchanged(self) -> None:
+        """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
 
 
 class LocalStepping(Protocol):
@@ -77,6 +98,9 @@ class LocalStepping(Protocol):
 
     def drain(self) -> None:
         """Ends the step in progress, if there is one. Waits."""
+
+    def check_common(self) -> None:
+        """Raises ``RuntimeError`` if the weights of ranks may differ."""
 
     def state(self) -> Tree:
         """Describes the saved state."""

@@ -30,6 +30,9 @@ class Member(Work):
     def held(self, piece: Piece) -> Tensor:
         return torch.zeros(piece.shape, dtype=torch.float32, device=self.bucket.device)
 
+    def hold(self, piece: Piece, entries: Tensor) -> None:
+        """Nothing is kept."""
+
     def scale_residual(self, factor: float) -> None:
         """Nothing is kept."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Piece, is_dense
-from .shards import local
+from .shards import local, shards
 from .work import Work
 
 # Of parameters and, independently of these (Tensor.grad_dtype), of gradients. float64 is used for gradient checks, not
@@ -27,6 +27,12 @@ class Place:
         return self.work.bucket.pieces[self.index]
 
 
+def is_large(parameter: Tensor, min_numel: int) -> bool:
+    """Whether a parameter has two or more dimensions and at least ``min_numel`` entries a rank. Shards of unequal size
+    are all large or none."""
+    return parameter.dim() >= 2 and parameter.numel() // shards(parameter) >= min_numel
+
+
 def compressed(
     named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int, compresses: Callable[[Tensor], bool]
 ) -> list[tuple[int, str, torch.nn.Parameter]]:
@@ -34,11 +40,11 @@ def compressed(
     ones, this rank's shard is meant. ``compresses``: whether the method compresses a parameter that can be."""
 
     def fits(weight: Tensor) -> bool:
-        large = weight.dim() >= 2 and weight.numel() >= min_numel
-        return large and weight.dtype in _COMPRESSED_DTYPES and is_dense(weight) and compresses(weight)
+        some = weight.numel() > 0
+        return some and weight.dtype in _COMPRESSED_DTYPES and is_dense(weight) and compresses(weight)
 
-    numbered = ((number, name, p) for number, (name, p) in enumerate(named))
-    return [(number, name, p) for number, name, p in numbered if p.requires_grad and fits(local(p).detach())]
+    large = ((n, name, p) for n, (name, p) in enumerate(named) if p.requires_grad and is_large(p, min_numel))
+    return [(number, name, p) for number, name, p in large if fits(local(p).detach())]
 
 
 def check_gradient(name: str, grad: Tensor, place: Place | None) -> None:

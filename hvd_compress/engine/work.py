@@ -101,6 +101,11 @@ class Work(abc.ABC):
         """The residual of a piece, in its shape: float32. Not to be written to."""
         return piece.shaped(self.bucket.residual)
 
+    def hold(self, piece: Piece, entries: Tensor) -> None:
+        """The inverse of :meth:`held`: replaces the residual of a piece. Called between steps."""
+        piece.of(self.bucket.residual).zero_()
+        piece.shaped(self.bucket.residual).copy_(entries)
+
     def scale_residual(self, factor: float) -> None:
         """Multiplies the residual by ``factor``, in [0, 1]. Called between steps."""
         self.bucket.residual.mul_(factor)

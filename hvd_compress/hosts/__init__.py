@@ -2,11 +2,14 @@
 tests)."""
 
 import sys
+from collections.abc import Iterable
 from typing import Any
+
+from torch import Tensor
 
 from ..engine.collectives import Collectives
 from ..engine.engine import Engine
-from ..engine.shards import is_sharded
+from ..engine.shards import is_sharded, shards
 from .ddp import DDPHost
 from .fsdp import FSDPHost
 from .horovod import HorovodCollectives, HorovodHost
@@ -38,6 +41,18 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
     if process_group is not None or (ddp and process_set is None):
         return TorchCollectives(process_group)
     return HorovodCollectives(process_set)
+
+
+def shard_group(parameters: Iterable[Tensor]) -> Collectives | None:
+    """The ranks that share parameters, row by row; None if none of them is divided. Raises ``ValueError`` for other
+    divisions."""
+    divided: list[Any] = [p for p in parameters if shards(p) > 1]
+    if not divided:
+        return None
+    mesh = divided[0].device_mesh
+    if mesh.ndim > 1 or any(p.device_mesh != mesh or not p.placements[0].is_shard(0) for p in divided):
+        raise ValueError("the matrices must be sharded by rows, all on one mesh of one dimension")
+    return TorchCollectives(mesh.get_group())
 
 
 def host_of(engine: Engine) -> DDPHost | FSDPHost | HorovodHost:

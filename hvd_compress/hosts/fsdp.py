@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.fsdp import FSDPModule
 
 from ..engine.collectives import allreduce
 from ..engine.dense import Averaging, DenseGradient
@@ -86,6 +85,8 @@ class FSDPHost(HookedHost):
 
     def register(self, model: torch.nn.Module) -> None:
         """See :func:`register_fsdp_hooks`."""
+        from torch.distributed.fsdp import FSDPModule  # most of a second, which only those pay who use it
+
         engine = self._engine
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not modules:

@@ -12,6 +12,7 @@ from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.guard import Facts, Traits
+from ..engine.method import Velocities
 from ..engine.modes import modes_off
 from ..engine.place import Place
 from ..engine.shards import local
@@ -141,8 +142,16 @@ class Compressor(Reporting, abc.ABC):
         """Called when the set of ranks has changed (elastic), or a state will be loaded: resets what new ranks cannot
         know."""
 
+    @property
+    def velocities(self) -> Velocities | None:
+        """The velocities kept beside the residuals, for checkpoints that fit any mesh; None without momentum."""
+        return None
+
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
+
+    def exchanged(self) -> None:
+        """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
 
     def check_optimizer(self, facts: Facts) -> None:
         """Called before each step of an optimizer. Raises ``ValueError`` if it does not fit this compressor."""

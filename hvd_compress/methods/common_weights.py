@@ -119,6 +119,10 @@ class CommonWeights:
         ranks see what is not finite, and the next exchange is valid again if the user restores the parameters."""
         return self._start(weight) + rest
 
+    def applied(self) -> bool:
+        """Whether the parameters are the common weights. Synchronises a GPU."""
+        return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
+
     def hash(self) -> int:
         """A hash of the common weights."""
         return hash_of(weight.common for weight in self.weights)

@@ -4,7 +4,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,22 @@ from torch.optim import Optimizer
 
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, named_pairs
-from ..engine.bucket import Bucket
+from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
 from ..engine.guard import Facts, Traits
-from ..engine.shards import local
+from ..engine.method import Velocities
+from ..engine.place import is_large
+from ..engine.shards import local, shards
 from ..engine.state import Tree
+from ..engine.work import Step
+from ..hosts import shard_group
 from ..selection.base import Output, Scoring, signs
 from ..selection.deciders import Decider
 from ..selection.schedule import Density
 from .basis import Hadamard
 from .orthogonal import orthogonalize
+from .sharded_matrices import ShardedMatrices
 from .sparse import Leading, Sending, SparseMethod, SparseWork
 
 
@@ -90,7 +95,8 @@ class DeMo(SparseMethod):
             signs, as in Muon: ``"matrices"``, all but those of ``torch.nn.Embedding`` (then give the model as
             ``named_parameters``), which trains best; True for all; or their names, of which those of uncompressed ones
             have no effect. With ``sign`` only. It trains better, computes more (15 matrix products for each parameter
-            and step), and needs one type of processor on all ranks.
+            and step), and needs one type of processor on all ranks. Of sharded parameters, each rank of the shard group
+            replaces some whole matrices.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
@@ -100,9 +106,9 @@ class DeMo(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
 
     Raises:
-        ValueError: also, with ``sign``, in the optimizer's step: an optimizer with momentum, or with parameters that
-            this compressor was not given; Horovod's optimizer without this compressor; a single process, for which
-            Horovod calls no compressor.
+        ValueError: also, with ``orthogonal``, matrices that are sharded otherwise than by rows; with ``sign``, in the
+            optimizer's step: an optimizer with momentum, or with parameters that this compressor was not given;
+            Horovod's optimizer without this compressor; a single process, for which Horovod calls no compressor.
     """
 
     _ordered = True
@@ -153,6 +159,7 @@ class DeMo(SparseMethod):
                 "orthogonal is of compressed averages, and on a single node there are none: leave nodes out"
             )
         self._dense = DenseVelocity(self.engine)
+        self._sharded = self._sharded_matrices()
         used = sorted({place.piece.name for place in self.engine.places} & self._orthogonal)
         checksum = zlib.crc32("\n".join(used).encode())
         text = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
@@ -161,11 +168,6 @@ class DeMo(SparseMethod):
         self._own_options: dict[str, object] = {**vars(own.pop("leading")), **own}
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        if shards := [piece.name for piece in bucket.pieces if piece.name in self._orthogonal and not piece.whole]:
-            raise ValueError(
-                f"orthogonal needs whole matrices, and this rank has a shard of {', '.join(shards)}: leave orthogonal "
-                "out, or shard over one rank"
-            )
         return _DeMoWork(bucket, sending, self._arguments, self._orthogonal, self._written)
 
     def options(self) -> dict[str, object]:
@@ -189,6 +191,29 @@ class DeMo(SparseMethod):
         super().restart()
         self._dense.restart()
 
+    # Averages of shards.
+
+    def _sharded_matrices(self) -> ShardedMatrices | None:
+        engine = self.engine
+        named = enumerate(zip(engine.names, engine.parameters, strict=True))
+        found = [(number, name, p) for number, (name, p) in named if name in self._orthogonal and p.requires_grad]
+        found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, engine.min_numel)]
+        group = shard_group(p for *_, p in found)
+        return None if group is None else ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
+
+    def exchanged(self) -> None:
+        if self._sharded is None:
+            return
+        device, averages = local(self.engine.parameters[0]).device, dict[str, Tensor]()
+        works = cast(list[_DeMoWork], self.works)
+        for work in works:
+            with work.bucket.order:
+                averages |= work.divided
+        rows = self._sharded.orthogonalize(averages, self.engine.scale, device)
+        for work in works:
+            with work.bucket.order:
+                work.replace_divided(rows)
+
     # Uncompressed gradients.
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
@@ -201,6 +226,10 @@ class DeMo(SparseMethod):
         if tensor.is_sparse and self._arguments.sign:
             raise ValueError("sparse gradients have no sign here: use sparse_as_dense=True, or sign=False")
         return super().passed(tensor)
+
+    @property
+    def velocities(self) -> Velocities | None:
+        return self._dense if self._arguments.sign else super().velocities
 
     # The optimizer.
 
@@ -249,10 +278,16 @@ class _DeMoWork(SparseWork):
         written: _Written,
     ) -> None:
         self._arguments, self._written = arguments, written
+        #: Averages of this rank's rows of orthogonal matrices, by name.
+        self.divided = dict[str, Tensor]()
         self._orthogonal = {piece.name for piece in bucket.pieces} & orthogonal
         basis, scoring = Hadamard(bucket), Scoring(arguments.leading.explore)
         sign, decay = arguments.sign, arguments.decay
         super().__init__(bucket, sending, basis=basis, finds_idle=sign, decay=decay, scoring=scoring)
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.divided.clear()
 
     def decide(self, slots: list[int]) -> Decider:
         return self._arguments.leading.decide(self, slots)
@@ -281,14 +316,27 @@ class _DeMoWork(SparseWork):
         for piece, average, grad in zip(self.bucket.pieces, averages, grads, strict=True):
             if not grad.numel():  # none arrived
                 continue
-            if piece.name in self._orthogonal:
-                orthogonalize(average, self.step.scale)
-            else:
+            if piece.name not in self._orthogonal:
                 average.copy_(signs(average) * self.step.scale)
-            if grad is not average:
-                grad.copy_(average)
-            if not self._written.seen:
-                self._written.largest[piece.name] = grad.abs().amax()
+            elif shards(piece.parameter) > 1:
+                self.divided[piece.name] = average
+                continue
+            else:
+                orthogonalize(average, self.step.scale)
+            self._write(piece, average, grad)
+
+    def replace_divided(self, rows: dict[str, Tensor]) -> None:
+        """Writes what replaces this rank's rows of orthogonal matrices to the gradients."""
+        for piece, grad in zip(self.bucket.pieces, self.bucket.gradients, strict=True):
+            if piece.name in self.divided:
+                self._write(piece, rows[piece.name], grad)
+        self.divided.clear()
+
+    def _write(self, piece: Piece, average: Tensor, grad: Tensor) -> None:
+        if grad is not average:
+            grad.copy_(average)
+        if not self._written.seen:
+            self._written.largest[piece.name] = grad.abs().amax()
 
 
 def _orthogonal_names(

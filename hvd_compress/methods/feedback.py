@@ -287,6 +287,13 @@ class FeedbackWork(Work):
         entries, means = self.basis.entries(piece, piece.of(self.bucket.residual)), self.means
         return entries if means is None else entries + means.spread(piece, means.unsent + means.fresh)
 
+    def hold(self, piece: Piece, entries: Tensor) -> None:
+        part = piece.of(self.bucket.residual).zero_()
+        self.basis.write(piece, entries, part)
+        if self.means is not None:
+            piece.of_blocks(self.means.unsent).zero_()
+            piece.of_blocks(self.means.fresh).zero_()
+
     def velocity_of(self, piece: Piece) -> Tensor:
         """The velocity of a piece, in its shape: float32."""
         assert self.velocity.memory is not None, "there is no momentum"

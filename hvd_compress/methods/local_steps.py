@@ -244,6 +244,11 @@ class LocalSteps:
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
+    def check_common(self) -> None:
+        """Raises ``RuntimeError`` if this rank's weights are not the common ones."""
+        if self._taken and not self._common.applied():
+            raise RuntimeError("the ranks' weights differ between exchanges: call finish() before saving")
+
     def state(self) -> Tree:
         """The saved state, beside the compressor's."""
         return {

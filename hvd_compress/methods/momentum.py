@@ -18,6 +18,7 @@ from ..engine.dense import Averaging, as_real
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
 from ..engine.guard import Facts, Traits, check_complete, check_momentum, momentum_of
+from ..engine.method import Velocities
 from ..engine.modes import modes_off
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
@@ -34,6 +35,8 @@ class MomentumCorrection:
         works: its buckets, as far as this rank owns them.
         momentum: of all parameters, in [0, 1); 0 is off.
     """
+
+    of_compressed = True
 
     def __init__(self, engine: Engine, works: Sequence[FeedbackWork], momentum: float) -> None:
         self._engine, self._works = engine, works
@@ -80,8 +83,8 @@ class MomentumCorrection:
         self._enable(momentum, held)
         for number in held.values():
             velocity = self._state(optimizer, number).pop("momentum_buffer", None)
-            if velocity is not None:
-                self._set_velocity(number, local(velocity))
+            if velocity is not None:  # the same on all ranks: so is their mean
+                self.set(number, local(velocity))
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
             group["weight_decay"] = group.get("weight_decay", 0.0) / (1.0 - momentum)
@@ -101,7 +104,7 @@ class MomentumCorrection:
             parameter = self._engine.parameters[number]
             self._state(optimizer, number)["momentum_buffer"] = buffer = torch.empty_like(parameter)
             as_real(local(buffer)).copy_(velocity)
-            self._set_velocity(number, torch.zeros_like(local(buffer)))
+            self.set(number, torch.zeros_like(local(buffer)))
         for group in optimizer.param_groups:
             group["momentum"] = momentum
             group["weight_decay"] = group.get("weight_decay", 0.0) * (1.0 - momentum)
@@ -216,8 +219,18 @@ class MomentumCorrection:
         for work in self._works:
             work.end_momentum()
 
-    def _set_velocity(self, number: int, velocity: Tensor) -> None:
-        """Sets a velocity on every rank to the optimizer's, which is the same on all: so is their mean."""
+    def get(self, number: int) -> Tensor:
+        """This rank's velocity of parameter ``number``. With nodes, one rank of a node has it, the others zeros."""
+        place = self._engine.place_of[number]
+        if place is None:
+            return self._dense.get(number)
+        if not isinstance(work := place.work, FeedbackWork):
+            return work.held(place.piece)
+        with work.bucket.order:
+            return work.velocity_of(place.piece)
+
+    def set(self, number: int, velocity: Tensor) -> None:
+        """Replaces it."""
         place = self._engine.place_of[number]
         if place is None:
             self._dense.set(number, velocity)
@@ -229,14 +242,8 @@ class MomentumCorrection:
         """Averages velocities over all ranks, by a collective: of a node, one has them."""
         engine, found = self._engine, list[Tensor]()
         for number in numbers:
-            place = engine.place_of[number]
-            if place is None:
-                found.append(self._dense.get(number))
-            elif isinstance(work := place.work, FeedbackWork):
-                with work.bucket.order:
-                    found.append(work.velocity_of(place.piece) * engine.nodes.ranks)
-            else:
-                found.append(work.held(place.piece))
+            velocity = self.get(number)
+            found.append(velocity if engine.place_of[number] is None else velocity * engine.nodes.ranks)
         with engine.outside_steps():
             payloads = [velocity.flatten() for velocity in found]
             means = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.velocity").results()
@@ -288,6 +295,10 @@ class MomentumMethod(Compressor):
 
     def restart(self) -> None:
         self.momentum.restart()
+
+    @property
+    def velocities(self) -> Velocities | None:
+        return self.momentum if self.momentum.value else None
 
     def check_optimizer(self, facts: Facts) -> None:
         self.momentum.check(facts)

@@ -9,13 +9,18 @@ import job
 import pytest
 import torch
 from cases import Cases, register
-from fsdp_job import Job, Net, gather, shard, size
-from methods import EXACT, FORGETFUL, METHODS, TRAINED
+from fsdp_job import Job, Net, gather, rank, shard, shared_folder, size
+from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from torch import distributed
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
+from hvd_compress.engine.state import same
 from hvd_compress.hosts import fsdp
 
 CASES: Cases = {}
@@ -124,6 +129,107 @@ def checkpoint():
         second.compression.load_state_dict(state)
     for one, other in zip(first.train(4).weights().items(), second.train(4).weights().items(), strict=True):
         assert torch.equal(one[1], other[1]), one[0]
+
+
+PLAIN = partial(torch.optim.SGD, lr=0.01)
+
+
+@register(CASES)
+def distributed_checkpoint():
+    """Saved on 2 x 2 ranks by torch.distributed.checkpoint: the same mesh resumes bit-exactly, others keep what
+    replicas still owe."""
+    owed = _saved_and_loaded(build=METHODS[job.method])
+    assert job.method in WITHOUT_RESIDUAL or sum(float(tensor.abs().sum()) for tensor in owed.values()) > 0.1
+
+
+@register(CASES, once=True)
+def distributed_checkpoints_of_momentum():
+    """Of all parameters, of uncompressed ones, and of the common weights between local steps."""
+    for build in (partial(hvd_compress.IWP, density=1 / 16, momentum=0.9), hvd_compress.DeMo):
+        owed = _saved_and_loaded(build=build)
+        assert all(tensor.any() for what, tensor in owed.items() if "velocity of blocks.0.norm" in what)
+    local = {"period": 2, "unsent": "buffer", "outer_lr": 0.7, "outer_momentum": 0.9}
+    owed = _saved_and_loaded(build=partial(hvd_compress.TopK, density=1 / 16), local=local)
+    assert owed["outer velocity of head.weight"].any()
+
+
+def _saved_and_loaded(**settings: Any) -> dict[str, torch.Tensor]:
+    """Returns what was owed."""
+    make = partial(Job, optimizer=PLAIN, **settings)
+    first = make().train(4)
+    owed, data = first.owed(), first.data.get_state()
+
+    def loaded(folder: str, **mesh: int) -> Job:
+        other = make(**mesh)
+        state = hvd_compress.DCPState(other.compression, saved_on=(2, size() // 2))
+        dcp.load({"model": other.model, "compression": state}, checkpoint_id=folder)
+        assert other.compression.step == first.compression.step
+        for (what, a), b in zip(owed.items(), other.owed().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=lambda text, what=what: f"{what}: {text}")
+        other.data.set_state(data)
+        return other
+
+    with shared_folder() as folder:
+        state = {"model": first.model, "compression": hvd_compress.DCPState(first.compression)}
+        dcp.save(state, checkpoint_id=folder)
+        again, *others = (loaded(folder, **mesh) for mesh in ({}, {"replicas": size()}, {"replicas": 1}))
+    for (name, a), b in zip(first.train(2).weights().items(), again.train(2).weights().values(), strict=True):
+        assert torch.equal(a, b), name
+    for other in others:
+        other.train(2).assert_equal_replicas()
+    return owed
+
+
+@register(CASES, once=True)
+def distributed_checkpoints_of_ddp():
+    """Saved on four ranks, loaded on twice two."""
+
+    def training(group: Any) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(40, 60), process_group=group)
+        compression = hvd_compress.DeMo(model.module, density=1 / 32, process_group=group)
+        model.register_comm_hook(compression, hvd_compress.ddp_hook)
+        return model, compression
+
+    pair = init_device_mesh("cpu", (size() // 2, 2)).get_group(1)
+    first, again, halved = (training(group) for group in (None, None, pair))
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank()))
+    first[0](x).square().sum().backward()
+    torch.optim.SGD(first[0].parameters(), lr=1e-3).step()
+    with shared_folder() as folder:
+        dcp.save({"compression": hvd_compress.DCPState(first[1])}, checkpoint_id=folder)
+        dcp.load({"compression": hvd_compress.DCPState(again[1])}, checkpoint_id=folder)
+        dcp.load({"compression": hvd_compress.DCPState(halved[1], saved_on=(size(),))}, checkpoint_id=folder)
+    assert same(first[1].state_dict(), again[1].state_dict())
+    owed = gather(first[1].residual("weight")).mean(0)
+    assert owed.abs().sum() > 1.0
+    torch.testing.assert_close(halved[1].residual("weight"), owed, rtol=1e-6, atol=1e-6)
+
+
+@register(CASES, once=True)
+def checkpoints_that_would_lose_something():
+    """Each is refused, on every rank."""
+    local = {"period": 3, "unsent": "weights"}
+    job = Job(build=partial(hvd_compress.TopK, density=1 / 16), local=local, optimizer=PLAIN).train(3)
+    state = hvd_compress.DCPState(job.compression)
+    with pytest.raises(RuntimeError, match=r"finish\(\)"):
+        state.state_dict()
+    job.local.finish(job.model)
+    state.state_dict()
+    job = Job(build=hvd_compress.IWP)
+    job.backward()
+    with pytest.raises(RuntimeError, match=r"after optimizer.step\(\)"):
+        hvd_compress.DCPState(job.compression).state_dict()
+    large = partial(hvd_compress.IWP, density=1 / 64)
+    job = Job(build=large, optimizer=PLAIN).train(3)
+    with shared_folder() as folder:
+        dcp.save({"compression": hvd_compress.DCPState(job.compression)}, checkpoint_id=folder)
+        smaller = Job(build=lambda model, min_numel, **options: large(model, min_numel=10**6, **options), replicas=1)
+        state = hvd_compress.DCPState(smaller.compression, saved_on=(2, size() // 2))
+        with pytest.raises(ValueError, match="is not compressed here"):
+            dcp.load({"compression": state}, checkpoint_id=folder)
+        with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
+            dcp.load({"compression": hvd_compress.DCPState(smaller.compression)}, checkpoint_id=folder)
 
 
 @register(CASES, once=True)
@@ -289,12 +395,49 @@ def mistakes():
     assert any("register_fsdp_hooks(model, compression) missing" in str(warning.message) for warning in caught)
     hook(sharded, good)
     refused(ValueError, "registered already", lambda: hook(sharded, good))
-    demo = partial(hvd_compress.DeMo, orthogonal="matrices", min_numel=64, **replicas)
-    refused(ValueError, "needs whole matrices", lambda: demo(sharded))
+    columns = fully_shard(torch.nn.Linear(8, 6), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    demo = partial(hvd_compress.DeMo, orthogonal="matrices", min_numel=4, **replicas)
+    refused(ValueError, "sharded by rows", lambda: demo(columns))
 
 
 @register(CASES, once=True)
-def orthogonal_averages_of_whole_matrices():
-    """With a shard group of one rank, matrices are whole."""
-    build = partial(hvd_compress.DeMo, orthogonal="matrices")
-    Job(build=build, replicas=size(), optimizer=partial(torch.optim.SGD, lr=1e-3)).train(4).assert_equal_replicas()
+def orthogonal_averages():
+    """Of matrices whose rows are divided, and, with a shard group of one rank, of whole ones."""
+    for replicas in (2, size()):
+        build = partial(hvd_compress.DeMo, orthogonal="matrices")
+        job = Job(build=build, replicas=replicas, optimizer=partial(torch.optim.SGD, lr=1e-3), unused=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            warnings.filterwarnings("ignore", "FSDP2-wrapped|DeMo: no gradients arrived")
+            job.train(4).assert_equal_replicas()
+        assert (job.compression.stats()["total"]["inside_bytes"] > 0) == (replicas < size())
+
+
+@register(CASES, once=True)
+def orthogonal_averages_equal_those_of_ddp():
+    """With nothing left out, those of the same ranks without shards, in every dtype."""
+    for mixed in (False, True):
+        build = partial(hvd_compress.DeMo, orthogonal="matrices", density=1.0, values="fp32")
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
+        ours = Job(build=build, mp_policy=policy)
+        plain = Net()
+        values = ours.full()
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                p.copy_(values[name])
+        compression = build(plain, min_numel=64)
+        model = DistributedDataParallel(plain)
+        model.register_comm_hook(compression, hvd_compress.ddp_hook)
+        for _ in range(2):
+            tokens = torch.randint(0, 31, (4, 6), generator=torch.Generator().manual_seed(rank()))
+            for each in (ours.model, model):
+                torch.nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten().roll(1) // 2).backward()
+            sharded = {name: p.grad.full_tensor() for name, p in ours.model.named_parameters()}
+            for name, p in plain.named_parameters():
+                if p.dim() == 2 and name != "embedding.weight":
+                    singular = torch.linalg.svdvals(sharded[name])
+                    assert 0.6 < singular[0] / max(p.shape) ** 0.5 < 1.3, name
+                    error = float((sharded[name] - p.grad).norm() / p.grad.norm())
+                    assert error < (0.1 if mixed else 1e-3), (name, error)
+                p.grad = None
+            ours.optimizer.zero_grad()

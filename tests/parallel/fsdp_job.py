@@ -1,6 +1,10 @@
 """FSDP2 as host: replicas of two shards, or of one."""
 
 import copy
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,6 +13,7 @@ from ddp_job import gather, rank, size, start, stop  # noqa: F401  # the same pr
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import hvd_compress
@@ -154,12 +159,40 @@ class Job:
         """The whole parameters. All ranks call it."""
         return {name: p.full_tensor().detach() for name, p in self.model.named_parameters()}
 
+    def owed(self) -> dict[str, Tensor]:
+        """The means over replicas of whole residuals, and of velocities. All ranks call it."""
+        velocities = self.compression.velocities
+        outer = {w.name: w.velocity for w in self.local._common.weights} if self.local else {}
+        found = {}
+        for number, (parameter_name, p) in enumerate(self.model.named_parameters()):
+            parts = {"residual": self.compression.residual(parameter_name), "outer velocity": outer.get(parameter_name)}
+            parts["velocity"] = None if velocities is None else velocities.get(number)
+            for kind, part in parts.items():
+                if part is not None:
+                    mean = gather(part, self.mesh.get_group("replicate")).mean(0)
+                    whole = DTensor.from_local(mean, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+                    found[f"{kind} of {parameter_name}"] = whole.full_tensor()
+        return found
+
     def assert_equal_replicas(self) -> "Job":
         mine = torch.cat([w.flatten() for w in self.weights().values()])
         assert mine.isfinite().all()
         everyone = gather(mine, self.mesh.get_group("replicate"))
         assert all(torch.equal(everyone[0], other) for other in everyone), "replicas differ"
         return self
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """A temporary folder that all ranks see."""
+    made = [tempfile.mkdtemp() if rank() == 0 else ""]
+    distributed.broadcast_object_list(made)
+    try:
+        yield made[0]
+    finally:
+        distributed.barrier()
+        if rank() == 0:
+            shutil.rmtree(made[0])
 
 
 def shard(model: Net, mesh: DeviceMesh, **policies: Any) -> None:
