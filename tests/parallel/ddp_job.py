@@ -19,6 +19,7 @@ def start() -> None:
 
 
 def stop() -> None:
+    distributed.barrier()  # another rank may still be in the last case
     distributed.destroy_process_group()
 
 
