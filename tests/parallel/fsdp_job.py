@@ -4,8 +4,9 @@ import copy
 from functools import cache, partial
 from typing import Any, Literal
 
+import ddp_job
 import torch
-from ddp_job import gather, rank, size, start, stop  # noqa: F401  # the same process group
+from ddp_job import gather, rank, size, start  # noqa: F401  # the same process group
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -17,6 +18,11 @@ name = "fsdp"
 
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def stop() -> None:
+    distributed.barrier()  # another rank may still be in the last case
+    ddp_job.stop()
 
 
 @cache
