@@ -8,4 +8,15 @@ bash scripts/setup.sh
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 find csrc tests/emulation -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
-exec .venv/bin/python -m pytest "$@"
+[[ -z $* || $* == --all ]] || exec .venv/bin/python -m pytest "$@"
+
+# All tests: those of one process, on one core, beside those that start processes. The former print at the end.
+alone=(tests/{codecs,engine,hosts,methods,operators,selection})
+log=$(mktemp)
+.venv/bin/python -m pytest "$@" "${alone[@]}" > "$log" 2>&1 &
+trap 'kill $! 2>/dev/null || true; rm -f "$log"' EXIT
+status=0
+.venv/bin/python -m pytest "$@" tests "${alone[@]/#/--ignore=}" || status=$?
+wait $! || status=$?
+cat "$log"
+exit $status

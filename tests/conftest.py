@@ -1,4 +1,7 @@
-"""The option --all: without it, tests marked slow are deselected."""
+"""The option --all. Without it, tests marked slow are deselected, and values of a parameter marked ``alternate`` take
+turns: each combination of the others has one of them, and neighbouring combinations have different ones."""
+
+from collections import defaultdict
 
 import pytest
 import torch
@@ -18,7 +21,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all"):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    #: By test and parameter: the numbers of its values.
+    numbers = defaultdict[tuple[object, str], dict[int, int]](dict)
+    for item in items:
+        if item.get_closest_marker("alternate"):
+            for name, value in item.callspec.params.items():
+                of_values = numbers[item.function, name]
+                of_values.setdefault(id(value), len(of_values))
+
+    def has_turn(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("alternate")
+        if marker is None:
+            return True
+        places = {name: numbers[item.function, name][id(value)] for name, value in item.callspec.params.items()}
+        (name,) = marker.args
+        return places.pop(name) == sum(places.values()) % len(numbers[item.function, name])
+
+    chosen = [not item.get_closest_marker("slow") and has_turn(item) for item in items]
+    config.hook.pytest_deselected(items=[item for item, here in zip(items, chosen, strict=True) if not here])
+    items[:] = [item for item, here in zip(items, chosen, strict=True) if here]

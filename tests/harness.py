@@ -20,6 +20,11 @@ Build = Callable[..., Compressor]
 HOSTS = ("horovod", "ddp")
 
 
+def on_hosts_in_turn(test: Callable[..., None]) -> Callable[..., None]:
+    """``host``: in the short run, one for each combination of the other parameters."""
+    return pytest.mark.alternate("host")(pytest.mark.parametrize("host", HOSTS)(test))
+
+
 def mixed_model(seed: int = 0) -> torch.nn.Module:
     """A small convolution (not compressed), padding, a channels_last convolution, biases, a norm."""
     torch.manual_seed(seed)

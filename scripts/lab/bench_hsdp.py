@@ -4,7 +4,7 @@
     bench_hsdp.py --hosts 2 --ranks-per-node 2 --rate 100mbit,1gbit --json docs/results/exchange-hsdp/runs.jsonl/gpt
 
 Every host is a network namespace, whose egress is shaped to --rate (netlab.sh; root), with --ranks-per-node ranks that
-shard the model: --layers layers of a width of 512, 3.15 M parameters each. Batches are small: most of a step is exchange.
+shard the model: --layers layers of a width of 512, 3.15 M parameters each. Batches are small, to time exchanges.
   native, native-bf16   fully_shard() with a mesh of two dimensions; gradients in float32, or reduced in bfloat16
   demo, iwp, ...        register_fsdp_hooks() with that compressor and its defaults
   low_bit               recipes.low_bit(), local steps; a step is the mean over a period

@@ -1,12 +1,14 @@
 """state_dict() and load_state_dict()."""
 
 import copy
+import itertools
 import pickle
 from functools import partial
 
 import pytest
 import torch
 from harness import (
+    HOSTS,
     compressed,
     equal,
     gradients,
@@ -24,16 +26,14 @@ from hvd_compress import FFT, IWP, MIPD, MP2, QSGD, SlimDP, reshard
 from hvd_compress.engine.state import same, save
 from hvd_compress.methods import iwp
 
+#: Ranks, host and momentum: each value of each in the short run.
+SHORT = [(2, "horovod", 0.9), ((2, 2), "ddp", 0.0)]
+LONG = [setting for setting in itertools.product((2, (2, 2)), HOSTS, (0.0, 0.9)) if setting not in SHORT]
+
 
 @pytest.mark.parametrize(
-    ("host", "momentum"),
-    [
-        ("horovod", 0.9),
-        ("ddp", 0.0),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("horovod", 0.0), ("ddp", 0.9))),
-    ],
+    ("size", "host", "momentum"), [*SHORT, *(pytest.param(*setting, marks=pytest.mark.slow) for setting in LONG)]
 )
-@pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_checkpoint_resumes_bit_exactly(name, size, host, momentum, tmp_path):
     method = partial(METHODS[name], **SMALL)

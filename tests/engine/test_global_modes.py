@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HOSTS, gradients, mixed_model, replicas
+from harness import gradients, mixed_model, on_hosts_in_turn, replicas
 from methods import KINDS, SMALL
 from torch import Tensor
 
@@ -111,7 +111,7 @@ def without_modes(name: str, host: str) -> list[Any]:
     return train(KINDS[name], host, Modes())
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@on_hosts_in_turn
 @pytest.mark.parametrize("name", list(KINDS))
 @every_combination
 def test_steps_are_bit_equal(modes: Modes, name: str, host: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HOSTS, compressed, gradients, mixed_model, replicas, together
+from harness import compressed, gradients, mixed_model, on_hosts_in_turn, replicas, together
 from methods import KINDS, SMALL
 
 from hvd_compress import IWP, DeMo
@@ -34,11 +34,12 @@ def run(build: Any, host: str, model: torch.nn.Module, values: torch.dtype, dtyp
     return [found, [r.compression.state_dict()["per_rank"].get("buckets") for r in ranks]]
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("of_weights, of_gradients", PAIRS, ids=str)
+@on_hosts_in_turn
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize("name", list(KINDS))
-def test_the_same_as_in_float32(name: str, of_weights: torch.dtype, of_gradients: torch.dtype, host: str) -> None:
+def test_the_same_as_in_float32(name: str, dtypes: tuple[torch.dtype, torch.dtype], host: str) -> None:
     """To the last bit, but for the averages' rounding."""
+    of_weights, of_gradients = dtypes
     model = mixed_model().to(of_weights)
     got, kept = run(KINDS[name], host, model, of_gradients, of_gradients)
     want, want_kept = run(KINDS[name], host, model.float(), of_gradients, torch.float32)

@@ -4,7 +4,18 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, Rank, equal, gradients, mixed_model, random_steps, replicas, residuals, together
+from harness import (
+    HOSTS,
+    Rank,
+    equal,
+    gradients,
+    mixed_model,
+    on_hosts_in_turn,
+    random_steps,
+    replicas,
+    residuals,
+    together,
+)
 from methods import METHODS, WITHOUT_RESIDUAL
 
 from hvd_compress import IWP
@@ -22,7 +33,7 @@ class Scaler:
         return self.scale
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@on_hosts_in_turn
 @pytest.mark.parametrize("told_by", ["scaler", "call"])
 @pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 @pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "fft-gather", "mipd", "mipd-compensated"])
@@ -163,7 +174,7 @@ def test_loading_after_a_skipped_step_restores_the_saved_state(name):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@on_hosts_in_turn
 @pytest.mark.parametrize("scaler", [None, Scaler()], ids=["", "scaler"])
 @pytest.mark.parametrize("name", METHODS)
 def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host):

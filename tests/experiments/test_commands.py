@@ -1,5 +1,6 @@
 """Every command of the experiments and the lab starts by its path, as the docs print it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,12 +10,20 @@ from launch import ROOT, finish, start
 # It is called by mpirun, in the place of ssh.
 NOT_FOR_USERS = {"netlab_gloo.py"}
 FILES = [path for room in ("lab", "experiments") for path in sorted((ROOT / "scripts" / room).glob("*.py"))]
-COMMANDS = [path for path in FILES if "__main__" in path.read_text()]  # others are for these to import
+# Others are for these to import.
+COMMANDS = [path for path in FILES if "__main__" in path.read_text() and path.name not in NOT_FOR_USERS]
+
+
+@pytest.fixture(scope="module")
+def help_of() -> dict[str, tuple[str, int]]:
+    """By path: what it printed, and its exit status."""
+    driver = Path(__file__).with_name("help_of_all.py")
+    output = finish(start([sys.executable, str(driver), *map(str, COMMANDS)], PYTHONPATH=str(ROOT)), 240)
+    parts = re.findall(r"(.*?)^(\S+) ended with (-?\d+)$", output, re.MULTILINE | re.DOTALL)
+    return {path: (text, int(status)) for text, path, status in parts}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
-def test_help(path: Path) -> None:
-    if path.name in NOT_FOR_USERS:
-        pytest.skip("has no options")
-    process = start([sys.executable, str(path), "--help"], PYTHONPATH=str(ROOT))
-    assert "usage" in finish(process, 120) and process.returncode == 0
+def test_help(path: Path, help_of: dict[str, tuple[str, int]]) -> None:
+    text, status = help_of[str(path)]
+    assert "usage" in text and status == 0, text

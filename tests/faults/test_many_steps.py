@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from harness import gradients, replicas, residuals
+from harness import gradients, on_hosts_in_turn, replicas, residuals
 from methods import FORGETFUL, METHODS
 
 
@@ -45,7 +45,7 @@ def abuse(name, steps, size=3, host="horovod"):
             torch.testing.assert_close(sum(h[n] for h in held), total[n], rtol=0, atol=each * steps**0.5)
 
 
-@pytest.mark.parametrize("host", ["horovod", "ddp"])
+@on_hosts_in_turn
 @pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "topk"])
 def test_hundreds_of_shuffled_steps(name, host):
     abuse(name, 150, host=host)

@@ -5,16 +5,17 @@ import ddp_script_cases
 import mismatch_cases
 import pytest
 import script_cases
-from launch import LAUNCHES, on_every_launch, run_cases
+from launch import on_every_launch, run_cases
 from methods import EXACT
 
 
 @on_every_launch
 def test_scripts_train_as_without_compression_and_ranks_that_differ_raise_the_same_error(ranks):
+    """Under DDP, also scripts that only it allows."""
+    ddp = "--ddp" in ranks
     # DDP itself refuses ranks whose parameters are frozen differently.
-    skipped = "bias_frozen" if "--ddp" in ranks else "nothing"
-    differ = [name for name in mismatch_cases.CASES if not name.startswith(skipped)]
-    run_cases(ranks, {"iwp": [*script_cases.CASES, *differ]}, timeout=300)
+    differ = [name for name in mismatch_cases.CASES if not (ddp and name.startswith("bias_frozen"))]
+    run_cases(ranks, {"iwp": [*(ddp_script_cases.CASES if ddp else ()), *script_cases.CASES, *differ]}, timeout=400)
 
 
 # FFT's and DeMo's transforms round.
@@ -23,7 +24,3 @@ def test_scripts_train_as_without_compression_and_ranks_that_differ_raise_the_sa
 @pytest.mark.parametrize("method", [name for name in EXACT if name not in ("iwp", "fft", "demo")])
 def test_scripts_with_every_method_that_can_send_everything(ranks, method):
     run_cases(ranks, {method: list(script_cases.CASES)}, timeout=300)
-
-
-def test_scripts_that_only_ddp_allows():
-    run_cases(LAUNCHES["ddp-2"], {"iwp": list(ddp_script_cases.CASES)}, timeout=200)

@@ -187,10 +187,9 @@ def hosts_of(process):
 
 def test_ddp_rows_on_the_loopback(tmp_path):
     path = tmp_path / "runs.jsonl" / "rows"
-    run(f"--ranks 2 --methods ddp-fp16,ddp-powersgd,ddp-iwp --json {path}", timeout=240)
-    fp16, powersgd, iwp = read_runs(path.parent)[path.name]["rows"]
-    assert fp16["wrong"] == powersgd["wrong"] == iwp["wrong"] == 0
-    assert fp16["wire_ratio"] == pytest.approx(2) and powersgd["wire_ratio"] > 2 and iwp["wire_ratio"] > 30
+    run(f"--ranks 2 --methods ddp-powersgd,ddp-iwp --json {path}", timeout=240)
+    powersgd, iwp = read_runs(path.parent)[path.name]["rows"]
+    assert powersgd["wrong"] == iwp["wrong"] == 0 and powersgd["wire_ratio"] > 2 and iwp["wire_ratio"] > 30
     assert iwp["compress_ms"] > 0
 
 

@@ -12,6 +12,7 @@ from harness import (
     equal,
     gradients,
     mixed_model,
+    on_hosts_in_turn,
     random_steps,
     replicas,
     residuals,
@@ -24,8 +25,6 @@ from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WHOLE, WITHOUT_RE
 from hvd_compress import NoCompression
 from hvd_compress.hosts.threads import ThreadCollectives
 
-on_both_hosts = pytest.mark.parametrize("host", HOSTS)
-
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
 def method(request):
@@ -37,7 +36,7 @@ def exact_in_sum(request):
     return partial(METHODS[request.param], **SMALL)
 
 
-@on_both_hosts
+@on_hosts_in_turn
 @pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8)), *NODES])
 def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(exact_in_sum, size, host):
     """Sum of (residual before + gradient) = ranks * applied + sum of residuals after. In nodes of several ranks the
@@ -67,7 +66,7 @@ def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(exact_in_sum, size, ho
             torch.testing.assert_close(got, total, rtol=0, atol=5e-2 if rounds else 1e-4)
 
 
-@on_both_hosts
+@on_hosts_in_turn
 @pytest.mark.parametrize("size", [1, 2, 4, 7, *NODES])
 @pytest.mark.parametrize("exact", EXACT.values(), ids=EXACT.keys())
 def test_density_one_is_dense_training(exact, size, host):
@@ -80,7 +79,7 @@ def test_density_one_is_dense_training(exact, size, host):
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@on_both_hosts
+@on_hosts_in_turn
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)), *NODES])
 def test_the_order_of_gradients_does_not_change_a_bit(method, size, host):
     """Horovod: another order on every rank. DDP: another order and other buckets in every step."""
@@ -109,6 +108,7 @@ def test_both_hosts_give_the_same_bits(method, size):
     ],
 )
 @pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED.keys())
+@pytest.mark.alternate("nodes")
 @pytest.mark.parametrize("nodes", [None, (2, 2)], ids=["flat", "2x2"])
 def test_replicas_stay_bit_equal(trained, steps, host, nodes):
     """DDP in the short run: faults/test_many_steps.py."""
@@ -121,7 +121,7 @@ def test_replicas_stay_bit_equal(trained, steps, host, nodes):
         assert equal(one.model.parameters(), other.model.parameters())
 
 
-@on_both_hosts
+@on_hosts_in_turn
 @pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 def test_payload_shapes_are_constant(method, size, host, monkeypatch):
     """A changing shape would miss Horovod's response cache on every rank."""
@@ -139,7 +139,7 @@ def test_payload_shapes_are_constant(method, size, host, monkeypatch):
     assert seen and all(len(shapes) == 1 for shapes in seen.values()), seen
 
 
-@on_both_hosts
+@on_hosts_in_turn
 @pytest.mark.parametrize("size", [3, *NODES])
 def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_in_sum, size, host):
     """In a node of several ranks, the other ranks' gradients of the same entry are lost with it."""
@@ -169,7 +169,7 @@ def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_i
     assert all(g.isfinite().all() for rank in applied for g in rank)
 
 
-@on_both_hosts
+@pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", TRAINED)
 def test_uncompressed_parameters_are_averaged_exactly(name, host):
     # Without block means, which change every entry.
@@ -185,7 +185,7 @@ def test_uncompressed_parameters_are_averaged_exactly(name, host):
             assert 0 < (got != 0).sum() < got.numel() / 7, parameter
 
 
-@on_both_hosts
+@on_hosts_in_turn
 @pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", TRAINED)

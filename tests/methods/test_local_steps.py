@@ -374,14 +374,16 @@ def test_a_new_rank_joins(unsent):
     assert same(*group)
 
 
+@pytest.mark.alternate("unsent")
 @on_both_kinds
 @pytest.mark.parametrize(
-    ("place", "value"),
+    "damage",
     [("wide.weight", math.inf), ("wide.weight", math.nan), ("wide.weight", 3e38), ("wide.bias", math.nan)],
 )
 @pytest.mark.parametrize("mode", [{"period": 1}, {"period": 2, "delay": 1}], ids=["at once", "delayed"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_an_infinity_reaches_every_rank_and_is_gone_once_the_parameters_are_restored(name, mode, value, place, unsent):
+def test_an_infinity_reaches_every_rank_and_is_gone_once_the_parameters_are_restored(name, mode, damage, unsent):
+    place, value = damage
     world, group = workers(2, build=METHODS[name], unsent=unsent, **mode)
     world.run(lambda i: group[i].train(3))
     saved = [copy.deepcopy(worker.model.state_dict()) for worker in group]
@@ -442,6 +444,7 @@ def test_a_failed_exchange_loses_nothing(name, stage, unsent, decay):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.alternate("unsent")
 @on_both_kinds
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", TRAINED)

@@ -1,4 +1,9 @@
-"""FSDP2 on real ranks: with nothing left out, steps are those of FSDP's own hybrid sharding."""
+"""FSDP2 on real ranks: with nothing left out, steps are those of FSDP's own hybrid sharding.
+
+The settings are the scenarios of torch's own tests, written anew: test/distributed/_composable/fsdp/
+test_fully_shard_{training,grad_acc,frozen,shared_params,clip_grad_norm_,mixed_precision}.py and
+test/distributed/_composable/test_replicate_training.py.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -30,7 +35,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "kept_after_forward": ({"reshard_after_forward": False}, 1e-5),
     "resharded_after_forward": ({"reshard_after_forward": True}, 1e-5),
     "accumulation": ({"passes": 3}, 1e-5),
-    "every_pass_averaged": ({"passes": 3, "sync": True}, 1e-5),
+    "accumulation_of_whole_parameters": ({"passes": 3, "kept": True}, 1e-5),
+    "accumulation_of_bfloat16_reductions": (
+        {"passes": 3, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        1e-2,
+    ),
+    "every_pass_averaged": ({"passes": 3, "sync": "all"}, 1e-5),
+    "every_pass_averaged_of_one_block": ({"passes": 3, "sync": "first"}, 1e-5),
     "zeroed_gradients": ({"to_none": False}, 1e-5),
     "bfloat16_reduction": ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1e-2),
     "bfloat16_parameters": (
@@ -39,15 +50,22 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "cpu_offload": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1e-5),
     "checkpointed": ({"model": {"checkpointed": True}}, 1e-5),
-    "frozen": ({"frozen": True}, 1e-5),
+    "frozen": ({"trained": "side"}, 1e-5),
+    "frozen_biases": ({"trained": "weight"}, 1e-5),
     "tied": ({"model": {"tied": True}}, 1e-5),
+    "tied_and_checkpointed": ({"model": {"tied": True, "checkpointed": True}}, 1e-5),
     "blocks_used_twice": ({"model": {"twice": True}}, 1e-5),
     "meta_device": ({"meta": True}, 1e-5),
-    "clipped": ({"clip": 0.1}, 1e-5),
+    "clipped": ({"clip": (0.1, 2.0)}, 1e-5),
+    "clipped_by_the_sum": ({"clip": (1.0, 1.0)}, 1e-5),
     "unused": ({"unused": True}, 1e-5),
     "foreach": ({"optimizer": partial(torch.optim.AdamW, lr=1e-3, foreach=True)}, 1e-4),
     "fused": ({"optimizer": partial(torch.optim.AdamW, lr=1e-3, fused=True)}, 1e-4),
     "one_shard": ({"replicas": 4}, 1e-5),
+    "one_shard_of_everything": (
+        {"replicas": 4, "passes": 2, "trained": "weight", "model": {"tied": True, "checkpointed": True}},
+        1e-5,
+    ),
 }
 
 
@@ -57,11 +75,11 @@ def _assert_same(ours: Job, native: Job, tolerance: float) -> None:
 
 
 def _equals_hybrid_sharding(settings: dict[str, Any], tolerance: float) -> None:
-    ours = Job(build=EXACT[job.family()], **settings).train(job.steps).assert_equal_replicas()
-    native = Job(**settings).train(job.steps)
-    _assert_same(ours, native, tolerance)
-    start = Job(**settings).full()
-    assert any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(start.values(), ours.full().values(), strict=True))
+    ours = Job(build=EXACT[job.family()], **settings)
+    before = {name: weight.clone() for name, weight in ours.full().items()}
+    ours.train(job.steps).assert_equal_replicas()
+    _assert_same(ours, Job(**settings).train(job.steps), tolerance)
+    assert any(not torch.allclose(before[name], weight, atol=1e-3) for name, weight in ours.full().items())
 
 
 def _case(settings: dict[str, Any], tolerance: float) -> Callable[[], None]:
@@ -307,7 +325,7 @@ def a_failed_backward():
         trained.optimizer.zero_grad()
     handle.remove()
     trained.backward()
-    native = Job(passes=3, sync=True)
+    native = Job(passes=3, sync="all")
     native.backward()
     # All three have reached it.
     ours, theirs = (run.model.head.weight.grad.full_tensor() for run in (trained, native))
@@ -340,7 +358,7 @@ def discarded_steps():
 @register(CASES, once=True)
 def averages_are_not_averaged_again():
     """Signs of signs: a second synchronised pass of a step is refused, where it would count twice."""
-    trained = Job(build=hvd_compress.DeMo, optimizer=partial(torch.optim.SGD, lr=1e-3), passes=2, sync=True)
+    trained = Job(build=hvd_compress.DeMo, optimizer=partial(torch.optim.SGD, lr=1e-3), passes=2, sync="all")
     with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync\(False\)"):
         trained.train(2)
     Job(build=hvd_compress.DeMo, optimizer=partial(torch.optim.SGD, lr=1e-3), passes=2).train(4).assert_equal_replicas()

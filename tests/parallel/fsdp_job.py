@@ -5,11 +5,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
+import ddp_job
 import torch
-from ddp_job import gather, rank, size, start, stop  # noqa: F401  # the same process group
+from ddp_job import gather, rank, size, start  # noqa: F401  # the same process group
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -22,6 +23,17 @@ name = "fsdp"
 
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def stop() -> None:
+    distributed.barrier()  # another rank may still be in the last case
+    ddp_job.stop()
+
+
+@cache
+def mesh_of(replicas: int) -> DeviceMesh:
+    """One for all jobs, whose process groups are made once."""
+    return init_device_mesh("cpu", (replicas, size() // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 class Block(nn.Module):
@@ -72,9 +84,10 @@ class Job:
         build: makes the compressor from the model; None trains with FSDP's own hybrid sharding.
         replicas: how many; the other ranks share each of them.
         optimizer: makes the optimizer from parameters.
-        model: arguments of :class:`Net`. ``meta``: the model is made on the meta device first. ``frozen``: all but the
-            ``side`` layers are. ``clip``: gradients' norm.
-        passes: backward passes of a step; ``sync``: each of them is averaged.
+        model: arguments of :class:`Net`. ``meta``: the model is made on the meta device first. ``trained``: part of the
+            names of parameters that are; the others are frozen. ``clip``: gradients' norm, and which norm.
+        passes: backward passes of a step; ``sync``: of which modules each of them is averaged; ``kept``: parameters
+            stay whole between them.
         unused: in every third step, the ``side`` layers are not used.
         to_none: whether gradients become None after a step.
         local: arguments of LocalSteps, which then exchanges in place of hooks.
@@ -88,10 +101,11 @@ class Job:
         optimizer: Any = SGD,
         model: dict[str, bool] | None = None,
         meta: bool = False,
-        frozen: bool = False,
-        clip: float | None = None,
+        trained: str = "",
+        clip: tuple[float, float] | None = None,
         passes: int = 1,
-        sync: bool = False,
+        sync: Literal["none", "first", "all"] = "none",
+        kept: bool = False,
         unused: bool = False,
         to_none: bool = True,
         local: dict[str, Any] | None = None,
@@ -99,13 +113,12 @@ class Job:
     ) -> None:
         torch.manual_seed(0)
         self.model = Net(**(model or {}))
-        self.mesh = init_device_mesh("cpu", (replicas, size() // replicas), mesh_dim_names=("replicate", "shard"))
+        self.mesh = mesh_of(replicas)
         values = copy.deepcopy(self.model.state_dict())
         if meta:
             self.model.to("meta")
-        if frozen:
-            for parameter_name, p in self.model.named_parameters():
-                p.requires_grad_("side" in parameter_name)
+        for parameter_name, p in self.model.named_parameters():
+            p.requires_grad_(trained in parameter_name)
         shard(self.model, self.mesh["shard"] if build else self.mesh, **policies)
         if meta:
             self.model.to_empty(device="cpu")
@@ -119,7 +132,8 @@ class Job:
             if local is None:
                 hvd_compress.register_fsdp_hooks(self.model, self.compression)
         self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
-        self.clip, self.passes, self.sync, self.unused, self.to_none = clip, passes, sync, unused, to_none
+        self.clip, self.passes, self.sync, self.kept, self.unused = clip, passes, sync, kept, unused
+        self.to_none = to_none
         self.steps = 0
         self.data = torch.Generator().manual_seed(rank())
 
@@ -132,14 +146,15 @@ class Job:
         for number in range(self.passes):
             last = number == self.passes - 1
             self.model.set_is_last_backward(last)
-            if not self.sync:
-                self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last or not self.kept)
+            self.model.set_requires_gradient_sync(last or self.sync == "all")
+            self.model.blocks[0].set_requires_gradient_sync(last or self.sync != "none")
             self.loss().backward()
 
     def step(self) -> None:
         self.backward()
         if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), *self.clip)
         self.optimizer.step()
         if self.local is not None:
             self.local.step()

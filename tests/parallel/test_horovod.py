@@ -43,12 +43,8 @@ def test_three_ranks_with_gloo():
     for name in ("iwp", "fft-gather", "mp2"):
         plan[name] += ["process_set"]
     plan["mipd"] += ["local_steps"]
-    plan["iwp"] += ["overlapping_process_sets"]
-    run_cases(["--gloo", "3"], plan, timeout=300, steps=8)
-
-
-def test_local_steps_of_two_ranks_with_gloo():
-    run_cases(["--gloo", "2"], {"iwp": ["local_steps_of_two_optimizers", "local_steps_in_flight"]}, timeout=300)
+    plan["iwp"] += ["overlapping_process_sets", "local_steps_of_two_optimizers", "local_steps_in_flight"]
+    run_cases(["--gloo", "3"], plan, timeout=400, steps=8)
 
 
 def test_two_nodes():
