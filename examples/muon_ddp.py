@@ -40,7 +40,7 @@ def main() -> None:
     others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
     muon = torch.optim.Muon(hidden, lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
     adamw = torch.optim.AdamW(others, lr=3e-3)
-    compression = hvd_compress.IWP(model.named_parameters(), density=1, values="lloyd3")
+    compression = hvd_compress.Quantized(model, bits=3)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 

@@ -40,7 +40,7 @@ def main() -> None:
     adamw = torch.optim.AdamW(named.values(), lr=3e-3)
     optimizers, compressors = [], []
     for optimizer, parameters in ((muon, hidden), (adamw, named)):
-        compressors.append(hvd_compress.IWP(parameters.items(), density=1, values="lloyd3"))
+        compressors.append(hvd_compress.Quantized(parameters.items(), bits=3))
         optimizers.append(hvd.DistributedOptimizer(optimizer, parameters.items(), compression=compressors[-1]))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
