@@ -82,6 +82,8 @@ def doctor(
     """
     from .doctor import examine
 
+    if ranks_per_node > 1 and not exchange:
+        raise typer.BadParameter("--ranks-per-node is of the ranks that --no-exchange does not launch")
     with console.status("checking"):
         findings = list(examine(timeout, exchange, ranks_per_node))
     table = Table("", "found", "")
@@ -112,6 +114,9 @@ def estimate(
             min=0, help="Time of forward, backward and update of a step, in ms. Without it, speed-ups are upper bounds."
         ),
     ] = 0,
+    local_steps: Annotated[
+        int, typer.Option(min=1, help="Steps between two exchanges of a method (docs/local_steps.md).")
+    ] = 1,
     ranks_per_node: RanksPerNode = 1,
     inside: Annotated[
         str, typer.Option(help="Rate of each rank's connection inside a host, as 200gbit; none: unlimited.")
@@ -137,6 +142,8 @@ def estimate(
         inside_bits = network.bandwidth(inside)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if inside != "none" and ranks_per_node == 1:
+        raise typer.BadParameter("--inside is of the connection between the ranks of a host: give --ranks-per-node")
     _make_folder(json_file)
     sizes = [shape for _, shape in named]
     cores = len(os.sched_getaffinity(0)) if hosts_share_cores else None
@@ -146,7 +153,7 @@ def estimate(
         for method in METHODS:
             status.update(f"measuring {method}")
             measured[method] = kernels.seconds(method, nodes, ranks_per_node)
-    found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer)
+    found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer, local_steps)
     table = Table("method", *(Column(text, justify="right") for text in _COLUMNS))
     best = model_of.winner(found)
     for one in found:
@@ -163,7 +170,7 @@ def estimate(
         console.print(f"A step of a method spends {milliseconds:,.1f} ms of its exchange inside the nodes.")
     if optimizer == "adamw":
         console.print("* trains badly with AdamW (docs/choosing.md)", style="dim")
-    console.print(model_of.verdict(found, optimizer, exchange_only=not compute_ms), highlight=False)
+    console.print(model_of.verdict(found, optimizer, not compute_ms, local_steps), highlight=False)
     if json_file:
         rows = [asdict(one) for one in found]
         json_file.write_text(json.dumps({"winner": best.method, "rows": rows}, indent=1) + "\n")

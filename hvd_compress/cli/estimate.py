@@ -59,25 +59,34 @@ class Model:
         return messages(method, [tuple(s) for s in self.shapes], METHODS[method].density, ranks)
 
 
-def step_seconds(model: Model, network: Network, sent_messages: Messages, compress: float) -> float:
-    """Of a step whose compressor takes ``compress`` seconds of a core."""
+def step_seconds(
+    model: Model, network: Network, sent_messages: Messages, compress: float, local_steps: int = 1
+) -> float:
+    """Of a step whose compressor takes ``compress`` seconds of a core. With ``local_steps``, one in so many steps
+    exchanges, after its backward, and inside a host gradients are summed in every step."""
     work, buckets = compress * network.ranks_per_core, model.buckets()
     busy = network.processor(sent_messages)
     exchange = max(network.wire(sent_messages), busy) + buckets * network.hops(sent_messages)
     idle = exchange - busy
-    behind_backward = BACKWARD * model.compute * (1 - 1 / buckets)
+    behind_backward = BACKWARD * model.compute * (1 - 1 / buckets) if local_steps == 1 else 0.0
     hidden = min(idle, min(work, idle) / 2 + behind_backward)
     turns = buckets * network.turns(sent_messages)
-    return model.compute + work + exchange - hidden + turns + network.inside(model.compressed)
+    inside, every = network.inside(model.compressed), 0 if local_steps == 1 else 1
+    return model.compute + (work + exchange - hidden + turns + inside) / local_steps + every * inside
 
 
-def estimates(model: Model, network: Network, kernels: Mapping[str, float], optimizer: str) -> list[Estimate]:
-    """Of every method in ``kernels`` (seconds of its computation), fastest first. Dense and fp16 know no two levels."""
+def estimates(
+    model: Model, network: Network, kernels: Mapping[str, float], optimizer: str, local_steps: int = 1
+) -> list[Estimate]:
+    """Of every method in ``kernels`` (seconds of its computation), fastest first. Dense and fp16 know no two levels,
+    and exchange in every step; the others once in ``local_steps``."""
     networks = {method: network.flat if method in BASELINES else network for method in kernels}
     sends = {method: model.messages(method, on.ranks) for method, on in networks.items()}
+    periods = {method: 1 if method in BASELINES else local_steps for method in kernels}
 
     def step(method: str, bits: float) -> float:
-        return step_seconds(model, replace(networks[method], bits=bits), sends[method], kernels[method])
+        on = replace(networks[method], bits=bits)
+        return step_seconds(model, on, sends[method], kernels[method], periods[method])
 
     def gain(method: str, bits: float) -> float:
         return min(step(base, bits) for base in BASELINES) - step(method, bits)
@@ -96,17 +105,21 @@ def estimates(model: Model, network: Network, kernels: Mapping[str, float], opti
 
     found = []
     for method, seconds in kernels.items():
-        total, work = step(method, network.bits), seconds * network.ranks_per_core
+        period = periods[method]
+        total, work = step(method, network.bits), seconds * network.ranks_per_core / period
+        # Signs, which DeMo gives in AdamW's place, are no differences of weights.
+        adam = METHODS[method].adam and not (period > 1 and method.startswith("DeMo"))
+        inside = networks[method].inside(model.compressed)
         found.append(
             Estimate(
                 method,
-                sent(sends[method], networks[method].ranks),
+                sent(sends[method], networks[method].ranks) / period,
                 work,
                 total - model.compute - work,
                 total,
                 None if method in BASELINES else break_even(method),
-                optimizer == "sgd" or METHODS[method].adam,
-                networks[method].inside(model.compressed),
+                optimizer == "sgd" or adam,
+                inside if period == 1 else inside * (1 + 1 / period),
             )
         )
     return sorted(found, key=lambda one: one.step)
@@ -117,7 +130,7 @@ def winner(found: Sequence[Estimate]) -> Estimate:
     return min((one for one in found if one.allowed), key=lambda one: one.step)
 
 
-def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False) -> str:
+def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False, local_steps: int = 1) -> str:
     """Which method to use, or that none is recommended. ``exchange_only``: no computation was given, so that speed-ups
     are upper bounds."""
     best, base = winner(found), min((one for one in found if one.method in BASELINES), key=lambda one: one.step)
@@ -126,7 +139,8 @@ def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = Fal
         tail = f" ({faster}; less than {WORTH:g} times is not recommended)" if faster else ""
         return f"Do not use compression here: {base.method} is enough{tail}."
     bound = "at most " if exchange_only else ""
-    text = f"Use {best.method}: {bound}{base.step / best.step:.1f} times as fast as {base.method}"
+    steps = f" in {local_steps} local steps" if local_steps > 1 and best.method not in BASELINES else ""
+    text = f"Use {best.method}{steps}: {bound}{base.step / best.step:.1f} times as fast as {base.method}"
     if best.break_even is not None and best.break_even < math.inf:
         text += f", worth it below {rate(best.break_even)}"
     if best.method.startswith("DeMo") and optimizer == "adamw":

@@ -194,6 +194,21 @@ def test_methods_that_train_with_adamw():
     assert allowed == {"dense", "fp16", "DeMo", "DeMo, gather", "Quantized", "Quantized, 2 bits", "QSGD", "TernGrad"}
 
 
+def test_local_steps_exchange_once_in_a_period():
+    """Without backward to hide behind; inside a host, gradients are summed in every step."""
+    network_ = replace(on(1e8, 2, per_node=4, inside_bits=1e10), transport=FREE)
+    found = {one.method: one for one in estimate.estimates(MODEL, network_, SECONDS, "adamw", local_steps=4)}
+    each = {one.method: one for one in estimate.estimates(MODEL, network_, SECONDS, "adamw")}
+    assert found["dense"] == each["dense"]
+    one, before = found["IWP"], each["IWP"]
+    assert one.bytes == before.bytes / 4 and one.compress == before.compress / 4
+    assert one.inside == pytest.approx(before.inside * 5 / 4)
+    own = estimate.step_seconds(replace(MODEL, compute=0.0), network_, MODEL.messages("IWP", 2), SECONDS["IWP"])
+    assert one.step == pytest.approx(MODEL.compute + before.inside + own / 4)
+    rows = estimate.estimates(MODEL, on(1e8), SECONDS, "sgd", local_steps=4)
+    assert " in 4 local steps: " in estimate.verdict(rows, "sgd", local_steps=4)
+
+
 def test_latency_counts_for_every_collective():
     near, far = on(1e9), replace(on(1e9), latency=1e-3)
     # An index gather of 3 hops, a ring of 6, and a ring for what is not compressed.
@@ -225,6 +240,18 @@ def test_a_wrong_output_file_is_named_before_the_measurement(tmp_path, monkeypat
     for file, says in ((tmp_path / "file" / "out.json", "cannot make the folder"), (tmp_path, "is a directory")):
         done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--model", "tiny", "--json", str(file)])
         assert done.exit_code == 2 and says in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("estimate --model tiny --ranks 2 --bandwidth 1gbit --inside 10gbit", "give --ranks-per-node"),
+        ("doctor --no-exchange --ranks-per-node 2", "--no-exchange does not launch"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(command, says):
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(app, command.split())
+    assert done.exit_code == 2 and says in done.output
 
 
 def test_a_wrong_argument_is_named():
