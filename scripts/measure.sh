@@ -15,6 +15,8 @@
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
+#   exchange-nodes   two hosts of two ranks, flat and on two levels exchange-pause     computing is a pause; local steps, fragments
+#   exchange-hsdp    FSDP2 on two hosts of two ranks: native HSDP and compressors
 # Time to an accuracy, or to bits per byte, on four hosts with slow links (root; DATA_DIR for the images):
 #   race-resnet20, race-vgg11                                       race-gpt
 # Others:
@@ -27,7 +29,7 @@ case $experiment in
   cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,22s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,24s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -274,6 +276,28 @@ case $experiment in
     options=()
     for size in 8 16 32 64; do options+=(--option "iwp@$size:--bucket-mb $size"); done
     exchange --rate none,1gbit,100mbit --runs 2 --methods iwp@8,iwp@16,iwp@32,iwp@64 "${options[@]}" --json "$out/runs.jsonl/mpi"
+    ;;
+  exchange-nodes)
+    export "${sleep[@]}"
+    options=(--option "demo@gather:--exchange gather --density 1/64" --option "demo@nodes-gather:--exchange gather --density 1/64 --nodes 2")
+    methods=none,fp16,demo@gather,demo@nodes-gather
+    for method in iwp demo topk powersgd; do methods+=,$method,$method@nodes options+=(--option "$method@nodes:--nodes 2"); done
+    "$python" scripts/lab/bench_exchange.py --shapes resnet50 --hosts 2 --ranks-per-node 2 --rate 1gbit,100mbit --steps 3 --max-seconds 60 \
+      --methods "$methods" "${options[@]}" --json "$out/runs.jsonl/mpi"
+    ;;
+  exchange-hsdp)
+    "$python" scripts/lab/bench_hsdp.py --json "$out/runs.jsonl/transformer"
+    ;;
+  exchange-pause)
+    export "${sleep[@]}"
+    few="--local-steps 3 --bits 2 --unsent buffer --dense-values fp16"
+    having fp16 "${ring[@]}"
+    "$python" scripts/lab/bench_exchange.py --hosts 4 --shapes gpt2 --pause-ms 350 --rate 10gbit,1gbit --steps 3 --max-seconds 60 \
+      --methods fp16,quantized@few,quantized@late --option "quantized@few:$few" --option "quantized@late:$few --fragments 3 --delay 1" \
+      "${environments[@]}" --json "$out/runs.jsonl/gpt2"
+    "$python" scripts/lab/bench_exchange.py --hosts 4 --shapes resnet50 --pause-ms 350 --rate 100mbit --steps 3 --max-seconds 60 \
+      --methods fp16,quantized@few,quantized@late --option "quantized@few:$few" --option "quantized@late:$few --fragments 3 --delay 1" \
+      "${environments[@]}" --json "$out/runs.jsonl/resnet50"
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
