@@ -12,6 +12,7 @@
 # Bits per byte on text, 4 simulated ranks:
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
+#   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
@@ -29,7 +30,7 @@ case $experiment in
   cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,24s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,25s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -218,6 +219,20 @@ case $experiment in
     ranks=16 batch=2
     optimizer=muon gpt none@muon 3e-3 "" ""
     local_muon 45 3 2 3e-3,4.5e-3,6e-3
+    report "$out"
+    ;;
+  gpt-tune)
+    pretrained=results/gpt-tune.pt
+    [[ -f $pretrained ]] || "$python" scripts/experiments/train.py --host threads --ranks 1 --data text --model gpt --epochs 12 \
+      --optimizer adamw --lr 6e-3 --batch-size 32 --eval-every 6 --save "$pretrained"
+    tune() {
+      simulate "$@" --seeds 0,1,2 --data text-tags --model gpt-tagger --epochs 3 \
+        -- --from "$pretrained" --optimizer adamw --batch-size 8 --eval-every 3
+    }
+    tune none 3e-4,1e-3,3e-3,6e-3 "" ""
+    tune quantized@local 3e-4,1e-3,3e-3 "" "--local-steps 3 --bits 2 --unsent buffer --dense-values fp16"
+    tune quantized@4bits 1e-3,3e-3,6e-3 "" "--bits 4 --dense-values fp16"
+    tune demo@orthogonal 3e-4,1e-3,3e-3 "" "--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2"
     report "$out"
     ;;
   gpt-ranks)
