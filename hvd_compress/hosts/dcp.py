@@ -47,7 +47,7 @@ class DCPState:
         if self._engine.nodes.inside is not None or self._engine.collectives.host != "ddp":
             raise ValueError("DCPState needs a compressor of torch.distributed without nodes: save its state_dict()")
         self._parameters = dict(zip(self._engine.names, self._engine.parameters, strict=True))
-        first = self._engine.parameters[0]
+        first = next(filter(is_sharded, self._engine.parameters), self._engine.parameters[0])
         self._here = (self._engine.collectives.size, *(_mesh(first).shape if is_sharded(first) else ()))
         self._saved_on = tuple(saved_on or self._here)
         place = [self._engine.collectives.rank, *place_in_mesh(first)]

@@ -1,6 +1,7 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
 import abc
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -266,7 +267,10 @@ class Compressor(Reporting, abc.ABC):
     def reset(self) -> None:
         """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in
         this step returns to the residuals, and the gradients that were compressed become zero. With ``nodes``, those
-        that the node had not summed are lost."""
+        that the node had not summed are lost. What local steps have in flight is waited for, unless that has failed."""
+        if self.engine.local_steps is not None:
+            with suppress(Exception):
+                self.engine.local_steps.drain()
         self.engine.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -325,14 +325,22 @@ def test_a_failure_in_flight_loses_nothing(name, stage, unsent, ordered):
 
 
 @on_both_kinds
-def test_reset_returns_what_is_in_flight(unsent):
+@pytest.mark.parametrize("all_ranks", [True, False])
+def test_reset_waits_for_what_is_in_flight(unsent, all_ranks):
+    """A message that was dropped on one rank would be another one's."""
     world, group = workers(2, build=SMALL_SPARSE, unsent=unsent, period=4, delay=3)
     world.run(lambda i: group[i].train(5))
     group[0].compression.discard_step()  # does nothing
-    for worker in group:
-        worker.compression.reset()
-        assert worker.idle
-    assert_nothing_is_lost(group, unsent)
+
+    def go_on(rank):
+        if all_ranks or rank == 0:
+            group[rank].compression.reset()
+        return group[rank].train(7, first=5)
+
+    assert world.run(go_on) == [[False, True, False, False, False, True, False]] * 2
+    assert equal(group[0].common(), group[1].common())
+    if unsent == "weights" or group[0].idle:
+        assert_nothing_is_lost(group, unsent)
 
 
 @on_both_kinds
@@ -361,8 +369,8 @@ def test_loading_forgets_what_is_in_flight():
     states = world.run(lambda i: group[i].saved())
     world.run(lambda i: group[i].train(3, first=3))
     assert not group[0].idle
+    world.run(lambda i: group[i].resume(states[i]))
     for worker, state in zip(group, states, strict=True):
-        worker.resume(state)
         assert equal(worker.weights(), [state[2][name] for name, _ in worker.model.named_parameters()])
     world.run(lambda i: group[i].train(3, first=3))
     again, others = workers(2, build=SMALL_SPARSE, **DELAYED)
