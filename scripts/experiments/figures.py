@@ -40,22 +40,22 @@ RACES = {
     "race-gpt": ("gpt to 3.4", 3.4),
 }
 RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT", "demo": "DeMo"}
-#: The figure of text: label, and method in gpt-adamw.
+#: The figure of text: label, experiment, and how the names of its runs begin.
 TEXT = {
-    "AdamW, dense": "none",
-    "DeMo, orthogonal": "demo@orthogonal",
-    "DeMo": "demo",
-    "AdamW + IWP": "iwp",
-    "AdamW + FFT": "fft",
-    "AdamW + TopK": "topk",
+    "Muon: dense, local steps": ("gpt-muon", "none@muon-", "quantized@45-", "quantized@150-", "quantized@500-"),
+    "AdamW, dense": ("gpt-adamw", "none-"),
+    "DeMo, orthogonal": ("gpt-adamw", "demo@orthogonal-"),
+    "DeMo": ("gpt-adamw", "demo-"),
+    "AdamW + IWP": ("gpt-adamw", "iwp-"),
+    "AdamW + FFT": ("gpt-adamw", "fft-"),
 }
 
 BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
 #: What README's table of steps stands between.
 MARK, END = "<!-- steps: written by scripts/experiments/figures.py -->", "<!-- end -->"
 #: Words in labels, of which the first that fits counts, and positions in the lists of colours and the like in table.py.
-LOOKS = ("orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
-PLACES = (6, 0, 1, 2, 3, 3, 4, 4, 5, 6, 6)
+LOOKS = ("Muon", "orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
+PLACES = (5, 6, 0, 1, 2, 3, 3, 4, 4, 5, 6, 6)
 
 
 def read(results: Path, experiment: str) -> dict[str, Result]:
@@ -98,11 +98,11 @@ def break_even(results: Path) -> list[float]:
 def text(results: Path) -> dict[str, list[tuple[float, float]]]:
     """For each method (times fewer bytes, bits per byte): the mean of its seeds at the learning rate that was best with
     the first of them."""
-    trained, found = read(results, "gpt-adamw"), {}
-    for label, method in TEXT.items():
-        of_method = [run for name, run in trained.items() if name.startswith(f"{method}-")]
+    found = {}
+    for label, (experiment, *beginnings) in TEXT.items():
+        of_method = [run for name, run in read(results, experiment).items() if name.startswith(tuple(beginnings))]
         if not of_method:
-            raise ValueError(f"gpt-adamw has no runs of {method}")
+            raise ValueError(f"{experiment} has no runs of {label}")
         runs: dict[int, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for run in of_method:
             runs[round(run["wire_ratio"])][run["config"]["lr"]][run["config"]["seed"]] = run["test_bits_per_byte"]
@@ -160,7 +160,8 @@ def draw_text(results: Path, file: Path) -> None:
         for label, points in text(results).items():
             axes.plot(*zip(*points, strict=True), **line(label))
         ratios = sorted({ratio for points in text(results).values() for ratio, _ in points})
-        axes.set_xticks(ratios, labels=[f"{ratio:g}" for ratio in ratios])
+        apart = [ratio for before, ratio in zip([0.0, *ratios], ratios, strict=False) if ratio > 1.1 * before]
+        axes.set_xticks(apart, labels=[f"{ratio:g}" for ratio in apart])
         axes.minorticks_off()
 
 

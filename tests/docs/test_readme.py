@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 README = (ROOT / "README.md").read_text()
 #: Where the figures of README and of docs/choosing.md's GPT are from.
-SOURCES = ("exchange-ring", "gpt-adamw", *figures.RACES)
+SOURCES = ("exchange-ring", "gpt-adamw", "gpt-muon", *figures.RACES)
 
 
 def words(page: str) -> int:
