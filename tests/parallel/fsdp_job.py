@@ -75,7 +75,8 @@ class Job:
         model: arguments of :class:`Net`. ``meta``: the model is made on the meta device first. ``frozen``: all but the
             ``side`` layers are. ``clip``: gradients' norm.
         passes: backward passes of a step; ``sync``: each of them is averaged.
-        unused: in every third step, the ``side`` layers are not used.
+        unused: in every third step, the ``side`` layers are not used. ``reduce_unused``: by rank 1 only, which FSDP is
+            told.
         to_none: whether gradients become None after a step.
         local: arguments of LocalSteps, which then exchanges in place of hooks.
         policies: of ``fully_shard``.
@@ -93,6 +94,7 @@ class Job:
         passes: int = 1,
         sync: bool = False,
         unused: bool = False,
+        reduce_unused: bool = False,
         to_none: bool = True,
         local: dict[str, Any] | None = None,
         **policies: Any,
@@ -120,12 +122,15 @@ class Job:
                 hvd_compress.register_fsdp_hooks(self.model, self.compression)
         self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
         self.clip, self.passes, self.sync, self.unused, self.to_none = clip, passes, sync, unused, to_none
+        self.without_side = range(1, 2) if reduce_unused else range(size())
+        self.model.set_reduce_scatter_unused_params(reduce_unused)
         self.steps = 0
         self.data = torch.Generator().manual_seed(rank())
 
     def loss(self) -> Tensor:
         tokens = torch.randint(0, 31, (4, 6), generator=self.data)
-        logits = self.model(tokens, side=not (self.unused and self.steps % 3 == 2))
+        without = self.unused and self.steps % 3 == 2 and rank() in self.without_side
+        logits = self.model(tokens, side=not without)
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten().roll(1) // 2)
 
     def backward(self) -> None:
