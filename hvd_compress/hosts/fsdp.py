@@ -7,7 +7,7 @@ them. The averages are written into the same memory at the end of the backward p
 Modules are reduced in the same order on all ranks, which matches the collectives. On Gloo, a bucket's first collective
 starts when its last gradient arrives, the others at the end of backward. On NCCL nothing waits on the host: the hooks
 run on FSDP's all-reduce stream, the exchanges on streams of their own, for which the stream of the backward pass waits
-at its end.
+at its end. If FSDP reduces unused parameters, it may reduce a module twice: all exchanges then start at that end.
 """
 
 import weakref
@@ -43,8 +43,9 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
         compression = hvd_compress.DeMo(model, process_group=mesh.get_group("replicate"))
         hvd_compress.register_fsdp_hooks(model, compression)
 
-    The averages are complete when ``backward()`` returns; a parameter's own post-accumulate hooks run before that. In a
-    step of several backward passes, all but the last run under ``model.set_requires_gradient_sync(False)``.
+    The averages are complete when ``backward()`` returns; a parameter's own post-accumulate hooks run before that, and
+    see the average of the shard group. In a step of several backward passes, all but the last run under
+    ``model.set_requires_gradient_sync(False)``.
 
     Args:
         model: the model that ``fully_shard()`` was applied to.
@@ -55,8 +56,9 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
         RuntimeError: the compressor's parameters are not sharded, or it belongs to
             :class:`~hvd_compress.LocalSteps`; in a backward pass, reentrant checkpointing.
         ValueError: no module is sharded; the shard group contains ranks of ``process_group``, as with a 2-D mesh, over
-            which FSDP averages without compression; a trained parameter is not sharded or not the compressor's; a
-            module has several groups of parameters; the compressor is registered already.
+            which FSDP averages without compression; a trained parameter is not sharded or not the compressor's (if it
+            is unfrozen later, in the backward pass); a module has several groups of parameters; the compressor is
+            registered already.
     """
     cast(FSDPHost, compression.fsdp_host).register(model)
 
@@ -77,7 +79,7 @@ class FSDPHost(HookedHost):
         self._before = dict[int, Tensor]()
         self._grads = dict[int, Tensor]()
         self._dense: list[DenseGradient] = []
-        #: Whether gradients may arrive in parts in this backward pass: they are passed on at its end.
+        #: Whether a gradient may arrive twice in this backward pass: all are passed on at its end.
         self._deferred = False
         #: The streams on which gradients were made.
         self._streams = set[torch.cuda.Stream]()
@@ -97,12 +99,13 @@ class FSDPHost(HookedHost):
         for name, p in named:
             if p.requires_grad:
                 self.check(name, p, id(p) in numbers)
-        averages = all([_averages(mesh) for mesh in {id(mesh): mesh for mesh in self._meshes()}.values()])
+        meshes = {id(mesh): mesh for mesh in self._meshes()}.values()
+        averages = all([_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
         for module in modules:
             module.set_all_reduce_hook(self._reduced)
             if not averages:
                 module.set_force_sum_reduction_for_comms(True)
-        # autograd's hooks, which Python's garbage collector cannot look into, must not keep the compressor alive
+        # Python's garbage collector cannot look into autograd's hooks: they must not keep the compressor alive.
         this = weakref.ref(self)
         for name, p in {id(p): (name, p) for name, p in named}.values():
             if p.is_floating_point() or p.is_complex():  # others cannot be trained
@@ -160,15 +163,15 @@ class FSDPHost(HookedHost):
         for number, p in enumerate(self._engine.parameters):
             if is_sharded(p) and p.grad is not None:
                 self._before[number], p.grad = p.grad, None
-        # After FSDP's own callback, which reduces the gradients of the last modules. autograd drops it if backward
-        # fails.
+        # After FSDP's own callback, which reduces the gradients of the last modules. If backward fails, autograd drops
+        # it instead of calling it.
         end = self._end_of_backward
         weakref.finalize(end, self._failed, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def arrived(self, number: int, grad: Tensor) -> None:
-        """Takes the gradient of this rank's shard. It stays in ``.grad``, where the user's own hooks may read it, and
-        FSDP may add to it."""
+        """Takes the gradient of this rank's shard. It stays in ``.grad`` for the user's own hooks, and FSDP may add to
+        it there."""
         if grad.is_cuda:
             self._streams.add(torch.cuda.current_stream(grad.device))
         self._grads[number] = grad
@@ -250,10 +253,10 @@ def _arrived(
 
 
 def _reduces_unused(module: Any) -> bool:
-    """Whether ``set_reduce_scatter_unused_params(True)`` was called: a module that runs twice is then reduced twice, of
-    zeros first."""
-    groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
-    return any(getattr(group, "reduce_scatter_unused_params", False) for group in groups)
+    """Whether ``set_reduce_scatter_unused_params(True)`` was called: a module that runs twice is then reduced twice,
+    the first time of zeros."""
+    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)  # there is no public way to ask
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def _averages(mesh: Any) -> bool:
