@@ -75,10 +75,10 @@ class Job:
         model: arguments of :class:`Net`. ``meta``: the model is made on the meta device first. ``frozen``: all but the
             ``side`` layers are. ``clip``: gradients' norm.
         passes: backward passes of a step; ``sync``: each of them is averaged.
-        unused: in every third step, the ``side`` layers are not used. ``reduce_unused``: by rank 1 only, which FSDP is
-            told.
+        unused: in every third step, the ``side`` layers are not used.
         to_none: whether gradients become None after a step.
         local: arguments of LocalSteps, which then exchanges in place of hooks.
+        reduce_unused: FSDP reduces parameters that are not used; of ``unused``, rank 1 only takes notice.
         policies: of ``fully_shard``.
     """
 
@@ -94,9 +94,9 @@ class Job:
         passes: int = 1,
         sync: bool = False,
         unused: bool = False,
-        reduce_unused: bool = False,
         to_none: bool = True,
         local: dict[str, Any] | None = None,
+        reduce_unused: bool = False,
         **policies: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -122,10 +122,10 @@ class Job:
                 hvd_compress.register_fsdp_hooks(self.model, self.compression)
         self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
         self.clip, self.passes, self.sync, self.unused, self.to_none = clip, passes, sync, unused, to_none
-        self.without_side = range(1, 2) if reduce_unused else range(size())
-        self.model.set_reduce_scatter_unused_params(reduce_unused)
         self.steps = 0
         self.data = torch.Generator().manual_seed(rank())
+        self.without_side = range(1, 2) if reduce_unused else range(size())
+        self.model.set_reduce_scatter_unused_params(reduce_unused)
 
     def loss(self) -> Tensor:
         tokens = torch.randint(0, 31, (4, 6), generator=self.data)
