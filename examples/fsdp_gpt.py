@@ -61,7 +61,9 @@ def main() -> None:
     hvd_compress.register_fsdp_hooks(model, compression)
 
     state = {"model": model, "compression": hvd_compress.DCPState(compression)}
-    if (options.checkpoints / ".metadata").exists():
+    saved = [(options.checkpoints / ".metadata").exists()]
+    distributed.broadcast_object_list(saved)  # rank 0 decides
+    if saved[0]:
         dcp.load(state, checkpoint_id=options.checkpoints)
     first = compression.step
     for step in range(first, options.steps):

@@ -7,9 +7,10 @@ them. The averages are written into the same memory at the end of the backward p
 Modules are reduced in the same order on all ranks, which matches the collectives. On Gloo, a bucket's first collective
 starts when its last gradient arrives, the others at the end of backward. On NCCL nothing waits on the host: the hooks
 run on FSDP's all-reduce stream, the exchanges on streams of their own, for which the stream of the backward pass waits
-at its end.
+at its end. If FSDP reduces unused parameters, it may reduce a module twice: all exchanges then start at that end.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from ..engine.collectives import allreduce
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
@@ -43,8 +43,9 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
         compression = hvd_compress.DeMo(model, process_group=mesh.get_group("replicate"))
         hvd_compress.register_fsdp_hooks(model, compression)
 
-    The averages are complete when ``backward()`` returns; a parameter's own post-accumulate hooks run before that. In a
-    step of several backward passes, all but the last run under ``model.set_requires_gradient_sync(False)``.
+    The averages are complete when ``backward()`` returns; a parameter's own post-accumulate hooks run before that, and
+    see the average of the shard group. In a step of several backward passes, all but the last run under
+    ``model.set_requires_gradient_sync(False)``.
 
     Args:
         model: the model that ``fully_shard()`` was applied to.
@@ -55,8 +56,9 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
         RuntimeError: the compressor's parameters are not sharded, or it belongs to
             :class:`~hvd_compress.LocalSteps`; in a backward pass, reentrant checkpointing.
         ValueError: no module is sharded; the shard group contains ranks of ``process_group``, as with a 2-D mesh, over
-            which FSDP averages without compression; a trained parameter is not sharded or not the compressor's; a
-            module has several groups of parameters; the compressor is registered already.
+            which FSDP averages without compression; a trained parameter is not sharded or not the compressor's (if it
+            is unfrozen later, in the backward pass); a module has several groups of parameters; the compressor is
+            registered already.
     """
     cast(FSDPHost, compression.fsdp_host).register(model)
 
@@ -68,18 +70,17 @@ class FSDPHost(HookedHost):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        #: The compressor, once it is registered: it lives as long as the model.
+        #: The compressor and the sharded modules, once they are registered: they live as long as the model.
         self._compressor: object = None
+        self._modules: list[Any] = []
         #: The backward pass of the step in progress, or None.
         self._backward: int | None = None
         #: By parameter: its gradient before the backward pass, and the one that is being averaged.
         self._before = dict[int, Tensor]()
         self._grads = dict[int, Tensor]()
         self._dense: list[DenseGradient] = []
-        #: What came of parameters for a second time in this backward pass, as of a module that is used twice.
-        self._late: list[tuple[int, Tensor]] = []
-        #: Parameters of which that is known: they are passed on at the end of backward.
-        self._repeated = set[int]()
+        #: Whether a gradient may arrive twice in this backward pass: all are passed on at its end.
+        self._deferred = False
         #: The streams on which gradients were made.
         self._streams = set[torch.cuda.Stream]()
 
@@ -93,24 +94,31 @@ class FSDPHost(HookedHost):
             raise ValueError("no module is sharded: call fully_shard() on the model's blocks and on the model before")
         if self._compressor is not None:
             raise ValueError("this compressor is registered already: build one compressor for each model")
-        ours = {id(p) for p in engine.parameters}
-        for name, p in [*model.named_parameters(), *zip(engine.names, engine.parameters, strict=True)]:
+        named = [*model.named_parameters(), *zip(engine.names, engine.parameters, strict=True)]
+        numbers = {id(p): number for number, p in enumerate(engine.parameters)}
+        for name, p in named:
             if p.requires_grad:
-                self._check(name, p, id(p) in ours)
-        averages = all(map(_averages, {id(mesh): mesh for mesh in self._meshes()}.values()))
+                self.check(name, p, id(p) in numbers)
+        meshes = {id(mesh): mesh for mesh in self._meshes()}.values()
+        averages = all([_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
         for module in modules:
             module.set_all_reduce_hook(self._reduced)
             if not averages:
                 module.set_force_sum_reduction_for_comms(True)
-        for number, p in enumerate(engine.parameters):
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
-        self._compressor = engine.method
+        # Python's garbage collector cannot look into autograd's hooks: they must not keep the compressor alive.
+        this = weakref.ref(self)
+        for name, p in {id(p): (name, p) for name, p in named}.values():
+            if p.is_floating_point() or p.is_complex():  # others cannot be trained
+                trained = p.requires_grad
+                hook = partial(_arrived, this, name, numbers.get(id(p)), trained)
+                p.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                p.requires_grad_(trained)
+        self._compressor, self._modules = engine.method, modules
 
     def _meshes(self) -> Iterator[Any]:
         return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))
 
-    def _check(self, name: str, parameter: Tensor, ours: bool) -> None:
+    def check(self, name: str, parameter: Tensor, ours: bool) -> None:
         """Raises ``ValueError`` unless FSDP averages the parameter inside the shard group and the compressor between
         the replicas."""
         if not is_sharded(parameter):
@@ -148,38 +156,34 @@ class FSDPHost(HookedHost):
                 "hvd_compress does not support a backward pass inside another one with FSDP: checkpoint with "
                 "use_reentrant=False"
             )
-        if self._backward is not None:  # that one failed
-            self._engine.reset()
-            self._clear()
+        if self._backward is not None:
+            self._failed(self._backward)
         self._backward = backward
+        self._deferred = any(map(_reduces_unused, self._modules))
         for number, p in enumerate(self._engine.parameters):
             if is_sharded(p) and p.grad is not None:
                 self._before[number], p.grad = p.grad, None
-        # After FSDP's own callback, which reduces the gradients of the last modules.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        # After FSDP's own callback, which reduces the gradients of the last modules. If backward fails, autograd drops
+        # it instead of calling it.
+        end = self._end_of_backward
+        weakref.finalize(end, self._failed, backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _arrived(self, number: int, parameter: torch.nn.Parameter) -> None:
-        """The post-accumulate hook: takes the gradient of this rank's shard."""
-        grad = parameter.grad
-        assert grad is not None
-        parameter.grad = None
+    def arrived(self, number: int, grad: Tensor) -> None:
+        """Takes the gradient of this rank's shard. It stays in ``.grad`` for the user's own hooks, and FSDP may add to
+        it there."""
         if grad.is_cuda:
             self._streams.add(torch.cuda.current_stream(grad.device))
-        if number not in self._grads:
-            self._grads[number] = grad
-            if number not in self._repeated:
-                self._pass_on(number)
-        elif number in self._repeated:
-            local(self._grads[number]).add_(local(grad))
-        else:
-            self._late.append((number, local(grad)))
+        self._grads[number] = grad
+        if not self._deferred:
+            self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        engine, parameter = self._engine, self._engine.parameters[number]
+        engine, parameter, grad = self._engine, self._engine.parameters[number], self._grads[number]
         with self._inside():
             parameter.grad = self._before.get(number)  # the engine looks for the last average there
-            arrived = engine.arrive(number, local(self._grads[number]))
-            parameter.grad = None
+            arrived = engine.arrive(number, local(grad))
+            parameter.grad = grad
             if isinstance(arrived, DenseGradient):
                 self._dense.append(arrived)
 
@@ -188,37 +192,39 @@ class FSDPHost(HookedHost):
         with self._inside():
             for stream in self._streams:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
-            for number in sorted(self._repeated & self._grads.keys(), reverse=True):
+            for number in sorted(self._grads, reverse=True) if self._deferred else ():
                 self._pass_on(number)
-            late = [grad.flatten() for _, grad in self._late]
-            for payload in late:
-                engine.stats.count_request(allreduce(payload, "dense_tensor"), engine.collectives.size)
-            payloads = [*(gradient.payload for gradient in self._dense), *late]
+            payloads = [gradient.payload for gradient in self._dense]
             averaging = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.dense")
-            self._restore()
+            for number, before in self._before.items():
+                engine.parameters[number].grad = before
             engine.finish_step()
-            averages = iter(averaging.results())
-            for gradient in self._dense:
-                gradient.store(next(averages))
+            for gradient, average in zip(self._dense, averaging.results(), strict=True):
+                gradient.store(average)
                 engine.method.dense_averaged(gradient.number, gradient.grad)
             for work in engine.works:
                 work.bucket.write_results()
-            for number, late_grad in self._late:
-                local(self._grads[number]).add_(next(averages).view(late_grad.shape))
             for number, before in self._before.items():
                 if number in self._grads:
                     local(before).add_(local(self._grads[number]))
             self._clear()
 
-    def _restore(self) -> None:
-        """``.grad`` as it was before the backward pass, or the tensor that will hold the average."""
-        for number, grad in {**self._grads, **self._before}.items():
-            self._engine.parameters[number].grad = grad
+    def _failed(self, backward: int) -> None:
+        """Abandons a backward pass if it is still in progress."""
+        with self._engine.entered:
+            if backward == self._backward:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """``.grad`` is again as it was before the backward pass."""
+        self._engine.reset()
+        for number in {*self._grads, *self._before}:
+            self._engine.parameters[number].grad = self._before.get(number)
+        self._clear()
 
     def _clear(self) -> None:
         self._backward = None
-        self._repeated |= {number for number, _ in self._late}
-        self._before, self._grads, self._dense, self._late = {}, {}, [], []
+        self._before, self._grads, self._dense = {}, {}, []
         self._streams.clear()
 
     @contextmanager
@@ -228,21 +234,44 @@ class FSDPHost(HookedHost):
             try:
                 yield
             except BaseException:
-                self._engine.reset()
-                for number, grad in self._before.items():
-                    self._engine.parameters[number].grad = grad
-                self._clear()
+                self._abandon()
                 raise
 
 
+def _arrived(
+    host: "weakref.ref[FSDPHost]", name: str, number: int | None, checked: bool, parameter: torch.nn.Parameter
+) -> None:
+    """The post-accumulate hook. ``number``: in the compressor, if it has the parameter. ``checked``: whether it was,
+    when the hooks were registered; those that were frozen were not."""
+    alive, grad = host(), parameter.grad
+    if alive is None:
+        return
+    if not checked:
+        alive.check(name, parameter, number is not None)
+    assert number is not None and grad is not None
+    alive.arrived(number, grad)
+
+
+def _reduces_unused(module: Any) -> bool:
+    """Whether ``set_reduce_scatter_unused_params(True)`` was called: a module that runs twice is then reduced twice,
+    the first time of zeros."""
+    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)  # there is no public way to ask
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
 def _averages(mesh: Any) -> bool:
-    """Whether reduce-scatter averages where FSDP expects it. Gloo's has summed instead (pytorch issue 162338)."""
+    """Whether reduce-scatter averages where FSDP expects it, on all ranks of the mesh. Gloo's has summed instead
+    (pytorch issue 162338)."""
     group = mesh.get_group(0)
     size, rank = distributed.get_world_size(group), distributed.get_rank(group)
     ranks = torch.full((size,), float(rank), dtype=torch.float32, device=mesh.device_type)
     mean = torch.empty(1, dtype=torch.float32, device=mesh.device_type)
     try:
         _reduce_scatter(mean, ranks, op=distributed.ReduceOp.AVG, group=group)
+    except distributed.DistError:  # of the connection
+        raise
     except RuntimeError:  # not supported
-        return False
-    return float(mean) == (size - 1) / 2
+        mean.fill_(-1.0)
+    everywhere = (mean == (size - 1) / 2).int()
+    distributed.all_reduce(everywhere, distributed.ReduceOp.MIN, group)
+    return bool(everywhere)

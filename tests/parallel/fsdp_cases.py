@@ -5,10 +5,13 @@ test_fully_shard_{training,grad_acc,frozen,shared_params,clip_grad_norm_,mixed_p
 test/distributed/_composable/test_replicate_training.py.
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import job
 import pytest
@@ -59,6 +62,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "clipped": ({"clip": (0.1, 2.0)}, 1e-5),
     "clipped_by_the_sum": ({"clip": (1.0, 1.0)}, 1e-5),
     "unused": ({"unused": True}, 1e-5),
+    "unused_on_a_rank": ({"model": {"twice": True}, "unused": True, "reduce_unused": True}, 1e-5),
     "foreach": ({"optimizer": partial(torch.optim.AdamW, lr=1e-3, foreach=True)}, 1e-4),
     "fused": ({"optimizer": partial(torch.optim.AdamW, lr=1e-3, fused=True)}, 1e-4),
     "one_shard": ({"replicas": 4}, 1e-5),
@@ -310,6 +314,28 @@ def gradients_that_are_summed():
 
 
 @register(CASES, once=True)
+def agreement_on_sums():
+    """If one rank's reduce-scatter sums, all of its group are told to; a lost connection is an error."""
+    mesh = init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("replicate", "shard"))
+
+    def faulty(output: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        real(output, *arguments, **keywords)
+        if rank() == 0:
+            output += 1.0
+
+    def lost(*_: Any, **keywords: Any) -> None:
+        raise distributed.DistBackendError("connection closed by peer")
+
+    real, averages = fsdp._reduce_scatter, []
+    for function in (real, faulty):
+        with mock.patch.object(fsdp, "_reduce_scatter", function):
+            averages.append(fsdp._averages(mesh["shard"]))
+    assert averages == [True, rank() >= size() // 2]
+    with mock.patch.object(fsdp, "_reduce_scatter", lost), pytest.raises(distributed.DistBackendError):
+        fsdp._averages(mesh["shard"])
+
+
+@register(CASES, once=True)
 def a_failed_backward():
     """What was compressed before the failure is not lost, and the next step is complete."""
     trained = Job(build=partial(hvd_compress.IWP, density=1.0, values="fp32"))
@@ -335,6 +361,105 @@ def a_failed_backward():
     trained.optimizer.step()
     trained.optimizer.zero_grad()
     trained.train(3).assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def a_failed_second_pass():
+    """The average of the pass before stays in the gradients, until it is zeroed."""
+    trained, native = Job(build=EXACT["iwp"]), Job()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("in backward")
+
+    def gradients(run: Job) -> dict[str, torch.Tensor]:
+        return {name: p.grad.full_tensor() for name, p in run.model.named_parameters()}
+
+    for zeroed in (False, True):
+        for run in (trained, native):
+            run.optimizer.zero_grad()
+            run.backward()
+        before = gradients(trained)
+        handle = trained.model.blocks[0].register_full_backward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            trained.backward()
+        trained.model.reset_iter_state()
+        handle.remove()
+        for name, grad in gradients(trained).items():
+            assert torch.equal(grad, before[name]), name
+        native.loss()
+        for run in (trained, native):
+            if zeroed:
+                run.optimizer.zero_grad()
+            run.backward()
+        name = "blocks.0.up.weight"  # which the failed pass has not reached
+        torch.testing.assert_close(gradients(trained)[name], gradients(native)[name], rtol=1e-5, atol=1e-6)
+
+
+@register(CASES, once=True)
+def frozen_at_first():
+    """A parameter that is unfrozen later is averaged between the replicas, or refused if it is not the compressor's."""
+
+    def freeze(model: torch.nn.Module) -> torch.nn.Module:
+        for name, p in model.named_parameters():
+            p.requires_grad_("side" in name)
+        return model
+
+    def of_the_trained(model: torch.nn.Module, **options: Any) -> Any:
+        named = freeze(model).named_parameters()
+        return hvd_compress.IWP([(name, p) for name, p in named if p.requires_grad], **options)
+
+    ours, native = Job(build=lambda model, **options: EXACT["iwp"](freeze(model), **options)), Job()
+    freeze(native.model)
+    for run in (ours, native):
+        run.train(2).model.requires_grad_(True)
+        run.train(2)
+    _assert_same(ours.assert_equal_replicas(), native, 1e-5)
+    partly = Job(build=of_the_trained).train(1)
+    partly.model.requires_grad_(True)
+    with pytest.raises(ValueError, match="is not this compressor's"):
+        partly.backward()
+
+
+@register(CASES, once=True)
+def a_module_that_is_reduced_twice():
+    """FSDP then reduces zeros of it first; signs stay signs."""
+    for build in (hvd_compress.DeMo, EXACT["iwp"]):
+        make = partial(Job, build=build, optimizer=PLAIN, model={"twice": True})
+        once, twice = make().train(3), make(reduce_unused=True).train(3)
+        for (name, a), b in zip(once.weights().items(), twice.weights().values(), strict=True):
+            assert torch.equal(a, b), name
+
+
+@register(CASES, once=True)
+def hooks_of_the_users_own():
+    """Run in backward with what this replica's gradient is, whether registered before or after."""
+    seen: list[tuple[str, torch.Tensor]] = []
+
+    def observe(model: torch.nn.Module) -> None:
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad.to_local().clone())))
+
+    def build(model: torch.nn.Module, **options: Any) -> Any:
+        observe(model)
+        return hvd_compress.DeMo(model, **options)
+
+    trained = Job(build=build)
+    observe(trained.model)
+    trained.backward()
+    assert len(seen) == 2 * len(list(trained.model.parameters()))
+    for (name, before), (_, after) in zip(seen[::2], seen[1::2], strict=True):
+        assert torch.equal(before, after), name
+
+
+@register(CASES, once=True)
+def nothing_stays_alive():
+    """A model that is dropped takes its compressor with it, even if one of its parameters stays."""
+    trained = Job(build=hvd_compress.IWP).train(2)
+    kept, *parameters = trained.model.parameters()
+    watched = [weakref.ref(each) for each in (trained.model, trained.compression, *parameters)]
+    del trained, parameters
+    gc.collect()
+    assert kept.requires_grad and not any(reference() is not None for reference in watched)
 
 
 @register(CASES, once=True)

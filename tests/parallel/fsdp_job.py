@@ -91,6 +91,7 @@ class Job:
         unused: in every third step, the ``side`` layers are not used.
         to_none: whether gradients become None after a step.
         local: arguments of LocalSteps, which then exchanges in place of hooks.
+        reduce_unused: FSDP reduces parameters that are not used; of ``unused``, rank 1 only takes notice.
         policies: of ``fully_shard``.
     """
 
@@ -109,6 +110,7 @@ class Job:
         unused: bool = False,
         to_none: bool = True,
         local: dict[str, Any] | None = None,
+        reduce_unused: bool = False,
         **policies: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -136,10 +138,13 @@ class Job:
         self.to_none = to_none
         self.steps = 0
         self.data = torch.Generator().manual_seed(rank())
+        self.without_side = range(1, 2) if reduce_unused else range(size())
+        self.model.set_reduce_scatter_unused_params(reduce_unused)
 
     def loss(self) -> Tensor:
         tokens = torch.randint(0, 31, (4, 6), generator=self.data)
-        logits = self.model(tokens, side=not (self.unused and self.steps % 3 == 2))
+        without = self.unused and self.steps % 3 == 2 and rank() in self.without_side
+        logits = self.model(tokens, side=not without)
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten().roll(1) // 2)
 
     def backward(self) -> None:
