@@ -307,12 +307,13 @@ case $experiment in
     export "${sleep[@]}"
     few="--local-steps 3 --bits 2 --unsent buffer --dense-values fp16"
     having fp16 "${ring[@]}"
-    "$python" scripts/lab/bench_exchange.py --hosts 4 --shapes gpt2 --pause-ms 350 --rate 10gbit,1gbit --steps 3 --max-seconds 60 \
-      --methods fp16,quantized@few,quantized@late --option "quantized@few:$few" --option "quantized@late:$few --fragments 3 --delay 1" \
-      "${environments[@]}" --json "$out/runs.jsonl/gpt2"
-    "$python" scripts/lab/bench_exchange.py --hosts 4 --shapes resnet50 --pause-ms 350 --rate 100mbit --steps 3 --max-seconds 60 \
-      --methods fp16,quantized@few,quantized@late --option "quantized@few:$few" --option "quantized@late:$few --fragments 3 --delay 1" \
-      "${environments[@]}" --json "$out/runs.jsonl/resnet50"
+    late="$few --fragments 3 --delay 1 --bucket-mb 8" options=()
+    methods=fp16,quantized@few,quantized@late options+=(--option "quantized@few:$few" --option "quantized@late:$late")
+    for measured in "100 10gbit,1gbit" "350 100mbit"; do
+      read -r pause rates <<<"$measured"
+      exchange --pause-ms "$pause" --rate "$rates" --steps 4 --max-seconds 60 --methods "$methods" "${options[@]}" \
+        --json "$out/runs.jsonl/pause-$pause"
+    done
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"

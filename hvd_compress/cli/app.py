@@ -150,7 +150,8 @@ def estimate(
     kernels, measured, nodes = Kernels(sizes, min(cores or 1, ranks)), {}, _nodes(ranks, ranks_per_node)
     with console.status("measuring Gloo") as status:
         net = network.Network(nodes, bits, seconds, transport.measure(), cores, ranks_per_node, inside_bits)
-        for method in METHODS:
+        # Local steps take no signs, which DeMo gives in AdamW's place.
+        for method in (method for method in METHODS if local_steps == 1 or not method.startswith("DeMo")):
             status.update(f"measuring {method}")
             measured[method] = kernels.seconds(method, nodes, ranks_per_node)
     found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer, local_steps)

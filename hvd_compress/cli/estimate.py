@@ -107,8 +107,6 @@ def estimates(
     for method, seconds in kernels.items():
         period = periods[method]
         total, work = step(method, network.bits), seconds * network.ranks_per_core / period
-        # Signs, which DeMo gives in AdamW's place, are no differences of weights.
-        adam = METHODS[method].adam and not (period > 1 and method.startswith("DeMo"))
         inside = networks[method].inside(model.compressed)
         found.append(
             Estimate(
@@ -118,7 +116,7 @@ def estimates(
                 total - model.compute - work,
                 total,
                 None if method in BASELINES else break_even(method),
-                optimizer == "sgd" or adam,
+                optimizer == "sgd" or METHODS[method].adam,
                 inside if period == 1 else inside * (1 + 1 / period),
             )
         )

@@ -37,9 +37,11 @@ class DCPState:
 
     Raises:
         ValueError: the compressor has ``nodes`` or works under Horovod; on loading, as
-            :meth:`~hvd_compress.Compressor.load_state_dict`, and if a shard is not compressed here that has a residual.
+            :meth:`~hvd_compress.Compressor.load_state_dict`, if ``saved_on`` is not what saved, and if a shard is not
+            compressed here that has a residual.
         RuntimeError: on saving, in the middle of a step, or between an average and the optimizer's step; with
-            LocalSteps, while the replicas' weights may differ: DCP saves the parameters of one replica.
+            LocalSteps, while the replicas' weights may differ: DCP saves the parameters of one replica. DCP asks for
+            the state before it loads one, too.
     """
 
     def __init__(self, compression: Any, saved_on: tuple[int, ...] | None = None) -> None:
@@ -56,9 +58,10 @@ class DCPState:
 
     def state_dict(self) -> dict[str, Any]:
         """What DCP saves, or loads into."""
-        engine = self._engine
-        common = self._named(states_of.save(portable.shared(engine)))
-        if self._saved_on != self._here:
+        engine, same = self._engine, self._saved_on == self._here
+        mesh = _text(self._here) if same else "nothing (saved_on= is for loading)"
+        common = {**self._named(states_of.save(portable.shared(engine))), "saved_on": mesh}
+        if not same:
             replicas = {str(replica): self._named(portable.owed(engine)) for replica in range(self._saved_on[0])}
             return {"replicas": replicas, "common": common}
         own = io.BytesIO()
@@ -76,8 +79,11 @@ class DCPState:
             own = io.BytesIO(state["own"][self._key])
             checkpoint.load(self._engine, torch.load(own, map_location="cpu", weights_only=True))
             return
+        common = dict(state["common"])
+        if (mesh := common.pop("saved_on")) != _text(self._saved_on):
+            raise ValueError(f"the checkpoint was saved on {mesh}, and saved_on says {_text(self._saved_on)}")
         replicas = [_local(state["replicas"][str(replica)]) for replica in range(self._saved_on[0])]
-        portable.load(self._engine, replicas, _local(state["common"]))
+        portable.load(self._engine, replicas, _local(common))
         self._saved_on = self._here
 
     def _named(self, values: Any, name: str = "") -> Any:
@@ -95,6 +101,10 @@ class DCPState:
         shape, stride = parameter.shape, parameter.stride()
         mesh, places = parameter.device_mesh, parameter.placements
         return DTensor.from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
+
+
+def _text(mesh: tuple[int, ...]) -> str:
+    return " x ".join(map(str, mesh))
 
 
 def _mesh(parameter: Any) -> Any:

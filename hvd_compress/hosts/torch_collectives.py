@@ -21,6 +21,10 @@ _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_i
 #: Of nodes and of places in nodes, by the group that they divide.
 _groups = weakref.WeakKeyDictionary[distributed.ProcessGroup, dict[tuple[int, ...], distributed.ProcessGroup]]()
 
+#: ``nodes`` that is no number of nodes, as a number, and how an error calls it.
+_STARTED, _MESH, _WRONG = 0, -1, -2
+_GIVEN = {_STARTED: "True", _MESH: "a mesh", _WRONG: "an invalid one"}
+
 
 def backends() -> list[str]:
     """The backends that this torch can use here."""
@@ -94,17 +98,33 @@ class TorchCollectives:
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
 
     def in_nodes(self, nodes: object) -> Nodes:
-        """Makes process groups, of the backend of this one, unless ``nodes`` is a mesh that has them."""
+        """Makes process groups, of the backend of this one, unless ``nodes`` is a mesh that has them. All ranks raise
+        if one of them must, or if they were given different ``nodes``."""
+        failure, chosen, node = None, _WRONG, 0
+        try:
+            chosen, node = self._choice(nodes)
+        except (TypeError, ValueError) as error:
+            failure = error
+        found = self._gathered([chosen, node])
+        if failure is not None:
+            raise failure
+        everyone = found[::2]
+        if len({*everyone}) > 1:
+            given = ", ".join(_GIVEN.get(theirs) or str(theirs) for theirs in everyone)
+            raise ValueError(f"nodes must be the same on all ranks, got {given} on ranks 0 to {self.size - 1}")
         if isinstance(nodes, DeviceMesh):
             return self._of_mesh(nodes)
-        count = 0 if nodes is True else max(divided(nodes, self.size)) + 1
-        counts = self._gathered(count)
-        if len(set(counts)) > 1:
-            given = ", ".join(str(count or True) for count in counts)
-            raise ValueError(f"nodes must be the same on all ranks, got {given} on ranks 0 to {self.size - 1}")
-        node_of = divided(count, self.size) if count else self._gathered(self._first_of_node())
-        inside, between = groups(node_of, self.rank)
+        inside, between = groups(found[1::2], self.rank)
         return Nodes(self, inside=self._among(inside), between=self._among(between))
+
+    def _choice(self, nodes: object) -> tuple[int, int]:
+        """What ``nodes`` is, as a number, and this rank's node."""
+        if isinstance(nodes, DeviceMesh):
+            return _MESH, 0
+        if nodes is True:
+            return _STARTED, self._first_of_node()
+        node_of = divided(nodes, self.size)
+        return max(node_of) + 1, node_of[self.rank]
 
     def _of_mesh(self, mesh: DeviceMesh) -> Nodes:
         ours, theirs = distributed.get_process_group_ranks(self.group), mesh.mesh.flatten().tolist()
@@ -122,11 +142,11 @@ class TorchCollectives:
             raise ValueError("nodes=True needs LOCAL_RANK, which torchrun sets: give the number of nodes")
         return distributed.get_rank() - int(local)
 
-    def _gathered(self, own: int) -> list[int]:
+    def _gathered(self, own: list[int]) -> list[int]:
         """By a tensor: ``all_gather_object()`` needs NumPy, which torch does not require."""
         nccl = "nccl" in distributed.get_backend(self.group)
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        tensor = torch.tensor([own], dtype=torch.int64, device=device)
+        tensor = torch.tensor(own, dtype=torch.int64, device=device)
         return list(self.start(allgather(tensor), "hvd_compress.nodes").result().tolist())
 
     def _among(self, ranks: list[int]) -> "TorchCollectives":

@@ -36,7 +36,7 @@ class _Exchange:
             arrived = engine.arrive(weight.number, difference)
             if isinstance(arrived, DenseGradient):
                 self._dense.append(arrived)
-            engine.stats.count_gradient((self.age - 1) * difference.numel(), engine.ranks)  # arrive() has counted one
+        count_gradients(engine, self.fragment, self.age - 1)  # arrive() has counted one
         label = f"{engine.exchanges.label}.local.{self.fragment.number}"
         self._averaging = Averaging(engine.collectives, [gradient.payload for gradient in self._dense], label)
 
@@ -50,6 +50,15 @@ class _Exchange:
         for work in self.fragment.works:
             work.bucket.write_results()
             work.bucket.clear()  # or it would hold the differences until its next exchange
+
+
+def count_gradients(engine: Engine, fragment: Fragment, steps: int) -> None:
+    """In the statistics: a dense exchange of the gradients of so many steps. In nodes, this rank's share of it."""
+    nodes = engine.nodes
+    for weight in fragment.weights:
+        owner = None if weight.place is None else weight.place.work.bucket.owner
+        share = 1.0 / nodes.ranks if owner is None else float(owner == nodes.rank)
+        engine.stats.count_gradient(steps * weight.own.numel(), engine.collectives.size, share)
 
 
 class InFlight:
@@ -134,10 +143,10 @@ class InFlight:
         exchange, self._exchange, self._left = self._exchange, None, 0
         self._waiting.clear()
         if exchange is not None:
-            self._common.end(exchange.fragment.weights)
             if wait:
                 with suppress(Exception), self._engine.entered:  # ranks may have failed
                     exchange.finish(self._engine)
+            self._common.end(exchange.fragment.weights)
 
     def state(self) -> Tree:
         """The saved state, after :meth:`drain`."""

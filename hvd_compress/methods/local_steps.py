@@ -1,7 +1,7 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from ..engine.state import Entry, Fixed, Tree
 from .base import Compressor
 from .common_weights import CommonWeights
 from .fragments import Turns
-from .in_flight import InFlight
+from .in_flight import InFlight, count_gradients
 from .local_optimizers import LocalOptimizers
 
 
@@ -202,16 +202,18 @@ class LocalSteps:
             # In double precision the mean of equal values is that value.
             payloads = [*(w.payload for w in whole), *(b.double().flatten() for b in buffers)]
             for payload in payloads:
-                engine.stats.count_request(allreduce(payload, "dense_tensor"), engine.collectives.size)
+                engine.stats.count_dense(0, payload.nbytes, engine.collectives.size, engine.nodes.ranks)
             for fragment, age in zip(self._turns.fragments, self._turns.ages, strict=True):
-                entries = sum(weight.own.numel() for weight in fragment.weights)
-                engine.stats.count_gradient(age * entries, engine.collectives.size)
+                count_gradients(engine, fragment, age)
             averages = iter(Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results())
             for weight in whole:
                 weight.store(next(averages))
             self._common.replace(weight.grad for weight in whole)
             for buffer in buffers:
                 buffer.copy_(next(averages).view(buffer.shape))
+        for module in model.modules() if model is not None else ():
+            if hasattr(module, "unshard"):  # of FSDP2: after an evaluation it may hold what the shards were before
+                cast(Any, module).reshard()
         self._turns.begin_anew()
 
     # What the engine calls.
@@ -245,8 +247,14 @@ class LocalSteps:
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
     def check_common(self) -> None:
-        """Raises ``RuntimeError`` if this rank's weights are not the common ones."""
-        if self._taken and not self._common.applied():
+        """Raises ``RuntimeError``, on all ranks, if the weights of one are not the common ones. All ranks call it."""
+        engine = self._engine
+        differ = torch.tensor([float(self._taken and not self._common.applied())], device=engine.parameters[0].device)
+        if engine.collectives.active:
+            with engine.entered:
+                name = f"{engine.exchanges.label}.common"
+                differ = engine.collectives.start(allreduce(differ, "budget"), name).result()
+        if differ.item():
             raise RuntimeError("the ranks' weights differ between exchanges: call finish() before saving")
 
     def state(self) -> Tree:

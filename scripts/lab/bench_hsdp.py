@@ -70,6 +70,7 @@ class Training:
         torch.manual_seed(0)
         layers = [nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, 0.0, batch_first=True) for _ in range(args.layers)]
         self.model = nn.Sequential(*layers)
+        self.shards = args.ranks_per_node
         self.entries = sum(p.numel() for p in self.model.parameters())
         native = method.startswith("native")
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if method == "native-bf16" else None)
@@ -100,7 +101,8 @@ class Training:
         flat = torch.cat([p.to_local().detach().flatten() for p in self.model.parameters()])  # type: ignore[attr-defined]
         everyone = [torch.empty_like(flat) for _ in range(distributed.get_world_size())]
         distributed.all_gather(everyone, flat)
-        return any(torch.equal(flat, other) for rank, other in enumerate(everyone) if rank != distributed.get_rank())
+        same_shard = everyone[distributed.get_rank() % self.shards :: self.shards]
+        return all(torch.equal(flat, other) for other in same_shard)
 
 
 def rank(args: argparse.Namespace) -> None:

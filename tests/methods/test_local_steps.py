@@ -305,6 +305,21 @@ def test_stats_count_the_dense_bytes_of_all_local_steps():
     assert stats["total"]["dense_bytes"] == 5 * dense
 
 
+def test_the_ranks_of_a_node_count_the_dense_bytes_of_its_card():
+    world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
+    build = partial(TopK, density=1 / 16, nodes=2)
+    group = world.run(lambda i: Worker(world, i, build, model, unsent="buffer", period=4))
+    world.run(lambda i: group[i].train(4))
+    dense = 4 * 2 * 3 / 4 * sum(p.numel() for p in model.parameters())
+    stats = [worker.compression.stats()["last"] for worker in group]
+    assert stats[0]["dense_bytes"] + stats[1]["dense_bytes"] == pytest.approx(4 * dense)
+    world.run(lambda i: group[i].train(1))
+    world.run(lambda i: group[i].local.finish())
+    stats = [worker.compression.stats()["last"] for worker in group]
+    for key in ("dense_bytes", "wire_bytes"):
+        assert stats[0][key] + stats[1][key] == pytest.approx(dense)
+
+
 @on_both_hosts
 @on_both_kinds
 def test_finish_averages_the_weights_and_the_floating_point_buffers_of_a_model(unsent, ordered):

@@ -115,6 +115,7 @@ def powersgd_is_as_accurate_as_torchs():
 def nodes_by_launcher_and_mesh():
     """As torchrun would start two nodes of two, and as meshes; ranks that are not in order; unequal nodes."""
     rank = distributed.get_rank()
+    launched = os.environ["LOCAL_RANK"]
     os.environ["LOCAL_RANK"] = str(rank % 2)
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("node", "gpu"))
     crossed = DeviceMesh(DEVICE.type, [[0, 2], [1, 3]], mesh_dim_names=("node", "gpu"))
@@ -134,12 +135,14 @@ def nodes_by_launcher_and_mesh():
         (True, "nodes must have equally many ranks, these have 3, 1"),
         (line, "node and GPU"),
         (True if rank == 1 else 2, "must be the same on all ranks, got 2, True, 2, 2 on ranks 0 to 3"),
+        (3 if rank == 1 else mesh, "divisor" if rank == 1 else "got a mesh, an invalid one, a mesh, a mesh"),
     ):
         try:
             Job(nodes=nodes)
             raise AssertionError(f"no error that says {says!r}")
         except ValueError as error:
             assert says in str(error), error
+    os.environ["LOCAL_RANK"] = launched
 
 
 @register(CASES, named=True)

@@ -252,6 +252,9 @@ def checkpoints_that_would_lose_something():
             dcp.load({"compression": state}, checkpoint_id=folder)
         with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
             dcp.load({"compression": hvd_compress.DCPState(smaller.compression)}, checkpoint_id=folder)
+        wrong = hvd_compress.DCPState(smaller.compression, saved_on=(1, 7))
+        with pytest.raises(ValueError, match=r"was saved on 2 x 2, and saved_on says 1 x 7"):
+            dcp.load({"compression": wrong}, checkpoint_id=folder)
 
 
 @register(CASES, once=True)
