@@ -8,7 +8,8 @@
 # Accuracy on CIFAR-10 (DATA_DIR):
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64
 #   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-vgg11  MP2 and dense, 2 ranks
-#   cifar10-signs    DeMo for 4, 10 and 30 epochs                   vit            a vision transformer with AdamW, and DeMo
+#   cifar10-signs    DeMo for 4, 10 and 30 epochs                   cifar10-muon   local steps of Muon
+#   vit              a vision transformer with AdamW, and DeMo
 # Bits per byte on text, 4 simulated ranks:
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
@@ -18,8 +19,8 @@
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
 #   exchange-nodes   two hosts of two ranks, flat and on two levels exchange-pause     computing is a pause; local steps, fragments
 #   exchange-hsdp    FSDP2 on two hosts of two ranks: native HSDP and compressors
-# Time to an accuracy, or to bits per byte, on four hosts with slow links (root; DATA_DIR for the images):
-#   race-resnet20, race-vgg11                                       race-gpt
+# Time to an accuracy, on four hosts with slow links (root; DATA_DIR for the images):
+#   race-resnet20, race-vgg11
 # Others:
 #   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
@@ -29,8 +30,8 @@ experiment=${1:-}
 case $experiment in
   cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
-  digits* | gpt-* | race-gpt | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,25s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
+  *) sed -n '2,26s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -252,6 +253,11 @@ case $experiment in
     simulate demo@orthogonal 1e-3,2e-3,4e-3 1/32 "--dense-values fp16 --orthogonal" "${training[@]}"
     report "$out"
     ;;
+  cifar10-muon)
+    simulate quantized@64 6e-3 "" "--local-steps 4 --bits 2 --dense-values fp16 --unsent buffer" --data cifar10 --model resnet20 --epochs 10 \
+      -- "${images[@]}" --channels-last --optimizer muon
+    report "$out"
+    ;;
   cifar10-signs)
     signs="--dense-values fp16 --weight-decay 0.1"
     for epochs in 4 10 30; do
@@ -317,14 +323,6 @@ case $experiment in
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
-    ;;
-  race-gpt)
-    for method in none fp16 demo; do having "$method" "${sleep[@]}"; done
-    for method in none fp16; do having "$method" "${ring[@]}"; done
-    "$python" scripts/experiments/race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,demo "${environments[@]}" \
-      --option "none:--optimizer adamw --lr 3e-3" --option "fp16:--optimizer adamw --lr 3e-3" \
-      --option "demo:--density 1/4 --dense-values fp16 --lr 2e-3" --target 3.4 --out "$out" -- \
-      --data text --model gpt-5m --epochs 3 --batch-size 8 --eval-every 0.1 --until 3.4
     ;;
   race-*)
     # IWP also with four or five times as many bytes. Settings are those that short trials found fastest; for vgg11 the ring,

@@ -33,13 +33,12 @@ ACCURACY = {
 SCALING = ("dense", "IWP", "SlimDP", "TopK", "QSGD", "TernGrad")
 #: The figure of steps: label, and method in exchange-ring.
 STEPS = {"dense, ring": "none", "fp16, ring": "fp16", "IWP": "iwp", "DeMo": "demo"}
-#: Accuracies, and of gpt bits per byte.
+#: Accuracies.
 RACES = {
     "race-vgg11": ("vgg11 to 0.6", 0.6),
     "race-resnet20": ("resnet20 to 0.7", 0.7),
-    "race-gpt": ("gpt to 3.4", 3.4),
 }
-RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT", "demo": "DeMo"}
+RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT"}
 #: The figure of text: label, experiment, and how the names of its runs begin.
 TEXT = {
     "Muon: dense, local steps": ("gpt-muon", "none@muon-", "quantized@45-", "quantized@150-", "quantized@500-"),
