@@ -219,7 +219,7 @@ case $experiment in
   gpt-muon-ranks)
     ranks=16 batch=2
     optimizer=muon gpt none@muon 3e-3 "" ""
-    local_muon 45 3 2 3e-3,4.5e-3,6e-3
+    local_muon 45 3 2 3e-3,4.5e-3,6e-3,9e-3
     report "$out"
     ;;
   gpt-tune)
