@@ -249,7 +249,8 @@ class LocalSteps:
     def check_common(self) -> None:
         """Raises ``RuntimeError``, on all ranks, if the weights of one are not the common ones. All ranks call it."""
         engine = self._engine
-        differ = torch.tensor([float(self._taken and not self._common.applied())], device=engine.parameters[0].device)
+        differs = self._taken and not self._common.applied()
+        differ = torch.tensor([float(differs)], dtype=torch.float32, device=engine.parameters[0].device)
         if engine.collectives.active:
             with engine.entered:
                 name = f"{engine.exchanges.label}.common"
