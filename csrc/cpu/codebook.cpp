@@ -123,8 +123,8 @@ struct PlainCode : Rows {
 };
 
 #ifdef HVD_V4
-// Levels and midpoints in registers. Not inlined: the callers are compiled for every level.
-
+// Not inlined: the callers are compiled for every instruction set. For codes of up to 4 bits, by
+// AVX2:
 template <int kBits>
 struct NarrowCode : Rows {
   using Packing = Narrow<kBits, kChunk>;
@@ -141,6 +141,7 @@ struct NarrowCode : Rows {
   }
 };
 
+// Levels and midpoints in registers of AVX-512:
 template <int kBits>
 struct PermuteCode : Rows {
   HVD_V4 void encode(int64_t group, const float* values, float* error, uint8_t* digits,

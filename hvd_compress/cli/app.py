@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from .._version import __version__
 
-HELP = "Gradient compression for Horovod and torch DDP: does it work here, and does it help here?"
+HELP = "Gradient compression for Horovod, torch DDP and FSDP2: does it work here, and does it help here?"
 app = typer.Typer(
     name="hvd-compress",
     no_args_is_help=True,

@@ -236,8 +236,8 @@ class Compressor(Reporting, abc.ABC):
         Call it on every rank instead of ``optimizer.step()``, after ``optimizer.synchronize()`` (Horovod) or
         ``backward()`` (DDP), and zero the gradients, which hold that average. Without it, an average counts as applied,
         whoever applies it. Not needed for steps that a ``GradScaler`` skips if the compressor was given it. Of several
-        averages since the last step, only the last returns. Does nothing if there is none. Raises ``RuntimeError`` in
-        the middle of a step.
+        averages since the last step, only the last returns. Does nothing if there is none, or with
+        :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle of a step.
         """
         self.engine.discard_step()
 
