@@ -212,6 +212,10 @@ case $experiment in
     local_muon 45 3 2 3e-3,4.5e-3,6e-3 --seeds 0,1,2
     local_muon 150 5 1 2e-3,3e-3,4.5e-3,6e-3 --seeds 0,1,2
     local_muon 500 16 1 3e-3,6e-3
+    late="--local-steps 3 --bits 2 --dense-values fp16 --unsent buffer --bucket-mb 0.3"
+    optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$late --fragments 3 --delay 1"
+    optimizer=muon gpt quantized@delay 4.5e-3 "" "$late --delay 1"
+    optimizer=muon gpt quantized@fragments 4.5e-3 "" "$late --fragments 3"
     optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
     gpt quantized@adamw-45 3e-3,6e-3 "" "--local-steps 3 --bits 2 --dense-values fp16 --unsent buffer"
     report "$out"
