@@ -235,7 +235,7 @@ case $experiment in
         -- --from "$pretrained" --optimizer adamw --batch-size 8 --eval-every 3
     }
     tune none 3e-4,1e-3,3e-3,6e-3 "" ""
-    tune quantized@local 3e-4,1e-3,3e-3 "" "--local-steps 3 --bits 2 --unsent buffer --dense-values fp16"
+    tune quantized@local 3e-4,1e-3,3e-3,6e-3 "" "--local-steps 3 --bits 2 --unsent buffer --dense-values fp16"
     tune quantized@4bits 1e-3,3e-3,6e-3 "" "--bits 4 --dense-values fp16"
     tune demo@orthogonal 3e-4,1e-3,3e-3 "" "--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2"
     report "$out"
