@@ -9,7 +9,7 @@
 #   cifar10          dense, fp16, IWP at several densities, MP2     cifar10-short  learning rate and momentum at 1/64
 #   cifar10-budgets  every method at 1/64 and 1/16 of the bytes     cifar10-vgg11  MP2 and dense, 2 ranks
 #   cifar10-signs    DeMo for 4, 10 and 30 epochs                   cifar10-muon   local steps of Muon
-#   vit              a vision transformer with AdamW, and DeMo
+#   vit              a vision transformer with AdamW, and DeMo      vit-muon       the same with Muon
 # Bits per byte on text, 4 simulated ranks:
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
@@ -28,7 +28,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${1:-}
 case $experiment in
-  cifar10* | vit | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
+  cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
   *) sed -n '2,26s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
@@ -255,6 +255,12 @@ case $experiment in
     simulate none 1e-3,3e-3,6e-3 "" "" "${training[@]}"
     simulate demo 1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
     simulate demo@orthogonal 1e-3,2e-3,4e-3 1/32 "--dense-values fp16 --orthogonal" "${training[@]}"
+    report "$out"
+    ;;
+  vit-muon)
+    training=(--data cifar10 --model vit --epochs 3 -- --optimizer muon "${images[@]}")
+    simulate none@muon 1e-3,2e-3 "" "" "${training[@]}"
+    simulate quantized@45 1e-3,2e-3 "" "--local-steps 3 --bits 2 --dense-values fp16 --unsent buffer" "${training[@]}"
     report "$out"
     ;;
   cifar10-muon)
