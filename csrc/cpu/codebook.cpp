@@ -176,42 +176,11 @@ std::vector<Row> checked_rows(const Codebook& args) {
 }
 
 #ifdef HVD_V4
-// Calls f with the Code for this number of bits.
-
-template <typename F>
-void with_narrow(const Rows& rows, const F& f) {
-  switch (rows.bits) {
-    case 1:
-      return f(NarrowCode<1>{rows});
-    case 2:
-      return f(NarrowCode<2>{rows});
-    case 3:
-      return f(NarrowCode<3>{rows});
-    case 4:
-      return f(NarrowCode<4>{rows});
-  }
-}
-
-template <typename F>
-void with_permute(const Rows& rows, const F& f) {
-  switch (rows.bits) {
-    case 1:
-      return f(PermuteCode<1>{rows});
-    case 2:
-      return f(PermuteCode<2>{rows});
-    case 3:
-      return f(PermuteCode<3>{rows});
-    case 4:
-      return f(PermuteCode<4>{rows});
-    case 5:
-      return f(PermuteCode<5>{rows});
-    case 6:
-      return f(PermuteCode<6>{rows});
-    case 7:
-      return f(PermuteCode<7>{rows});
-    case 8:
-      return f(PermuteCode<8>{rows});
-  }
+// Calls f with the Code for this number of bits, kBits or fewer.
+template <template <int> class Code, int kBits, typename F>
+void with_bits(const Rows& rows, const F& f) {
+  if (rows.bits == kBits) return f(Code<kBits>{rows});
+  if constexpr (kBits > 1) with_bits<Code, kBits - 1>(rows, f);
 }
 #endif
 
@@ -226,10 +195,12 @@ void codebook_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor book,
   uint8_t* to = data<uint8_t>(codes);
 #ifdef HVD_V4
   if (isa_level() == 4) {
-    return with_permute(rows, [&](auto code) { encode_wide<uint8_t>(code, from, error, to); });
+    return with_bits<PermuteCode, 8>(
+        rows, [&](auto code) { encode_wide<uint8_t>(code, from, error, to); });
   }
   if (isa_level() == 3 && args.bits <= kNarrowBits) {
-    return with_narrow(rows, [&](auto code) { encode_narrow(code, from, error, to); });
+    return with_bits<NarrowCode, kNarrowBits>(
+        rows, [&](auto code) { encode_narrow(code, from, error, to); });
   }
 #endif
   encode_plain<uint8_t>(PlainCode{rows}, from, error, to);
@@ -244,10 +215,11 @@ void codebook_decode_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book, 
   float* to = data<float>(values);
 #ifdef HVD_V4
   if (isa_level() == 4) {
-    return with_permute(rows, [&](auto code) { decode_wide(code, from, to, add); });
+    return with_bits<PermuteCode, 8>(rows, [&](auto code) { decode_wide(code, from, to, add); });
   }
   if (isa_level() == 3 && args.bits <= kNarrowBits) {
-    return with_narrow(rows, [&](auto code) { decode_narrow(code, from, to, add); });
+    return with_bits<NarrowCode, kNarrowBits>(
+        rows, [&](auto code) { decode_narrow(code, from, to, add); });
   }
 #endif
   decode_plain<uint8_t>(PlainCode{rows}, from, to, add);
