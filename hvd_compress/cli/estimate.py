@@ -71,8 +71,14 @@ def step_seconds(
     behind_backward = BACKWARD * model.compute * (1 - 1 / buckets) if local_steps == 1 else 0.0
     hidden = min(idle, min(work, idle) / 2 + behind_backward)
     turns = buckets * network.turns(sent_messages)
-    inside, every = network.inside(model.compressed), 0 if local_steps == 1 else 1
-    return model.compute + (work + exchange - hidden + turns + inside) / local_steps + every * inside
+    inside = inside_seconds(model, network, local_steps)
+    return model.compute + (work + exchange - hidden + turns) / local_steps + inside
+
+
+def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
+    """Of a step, inside a host: of its exchange, and with ``local_steps`` of the gradients' sum in every step."""
+    inside = network.inside(model.compressed)
+    return inside if local_steps == 1 else inside * (1 + 1 / local_steps)
 
 
 def estimates(
@@ -107,7 +113,6 @@ def estimates(
     for method, seconds in kernels.items():
         period = periods[method]
         total, work = step(method, network.bits), seconds * network.ranks_per_core / period
-        inside = networks[method].inside(model.compressed)
         found.append(
             Estimate(
                 method,
@@ -117,7 +122,7 @@ def estimates(
                 total,
                 None if method in BASELINES else break_even(method),
                 optimizer == "sgd" or METHODS[method].adam,
-                inside if period == 1 else inside * (1 + 1 / period),
+                inside_seconds(model, networks[method], period),
             )
         )
     return sorted(found, key=lambda one: one.step)

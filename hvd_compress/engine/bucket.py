@@ -174,7 +174,7 @@ class Bucket:
         """Puts the gradients that have arrived into ``gradients``, empty ones for the others. (A copy only where the
         memory order is not the piece's.)"""
         self.gradients = [
-            self._empty if grad is None else in_order_of(piece.weight(), grad)
+            self._empty if grad is None else in_order_of(local(piece.parameter), grad)
             for piece, grad in zip(self.pieces, self.originals, strict=True)
         ]
         self._versions, self.collected = [None] * len(self.pieces), True

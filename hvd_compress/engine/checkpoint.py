@@ -61,10 +61,7 @@ def _restore(engine: Engine, values: dict[str, Any]) -> None:
 def load(engine: Engine, state: Any) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     states_of.check(_description(engine), _fitted(engine, state))
-    engine.check_generation()  # or the next gradient would undo the loading
-    if engine.local_steps is not None:
-        engine.local_steps.restart(same_ranks=True)
-    engine.reset()
+    engine.begin_loading()
     _restore(engine, state)
     engine.forget_last_step()
 

@@ -288,8 +288,8 @@ class Engine:
         self._generation = generation
         self.registry = self.collectives.registry()
         self.registry.add(self, self.number)
-        self.last_average.forget()
-        self.step, self.comparison.done, self.undoable, self._regrouped, self.restore = 0, False, False, None, None
+        self.forget_last_step()
+        self.step, self._regrouped = 0, None
         self.restart()
         return True
 
@@ -299,8 +299,15 @@ class Engine:
         for work in self.works:
             work.restart()
 
+    def begin_loading(self) -> None:
+        """Drops what is in progress, before a state is loaded."""
+        self.check_generation()  # or the next gradient would undo the loading
+        if self.local_steps is not None:
+            self.local_steps.restart(same_ranks=True)
+        self.reset()
+
     def forget_last_step(self) -> None:
-        """After a state was loaded: the last average belongs to another one, and the ranks are compared again."""
+        """The state or the set of ranks is another one: no average is the last, and the ranks are compared again."""
         self.last_average.forget()
         self.comparison.done, self.undoable, self.restore = False, False, None
 

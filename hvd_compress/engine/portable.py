@@ -48,10 +48,7 @@ def load(engine: Engine, replicas: Sequence[Owed], common: Any) -> None:
     description = shared(engine)
     states_of.check(description, common)
     means = {kind: _means(engine, replicas, kind, numbers) for kind, numbers, *_ in _kinds(engine)}
-    engine.check_generation()
-    if engine.local_steps is not None:
-        engine.local_steps.restart(same_ranks=True)
-    engine.reset()
+    engine.begin_loading()
     engine.restart()
     states_of.load(description, common)
     for kind, numbers, _, put in _kinds(engine):
