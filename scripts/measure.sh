@@ -96,10 +96,13 @@ gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
   simulate "$@" --data text --model gpt --epochs 15 -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every 5
 }
 
+few_bits() {  # PERIOD BITS ARGUMENTS...: options of local steps in few bits, with error feedback
+  echo "--local-steps $1 --bits $2 --dense-values fp16 --unsent buffer ${*:3}"
+}
+
 local_muon() {  # NAME PERIOD BITS RATES ARGUMENTS...
   local name=$1 period=$2 bits=$3 rates=$4; shift 4
-  optimizer=muon gpt "quantized@$name" "$rates" "" \
-    "--local-steps $period --bits $bits --dense-values fp16 --unsent buffer" "$@"
+  optimizer=muon gpt "quantized@$name" "$rates" "" "$(few_bits "$period" "$bits")" "$@"
 }
 
 report() {  # FOLDER
@@ -212,12 +215,11 @@ case $experiment in
     local_muon 45 3 2 3e-3,4.5e-3,6e-3 --seeds 0,1,2
     local_muon 150 5 1 2e-3,3e-3,4.5e-3,6e-3 --seeds 0,1,2
     local_muon 500 16 1 3e-3,6e-3
-    late="--local-steps 3 --bits 2 --dense-values fp16 --unsent buffer --bucket-mb 0.3"
-    optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$late --fragments 3 --delay 1"
-    optimizer=muon gpt quantized@delay 4.5e-3 "" "$late --delay 1"
-    optimizer=muon gpt quantized@fragments 4.5e-3 "" "$late --fragments 3"
+    optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
+    optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
+    optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
     optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
-    gpt quantized@adamw-45 3e-3,6e-3 "" "--local-steps 3 --bits 2 --dense-values fp16 --unsent buffer"
+    gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
     report "$out"
     ;;
   gpt-muon-ranks)
@@ -235,7 +237,7 @@ case $experiment in
         -- --from "$pretrained" --optimizer adamw --batch-size 8 --eval-every 3
     }
     tune none 3e-4,1e-3,3e-3,6e-3 "" ""
-    tune quantized@local 3e-4,1e-3,3e-3,6e-3 "" "--local-steps 3 --bits 2 --unsent buffer --dense-values fp16"
+    tune quantized@local 3e-4,1e-3,3e-3,6e-3 "" "$(few_bits 3 2)"
     tune quantized@4bits 1e-3,3e-3,6e-3 "" "--bits 4 --dense-values fp16"
     tune demo@orthogonal 3e-4,1e-3,3e-3 "" "--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2"
     report "$out"
@@ -260,11 +262,11 @@ case $experiment in
   vit-muon)
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer muon "${images[@]}")
     simulate none@muon 1e-3,2e-3 "" "" "${training[@]}"
-    simulate quantized@45 1e-3,2e-3 "" "--local-steps 3 --bits 2 --dense-values fp16 --unsent buffer" "${training[@]}"
+    simulate quantized@45 1e-3,2e-3 "" "$(few_bits 3 2)" "${training[@]}"
     report "$out"
     ;;
   cifar10-muon)
-    simulate quantized@64 6e-3 "" "--local-steps 4 --bits 2 --dense-values fp16 --unsent buffer" --data cifar10 --model resnet20 --epochs 10 \
+    simulate quantized@64 6e-3 "" "$(few_bits 4 2)" --data cifar10 --model resnet20 --epochs 10 \
       -- "${images[@]}" --channels-last --optimizer muon
     report "$out"
     ;;
@@ -321,7 +323,7 @@ case $experiment in
     ;;
   exchange-pause)
     export "${sleep[@]}"
-    few="--local-steps 3 --bits 2 --unsent buffer --dense-values fp16"
+    few=$(few_bits 3 2)
     having fp16 "${ring[@]}"
     late="$few --fragments 3 --delay 1 --bucket-mb 8" options=()
     methods=fp16,quantized@few,quantized@late options+=(--option "quantized@few:$few" --option "quantized@late:$late")

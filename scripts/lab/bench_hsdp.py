@@ -12,9 +12,7 @@ Figures: the median over --steps of the slowest rank's step; bytes that leave a 
 """
 
 import argparse
-import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -36,7 +34,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hvd_compress
 
-COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 COMPRESSORS = {
     "demo": hvd_compress.DeMo, "demo-gather": lambda *a, **k: hvd_compress.DeMo(*a, exchange="gather", **k),
     "iwp": hvd_compress.IWP, "topk": hvd_compress.TopK, "powersgd": hvd_compress.PowerSGD,
@@ -88,13 +85,13 @@ class Training:
 
     def step(self) -> int:
         """A step, or a period of local steps. Returns their number."""
-        for count in itertools.count(1):
+        count, ended = 0, False
+        while not ended:
             self.optimizer.zero_grad()
             self.model(self.x).square().mean().backward()
             self.optimizer.step()
-            if self.local is None or self.local.step():
-                return count
-        raise AssertionError
+            count, ended = count + 1, self.local is None or self.local.step()
+        return count
 
     def check(self) -> bool:
         """Whether this rank's shards are the same in all replicas. (After local steps in few bits, all of them are.)"""
@@ -111,17 +108,16 @@ def rank(args: argparse.Namespace) -> None:
     training = Training(args, args.methods[0])
     for _ in range(WARMUP):
         training.step()
-    seconds, before = [], None
+    distributed.barrier()
+    seconds, before = [], int(netlab.COUNTER.read_text())
     for _ in range(args.steps):
         distributed.barrier()
-        before = int(COUNTER.read_text()) if before is None else before
         begin = time.perf_counter()
         period = training.step()
         slowest = torch.tensor([time.perf_counter() - begin])
         distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
         seconds.append(slowest.item())
-    assert before is not None
-    sent = (int(COUNTER.read_text()) - before) / args.steps / period
+    sent = (int(netlab.COUNTER.read_text()) - before) / args.steps / period
     equal = torch.tensor([training.check()])
     distributed.all_reduce(equal, op=distributed.ReduceOp.MIN)
     if distributed.get_rank() == 0:
@@ -158,7 +154,6 @@ def main(args: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parsed = parse(sys.argv[1:])
     if parsed.result:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         rank(parsed)
     else:
         exit_on_signals()

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 import torch
-from experiment import compressors, hosts, local_training, metrics
+from experiment import compressors, hosts, local_training, metrics, netlab
 from experiment.files import write_json
 from experiment.local_training import LocalTraining
 
@@ -20,7 +20,6 @@ from hvd_compress.cli.bench_rank import Bench
 from hvd_compress.cli.ranks import HOSTS
 from hvd_compress.cli.shapes import SHAPES
 
-COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of a netlab host
 MOMENTUM = 0.9
 
 
@@ -29,8 +28,8 @@ class Counted(Bench):
 
     def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
         self.ranks.gather(None)  # DDP may still send the model to other ranks
-        before, found = int(COUNTER.read_text()), super().timed(step)
-        self.sent_bytes = (int(COUNTER.read_text()) - before) / (self.warmup + len(found))
+        before, found = int(netlab.COUNTER.read_text()), super().timed(step)
+        self.sent_bytes = (int(netlab.COUNTER.read_text()) - before) / (self.warmup + len(found))
         return found
 
 
@@ -66,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         if os.environ.get(name) != value:
             raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
     host = hosts.start(args.host, nodes=args.nodes is not None)
-    on_network = COUNTER.exists() and "HVD_NETLAB" in os.environ
+    on_network = netlab.COUNTER.exists() and "HVD_NETLAB" in os.environ
     bench = (Counted if on_network else Bench)(
         host,
         list(SHAPES[args.shapes]()),

@@ -3,16 +3,12 @@
 import pytest
 import torch
 from harness import mixed_model
+from optimizers import muon_and_adamw
 
 from hvd_compress import LocalSteps, recipes
 from hvd_compress.hosts.threads import ThreadWorld
 
 RECIPES = [getattr(recipes, name) for name in recipes.__all__]
-
-
-def optimizers(model):
-    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == muon] for muon in (True, False))
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipes.__all__)
@@ -21,7 +17,7 @@ def test_ranks_take_local_steps_and_have_the_same_weights_afterwards(recipe):
 
     def train(rank):
         model = models[rank]
-        chosen = optimizers(model)
+        chosen = muon_and_adamw(model.parameters())
         local = recipe(model, chosen, period=2, seed=3, collectives=world.collectives(rank))
         generator, exchanged = torch.Generator().manual_seed(rank), []
         for _ in range(4):
@@ -43,7 +39,7 @@ def test_averages_may_arrive_later(recipe):
     world, models = ThreadWorld(2, timeout=20, ordered=True), [mixed_model() for _ in range(2)]
 
     def train(rank):
-        model, chosen = models[rank], optimizers(models[rank])
+        model, chosen = models[rank], muon_and_adamw(models[rank].parameters())
         local = recipe(
             model, chosen, period=4, fragments=2, delay=1, bucket_mb=0.01, collectives=world.collectives(rank)
         )
@@ -56,7 +52,7 @@ def test_averages_may_arrive_later(recipe):
 def test_the_compressor_s_arguments_are_passed_on(recipe):
     collectives = ThreadWorld(1).collectives(0)
     model = mixed_model()
-    local = recipe(model, optimizers(model), seed=7, collectives=collectives)
+    local = recipe(model, muon_and_adamw(model.parameters()), seed=7, collectives=collectives)
     assert local.compression.engine.seed == 7
     with pytest.raises(TypeError):
-        recipe(mixed_model(), optimizers(model), nonsense=1, collectives=collectives)
+        recipe(mixed_model(), muon_and_adamw(model.parameters()), nonsense=1, collectives=collectives)

@@ -5,9 +5,11 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from experiment.runs import SCRIPTS
 
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of a netlab host, read inside it
 LAUNCHERS = {"mpi": (), "gloo": ("--gloo",), "ddp": ("--ddp",)}  # options of run.sh and of netlab.sh run
 
 
