@@ -23,6 +23,12 @@ def drop_excess(quantization_error: Tensor, limit: float) -> None:
     quantization_error.clamp_(-most, most)
 
 
+def invalidate(mean: Tensor, invalid: Tensor) -> None:
+    """Makes all of ``mean`` NaN if ``invalid``, bool, one entry, is set."""
+    if invalid.is_cuda or bool(invalid):  # free on the CPU; a GPU would be synchronised
+        mean.masked_fill_(invalid, float("nan"))
+
+
 class Codec(abc.ABC):
     """How values are encoded on the wire. Immutable, shared by all buckets."""
 

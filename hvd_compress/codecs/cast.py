@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..engine.collectives import allreduce
-from .base import Averaged, Channel, Codec, drop_excess
+from .base import Averaged, Channel, Codec, drop_excess, invalidate
 
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
@@ -55,6 +55,6 @@ class _CastChannel(Channel):
         self.payload.copy_(self.mean)
         torch.sub(values, self.payload, out=self.quantization_error)
         drop_excess(self.quantization_error, self.limit)
-        self.payload.masked_fill_(invalid != 0, float("nan"))
+        invalidate(self.payload, invalid != 0)
         total = yield allreduce(self.payload)
         return self.mean.copy_(total).mul_(1.0 / self.ranks), self.quantization_error

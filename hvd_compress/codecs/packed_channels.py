@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec
+from .base import Averaged, Channel, Codec, invalidate
 from .packed import Code
 from .scales import Moments, Scales
 
@@ -107,7 +107,7 @@ class _RingChannel(Channel):
             total = reduce(torch.add, parts.unbind(0))
             mean = (total / decoded.count.clamp(min=1)).sqrt()
         self.scales.update(local.nan_to_num(nan=0.0).amax(0), mean, decoded)
-        self.mean.masked_fill_(bad, float("nan"))
+        invalidate(self.mean, bad)
 
 
 def floats(message: Tensor) -> Tensor:
@@ -156,5 +156,5 @@ class GatherChannel(Channel):
         for rank in range(self.ranks):
             self.decode_rank(gathered, rank, self.mean, add=rank > 0)
         self.mean *= 1.0 / self.ranks
-        self.mean.masked_fill_(self.any_invalid(gathered), float("nan"))
+        invalidate(self.mean, self.any_invalid(gathered))
         return self.mean, self.quantization_error

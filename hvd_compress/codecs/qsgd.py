@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import allgather
 from ..reference.scales import bounded, divided
-from .base import Averaged, Channel, Codec
+from .base import Averaged, Channel, Codec, invalidate
 from .packed_channels import floats
 from .scales import Moments
 
@@ -75,7 +75,7 @@ class _LevelsChannel(Channel):
             words = row[self.head :].clone().view(torch.int64)
             ops.lanes_decode(words, step, self.runs, self.theirs, bits, 1.0 / self.ranks)
             self.mean += self.theirs
-        self.mean.masked_fill_(floats(rows[:, : self.head]).isnan().any(), float("nan"))
+        invalidate(self.mean, floats(rows[:, : self.head]).isnan().any())
         return self.mean, self.quantization_error
 
     def _step(self, norm: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec
+from .base import Averaged, Channel, Codec, invalidate
 from .codebooks import codebook
 from .packed import Lloyd
 from .scales import Moments
@@ -135,7 +135,7 @@ class _ScaledRingChannel(Channel):
         received = self._scales(rows)
         codes = rows[:, self.head :].reshape(-1)[:everything]
         self._decode(codes, received.view(-1)[self.place], self.runs, self.mean, add=False)
-        self.mean.masked_fill_(received.isnan().any(), float("nan"))
+        invalidate(self.mean, received.isnan().any())
         return self.mean, self.quantization_error
 
     def _encode(self, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import allgather, allreduce
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec
+from .base import Averaged, Channel, Codec, invalidate
 from .packed_channels import floats
 from .scales import Moments
 
@@ -58,5 +58,5 @@ class _TernaryChannel(Channel):
             self.quantization_error.add_(values - clipped)
         total = yield allreduce(self.words)
         ops.lanes_decode(total, step, self.edges, self.mean, self.width, 1.0 / self.ranks)
-        self.mean.masked_fill_(theirs.isnan().any(), float("nan"))
+        invalidate(self.mean, theirs.isnan().any())
         return self.mean, self.quantization_error

@@ -13,7 +13,7 @@ from ..engine.place import Place
 from ..engine.shards import local
 from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
 from ..engine.work import Work
-from ..reference import usable
+from ..reference import all_usable, usable
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,19 @@ class CommonWeights:
         are rounded by IEEE 754: the result is the same on all processors."""
         for weight, average in zip(weights, averages, strict=True):
             with weight.order:
-                fits = usable(average)
-                step = average.masked_fill(~fits, 0.0).to(weight.common.dtype)
+                # Free on the CPU; a GPU would be synchronised.
+                fits = None if not average.is_cuda and all_usable(average) else usable(average)
+                step = (average if fits is None else average.masked_fill(~fits, 0.0)).to(weight.common.dtype)
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
-                average.masked_fill_(fits, 0.0)
+                average.zero_() if fits is None else average.masked_fill_(fits, 0.0)
 
-    def after(self, weight: Weight, rest: Tensor) -> Tensor:
+    def after(self, weight: Weight, rest: Tensor, out: Tensor | None = None) -> Tensor:
         """This rank's weights: the common weights, the part of the difference that was not sent, and ``rest``. So all
         ranks see what is not finite, and the next exchange is valid again if the user restores the parameters."""
-        return self._start(weight) + rest
+        return torch.add(self._start(weight), rest, out=out)
 
     def applied(self) -> bool:
         """Whether the parameters are the common weights. Synchronises a GPU."""

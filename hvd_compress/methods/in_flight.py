@@ -164,10 +164,10 @@ class InFlight:
         self._common.end(weights)
         for weight, rest, before in zip(weights, exchange.differences, exchange.before, strict=True):
             with weight.order:
-                now = self._common.after(weight, rest)
                 if before is None:
-                    weight.own.copy_(now)
+                    self._common.after(weight, rest, out=weight.own)
                 else:
+                    now = self._common.after(weight, rest)
                     self._waiting[weight.name] = torch.stack([before.to(now.dtype), now])
 
     @contextmanager

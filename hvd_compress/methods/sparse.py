@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec, codec, gather_codec
+from ..codecs.base import invalidate
 from ..codecs.packed_channels import GatherChannel
 from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket, strides_of
@@ -145,7 +146,7 @@ class SparseWork(FeedbackWork):
             mean[place] += decoded
         mean *= 1.0 / channel.ranks
         # One invalid rank makes the step invalid for all.
-        mean.masked_fill_(channel.any_invalid(gathered), float("nan"))
+        invalidate(mean, channel.any_invalid(gathered))
         sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), NOT_SENT)
         sent, error = self.idle.keep(decider.picker, sent, self.unsent(values, channel.quantization_error), values)
         targets = self.basis.targets(bucket.gradients)

@@ -10,7 +10,7 @@ of quantized values.
 
 from .accumulate_select import Draw, accumulate_select, select
 from .block_means import block_means_keep, block_means_send
-from .blocks import BLOCK, OVERFLOW, exponential, mix, slot_start, slots_before, usable
+from .blocks import BLOCK, OVERFLOW, all_usable, exponential, mix, slot_start, slots_before, usable
 from .codes import (
     LANES,
     codebook_decode,

@@ -79,7 +79,7 @@ class Output:
 
     def write(self, bucket: Bucket, mean: Tensor, targets: list[Tensor]) -> None:
         """Writes averages of a whole bucket, float32, (blocks * 256,), to ``targets`` (one tensor per piece, or empty).
-        Overwrites ``mean``."""
+        Overwrites ``mean`` if it is transformed."""
         if self.transform:
             ops.hadamard(mean)
             if self.sign:
@@ -87,7 +87,7 @@ class Output:
         for piece, target in zip(bucket.pieces, targets, strict=True):
             if target.numel():
                 flat = target.as_strided((target.numel(),), (1,))
-                flat.copy_(piece.of(mean)[: target.numel()] * self.scale)
+                torch.mul(piece.of(mean)[: target.numel()], self.scale, out=flat)
 
 
 def signs(values: Tensor) -> Tensor:

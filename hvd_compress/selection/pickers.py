@@ -217,11 +217,13 @@ class Everything(Picker):
 
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
         # The velocity is kept, as in plain momentum: no entry was delayed.
-        residual, mean = self.bucket.residual, average.mean
-        residual.copy_(torch.where(mean.isfinite(), average.error, residual))
+        residual, mean, output = self.bucket.residual, average.mean, average.output
+        # Free on the CPU; a GPU would be synchronised.
+        all_sent = not mean.is_cuda and bool(mean.sum().isfinite())
+        residual.copy_(average.error if all_sent else torch.where(mean.isfinite(), average.error, residual))
         if average.block_means is not None:
             mean = mean + average.block_means.repeat_interleave(BLOCK)
-        average.output.write(self.bucket, mean.clone(), targets)
+        output.write(self.bucket, mean.clone() if output.transform else mean, targets)
 
 
 class Rotation(Picker):
