@@ -126,7 +126,7 @@ def test_fsdp_trains_as_simulated_nodes_do(tmp_path):
     path = tmp_path / "runs.jsonl"
     fsdp = [f"{text} --batch-size 4 {given} --json {path / name}" for name, given in trainings.items()]
     script = str(Path(__file__).with_name("fsdp_trainings.py"))
-    launch("run.sh", ["--ddp", "4", script, *(f"--host fsdp --nodes 2 {given}" for given in fsdp)], timeout=240)
+    launch("run.sh", ["--ddp", "4", script, *(f"--host fsdp --nodes 2 {given}" for given in fsdp)], timeout=480)
     found = read_runs(path)
     for name, given in trainings.items():
         sparse = name == "demo"
