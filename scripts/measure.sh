@@ -14,6 +14,8 @@
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
+# Bits per byte on text, two nodes of two ranks under torchrun:
+#   gpt-fsdp         DeMo on FSDP2, and on DDP with nodes
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
@@ -31,7 +33,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,26s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -46,11 +48,11 @@ ring=(OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_allreduce_algo
 # Accuracies that dense reaches in the few epochs of a race of images.
 declare -A target=([race-resnet20]=0.7 [race-vgg11]=0.6)
 
-common=()
+common=() launcher=()
 one() {  # NAME METHOD ARGUMENTS...: a run with the common arguments
   local name=$1 method=$2; shift 2
   grep -qsF "{\"name\":\"$name\"," "$out/runs.jsonl" ||
-    bash scripts/run.sh "${ranks:-4}" scripts/experiments/train.py --json "$out/runs.jsonl/$name" "${common[@]}" --compression "$method" "$@"
+    bash scripts/run.sh "${launcher[@]}" "${ranks:-4}" scripts/experiments/train.py --json "$out/runs.jsonl/$name" "${common[@]}" --compression "$method" "$@"
 }
 
 # Options of bench_exchange.py and race.py: settings for the ranks of one method.
@@ -241,6 +243,14 @@ case $experiment in
     tune quantized@4bits 1e-3,3e-3,6e-3 "" "--bits 4 --dense-values fp16"
     tune demo@orthogonal 3e-4,1e-3,3e-3 "" "--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2"
     report "$out"
+    ;;
+  gpt-fsdp)
+    launcher=(--ddp)
+    common=(--data text --model gpt --epochs 15 --batch-size 8 --optimizer plain --lr 6e-3 --eval-every 5 --nodes 2)
+    demo=(--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2)
+    for seed in 0 1 2; do
+      for host in fsdp ddp; do one "demo-$host-$seed" demo "${demo[@]}" --host "$host" --seed "$seed"; done
+    done
     ;;
   gpt-ranks)
     for ranks in 8 16; do

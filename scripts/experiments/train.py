@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Train a network with a compression method and write cost and quality as JSON: on Horovod, on torch DDP, or with all
-ranks in one process, in turn, which needs neither.
+"""Train a network with a compression method and write cost and quality as JSON: on Horovod, on torch DDP, on FSDP2
+inside nodes, or with all ranks in one process, in turn, which needs none of them.
 
     bash scripts/run.sh 4 scripts/experiments/train.py --data digits --model cnn --compression iwp --density 1/64
     bash scripts/run.sh --ddp 4 scripts/experiments/train.py --host ddp --compression iwp
+    bash scripts/run.sh --ddp 4 scripts/experiments/train.py --host fsdp --nodes 2 --compression iwp
     .venv/bin/python scripts/experiments/train.py --host threads --ranks 8 --data text --model gpt --optimizer adamw
     bash scripts/run.sh 4 scripts/experiments/train.py --compression iwp --local-steps 16 --optimizer adamw
 
@@ -57,7 +58,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser = script_parser(more.description if more else __doc__, parents=[method, more] if more else [method])
     parser.add_argument("--host", choices=hosts.HOSTS, default="horovod")
     parser.add_argument("--ranks", type=int, help="of --host threads; other hosts' launchers know them (default: 4)")
-    parser.add_argument("--nodes", type=int, help="of equally many ranks each: compressors work on two levels")
+    parser.add_argument("--nodes", type=int, help="of equally many ranks each: compressors work between them")
     parser.add_argument("--data", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/")
     parser.add_argument("--context", type=int, default=64, help="bytes of text that a model reads")
@@ -110,9 +111,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--ranks is for --host threads: a launcher starts the ranks of the other hosts")
     if args.optimizer == "dion" and (args.compression != "none" or args.local_steps):
         raise ValueError("--optimizer dion exchanges factors of its own: --compression none, without --local-steps")
-    if args.nodes and not compressors.METHODS[args.compression].kind:
+    if args.host == "fsdp":
+        check_fsdp(args)
+    elif args.nodes and not compressors.METHODS[args.compression].kind:
         raise ValueError(f"--compression {args.compression} knows no --nodes")
-    if args.nodes and args.local_steps:
+    elif args.nodes and args.local_steps:
         raise ValueError("--local-steps without --nodes: a node that averages each step is a rank with its batches")
     if args.nodes and args.ranks and args.ranks % args.nodes:
         raise ValueError(f"--nodes must be a divisor of --ranks {args.ranks}, got {args.nodes}")
@@ -124,6 +127,17 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--channels-last is for images")
     if args.trace and args.host == "threads":
         raise ValueError("--trace is for ranks that are processes: --host horovod or ddp")
+
+
+def check_fsdp(args: argparse.Namespace) -> None:
+    """``ValueError`` for options that do not fit ``--host fsdp``."""
+    if not args.nodes:
+        raise ValueError("--host fsdp needs --nodes, inside which it shards the model")
+    if args.optimizer in ("muon", "dion"):
+        raise ValueError(f"--optimizer {args.optimizer} needs whole matrices, and --host fsdp has shards of them")
+    for name in ("channels_last", "extrapolate", "save"):
+        if getattr(args, name):
+            raise ValueError(f"--host fsdp has no --{name.replace('_', '-')}")
 
 
 def profile(file: Path) -> torch.profiler.profile:
@@ -161,6 +175,7 @@ class Run:
             models.load_pretrained(self.model, args.pretrained)
         if args.channels_last:
             self.model.to(memory_format=torch.channels_last)
+        host.shard(args, self.model)
         optimizer = optimizers.build(args, self.model)
         self.compression = self.build_compression(optimizer)
         self.module, self.optimizer = self.coupling.wrap(self.model, optimizer, self.compression)
@@ -241,7 +256,8 @@ class Run:
         return self.result(history)
 
     def test(self) -> float:
-        with quality.averaged_weights(self.model, self.host) if self.args.local_steps else nullcontext():
+        averaged = quality.averaged_weights(self.model, self.host) if self.args.local_steps else nullcontext()
+        with self.host.whole(self.model), averaged:
             return quality.test(self.model, self.data, self.args.amp, self.host)
 
     def result(self, history: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Trainings by train.py on every host."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,35 @@ def test_ddp_trains_without_horovod(method, tmp_path, monkeypatch):
             assert alike[key] == found[key], key
     assert found["wire_ratio"] == pytest.approx({"none": 1, "fp16": 2}.get(method, found["wire_ratio"]))
     assert found["wire_ratio"] > (1.5 if method != "none" else 0.9)
+
+
+def test_fsdp_trains_as_simulated_nodes_do(tmp_path):
+    """Two nodes of two ranks. Without compression FSDP averages completely, and so do a compressor at density 1 and
+    local steps with a period of 1. DeMo's blocks are of shards in place of whole matrices: about the same."""
+    text = "--data text --model gpt --limit-train 9999 --epochs 1 --max-steps 4 --eval-every 0.02 --lr-warmup-epochs 0"
+    trainings = {
+        "none": "--optimizer adamw",
+        "iwp": "--compression iwp --density 1 --values fp32 --optimizer adamw",
+        "local": "--compression none --local-steps 1 --optimizer plain --lr 0.1",
+        "demo": "--compression demo --density 1/12 --orthogonal --decay 0.95 --subtract 0.2",
+    }
+    path = tmp_path / "runs.jsonl"
+    fsdp = [f"{text} --batch-size 4 {given} --json {path / name}" for name, given in trainings.items()]
+    script = str(Path(__file__).with_name("fsdp_trainings.py"))
+    launch("run.sh", ["--ddp", "4", script, *(f"--host fsdp --nodes 2 {given}" for given in fsdp)], timeout=480)
+    found = read_runs(path)
+    for name, given in trainings.items():
+        sparse = name == "demo"
+        arguments = f"{text} --batch-size 4 --ranks 4 {given} {'--nodes 2' if sparse else ''}"
+        alike, ours = simulated(arguments.split(), tmp_path / "simulated.jsonl" / name), found[name]
+        assert ours["replicas_equal"] and ours["ranks"] == 4 and ours["parameters"] == alike["parameters"]
+        losses, expected = ([entry["train_loss"] for entry in run["history"]] for run in (ours, alike))
+        assert losses == pytest.approx(expected, rel=5e-3 if sparse else 1e-4), name
+        expected = alike["test_bits_per_byte"]
+        assert ours["test_bits_per_byte"] == pytest.approx(expected, rel=2e-2 if sparse else 1e-4), name
+        # A dense node's card sends 2 (n - 1) / n times four bytes of each entry; IWP adds indices.
+        expected = alike["node_bytes_per_step"] if sparse else 4 * ours["parameters"]
+        assert ours["node_bytes_per_step"] == pytest.approx(expected, rel=0.05), name
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import hvd_compress
 from experiment.models import hidden_matrices
+from hvd_compress.engine.shards import local
 from hvd_compress.engine.wire_stats import WireStats
 
 # Arguments that the run decides: its --seed, and the momentum, which --momentum-correction moves into the compressor.
@@ -31,7 +32,7 @@ _NOT_OPTIONS = {"named_parameters", "seed", "momentum"}
 @dataclass(frozen=True)
 class Method:
     kind: Any = None  # the class in hvd_compress; None for what Horovod and torch bring along
-    hosts: tuple[str, ...] = ("horovod", "ddp", "threads")
+    hosts: tuple[str, ...] = ("horovod", "ddp", "fsdp", "threads")
     optimizer: str = "sgd"  # by default; "plain" for a method that allows no other
 
     def options(self) -> dict[str, tuple[Any, Any]]:
@@ -184,7 +185,7 @@ class CountedHook(Counted):
         if method == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self.hook = state, powerSGD_hook.powerSGD_hook
-        self.entries, self.saved = sum(p.numel() for p in model.parameters()), 0
+        self.entries, self.saved = sum(local(p).numel() for p in model.parameters()), 0
         optimizer.register_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
@@ -200,7 +201,7 @@ class CountedHook(Counted):
 
 METHODS: dict[str, Method] = {
     "none": Method(),
-    "fp16": Method(),
+    "fp16": Method(hosts=("horovod", "ddp", "threads")),
     "ddp-powersgd": Method(hosts=("ddp",)),
     **{
         name.lower(): Method(kind, optimizer="plain" if kind is hvd_compress.DeMo else "sgd")

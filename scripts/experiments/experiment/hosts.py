@@ -1,20 +1,23 @@
-"""What averages the gradients of a training: Horovod's optimizer, torch's DistributedDataParallel, or threads of one
-process."""
+"""What averages the gradients of a training: Horovod's optimizer, torch's DistributedDataParallel, FSDP2 with a
+compressor between nodes, or threads of one process."""
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import hvd_compress
 from experiment import compressors
 from hvd_compress.cli import ranks
 from hvd_compress.engine.collectives import Collectives, allreduce
 from hvd_compress.hosts.horovod import HorovodHost
 from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.hosts.torch_collectives import TorchCollectives
 
 
 class Host:
@@ -22,6 +25,16 @@ class Host:
 
     #: For a compressor that is not to find the host's own.
     collectives: Collectives | None = None
+    #: Consecutive ranks that have the parts of one model.
+    shards = 1
+
+    def shard(self, args: argparse.Namespace, model: nn.Module) -> None:
+        """Divides the model among the ranks of a node, before its optimizer is built. ``ValueError`` for ``--nodes``
+        that do not divide the ranks."""
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """In the block, the model has all its weights: ranks may call it differently often."""
+        return nullcontext()
 
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         """The object that compresses and has ``stats()``."""
@@ -47,6 +60,46 @@ class Ddp(Host, ranks.Ddp):
         # several buckets.
         one_bucket = {"bucket_cap_mb": 1 << 20} if isinstance(hook, tuple) else {}
         return super().wrap(model, optimizer, hook, **one_bucket)
+
+
+class Fsdp(Ddp):
+    """FSDP2 inside nodes, and between them a compressor, or, without one, FSDP's own all-reduce (HSDP)."""
+
+    def shard(self, args: argparse.Namespace, model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if self.size % args.nodes:
+            raise ValueError(f"--nodes must be a divisor of the ranks, {self.size}, got {args.nodes}")
+        self.shards = self.size // args.nodes
+        mesh = init_device_mesh(args.device, (args.nodes, self.shards), mesh_dim_names=("replicate", "shard"))
+        self.collectives = TorchCollectives(mesh.get_group("replicate"))
+        native = args.compression == "none" and not args.local_steps
+        for module in (*getattr(model, "blocks", ()), model):
+            fully_shard(module, mesh=mesh if native else mesh["shard"], reshard_after_forward=False)
+
+    def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
+        flat = argparse.Namespace(**{**vars(args), "nodes": None})  # its collectives are those between nodes
+        return super().compression(flat, method, model, optimizer)
+
+    def stock(self, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
+        return compressors.CountedHook(method, model, optimizer, self.collectives.size)
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
+        if not isinstance(compression, compressors.Counted):
+            hvd_compress.register_fsdp_hooks(model, compression)
+        return model, optimizer
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        from torch.distributed.fsdp import FSDPModule
+
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            module.unshard()
+        yield
+        for module in modules:
+            module.reshard()
 
 
 class Threads(Host):
@@ -109,7 +162,7 @@ class Threads(Host):
         return status
 
 
-HOSTS = (*ranks.HOSTS, "threads")
+HOSTS = (*ranks.HOSTS, "fsdp", "threads")
 
 
 def run(name: str, body: Callable[[Any], int], device: str = "cpu", ranks: int = 1, nodes: bool = False) -> int:
@@ -122,4 +175,6 @@ def run(name: str, body: Callable[[Any], int], device: str = "cpu", ranks: int =
 
 
 def start(name: str, device: str = "cpu", nodes: bool = False) -> Any:
-    return Ddp(device=device) if name == "ddp" else Horovod(nodes)
+    if name == "horovod":
+        return Horovod(nodes)
+    return (Fsdp if name == "fsdp" else Ddp)(device=device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from experiment.hosts import Host
 from hvd_compress import ops
+from hvd_compress.engine.shards import local
 
 
 def mean_over_ranks(values: dict[str, float], host: Host) -> dict[str, float]:
@@ -25,15 +26,15 @@ def mean_over_ranks(values: dict[str, float], host: Host) -> dict[str, float]:
 
 
 def digest(tensor: Tensor) -> str:
-    """A hash of the tensor's bits."""
-    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """A hash of the tensor's bits; of a sharded tensor, of this rank's shard."""
+    content = local(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
 def replicas_equal(tensors: Iterable[Tensor], host: Host) -> bool:
-    """Whether all tensors have the same bits on every rank."""
-    mine = [digest(tensor) for tensor in tensors]
-    return all(theirs == mine for theirs in host.gather(mine))
+    """Whether all tensors have the same bits on every rank; if they are sharded, on every rank that has this shard."""
+    found = host.gather([digest(tensor) for tensor in tensors])
+    return all(digests == found[rank % host.shards] for rank, digests in enumerate(found))
 
 
 def environment() -> dict[str, Any]:

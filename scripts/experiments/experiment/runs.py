@@ -66,7 +66,7 @@ class Run:
         train = (str(SCRIPTS / "experiments" / "train.py"), "--json", str(self.path), *self.arguments)
         if host == "threads":
             return [sys.executable, *train, "--ranks", str(self.ranks)]
-        ddp = ("--ddp",) if host == "ddp" else ()
+        ddp = ("--ddp",) if host in ("ddp", "fsdp") else ()
         return [*(self.launcher or ("bash", str(SCRIPTS / "run.sh"), *ddp, str(self.ranks))), *train]
 
     def configuration(self) -> dict[str, Any]:
