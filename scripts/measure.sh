@@ -322,14 +322,21 @@ case $experiment in
     ;;
   exchange-nodes)
     export "${sleep[@]}"
-    options=(--option "demo@gather:--exchange gather --density 1/64" --option "demo@nodes-gather:--exchange gather --density 1/64 --nodes 2")
-    methods=none,fp16,demo@gather,demo@nodes-gather
-    for method in iwp demo topk powersgd; do methods+=,$method,$method@nodes options+=(--option "$method@nodes:--nodes 2"); done
-    "$python" scripts/lab/bench_exchange.py --shapes resnet50 --hosts 2 --ranks-per-node 2 --rate 1gbit,100mbit --steps 3 --max-seconds 60 \
-      --methods "$methods" "${options[@]}" --json "$out/runs.jsonl/mpi"
+    for host in "" ddp-; do
+      gather=${host}demo@gather gather_nodes=${host}demo@gather-nodes selected="--exchange gather --density 1/64"
+      methods=${host}none,${host}fp16,$gather,$gather_nodes
+      options=(--option "$gather:$selected" --option "$gather_nodes:$selected --nodes 2")
+      for method in iwp demo topk "${host:+hvd-}powersgd"; do
+        methods+=,$host$method,$host$method@nodes options+=(--option "$host$method@nodes:--nodes 2")
+      done
+      for rate in 1gbit 100mbit; do
+        "$python" scripts/lab/bench_exchange.py --shapes resnet50 --hosts 2 --ranks-per-node 2 --rate "$rate" --steps 3 --max-seconds 60 \
+          --methods "$methods" "${options[@]}" --json "$out/runs.jsonl/${host:-mpi-}$rate"
+      done
+    done
     ;;
   exchange-hsdp)
-    "$python" scripts/lab/bench_hsdp.py --json "$out/runs.jsonl/transformer"
+    "$python" scripts/lab/bench_hsdp.py --rate none,1gbit,100mbit --json "$out/runs.jsonl/transformer"
     ;;
   exchange-pause)
     export "${sleep[@]}"
