@@ -19,6 +19,15 @@ struct Codebook {
 
 HVD_BODY float midpoint(const float* levels, int i) { return (levels[i] + levels[i + 1]) * 0.5f; }
 
+// The code of a value that is divided by the scale.
+HVD_BODY int nearest(const float* levels, int bits, float scaled) {
+  int code = 0;
+  for (int half = 1 << (bits - 1); half > 0; half /= 2) {
+    if (midpoint(levels, code + half - 1) < scaled) code += half;
+  }
+  return code;
+}
+
 inline Codebook checked(const Tensor& values, const Tensor& scale, const Tensor& edges,
                         const Tensor& book, const Tensor& kind, const Tensor& codes, int64_t bits) {
   Groups groups = check_groups(edges, values);

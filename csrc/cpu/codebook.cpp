@@ -1,8 +1,7 @@
 // codebook_encode and codebook_decode on the CPU.
 #include "../codebook.h"
 
-#include "codes.h"
-#include "narrow.h"
+#include "cells.h"
 #include "permute.h"
 
 namespace hvd_compress {
@@ -10,21 +9,16 @@ namespace {
 
 constexpr int kMostLevels = 256;
 
-// A row of the book with a binary search tree of its midpoints. The root is node 1; after node i
-// comes node 2 * i, or 2 * i + 1 if the value is above. The last node is the code + 2**bits.
+// A row of the book. For up to 4 bits with a binary search tree of its midpoints: the root is node
+// 1; after node i comes node 2 * i, or 2 * i + 1 if the value is above. The last node is the code +
+// 2**bits.
 struct Row {
-  alignas(64) float tree[kMostLevels] = {};
+  alignas(64) float tree[1 << kNarrowBits] = {};
   alignas(64) float levels[kMostLevels] = {};
-  alignas(64) float lower[kMostLevels / 2] = {};  // of each pair of levels
-  alignas(64) float upper[kMostLevels / 2] = {};
 
   Row(const float* book, int bits) {
     std::copy_n(book, 1 << bits, levels);
-    for (int pair = 0; pair < 1 << bits >> 1; ++pair) {
-      lower[pair] = book[2 * pair];
-      upper[pair] = book[2 * pair + 1];
-    }
-    for (int depth = 0; depth < bits; ++depth) {
+    for (int depth = 0; bits <= kNarrowBits && depth < bits; ++depth) {
       int apart = 1 << (bits - depth);
       for (int i = 0; i < 1 << depth; ++i) {
         tree[(1 << depth) + i] = midpoint(book, i * apart + apart / 2 - 1);
@@ -35,6 +29,7 @@ struct Row {
 
 struct Rows : Codebook {
   const Row* rows;
+  const Cells* cells;  // of each row, for encoding with more than 4 bits
 
   HVD_BODY const Row& row(int64_t group) const { return rows[kind[group]]; }
 };
@@ -59,7 +54,7 @@ struct PlainCode : Rows {
         compare_all<15>(mine.levels, values, inverse, found, count);
         break;
       default:
-        search(mine.tree, values, inverse, found, count);
+        for (int i = 0; i < count; ++i) found[i] = cells[kind[group]].code(values[i] * inverse);
     }
     for (int i = 0; i < count; ++i) digits[i] = static_cast<uint8_t>(found[i]);
     float levels[kChunk];
@@ -102,24 +97,6 @@ struct PlainCode : Rows {
       found[i] = below;
     }
   }
-
-  // Compares with the midpoints of the first depths. Then depth by depth for all values, because
-  // the steps of one value depend on one another.
-  HVD_BODY void search(const float* tree, const float* __restrict values, float inverse,
-                       uint32_t* __restrict found, int count) const {
-    constexpr int kCompared = 4;  // depths
-    for (int i = 0; i < count; ++i) {
-      uint32_t node = 1u << kCompared;
-      for (int k = 1; k < 1 << kCompared; ++k) node += tree[k] < values[i] * inverse;
-      found[i] = node;
-    }
-    for (int depth = kCompared; depth < bits; ++depth) {
-      for (int i = 0; i < count; ++i) {
-        found[i] = 2 * found[i] + (tree[found[i]] < values[i] * inverse);
-      }
-    }
-    for (int i = 0; i < count; ++i) found[i] -= 1u << bits;
-  }
 };
 
 #ifdef HVD_V4
@@ -141,14 +118,26 @@ struct NarrowCode : Rows {
   }
 };
 
+// For more bits:
+struct CellCode : Rows {
+  HVD_V3 void encode(int64_t group, const float* values, float* error, uint8_t* digits,
+                     int count) const {
+    cells_encode(cells[kind[group]], row(group).levels, scale[group], values, error, digits, count);
+  }
+
+  HVD_V3 void decode(int64_t group, const uint8_t* digits, float* values, int count,
+                     bool add) const {
+    levels_decode(row(group).levels, scale[group], digits, values, count, add);
+  }
+};
+
 // Levels and midpoints in registers of AVX-512:
 template <int kBits>
 struct PermuteCode : Rows {
   HVD_V4 void encode(int64_t group, const float* values, float* error, uint8_t* digits,
                      int count) const {
     const Row& mine = row(group);
-    permute_encode<kBits>(mine.tree, mine.lower, mine.upper, scale[group], values, error, digits,
-                          count);
+    permute_encode<kBits>(mine.tree, mine.levels, scale[group], values, error, digits, count);
   }
 
   HVD_V4 void decode(int64_t group, const uint16_t* digits, float* values, int count,
@@ -189,18 +178,30 @@ void codebook_encode_cpu(Tensor values, Tensor scale, Tensor edges, Tensor book,
   Codebook args = checked(values, scale, edges, book, kind, codes, bits);
   check_quantization_error(quantization_error, values);
   std::vector<Row> table = checked_rows(args);
-  Rows rows{args, table.data()};
+  std::vector<Cells> cells;
+  [[maybe_unused]] bool usable = args.bits > kNarrowBits;
+  for (int64_t i = 0; args.bits > kNarrowBits && i < args.kinds; ++i) {
+    cells.emplace_back(args.levels(i), args.bits);
+    usable &= cells.back().usable();
+  }
+  Rows rows{args, table.data(), cells.data()};
   const float* from = const_data<float>(values);
   float* error = data<float>(quantization_error);
   uint8_t* to = data<uint8_t>(codes);
 #ifdef HVD_V4
   if (isa_level() == 4) {
-    return with_bits<PermuteCode, 8>(
-        rows, [&](auto code) { encode_wide<uint8_t>(code, from, error, to); });
+    if (usable) return encode_wide<uint8_t>(CellCode{rows}, from, error, to);
+    if (args.bits <= kNarrowBits) {
+      return with_bits<PermuteCode, kNarrowBits>(
+          rows, [&](auto code) { encode_wide<uint8_t>(code, from, error, to); });
+    }
   }
-  if (isa_level() == 3 && args.bits <= kNarrowBits) {
-    return with_bits<NarrowCode, kNarrowBits>(
-        rows, [&](auto code) { encode_narrow(code, from, error, to); });
+  if (isa_level() == 3) {
+    if (usable) return encode_plain<uint8_t>(CellCode{rows}, from, error, to);
+    if (args.bits <= kNarrowBits) {
+      return with_bits<NarrowCode, kNarrowBits>(
+          rows, [&](auto code) { encode_narrow(code, from, error, to); });
+    }
   }
 #endif
   encode_plain<uint8_t>(PlainCode{rows}, from, error, to);
@@ -210,17 +211,18 @@ void codebook_decode_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book, 
                          Tensor values, int64_t bits, bool add) {
   Codebook args = checked(values, scale, edges, book, kind, codes, bits);
   std::vector<Row> table = checked_rows(args);
-  Rows rows{args, table.data()};
+  Rows rows{args, table.data(), nullptr};
   const uint8_t* from = const_data<uint8_t>(codes);
   float* to = data<float>(values);
 #ifdef HVD_V4
-  if (isa_level() == 4) {
-    return with_bits<PermuteCode, 8>(rows, [&](auto code) { decode_wide(code, from, to, add); });
+  if (isa_level() == 4 && args.bits < 8) {
+    return with_bits<PermuteCode, 7>(rows, [&](auto code) { decode_wide(code, from, to, add); });
   }
   if (isa_level() == 3 && args.bits <= kNarrowBits) {
     return with_bits<NarrowCode, kNarrowBits>(
         rows, [&](auto code) { decode_narrow(code, from, to, add); });
   }
+  if (isa_level() >= 3) return decode_plain<uint8_t>(CellCode{rows}, from, to, add);
 #endif
   decode_plain<uint8_t>(PlainCode{rows}, from, to, add);
 }

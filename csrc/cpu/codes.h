@@ -29,6 +29,10 @@ class Plain {
 
   template <typename Digit>
   HVD_BODY void pack(const Digit* digits, uint8_t* codes) const {
+    if (bits_ == 8 * sizeof(Digit)) {  // no packing needed
+      memcpy(codes, digits, kChunk * sizeof(Digit));
+      return;
+    }
     alignas(64) uint64_t low[kUnits], high[kUnits];
     for (int i = 0; i < kUnits; ++i) {
       Unit unit = pack_unit(digits + 8 * i, bits_);
@@ -43,6 +47,10 @@ class Plain {
 
   template <typename Digit>
   HVD_BODY void unpack(const uint8_t* codes, int units, Digit* digits) const {
+    if (bits_ == 8 * sizeof(Digit)) {
+      memcpy(digits, codes, units * bits_);
+      return;
+    }
     uint8_t packed[kChunk * 2 + kOver] = {};
     memcpy(packed, codes, units * bits_);
     for (int i = 0; i < kUnits; ++i) {

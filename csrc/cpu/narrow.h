@@ -5,14 +5,18 @@
 #include "../pack.h"
 #include "isa.h"
 
+namespace hvd_compress {
+
+constexpr int kNarrowBits = 4;  // at most
+
+}  // namespace hvd_compress
+
 #ifdef HVD_V3
 #include <immintrin.h>
 
 #define HVD_V3_BODY HVD_V3 inline __attribute__((always_inline))
 
 namespace hvd_compress {
-
-constexpr int kNarrowBits = 4;  // at most
 
 HVD_V3_BODY __m256i load_bytes(const void* memory) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(memory));

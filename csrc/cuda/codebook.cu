@@ -18,11 +18,7 @@ struct Levels {
         bits(args.bits) {}
 
   __device__ uint32_t encode(float value, float& error) const {
-    float scaled = value * inverse;
-    int code = 0;
-    for (int half = 1 << (bits - 1); half > 0; half /= 2) {
-      if (midpoint(levels, code + half - 1) < scaled) code += half;
-    }
+    int code = nearest(levels, bits, value * inverse);
     error = value - levels[code] * step;
     return static_cast<uint32_t>(code);
   }

@@ -28,12 +28,15 @@ from strategies import (
 from torch import Tensor
 
 from hvd_compress import ops, reference
+from hvd_compress.codecs.codebooks import codebook
 
 pytestmark = needs_compiled
 
 
 def levels_of(rows: int, kind: str, seed: int, bits: int) -> Tensor:
-    """Random levels. equal: many levels are equal, and many values are midpoints."""
+    """lloyd: codebooks. Else random levels; equal: many levels are equal, and many values are midpoints."""
+    if kind == "lloyd":
+        return codebook(bits)[torch.arange(rows) % 2].contiguous()
     return values(rows << bits, kind, seed).view(rows, -1).sort(1).values.contiguous()
 
 
@@ -61,7 +64,7 @@ def decode_arguments(edges: Tensor, kind: str, book_kind: str, seed: int, bits: 
 
 bit_counts = st.integers(1, 8)
 row_counts = st.integers(1, 3)
-book_kinds = st.sampled_from(["normal", "normal", "equal", "zero", "tiny", "huge"])
+book_kinds = st.sampled_from(["lloyd", "lloyd", "normal", "equal", "zero", "tiny", "huge"])
 
 
 @st.composite
@@ -128,6 +131,22 @@ def test_nearest_level(device: str, bits: int) -> None:
     distance = (value.double()[:, None] - book.double()[kind[number]] * scale.double()[number][:, None]).abs()
     torch.testing.assert_close(error.abs().double(), distance.min(1).values, rtol=0.0, atol=1e-6)
     assert torch.equal(reference.unpack(codes, bits, len(value)).unique(), torch.arange(1 << bits))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codebooks(device: str, bits: int) -> None:
+    """Values on every midpoint of the codebooks, next to it and between; infinities and a NaN."""
+    book = codebook(bits)
+    middles = ((book[:, :-1] + book[:, 1:]) * 0.5).view(-1)
+    far = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38])
+    next_to = [torch.nextafter(middles, far[side]) for side in (0, 1)]
+    value = torch.cat([far, middles, *next_to, book.view(-1), values(5000, "normal", 3)])
+    n = len(value)
+    codes, error = torch.zeros(bytes_for(2 * n, bits), dtype=torch.uint8), torch.zeros(2 * n)
+    tensors = [value.repeat(2), torch.ones(2), torch.tensor([0, n, 2 * n]), book, torch.arange(2), codes, error]
+    codes = agrees("codebook_encode", [*tensors, bits], device)[5].cpu()
+    assert len(reference.unpack(codes, bits, 2 * n).unique()) == 1 << bits
 
 
 @pytest.mark.parametrize("device", DEVICES)
