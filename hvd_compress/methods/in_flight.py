@@ -26,7 +26,7 @@ class _Exchange:
     def __init__(self, common: CommonWeights, fragment: Fragment, rounds: int, age: int, before: bool) -> None:
         self.fragment, self.age, self._rounds = fragment, age, rounds
         self.differences = common.differences(fragment.weights)
-        self.before = [weight.own.clone() if before else None for weight in fragment.weights]
+        self.before = [w.own.to(w.common.dtype, copy=True) if before else None for w in fragment.weights]
         self._dense: list[DenseGradient] = []
 
     def begin(self, engine: Engine) -> None:
@@ -77,8 +77,8 @@ class InFlight:
         self._exchange: _Exchange | None = None
         #: Calls until the parameters change.
         self._left = 0
-        #: Of weights whose averages have arrived and wait, by name, w0 and w': float32 or wider, (2, *shape).
-        self._waiting: dict[str, Tensor] = {}
+        #: w0 and w' of weights whose averages have arrived and wait, by name: float32 or wider.
+        self._before, self._now = dict[str, Tensor](), dict[str, Tensor]()
 
     def begin(self) -> bool:
         """Begins the next exchange. Returns whether it has ended: without delay."""
@@ -124,10 +124,10 @@ class InFlight:
         self.drain()
         self._left = 0
         for weight in self._common.weights:
-            if (waiting := self._waiting.pop(weight.name, None)) is not None:
-                before, now = waiting
+            if (now := self._now.pop(weight.name, None)) is not None:
+                before = self._before.pop(weight.name)
                 with weight.order:
-                    weight.own.copy_((weight.own.to(now.dtype) - before) + now)
+                    torch.add(torch.sub(weight.own, before, out=before), now, out=weight.own)
 
     def dropped(self) -> None:
         """The exchange has failed. What was compressed is in the residual, and zero among the differences."""
@@ -141,7 +141,8 @@ class InFlight:
         """Forgets what is in flight: the parameters are other ones. ``wait``: for its messages, or the next exchange
         would start those again that another rank has not started yet."""
         exchange, self._exchange, self._left = self._exchange, None, 0
-        self._waiting.clear()
+        self._before.clear()
+        self._now.clear()
         if exchange is not None:
             if wait:
                 with suppress(Exception), self._engine.entered:  # ranks may have failed
@@ -152,9 +153,10 @@ class InFlight:
         """The saved state, after :meth:`drain`."""
         waiting: dict[str, Tree] = {}
         for weight in self._common.weights:
-            waiting[weight.name] = OptionalTensor(
-                self._waiting, weight.name, weight.common.expand(2, *weight.common.shape)
-            )
+            waiting[weight.name] = {
+                "before": OptionalTensor(self._before, weight.name, weight.common),
+                "now": OptionalTensor(self._now, weight.name, weight.common),
+            }
         return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), "waiting": waiting}
 
     def _end(self, exchange: _Exchange) -> None:
@@ -167,8 +169,7 @@ class InFlight:
                 if before is None:
                     self._common.after(weight, rest, out=weight.own)
                 else:
-                    now = self._common.after(weight, rest)
-                    self._waiting[weight.name] = torch.stack([before.to(now.dtype), now])
+                    self._before[weight.name], self._now[weight.name] = before, self._common.after(weight, rest)
 
     @contextmanager
     def _dropped_on_failure(self) -> Iterator[None]:
