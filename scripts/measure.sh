@@ -343,7 +343,8 @@ case $experiment in
     few=$(few_bits 3 2)
     having fp16 "${ring[@]}"
     late="$few --fragments 3 --delay 1 --bucket-mb 8" options=()
-    methods=fp16,quantized@few,quantized@late options+=(--option "quantized@few:$few" --option "quantized@late:$late")
+    methods=fp16,ddp-quantized@few,ddp-quantized@late
+    options+=(--option "ddp-quantized@few:$few" --option "ddp-quantized@late:$late")
     for measured in "100 10gbit,1gbit" "350 100mbit"; do
       read -r pause rates <<<"$measured"
       exchange --pause-ms "$pause" --rate "$rates" --steps 4 --max-seconds 60 --methods "$methods" "${options[@]}" \

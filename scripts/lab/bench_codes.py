@@ -19,6 +19,7 @@ import torch
 from bench_ops import Bench, started, table
 
 from hvd_compress import ops
+from hvd_compress.codecs.codebooks import codebook_on
 
 FEW = 80_640
 GROUPS = 4
@@ -85,7 +86,7 @@ class Codes(Bench):
             yield f"{width}", "lanes_decode", {**common, "values": self.zeros(self.n), "factor": 0.25}, 4 + 8 / count
 
     def codebook(self, bits: int, groups: int) -> Iterator[Row]:
-        book = torch.linspace(-2.5, 2.5, 2**bits, device=self.device).expand(2, -1).contiguous()
+        book = codebook_on(bits, self.device)
         kind = torch.arange(groups, device=self.device) % 2
         options = {"edges": self.even(groups), "scale": self.scales(groups), "book": book, "kind": kind}
         yield from self.codec("codebook", bits, options)
