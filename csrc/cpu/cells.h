@@ -13,9 +13,9 @@
 namespace hvd_compress {
 
 struct alignas(16) Cell {
-  float middle;        // the midpoint in this cell, or else the nearest one
+  float middle;        // the first midpoint in this or a later cell, or else the last one
   float lower, upper;  // the levels around it
-  int32_t code;        // of the lower one
+  int32_t code;        // of `lower`
 };
 
 class Cells {
@@ -27,7 +27,8 @@ class Cells {
     for (int k = 1; k <= last_middle; ++k) {
       narrowest = std::min(narrowest, midpoint(levels, k) - midpoint(levels, k - 1));
     }
-    constexpr float kMost = 2048, kMargin = 1.01f;  // for rounding
+    constexpr float kMost = 2048;
+    constexpr float kMargin = 1.01f;  // for rounding
     last_ = std::floor(std::min(kMost, kMargin * span / narrowest + 1));
     density_ = last_ / span;
     cells_.resize(static_cast<size_t>(last_) + 1);
@@ -40,11 +41,12 @@ class Cells {
     std::fill(cells_.begin() + filled, cells_.end(), cells_[filled - 1]);
   }
 
-  // False if the levels are too uneven for a small table.
+  // False if the levels are too uneven for a small table: then each code takes a binary search, 15
+  // to 30 times as long. Those of codebook() are even enough.
   bool usable() const { return usable_; }
   const Cell* data() const { return cells_.data(); }
 
-  // The value's cell. It ascends with the value; for a NaN it is 0.
+  // The value's cell: not lower for a larger value; 0 for a NaN.
   HVD_BODY int find(float scaled) const {
     float place = (scaled - first_) * density_;
     place = place > 0 ? place : 0;

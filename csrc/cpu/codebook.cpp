@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kMostLevels = 256;
 
-// A row of the book. For up to 4 bits with a binary search tree of its midpoints: the root is node
-// 1; after node i comes node 2 * i, or 2 * i + 1 if the value is above. The last node is the code +
-// 2**bits.
+// A row of the book. With up to 4 bits, `tree` is a binary search tree of its midpoints: the root
+// is node 1; after node i comes node 2 * i, or 2 * i + 1 if the value is above. The last node is
+// the code + 2**bits.
 struct Row {
   alignas(64) float tree[1 << kNarrowBits] = {};
   alignas(64) float levels[kMostLevels] = {};

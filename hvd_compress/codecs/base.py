@@ -25,7 +25,7 @@ def drop_excess(quantization_error: Tensor, limit: float) -> None:
 
 def invalidate(mean: Tensor, invalid: Tensor) -> None:
     """Makes all of ``mean`` NaN if ``invalid``, bool, one entry, is set."""
-    if invalid.is_cuda or bool(invalid):  # free on the CPU; a GPU would be synchronised
+    if not invalid.is_cpu or bool(invalid):  # free on the CPU; a GPU would be synchronised
         mean.masked_fill_(invalid, float("nan"))
 
 

@@ -100,7 +100,7 @@ class FSDPHost(HookedHost):
             if p.requires_grad:
                 self.check(name, p, id(p) in numbers)
         meshes = {id(mesh): mesh for mesh in self._meshes()}.values()
-        averages = all([_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
+        averages = all([reduces_to_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
         for module in modules:
             module.set_all_reduce_hook(self._reduced)
             if not averages:
@@ -259,7 +259,7 @@ def _reduces_unused(module: Any) -> bool:
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
-def _averages(mesh: Any) -> bool:
+def reduces_to_averages(mesh: Any) -> bool:
     """Whether reduce-scatter averages where FSDP expects it, on all ranks of the mesh. Gloo's has summed instead
     (pytorch issue 162338)."""
     group = mesh.get_group(0)

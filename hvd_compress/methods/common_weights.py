@@ -102,23 +102,25 @@ class CommonWeights:
                 weight.place.piece.let_stand_in(None)
 
     def move(self, weights: Sequence[Weight], averages: Sequence[Tensor]) -> None:
-        """Moves the common weights by the averaged differences, where these are usable, which become 0. All operations
-        are rounded by IEEE 754: the result is the same on all processors."""
+        """Moves the common weights by the averaged differences, of which usable ones become 0. All operations are
+        rounded by IEEE 754: the result is the same on all processors."""
         for weight, average in zip(weights, averages, strict=True):
             with weight.order:
                 # Free on the CPU; a GPU would be synchronised.
-                fits = None if not average.is_cuda and all_usable(average) else usable(average)
-                step = (average if fits is None else average.masked_fill(~fits, 0.0)).to(weight.common.dtype)
+                whole = average.is_cpu and all_usable(average)
+                applied = average if whole else average.masked_fill(~usable(average), 0.0)
+                step = applied.to(weight.common.dtype)
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
-                average.zero_() if fits is None else average.masked_fill_(fits, 0.0)
+                average.sub_(applied)
 
-    def after(self, weight: Weight, rest: Tensor, out: Tensor | None = None) -> Tensor:
-        """This rank's weights: the common weights, the part of the difference that was not sent, and ``rest``. So all
-        ranks see what is not finite, and the next exchange is valid again if the user restores the parameters."""
-        return torch.add(self._start(weight), rest, out=out)
+    def write_after(self, weight: Weight, rest: Tensor, out: Tensor) -> None:
+        """Writes this rank's weights: the common weights, the part of the difference that was not sent, and ``rest``.
+        So all ranks see what is not finite, and the next exchange is valid again if the user restores the
+        parameters."""
+        torch.add(self._start(weight), rest, out=out)
 
     def applied(self) -> bool:
         """Whether the parameters are the common weights. Synchronises a GPU."""

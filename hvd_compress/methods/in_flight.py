@@ -9,7 +9,7 @@ from torch import Tensor
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.state import Entry, OptionalTensor, Tree
-from .common_weights import CommonWeights, scale_residuals
+from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
 
 
@@ -20,13 +20,13 @@ class _Exchange:
     Args:
         rounds: of this fragment so far.
         age: local steps that the differences are of.
-        before: whether to keep the parameters as they are now.
+        keep: the parameters as they are now.
     """
 
-    def __init__(self, common: CommonWeights, fragment: Fragment, rounds: int, age: int, before: bool) -> None:
+    def __init__(self, common: CommonWeights, fragment: Fragment, rounds: int, age: int, keep: bool) -> None:
         self.fragment, self.age, self._rounds = fragment, age, rounds
         self.differences = common.differences(fragment.weights)
-        self.before = [w.own.to(w.common.dtype, copy=True) if before else None for w in fragment.weights]
+        self.pairs = [_pair(weight) if keep else None for weight in fragment.weights]
         self._dense: list[DenseGradient] = []
 
     def begin(self, engine: Engine) -> None:
@@ -50,6 +50,16 @@ class _Exchange:
         for work in self.fragment.works:
             work.bucket.write_results()
             work.bucket.clear()  # or it would hold the differences until its next exchange
+
+
+def _pair(weight: Weight) -> Tensor:
+    """w0, the weight as it is now, and the place of w': float32 or wider, (2, *shape), both in its memory order."""
+    common = weight.common
+    shape, strides = (2, *common.shape), (common.numel(), *common.stride())
+    with weight.order:
+        pair = torch.empty_strided(shape, strides, dtype=common.dtype, device=common.device)
+        pair[0].copy_(weight.own)
+    return pair
 
 
 def count_gradients(engine: Engine, fragment: Fragment, steps: int) -> None:
@@ -77,8 +87,8 @@ class InFlight:
         self._exchange: _Exchange | None = None
         #: Calls until the parameters change.
         self._left = 0
-        #: w0 and w' of weights whose averages have arrived and wait, by name: float32 or wider.
-        self._before, self._now = dict[str, Tensor](), dict[str, Tensor]()
+        #: Of weights whose averages have arrived and wait, by name, w0 and w': float32 or wider, (2, *shape).
+        self._waiting: dict[str, Tensor] = {}
 
     def begin(self) -> bool:
         """Begins the next exchange. Returns whether it has ended: without delay."""
@@ -86,7 +96,7 @@ class InFlight:
         fragment, rounds = self._turns.next, self._turns.rounds
         age = self._turns.ages[fragment.number]
         with self._dropped_on_failure():
-            self._exchange = _Exchange(self._common, fragment, rounds, age, before=self._delay > 0)
+            self._exchange = _Exchange(self._common, fragment, rounds, age, keep=self._delay > 0)
             self._turns.ages[fragment.number], self._left = 0, self._delay
             self._exchange.begin(self._engine)
         if not self._delay:
@@ -124,8 +134,8 @@ class InFlight:
         self.drain()
         self._left = 0
         for weight in self._common.weights:
-            if (now := self._now.pop(weight.name, None)) is not None:
-                before = self._before.pop(weight.name)
+            if (waiting := self._waiting.pop(weight.name, None)) is not None:
+                before, now = waiting
                 with weight.order:
                     torch.add(torch.sub(weight.own, before, out=before), now, out=weight.own)
 
@@ -141,8 +151,7 @@ class InFlight:
         """Forgets what is in flight: the parameters are other ones. ``wait``: for its messages, or the next exchange
         would start those again that another rank has not started yet."""
         exchange, self._exchange, self._left = self._exchange, None, 0
-        self._before.clear()
-        self._now.clear()
+        self._waiting.clear()
         if exchange is not None:
             if wait:
                 with suppress(Exception), self._engine.entered:  # ranks may have failed
@@ -153,10 +162,9 @@ class InFlight:
         """The saved state, after :meth:`drain`."""
         waiting: dict[str, Tree] = {}
         for weight in self._common.weights:
-            waiting[weight.name] = {
-                "before": OptionalTensor(self._before, weight.name, weight.common),
-                "now": OptionalTensor(self._now, weight.name, weight.common),
-            }
+            waiting[weight.name] = OptionalTensor(
+                self._waiting, weight.name, weight.common.expand(2, *weight.common.shape)
+            )
         return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), "waiting": waiting}
 
     def _end(self, exchange: _Exchange) -> None:
@@ -164,12 +172,11 @@ class InFlight:
         wait."""
         weights = exchange.fragment.weights
         self._common.end(weights)
-        for weight, rest, before in zip(weights, exchange.differences, exchange.before, strict=True):
+        for weight, rest, pair in zip(weights, exchange.differences, exchange.pairs, strict=True):
             with weight.order:
-                if before is None:
-                    self._common.after(weight, rest, out=weight.own)
-                else:
-                    self._before[weight.name], self._now[weight.name] = before, self._common.after(weight, rest)
+                self._common.write_after(weight, rest, weight.own if pair is None else pair[1])
+            if pair is not None:
+                self._waiting[weight.name] = pair
 
     @contextmanager
     def _dropped_on_failure(self) -> Iterator[None]:

@@ -79,7 +79,7 @@ class Output:
 
     def write(self, bucket: Bucket, mean: Tensor, targets: list[Tensor]) -> None:
         """Writes averages of a whole bucket, float32, (blocks * 256,), to ``targets`` (one tensor per piece, or empty).
-        Overwrites ``mean`` if it is transformed."""
+        Overwrites ``mean`` if ``transform`` is set."""
         if self.transform:
             ops.hadamard(mean)
             if self.sign:

@@ -219,7 +219,7 @@ class Everything(Picker):
         # The velocity is kept, as in plain momentum: no entry was delayed.
         residual, mean, output = self.bucket.residual, average.mean, average.output
         # Free on the CPU; a GPU would be synchronised.
-        all_sent = not mean.is_cuda and bool(mean.sum().isfinite())
+        all_sent = mean.is_cpu and bool(mean.sum().isfinite())
         residual.copy_(average.error if all_sent else torch.where(mean.isfinite(), average.error, residual))
         if average.block_means is not None:
             mean = mean + average.block_means.repeat_interleave(BLOCK)

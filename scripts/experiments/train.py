@@ -20,6 +20,7 @@ Fine-tuning begins with the weights of another task:
 
 Bytes and their ratio are those of the training's exchanges. With --local-steps, a step's bytes are the mean over a
 period, and its time, too; the average of all weights at the end is not among them (`dense_bytes_per_step`, once).
+With --host fsdp, they are those of a rank's shards between nodes: compare node_bytes_per_step with other hosts.
 
 `train.py --compression METHOD --help` also shows the options of that method.
 """
@@ -134,7 +135,7 @@ def check_fsdp(args: argparse.Namespace) -> None:
     if not args.nodes:
         raise ValueError("--host fsdp needs --nodes, inside which it shards the model")
     if args.optimizer in ("muon", "dion"):
-        raise ValueError(f"--optimizer {args.optimizer} needs whole matrices, and --host fsdp has shards of them")
+        raise ValueError(f"--host fsdp trains without --optimizer {args.optimizer}, which works on whole matrices here")
     for name in ("channels_last", "extrapolate", "save"):
         if getattr(args, name):
             raise ValueError(f"--host fsdp has no --{name.replace('_', '-')}")

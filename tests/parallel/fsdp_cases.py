@@ -332,10 +332,10 @@ def agreement_on_sums():
     real, averages = fsdp._reduce_scatter, []
     for function in (real, faulty):
         with mock.patch.object(fsdp, "_reduce_scatter", function):
-            averages.append(fsdp._averages(mesh["shard"]))
+            averages.append(fsdp.reduces_to_averages(mesh["shard"]))
     assert averages == [True, rank() >= size() // 2]
     with mock.patch.object(fsdp, "_reduce_scatter", lost), pytest.raises(distributed.DistBackendError):
-        fsdp._averages(mesh["shard"])
+        fsdp.reduces_to_averages(mesh["shard"])
 
 
 @register(CASES, once=True)

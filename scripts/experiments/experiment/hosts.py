@@ -15,6 +15,7 @@ import hvd_compress
 from experiment import compressors
 from hvd_compress.cli import ranks
 from hvd_compress.engine.collectives import Collectives, allreduce
+from hvd_compress.hosts.fsdp import reduces_to_averages
 from hvd_compress.hosts.horovod import HorovodHost
 from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.hosts.torch_collectives import TorchCollectives
@@ -33,7 +34,7 @@ class Host:
         that do not divide the ranks."""
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
-        """In the block, the model has all its weights: ranks may call it differently often."""
+        """In the block, the model has all its weights, and ranks may call it as often as each needs."""
         return nullcontext()
 
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
@@ -75,8 +76,11 @@ class Fsdp(Ddp):
         mesh = init_device_mesh(args.device, (args.nodes, self.shards), mesh_dim_names=("replicate", "shard"))
         self.collectives = TorchCollectives(mesh.get_group("replicate"))
         native = args.compression == "none" and not args.local_steps
+        averages = reduces_to_averages(mesh["shard"])
         for module in (*getattr(model, "blocks", ()), model):
-            fully_shard(module, mesh=mesh if native else mesh["shard"], reshard_after_forward=False)
+            sharded = fully_shard(module, mesh=mesh if native else mesh["shard"], reshard_after_forward=False)
+            if not averages:
+                sharded.set_force_sum_reduction_for_comms(True)
 
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         flat = argparse.Namespace(**{**vars(args), "nodes": None})  # its collectives are those between nodes
@@ -97,9 +101,11 @@ class Fsdp(Ddp):
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in modules:
             module.unshard()
-        yield
-        for module in modules:
-            module.reshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
 
 
 class Threads(Host):
