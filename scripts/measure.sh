@@ -13,6 +13,7 @@
 # Bits per byte on text, 4 simulated ranks:
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
+#   gpt-nodes        DeMo on 4 nodes of 4 ranks
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
 # Bits per byte on text, two nodes of two ranks under torchrun:
 #   gpt-fsdp         DeMo on FSDP2, and on DDP with nodes
@@ -33,7 +34,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,29s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -220,6 +221,8 @@ case $experiment in
     optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
+    optimizer=dion gpt none@dion 1e-3,2e-3,4e-3,8e-3,1.6e-2 "" ""
+    optimizer=muon gpt topk@sparseloco 3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
     optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
     gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
     report "$out"
@@ -227,7 +230,14 @@ case $experiment in
   gpt-muon-ranks)
     ranks=16 batch=2
     optimizer=muon gpt none@muon 3e-3 "" ""
-    local_muon 45 3 2 3e-3,4.5e-3,6e-3,9e-3
+    local_muon 45 3 2 3e-3,4.5e-3,6e-3,9e-3 --seeds 0,1,2
+    report "$out"
+    ;;
+  gpt-nodes)
+    ranks=16 batch=2 optimizer=plain half="--dense-values fp16 --nodes 4"
+    gpt demo@nodes 3e-3 "" "$half --density 0.08456" --seeds 0,1,2
+    gpt demo@nodes-gather 3e-3 "" "$half --exchange gather --density 0.01887" --seeds 0,1,2
+    gpt demo@nodes-orthogonal 6e-3 "" "$half --orthogonal --decay 0.9 --subtract 1 --density 0.08456" --seeds 0,1,2
     report "$out"
     ;;
   gpt-tune)
@@ -271,13 +281,15 @@ case $experiment in
     ;;
   vit-muon)
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer muon "${images[@]}")
-    simulate none@muon 1e-3,2e-3 "" "" "${training[@]}"
-    simulate quantized@45 1e-3,2e-3 "" "$(few_bits 3 2)" "${training[@]}"
+    simulate none@muon 5e-4,1e-3,2e-3 "" "" "${training[@]}"
+    simulate quantized@45 1e-3,2e-3,3e-3 "" "$(few_bits 3 2)" "${training[@]}"
     report "$out"
     ;;
   cifar10-muon)
-    simulate quantized@64 6e-3 "" "$(few_bits 4 2)" --data cifar10 --model resnet20 --epochs 10 \
-      -- "${images[@]}" --channels-last --optimizer muon
+    training=(--data cifar10 --model resnet20 --epochs 10 -- "${images[@]}" --channels-last --optimizer muon)
+    simulate none@muon 6e-3 "" "" "${training[@]}"
+    simulate quantized@64 6e-3 "" "$(few_bits 4 2)" "${training[@]}"
+    simulate quantized@200 6e-3 "" "$(few_bits 8 1)" "${training[@]}"
     report "$out"
     ;;
   cifar10-signs)
