@@ -15,8 +15,8 @@
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
 #   gpt-nodes        DeMo on 4 nodes of 4 ranks
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
-# Bits per byte on text, two nodes of two ranks under torchrun:
-#   gpt-fsdp         DeMo on FSDP2, and on DDP with nodes
+# Bits per byte on text, two nodes of two ranks:
+#   gpt-fsdp         DeMo on FSDP2 under torchrun, and simulated with nodes
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
@@ -258,9 +258,8 @@ case $experiment in
     launcher=(--ddp)
     common=(--data text --model gpt --epochs 15 --batch-size 8 --optimizer plain --lr 6e-3 --eval-every 5 --nodes 2)
     demo=(--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2)
-    for seed in 0 1 2; do
-      for host in fsdp ddp; do one "demo-$host-$seed" demo "${demo[@]}" --host "$host" --seed "$seed"; done
-    done
+    for seed in 0 1 2; do one "demo-fsdp-$seed" demo "${demo[@]}" --host fsdp --seed "$seed"; done
+    optimizer=plain gpt demo@nodes2 6e-3 "" "${demo[*]} --nodes 2" --seeds 0,1,2
     ;;
   gpt-ranks)
     for ranks in 8 16; do
