@@ -20,7 +20,7 @@ class _Exchange:
     Args:
         rounds: of this fragment so far.
         age: local steps that the differences are of.
-        keep: the parameters as they are now.
+        keep: whether to keep the parameters as they are now.
     """
 
     def __init__(self, common: CommonWeights, fragment: Fragment, rounds: int, age: int, keep: bool) -> None:
