@@ -115,8 +115,10 @@ MODELS: dict[str, Model] = {
     "resnet20": Model(resnet20, smallest=4),
     "vgg11": Model(vgg11, smallest=32),
     "vit": Model(partial(ViT, patch=4, width=128, layers=4, heads=4), smallest=4),  # 0.54 M parameters
+    "gpt-70k": Model(partial(GPT, width=48, layers=2, heads=2), reads="text"),  # 0.07 M
     "gpt": Model(partial(GPT, width=96, layers=2, heads=4), reads="text"),  # 0.26 M
     "gpt-tagger": Model(partial(GPTTagger, width=96, layers=2, heads=4), reads="tagged text"),
+    "gpt-1m": Model(partial(GPT, width=160, layers=3, heads=4), reads="text"),  # 0.97 M
     "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }
 
