@@ -12,7 +12,8 @@
 #   vit              a vision transformer with AdamW, and DeMo      vit-muon       the same with Muon
 # Bits per byte on text, 4 simulated ranks:
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
-#   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 ranks
+#   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 and 32 ranks
+#   gpt-sizes        the same with 0.07 M and 1 M parameters        gpt-long       the same with 10,000 steps
 #   gpt-nodes        DeMo on 4 nodes of 4 ranks
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
 # Bits per byte on text, two nodes of two ranks:
@@ -34,7 +35,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,29s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,30s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -232,6 +233,24 @@ case $experiment in
     optimizer=muon gpt none@muon 3e-3 "" ""
     local_muon 45 3 2 3e-3,4.5e-3,6e-3,9e-3 --seeds 0,1,2
     report "$out"
+    ranks=32 batch=1 folder=$out/32
+    local_muon 45 3 2 6e-3,9e-3
+    report "$folder"
+    ;;
+  gpt-sizes | gpt-long)
+    # Dense training by one rank, with the batch of four.
+    muon() {  # FOLDER MODEL EPOCHS BATCH DENSE_RATES OUR_RATES
+      folder=$1
+      ranks=1 simulate none@muon "$5" "" "" --data text --model "$2" --epochs "$3" -- --optimizer muon --batch-size $((4 * $4)) --eval-every 5
+      simulate quantized@45 "$6" "" "$(few_bits 3 2)" --data text --model "$2" --epochs "$3" -- --optimizer muon --batch-size "$4" --eval-every 5
+      report "$folder"
+    }
+    if [[ $experiment == gpt-long ]]; then
+      muon "$out" gpt 100 8 2e-3,3e-3 3e-3,4.5e-3
+    else  # as many bytes a parameter as the GPT of gpt-muon
+      muon "$out/gpt-70k" gpt-70k 15 2 2e-3,3e-3,4.5e-3,6e-3 3e-3,4.5e-3,6e-3
+      muon "$out/gpt-1m" gpt-1m 15 32 2e-3,3e-3 3e-3,4.5e-3
+    fi
     ;;
   gpt-nodes)
     ranks=16 batch=2 optimizer=plain half="--dense-values fp16 --nodes 4"

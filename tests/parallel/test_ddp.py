@@ -25,7 +25,7 @@ def test_all_cases():
         ["--ddp", "2"],
         {**plan, "iwp": [*all_cases("iwp"), "checkpoint", "local_steps", "local_steps_in_flight"]},
         timeout=300,
-        steps=12,
+        steps=8,
     )
 
 
@@ -36,7 +36,7 @@ def test_two_nodes():
     plan["iwp"] += ["nodes", "nodes_by_launcher_and_mesh", "dense_at_density_one", "momentum_taken_over"]
     plan["iwp"] += ["local_steps_of_nodes"]
     plan["demo"] += ["signs", "orthogonal"]
-    run_cases(["--ddp", "4"], plan, timeout=420, steps=6, nodes=2)
+    run_cases(["--ddp", "4"], plan, timeout=420, steps=4, nodes=2)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_all_cases_with_mpi():
     # Of each kind of exchange. The sum of two ranks does not depend on the fusion of tensors: see the case.
     for name in ("iwp", "fft", "mp2", "topk", "powersgd"):
         plan[name] += ["checkpoint"]
-    run_cases(["2"], plan, timeout=300, steps=12)
+    run_cases(["2"], plan, timeout=300, steps=8)
 
 
 def test_three_ranks_with_gloo():
@@ -44,7 +44,7 @@ def test_three_ranks_with_gloo():
         plan[name] += ["process_set"]
     plan["mipd"] += ["local_steps"]
     plan["iwp"] += ["overlapping_process_sets", "local_steps_of_two_optimizers", "local_steps_in_flight"]
-    run_cases(["--gloo", "3"], plan, timeout=400, steps=8)
+    run_cases(["--gloo", "3"], plan, timeout=400, steps=6)
 
 
 def test_two_nodes():
@@ -53,7 +53,7 @@ def test_two_nodes():
         plan[name] = ["plain", "grad_scaler", "accumulation"]
     plan["iwp"] += ["nodes", "dense_at_density_one", "momentum_taken_over"]
     plan["demo"] += ["signs"]
-    run_cases(["4"], plan, timeout=420, steps=6, nodes=2)
+    run_cases(["4"], plan, timeout=420, steps=4, nodes=2)
 
 
 def test_two_nodes_with_gloo():
