@@ -223,7 +223,7 @@ case $experiment in
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
     optimizer=dion gpt none@dion 1e-3,2e-3,4e-3,8e-3,1.6e-2 "" ""
-    optimizer=muon gpt topk@sparseloco 3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
+    optimizer=muon gpt topk@sparseloco 2e-3,3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
     optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
     gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
     report "$out"
@@ -234,7 +234,7 @@ case $experiment in
     local_muon 45 3 2 3e-3,4.5e-3,6e-3,9e-3 --seeds 0,1,2
     report "$out"
     ranks=32 batch=1 folder=$out/32
-    local_muon 45 3 2 6e-3,9e-3
+    local_muon 45 3 2 6e-3
     report "$folder"
     ;;
   gpt-sizes | gpt-long)
@@ -246,10 +246,10 @@ case $experiment in
       report "$folder"
     }
     if [[ $experiment == gpt-long ]]; then
-      muon "$out" gpt 100 8 2e-3,3e-3 3e-3,4.5e-3
+      muon "$out" gpt 100 8 3e-3 4.5e-3
     else  # as many bytes a parameter as the GPT of gpt-muon
       muon "$out/gpt-70k" gpt-70k 15 2 2e-3,3e-3,4.5e-3,6e-3 3e-3,4.5e-3,6e-3
-      muon "$out/gpt-1m" gpt-1m 15 32 2e-3,3e-3 3e-3,4.5e-3
+      muon "$out/gpt-1m" gpt-1m 15 32 3e-3 3e-3,4.5e-3
     fi
     ;;
   gpt-nodes)
