@@ -299,8 +299,8 @@ case $experiment in
     ;;
   vit-muon)
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer muon "${images[@]}")
-    simulate none@muon 5e-4,1e-3,2e-3 "" "" "${training[@]}"
-    simulate quantized@45 1e-3,2e-3,3e-3 "" "$(few_bits 3 2)" "${training[@]}"
+    simulate none@muon 5e-4,1e-3,2e-3 "" "" --seeds 0,1 "${training[@]}"
+    simulate quantized@45 1e-3,2e-3,3e-3 "" "$(few_bits 3 2)" --seeds 0,1 "${training[@]}"
     report "$out"
     ;;
   cifar10-muon)
