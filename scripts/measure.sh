@@ -292,7 +292,7 @@ case $experiment in
     ;;
   vit)
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer adamw "${images[@]}")
-    simulate none 1e-3,3e-3,6e-3 "" "" "${training[@]}"
+    simulate none 5e-4,1e-3,3e-3,6e-3 "" "" "${training[@]}"
     simulate demo 1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
     simulate demo@orthogonal 1e-3,2e-3,4e-3 1/32 "--dense-values fp16 --orthogonal" "${training[@]}"
     report "$out"

@@ -79,7 +79,7 @@ def test_every_example_is_tested_short_and_in_the_index():
 
 @pytest.mark.parametrize("examples_of", LAUNCHES.values(), ids=LAUNCHES)
 def test_examples(examples_of, tmp_path):
-    names, steps = [name for package in examples_of if find_spec(package) for name in examples_of[package]], 12
+    names, steps = [name for package in examples_of if find_spec(package) for name in examples_of[package]], 20
     if not names:
         pytest.skip(f"not installed: {', '.join(examples_of)}")
     launcher, *others = map(printed, names)
