@@ -20,3 +20,5 @@ for script in scripts:
     for count, checkpoints in RUNS:
         sys.argv = [script, "--steps", count, "--checkpoints", f"{folder}/{os.path.basename(script)}/{checkpoints}"]
         runpy.run_path(script, run_name="__main__")
+        if distributed.is_initialized():
+            distributed.barrier()  # the next run reads what another rank may still be writing
