@@ -97,7 +97,7 @@ simulate() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: a row by compare.py; its
 }
 
 gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
-  simulate "$@" --data text --model gpt --epochs 15 -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every 5
+  simulate "$@" --data text --model "${model:-gpt}" --epochs "${epochs:-15}" -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every 5
 }
 
 few_bits() {  # PERIOD BITS ARGUMENTS...: options of local steps in few bits, with error feedback
@@ -107,6 +107,12 @@ few_bits() {  # PERIOD BITS ARGUMENTS...: options of local steps in few bits, wi
 local_muon() {  # NAME PERIOD BITS RATES ARGUMENTS...
   local name=$1 period=$2 bits=$3 rates=$4; shift 4
   optimizer=muon gpt "quantized@$name" "$rates" "" "$(few_bits "$period" "$bits")" "$@"
+}
+
+dense_and_local_muon() {  # BATCH DENSE_RATES RATES: dense training is one rank's, with the batch of four
+  ranks=1 batch=$((4 * $1)) optimizer=muon gpt none@muon "$2" "" ""
+  batch=$1 local_muon 45 3 2 "$3"
+  report "$folder"
 }
 
 report() {  # FOLDER
@@ -237,20 +243,16 @@ case $experiment in
     local_muon 45 3 2 6e-3
     report "$folder"
     ;;
-  gpt-sizes | gpt-long)
-    # Dense training by one rank, with the batch of four.
-    muon() {  # FOLDER MODEL EPOCHS BATCH DENSE_RATES OUR_RATES
-      folder=$1
-      ranks=1 simulate none@muon "$5" "" "" --data text --model "$2" --epochs "$3" -- --optimizer muon --batch-size $((4 * $4)) --eval-every 5
-      simulate quantized@45 "$6" "" "$(few_bits 3 2)" --data text --model "$2" --epochs "$3" -- --optimizer muon --batch-size "$4" --eval-every 5
-      report "$folder"
-    }
-    if [[ $experiment == gpt-long ]]; then
-      muon "$out" gpt 100 8 3e-3 4.5e-3
-    else  # as many bytes a parameter as the GPT of gpt-muon
-      muon "$out/gpt-70k" gpt-70k 15 2 2e-3,3e-3,4.5e-3,6e-3 3e-3,4.5e-3,6e-3
-      muon "$out/gpt-1m" gpt-1m 15 32 3e-3 3e-3,4.5e-3
-    fi
+  gpt-sizes)
+    # As many bytes a parameter as the GPT of gpt-muon.
+    model=gpt-70k folder=$out/$model
+    dense_and_local_muon 2 2e-3,3e-3,4.5e-3,6e-3 3e-3,4.5e-3,6e-3
+    model=gpt-1m folder=$out/$model
+    dense_and_local_muon 32 3e-3 3e-3,4.5e-3
+    ;;
+  gpt-long)
+    epochs=100 folder=$out
+    dense_and_local_muon 8 3e-3 4.5e-3
     ;;
   gpt-nodes)
     ranks=16 batch=2 optimizer=plain half="--dense-values fp16 --nodes 4"
