@@ -6,11 +6,11 @@ from .engine.checkpoint import reshard
 from .hosts.dcp import DCPState
 from .hosts.ddp import ddp_hook
 from .hosts.fsdp import register_fsdp_hooks
+from .local.steps import LocalSteps
 from .methods.base import Compressor
 from .methods.demo import DeMo
 from .methods.fft import FFT
 from .methods.iwp import IWP
-from .methods.local_steps import LocalSteps
 from .methods.mipd import MIPD
 from .methods.mp2 import MP2
 from .methods.no_compression import NoCompression

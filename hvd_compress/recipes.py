@@ -21,7 +21,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .engine.arguments import NamedParameters
-from .methods.local_steps import LocalSteps
+from .local.steps import LocalSteps
 from .methods.no_compression import NoCompression
 from .methods.quantized import Quantized
 from .methods.topk import TopK

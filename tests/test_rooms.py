@@ -14,8 +14,9 @@ from hvd_compress import Compressor
 PACKAGE = Path(hvd_compress.__file__).parent
 #: What each room may import, besides itself.
 BELOW = {
-    "cli": {"", "methods", "hosts", "selection", "codecs", "engine", "ops", "reference"},
-    "": {"methods", "hosts", "selection", "engine"},
+    "cli": {"", "local", "methods", "hosts", "selection", "codecs", "engine", "ops", "reference"},
+    "": {"local", "methods", "hosts", "selection", "engine"},
+    "local": {"methods", "hosts", "engine", "reference"},
     "methods": {"hosts", "selection", "codecs", "engine", "ops", "reference"},
     "hosts": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},

@@ -22,7 +22,7 @@ from methods import METHODS, SMALL
 
 from hvd_compress import IWP, NoCompression, TopK
 from hvd_compress.hosts.threads import ThreadWorld
-from hvd_compress.methods.fragments import divided
+from hvd_compress.local.fragments import divided
 
 SMALL_SPARSE = partial(SPARSE, **SMALL)
 

@@ -12,11 +12,11 @@ from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.state import Entry, Fixed, Tree
-from .base import Compressor
+from ..methods.base import Compressor
 from .common_weights import CommonWeights
 from .fragments import Turns
 from .in_flight import InFlight, count_gradients
-from .local_optimizers import LocalOptimizers
+from .optimizers import LocalOptimizers
 
 
 class LocalSteps:

@@ -1,0 +1,1 @@
+"""Local steps: several optimizer steps of each rank between two exchanges of weights."""
