@@ -34,6 +34,21 @@ def integer_seed(seed: Any) -> int:
         raise TypeError(f"seed must be an integer, the same on all ranks, got {seed!r:.80}") from None
 
 
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` as an int. Raises ``TypeError`` if it is not an integer (a bool is none), ``ValueError`` if it is out
+    of range."""
+    allowed = f"at least {low}" if high is None else f"in {low} to {high}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, {allowed}, got {value!r:.80}")
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name} must be {allowed}, got {number}")
+    return number
+
+
 def check_fraction(name: str, value: float) -> None:
     """Raises ``ValueError`` if ``value`` is not in [0, 1]."""
     if not 0.0 <= value <= 1.0:
