@@ -12,6 +12,8 @@ from hvd_compress.hosts.threads import ThreadWorld
 
 on_both_hosts = pytest.mark.parametrize("ordered", [False, True], ids=["horovod", "ddp"])
 on_both_kinds = pytest.mark.parametrize("unsent", ["weights", "buffer"])
+#: Bytes that a rank sends to each other one to compare their calls.
+CALL = 32
 SPARSE = partial(TopK, density=1 / 16)
 #: Two buckets, one after the other; and what is exchanged arrives a step later.
 IN_TURN = dict(period=4, fragments=2)
@@ -82,6 +84,13 @@ class Worker:
 def workers(size, ordered=False, **options):
     world = ThreadWorld(size, timeout=20, ordered=ordered)
     return world, [Worker(world, rank, **options) for rank in range(size)]
+
+
+def alone_at(rank, **options):
+    """A worker that takes the steps of a rank, and exchanges nothing."""
+    worker = Worker(ThreadWorld(1), 0, period=10**6, **options)
+    worker.rank = rank
+    return worker
 
 
 def same(one, other):

@@ -27,7 +27,7 @@ def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
     if engine.local_steps is not None:
-        engine.local_steps.drain()
+        engine.local_steps.drain(to_save=True)
     if engine.collecting:
         raise RuntimeError(
             "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"

@@ -121,6 +121,10 @@ class Collectives(Protocol):
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""
 
+    def check_in(self) -> Callable[[], list[int]]:
+        """Tells the other ranks, without waiting and without a collective, that this one has come to a place to which
+        all ranks come equally often. Returns what tells the ranks that have not: none where the host cannot know."""
+
     def in_nodes(self, nodes: object) -> "Nodes":
         """Divides the ranks into nodes, see :class:`hvd_compress.Compressor`; all ranks must call it. Raises
         ``ValueError``."""

@@ -5,6 +5,7 @@ Ranks that differ would wait for collectives that others never start, or sum wha
 
 import gc
 import json
+import math
 import time
 import zlib
 from collections import defaultdict
@@ -115,20 +116,20 @@ class Comparison:
         """
         if self._collectives.size == 1:
             return
+        absent = self._collectives.check_in()
         try:
             if self._collectives.ordered:
                 run = self._start(configuration)
                 run.finish(timeout)
             else:
                 run = self._among_others(configuration, others, time.perf_counter() + timeout)
-            run.check()
         except TimeoutError as error:
-            raise RuntimeError(
-                f"not every rank has compared its options within {timeout:g} s (start_timeout=): was a compressor "
-                "given to the optimizer or to the DDP model, or load_state_dict() called, or another compressor built, "
-                "on some ranks only? Does a rank wait in another collective before its first backward pass? Restart "
-                "the job after this error"
-            ) from error
+            raise _absence(absent(), f"within {timeout:g} s (start_timeout=)") from error
+        except RuntimeError as error:  # by the host's own limit, or its connection is lost
+            if missing := absent():
+                raise _absence(missing, f"before this error of the host: {error}") from error
+            raise
+        run.check()
 
     def _start(self, configuration: Configuration) -> _Run:
         return _Run(configuration(), self._collectives, self._label, self._device)
@@ -158,6 +159,25 @@ class Comparison:
             time.sleep(POLL_INTERVAL)
         ended, self._run = self._run, None
         return ended
+
+
+def compare_once(values: Mapping[str, object], collectives: Collectives, label: str, device: torch.device) -> None:
+    """Raises ``RuntimeError``, on every rank, if these values differ between the ranks. Waits."""
+    run = _Run(values, collectives, label, device)
+    run.finish(math.inf)
+    run.check()
+
+
+def _absence(missing: list[int], when: str) -> RuntimeError:
+    """The error to raise when ranks do not come to the comparison."""
+    have = "have" if len(missing) > 1 else "has"
+    who = f"{ranks_text(missing)} {have} not" if missing else "not every rank has"
+    return RuntimeError(
+        f"{who} compared its options {when}: does a rank take longer to its first step (a compilation, a slow node: "
+        "give a longer start_timeout=)? Was a compressor given to the optimizer or to the DDP model, or "
+        "load_state_dict() called, or another compressor built, on some ranks only? Does a rank wait in another "
+        "collective before? Restart the job after this error"
+    )
 
 
 def digest(values: Mapping[str, object]) -> int:
@@ -202,11 +222,12 @@ def _differences(everyone: list[dict[str, object]]) -> str:
         for rank, values in enumerate(everyone):
             ranks_by_value[values.get(name, "missing")].append(rank)
         if len(ranks_by_value) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {_ranks(r)}" for value, r in ranks_by_value.items()))
+            lines.append(f"{name}: " + "; ".join(f"{value} on {ranks_text(r)}" for value, r in ranks_by_value.items()))
     more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    return "\n  ".join(["the ranks' compressors differ, and must not:", *lines[:_LISTED], *more])
+    return "\n  ".join(["the ranks differ, and must not:", *lines[:_LISTED], *more])
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: list[int]) -> str:
+    """Ranks, for an error message."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"

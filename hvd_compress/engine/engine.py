@@ -92,8 +92,7 @@ class Engine:
         self.exchanges = Exchanges(nodes, self.stats, label, lambda: _advance_others(this))
         self.watch = OptimizerWatch(self, method)
         self.last_average = LastAverage(self.parameters, self.watch)
-        #: What runs the steps instead of a host, if anything does.
-        self.local_steps: LocalStepping | None = None
+        self._local_steps: weakref.ref[LocalStepping] | None = None
         self.comparison = Comparison(collectives, label, self.parameters[0].device)
         #: The number of parameters of the optimizer whose groups changed most recently, or None.
         self._regrouped: int | None = None
@@ -123,6 +122,15 @@ class Engine:
         found = self._method()
         assert found is not None, "the compressor no longer exists"
         return found
+
+    @property
+    def local_steps(self) -> LocalStepping | None:
+        """What runs the steps instead of a host, while it exists; it owns the compressor."""
+        return None if self._local_steps is None else self._local_steps()
+
+    @local_steps.setter
+    def local_steps(self, local_steps: LocalStepping) -> None:
+        self._local_steps = weakref.ref(local_steps)
 
     @property
     def single(self) -> bool:
@@ -325,7 +333,7 @@ class Engine:
     def outside_steps(self) -> Iterator[None]:
         """A context for collectives between two steps, which the body counts in the statistics."""
         with self.entered:
-            self._compare()
+            self.compare()
             self.stats.begin_step()
             yield
             self.stats.end_step()
@@ -389,7 +397,9 @@ class Engine:
             **parameters,
         }
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Compares the ranks' configurations, unless they were since the last change. Raises ``RuntimeError``, on all
+        ranks, if they differ or one does not come. Waits."""
         if not self.comparison.done:
             begin = time.perf_counter()
             try:
@@ -401,7 +411,7 @@ class Engine:
     def begin_step(self, works: Sequence[Work], number: int) -> None:
         """Begins a step of some buckets; of all, if the first gradient begins it. What the others keep of their own
         last step stays. ``number``: of completed steps of these buckets."""
-        self._compare()
+        self.compare()
         self.scale = self.undo_skipped_step()
         self.undoable, self.restore = False, None
         self.ranks = self.collectives.size
@@ -454,11 +464,16 @@ class Engine:
         method, local = self.method, self.local_steps is not None
         active, given = self.collectives.active, method.host.given(optimizer)
         if self.local_steps is not None:
-            self.local_steps.check_optimizer(optimizer)
+            self.local_steps.before_optimizer_step(optimizer)
         elif active:
             method.host.check_optimizer(optimizer)
         ours = not local and (given is True or not method.host.single)
         method.check_optimizer(Facts(optimizer, given, ours, active, local, self.unknown_parameters(optimizer)))
+
+    def after_optimizer_step(self) -> None:
+        """An optimizer that holds some of the parameters has stepped."""
+        if self.local_steps is not None:
+            self.local_steps.after_optimizer_step()
 
 
 def _accumulate(work: Work) -> None:

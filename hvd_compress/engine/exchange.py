@@ -109,7 +109,7 @@ class Exchanges:
         """Continues an exchange with the result of its collective, for which it waits."""
         bucket = running.bucket
         with bucket.order.exchange_stream():
-            result = None if running.handle is None else self._wait(running.handle)
+            result = None if running.handle is None else self.wait(running.handle)
             try:
                 with bucket.order, stage(running.stage):
                     request = running.exchange.send(result)  # type: ignore[arg-type]
@@ -148,7 +148,8 @@ class Exchanges:
                 time.sleep(POLL_INTERVAL)
         self.seconds_waited += time.perf_counter() - begin
 
-    def _wait(self, handle: Handle) -> Tensor:
+    def wait(self, handle: Handle) -> Tensor:
+        """The result of a collective, for which it waits."""
         begin = time.perf_counter()
         with stage("wait"):
             result = handle.result()

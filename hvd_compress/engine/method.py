@@ -82,9 +82,12 @@ class Method(Protocol):
 class LocalStepping(Protocol):
     """Local steps, which run the exchanges instead of a host."""
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` for one that
         takes no local steps."""
+
+    def after_optimizer_step(self) -> None:
+        """Called after it."""
 
     def options(self) -> Mapping[str, object]:
         """What must be the same on all ranks."""
@@ -96,8 +99,8 @@ class LocalStepping(Protocol):
     def dropped(self) -> None:
         """The step in progress was dropped, if there was one."""
 
-    def drain(self) -> None:
-        """Ends the step in progress, if there is one. Waits."""
+    def drain(self, to_save: bool = False) -> None:
+        """Ends the step in progress, if there is one. Waits. ``to_save``: all ranks save their states."""
 
     def check_common(self) -> None:
         """Raises ``RuntimeError`` if the weights of ranks may differ."""

@@ -25,6 +25,9 @@ class Watched(Protocol):
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before every step of an optimizer that holds some of the parameters."""
 
+    def after_optimizer_step(self) -> None:
+        """Called after it."""
+
 
 class OptimizerWatch:
     """Tells an engine of the steps of its parameters' optimizer. Keeps no strong reference.
@@ -85,6 +88,8 @@ class OptimizerWatch:
             self._steppers.add(optimizer)
             self._stepped.add(optimizer)
             self._trained = self._held = None
+            if (engine := self._engine()) is not None:
+                engine.after_optimizer_step()
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this step of the optimizer applies gradients although the compressor has received none in this

@@ -42,9 +42,11 @@ class WireStats:
         self._current["dense_tensor"] += sent / per_node
         self._current["inside"] += sent * (per_node - 1) / per_node
 
-    def count_request(self, request: Request, ranks: int) -> None:
-        """Counts a collective of an exchange."""
-        self._current[request.kind] += request.wire_bytes(ranks)
+    def count_request(self, request: Request, ranks: int, per_node: int = 1) -> None:
+        """Counts a collective of ``ranks``, of which each node has ``per_node``, as in :meth:`count_dense`."""
+        sent = request.wire_bytes(ranks)
+        self._current[request.kind] += sent / per_node
+        self._current["inside"] += sent * (per_node - 1) / per_node
 
     def end_step(self) -> None:
         self._last = self._current

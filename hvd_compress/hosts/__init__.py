@@ -55,6 +55,12 @@ def shard_group(parameters: Iterable[Tensor]) -> Collectives | None:
     return TorchCollectives(mesh.get_group())
 
 
+def shard_groups(parameters: Iterable[Tensor]) -> list[Collectives]:
+    """The ranks that share parameters: those of each dimension of each of their meshes."""
+    meshes: dict[Any, None] = dict.fromkeys(p.device_mesh for p in parameters if is_sharded(p))  # type: ignore[attr-defined]
+    return [TorchCollectives(mesh.get_group(dimension)) for mesh in meshes for dimension in range(mesh.ndim)]
+
+
 def host_of(engine: Engine) -> DDPHost | FSDPHost | HorovodHost:
     """The host's side of an engine."""
     if any(map(is_sharded, engine.parameters)):

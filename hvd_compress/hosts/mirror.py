@@ -40,6 +40,9 @@ class Mirror:
     def registry(self) -> Registry:
         return Registry()
 
+    def check_in(self) -> Callable[[], list[int]]:
+        return list
+
     def in_nodes(self, nodes: object) -> Nodes:
         """Each rank is a node."""
         return Nodes(self)

@@ -61,7 +61,7 @@ class ThreadCollectives:
         self.rank, self.size = members.index(rank), len(members)
         self.ordered, self.active = world.ordered, True
         self.host: HostName = "ddp" if world.ordered else "horovod"
-        self._started = 0
+        self._started = self._checked_in = 0
 
     def generation(self) -> object:
         return self._world
@@ -72,6 +72,12 @@ class ThreadCollectives:
     def start(self, request: Request, name: str) -> Handle:
         self._started += 1
         return self._world.join(request, name, self._members, self.rank, self._started if self.ordered else None)
+
+    def check_in(self) -> Callable[[], list[int]]:
+        counts, number = self._world.checked_in, self._checked_in
+        self._checked_in += 1
+        counts[self._members, number].add(self.rank)
+        return lambda: [rank for rank in range(self.size) if rank not in counts[self._members, number]]
 
     def in_nodes(self, nodes: object) -> Nodes:
         """``nodes``: their number."""
@@ -104,6 +110,8 @@ class ThreadWorld:
         self._open: dict[tuple[tuple[int, ...], str], _Meeting] = {}
         #: By rank.
         self.registries = defaultdict[int, Registry](Registry)
+        #: By members and number, the ranks that have checked in.
+        self.checked_in = defaultdict[tuple[tuple[int, ...], int], set[int]](set)
         self._failure: BaseException | None = None
 
     def collectives(self, rank: int) -> ThreadCollectives:

@@ -6,6 +6,8 @@ It matches collectives by the order of the calls, which must not depend on timin
 import math
 import os
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -21,6 +23,9 @@ _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_i
 #: Of nodes and of places in nodes, by the group that they divide.
 _groups = weakref.WeakKeyDictionary[distributed.ProcessGroup, dict[tuple[int, ...], distributed.ProcessGroup]]()
 
+#: How often this process has checked in, by group.
+_checked_in = weakref.WeakKeyDictionary[distributed.ProcessGroup, int]()
+
 #: ``nodes`` that is no number of nodes, as a number, and how an error calls it.
 _STARTED, _MESH, _WRONG = 0, -1, -2
 _GIVEN = {_STARTED: "True", _MESH: "a mesh", _WRONG: "an invalid one"}
@@ -33,6 +38,20 @@ def backends() -> list[str]:
     found = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
     found |= {"mpi": distributed.is_mpi_available, "ucc": distributed.is_ucc_available}
     return [name for name, available in found.items() if available()]
+
+
+def _store() -> Any:
+    """Where the ranks of this job write what all may read; None if this torch has it at another place."""
+    found = getattr(distributed.distributed_c10d, "_get_default_store", None)  # there is no public way
+    return None if found is None else found()
+
+
+def _missing(store: Any, keys: list[str]) -> list[int]:
+    """The positions of the keys that the store does not have; none if it does not answer."""
+    try:
+        return [position for position, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return []
 
 
 class _TorchHandle:
@@ -96,6 +115,19 @@ class TorchCollectives:
             work = distributed.all_to_all_single(output, tensor, group=self.group, async_op=True)
         assert work is not None
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
+
+    def check_in(self) -> Callable[[], list[int]]:
+        store = _store()
+        if store is None or self.group is None:
+            return list
+        ranks, number = distributed.get_process_group_ranks(self.group), _checked_in.get(self.group, 0)
+        _checked_in[self.group] = number + 1
+        keys = [f"hvd_compress/{'-'.join(map(str, ranks))}/{number}/{rank}" for rank in range(len(ranks))]
+        try:
+            store.set(keys[self.rank], "")
+        except RuntimeError:  # rank 0's process, which keeps the store, has ended
+            return list
+        return lambda: _missing(store, keys)
 
     def in_nodes(self, nodes: object) -> Nodes:
         """Makes process groups, of the backend of this one, unless ``nodes`` is a mesh that has them. All ranks raise

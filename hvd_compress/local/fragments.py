@@ -28,17 +28,15 @@ class Turns:
     Args:
         engine: of the compressor.
         weights: in the order of the parameters.
-        period: calls of ``LocalSteps.step()`` between two exchanges of one weight.
+        period: calls of ``LocalSteps.step()`` between two exchanges of one weight, a multiple of ``count``.
         count: of fragments.
 
     Raises:
-        ValueError: a count that does not divide the period, or too few buckets.
+        ValueError: too few buckets.
     """
 
     def __init__(self, engine: Engine, weights: Sequence[Weight], period: int, count: int) -> None:
-        if count < 1 or period % count:
-            raise ValueError(f"period must be a multiple of fragments, got {period} and {count}")
-        self._engine, self.interval = engine, period // count
+        self._engine, self.period, self._count = engine, period, count
         units = _units(engine, weights)
         if len(units) < count:
             raise ValueError(_too_few(engine, len(units), count))
@@ -49,9 +47,13 @@ class Turns:
         self.ages = [0] * count
 
     @property
-    def due(self) -> bool:
-        """Whether the next exchange is due."""
-        return min(self.ages) >= self.interval
+    def interval(self) -> int:
+        """Calls of ``LocalSteps.step()`` between two exchanges."""
+        return self.period // self._count
+
+    def due(self, calls: int = 0) -> bool:
+        """Whether the next exchange is due, or will be after so many more calls of ``LocalSteps.step()``."""
+        return min(self.ages) + calls >= self.interval
 
     @property
     def next(self) -> Fragment:
@@ -113,7 +115,8 @@ def _units(engine: Engine, weights: Sequence[Weight]) -> list[list[Weight]]:
 def _too_few(engine: Engine, units: int, count: int) -> str:
     pieces = [place.piece for place in engine.places]
     if len(pieces) < count:
-        return f"fragments must be at most the number of tensors, {len(pieces) or units}, got {count}"
+        what = "compressed tensors: a bucket (bucket_mb) has one at least" if pieces else "tensors"
+        return f"fragments must be at most {len(pieces) or units}, the number of {what}; got {count}"
     capacity = float(sum(map(_size, pieces)) // count)
     while _buckets(pieces, capacity) < count:
         capacity /= 2

@@ -9,8 +9,10 @@ from torch import Tensor
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.state import Entry, OptionalTensor, Tree
+from .calls import Calls, Row
 from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
+from .gradients import OwnGradients
 
 
 class _Exchange:
@@ -18,19 +20,17 @@ class _Exchange:
     as it sends them.
 
     Args:
-        rounds: of this fragment so far.
         age: local steps that the differences are of.
         keep: whether to keep the parameters as they are now.
     """
 
-    def __init__(self, common: CommonWeights, fragment: Fragment, rounds: int, age: int, keep: bool) -> None:
-        self.fragment, self.age, self._rounds = fragment, age, rounds
+    def __init__(self, common: CommonWeights, fragment: Fragment, age: int, keep: bool) -> None:
+        self.fragment, self.age = fragment, age
         self.differences = common.differences(fragment.weights)
         self.pairs = [_pair(weight) if keep else None for weight in fragment.weights]
         self._dense: list[DenseGradient] = []
 
     def begin(self, engine: Engine) -> None:
-        engine.begin_step(self.fragment.works, self._rounds)
         # The last parameters first: their buckets come first.
         for weight, difference in reversed(list(zip(self.fragment.weights, self.differences, strict=True))):
             arrived = engine.arrive(weight.number, difference)
@@ -79,26 +79,47 @@ class InFlight:
     without delay would have made of them.
 
     Args:
+        calls, gradients: compare what the ranks are in, and whether their gradients are their own.
         decay: factor of the residuals after an exchange.
     """
 
-    def __init__(self, engine: Engine, common: CommonWeights, turns: Turns, delay: int, decay: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        common: CommonWeights,
+        turns: Turns,
+        calls: Calls,
+        gradients: OwnGradients,
+        delay: int,
+        decay: float,
+    ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
+        self._calls, self._gradients = calls, gradients
         self._exchange: _Exchange | None = None
         #: Calls until the parameters change.
         self._left = 0
         #: Of weights whose averages have arrived and wait, by name, w0 and w': float32 or wider, (2, *shape).
         self._waiting: dict[str, Tensor] = {}
 
-    def begin(self) -> bool:
-        """Begins the next exchange. Returns whether it has ended: without delay."""
+    @property
+    def waits(self) -> bool:
+        """Whether averages have still to arrive."""
+        return self._exchange is not None
+
+    def begin(self, number: int) -> bool:
+        """Begins the next exchange, in the call of ``LocalSteps.step()`` with this number. Returns whether it has
+        ended: without delay."""
         self.finish()
-        fragment, rounds = self._turns.next, self._turns.rounds
+        fragment, engine = self._turns.next, self._engine
         age = self._turns.ages[fragment.number]
         with self._dropped_on_failure():
-            self._exchange = _Exchange(self._common, fragment, rounds, age, keep=self._delay > 0)
-            self._turns.ages[fragment.number], self._left = 0, self._delay
-            self._exchange.begin(self._engine)
+            self._exchange = _Exchange(self._common, fragment, age, keep=self._delay > 0)
+            rounds, self._turns.ages[fragment.number], self._left = self._turns.rounds, 0, self._delay
+            engine.begin_step(fragment.works, rounds)
+            self._calls.begin(Row("step()", age, number, self._gradients.taken()))
+            if not self._delay:  # or a rank would wait here for the slowest one
+                self.check()
+            self._exchange.begin(engine)
         if not self._delay:
             self.finish()
         return not self._delay
@@ -113,8 +134,14 @@ class InFlight:
             return True
         if self._exchange is not None:
             with self._dropped_on_failure():
+                if self._calls.due:
+                    self.check()
                 self._engine.exchanges.take_turns()
         return False
+
+    def check(self) -> None:
+        """Raises ``RuntimeError``, on all ranks, if they are in different calls, or their gradients are averages."""
+        self._gradients.check(self._calls.check())
 
     def drain(self) -> None:
         """Waits for the averages. The parameters change when it is time."""
@@ -122,6 +149,7 @@ class InFlight:
         if exchange is None:
             return
         with self._dropped_on_failure():
+            self.check()
             exchange.finish(self._engine)
             self._exchange = None
             self._common.move(exchange.fragment.weights, exchange.differences)
@@ -142,6 +170,7 @@ class InFlight:
     def dropped(self) -> None:
         """The exchange has failed. What was compressed is in the residual, and zero among the differences."""
         exchange, self._exchange = self._exchange, None
+        self._calls.forget()
         if exchange is not None:
             self._turns.ages[exchange.fragment.number] += exchange.age
             self._end(exchange)
@@ -155,7 +184,9 @@ class InFlight:
         if exchange is not None:
             if wait:
                 with suppress(Exception), self._engine.entered:  # ranks may have failed
+                    self._calls.check()
                     exchange.finish(self._engine)
+            self._calls.forget()
             self._common.end(exchange.fragment.weights)
 
     def state(self) -> Tree:

@@ -1,15 +1,16 @@
 """The optimizers that take the local steps between two exchanges."""
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 from torch.optim import Optimizer
 
 from ..engine.optimizer_watch import parameters_of, share_parameters
 from ..hosts.horovod import is_distributed_optimizer
 
-# After so many steps of an optimizer without LocalSteps.step() a warning says that it may have been forgotten.
+# After so many steps of an optimizer without LocalSteps.step(), and so many calls of that without a step of an
+# optimizer, a warning says that something may have been forgotten.
 _FORGOTTEN = 100
 
 
@@ -18,9 +19,8 @@ class LocalOptimizers:
     rest.
 
     Args:
-        given: by the user.
+        given: by the user; those that Accelerate and Lightning wrap are taken out of their wrappers.
         known: the ids of the parameters that are averaged.
-        before: called before each step, with the optimizer.
         warn: called with a warning.
 
     Raises:
@@ -28,26 +28,15 @@ class LocalOptimizers:
         ValueError: none; Horovod's; and see :meth:`check`.
     """
 
-    def __init__(
-        self,
-        given: Optimizer | Sequence[Optimizer],
-        known: Set[int],
-        before: Callable[[Optimizer], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._all = [given] if isinstance(given, Optimizer) else list(given)
-        self._known, self._before, self._warn = known, before, warn
-        self._steps = Counter[Optimizer]()
-        for optimizer in self._all:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r:.80}")
-            if is_distributed_optimizer(optimizer):
-                raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
+    def __init__(self, given: Optimizer | Sequence[Optimizer], known: Set[int], warn: Callable[[str], None]) -> None:
+        self._all = [_plain(optimizer) for optimizer in _listed(given)]
+        self._known, self._warn = known, warn
+        # Since the last call of LocalSteps.step(), and of those that have stepped before it.
+        self._steps, self._last = Counter[Optimizer](), frozenset[Optimizer]()
+        self._calls = 0
         if not self._all:
             raise ValueError("local steps need an optimizer, got an empty list")
         self.check()
-        for optimizer in self._all:
-            optimizer.register_step_pre_hook(_weakly(self._before_step))
 
     def check(self) -> None:
         """Raises ``ValueError`` if an optimizer holds no known parameter or a trained unknown one, or two hold the
@@ -67,35 +56,54 @@ class LocalOptimizers:
         if shared := sum(count > 1 for count in holders.values()):
             raise ValueError(f"{shared} parameters are held by two of the optimizers: each one by a single optimizer")
 
-    def check_stepping(self, optimizer: Optimizer) -> None:
-        """Raises ``ValueError`` for one that was not given here, and is not one that wraps one of these."""
-        if not any(optimizer is own or share_parameters(optimizer, own) for own in self._all):
-            raise ValueError(
-                f"{type(optimizer).__name__} steps parameters of this compressor, and LocalSteps was not given it: "
-                "build LocalSteps(compression, [first, second], period) with all optimizers"
-            )
+    def given(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer was given here, or is one that wraps one of these."""
+        return any(optimizer is own or share_parameters(optimizer, own) for own in self._all)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """Called before each step of one of them. Warns if LocalSteps.step() is not called."""
+        self._steps[optimizer] += 1
+        if self._steps[optimizer] == _FORGOTTEN:
+            self._warn(f"{_FORGOTTEN} optimizer steps without LocalSteps.step(): call it after each one")
 
     def may_change(self, optimizer: Optimizer) -> Set[int]:
         """The ids of the known parameters that no other optimizer holds."""
         return self._known - parameters_of(other for other in self._all if other is not optimizer)
 
     def counted(self) -> None:
-        """Called by LocalSteps.step(): the steps so far belong to it."""
+        """Called by LocalSteps.step(): the steps so far belong to it. Warns if they cannot be meant so."""
+        stepped = frozenset(self._steps)
         self._steps.clear()
+        self._calls = 0 if stepped else self._calls + 1
+        if self._calls == _FORGOTTEN:
+            self._warn(
+                f"{_FORGOTTEN} calls of LocalSteps.step() without a step of the optimizers that it was given: does "
+                "another optimizer train the model, or has the model other parameters now?"
+            )
+        if stepped and self._last and stepped.isdisjoint(self._last):
+            self._warn(
+                f"LocalSteps.step() is called after each of {len(self._all)} optimizers, and counts each call: call it "
+                "once, after all of them"
+            )
+        self._last = stepped or self._last
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self._before(optimizer)
-        self._steps[optimizer] += 1
-        if self._steps[optimizer] == _FORGOTTEN:
-            self._warn(f"{_FORGOTTEN} optimizer steps without LocalSteps.step(): call it after each one")
+
+def _listed(given: Any) -> list[Any]:
+    if hasattr(given, "param_groups") or not isinstance(given, Iterable):
+        return [given]
+    return list(given)
 
 
-def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
-    """A hook of an optimizer that does not keep what it calls alive."""
-    found = weakref.WeakMethod(method)
-
-    def hook(optimizer: Optimizer, *_: object) -> None:
-        if (alive := found()) is not None:
-            alive(optimizer)
-
-    return hook
+def _plain(optimizer: Any) -> Optimizer:
+    """The optimizer that steps. The ``param_groups`` of a wrapper are no attribute of its own."""
+    found = optimizer
+    while hasattr(found, "param_groups") and not (isinstance(found, Optimizer) and "param_groups" in vars(found)):
+        found = getattr(found, "optimizer", None)
+    if not isinstance(found, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, or a list of several, got {optimizer!r:.80}: write "
+            "LocalSteps(compression, [first, second], period)"
+        )
+    if is_distributed_optimizer(found):
+        raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
+    return found

@@ -1,22 +1,34 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..engine.arguments import check_fraction
-from ..engine.collectives import allreduce
+from ..engine.arguments import check_fraction, check_integer
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
+from ..engine.shards import is_sharded
 from ..engine.state import Entry, Fixed, Tree
+from ..hosts import shard_groups
+from ..hosts.fsdp import FSDPHost, check_sharded, hooked
+from ..hosts.horovod import is_distributed_optimizer
+from ..hosts.owners import Owners
 from ..methods.base import Compressor
-from .common_weights import CommonWeights
+from .buffers import Buffers, refresh_spectral_norms
+from .calls import Calls, Row
+from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
+from .gradients import OwnGradients
 from .in_flight import InFlight, count_gradients
 from .optimizers import LocalOptimizers
+from .outside import OutsideChanges
+
+# Where in a training loop weights are looked at, for errors.
+_AFTER_STEP, _AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
 
 
 class LocalSteps:
@@ -61,19 +73,29 @@ class LocalSteps:
     Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer
     (``docs/local_steps.md``).
 
-    All ranks must begin with the same parameters, which the first exchange checks, and call :meth:`step` equally often.
-    The gradients, their clipping and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.
-    Checkpoints: ``compression.state_dict()`` contains this object's state. With a ``delay`` it waits for what is in
-    flight, which is saved with it and applied when it is time: all ranks must call it, and ``load_state_dict()``, at
-    the same place.
+    All ranks must begin with the same parameters, which the first :meth:`step` checks, and call :meth:`step` equally
+    often: before each exchange the ranks compare what they are in (32 bytes a rank), and all raise an error if that
+    differs. After the parameters were replaced in training, call :meth:`take_weights`. The gradients, their clipping
+    and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.
+
+    Example::
+
+        local = hvd_compress.LocalSteps(hvd_compress.Quantized(model, bits=2), optimizer, period=3, unsent="buffer")
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            local.step()
+        local.finish(model)  # before testing or saving the model
 
     Args:
         compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its
             steps (of schedules, ``warmup_steps``, ``budget_interval``) are exchanges.
         optimizer: the optimizer that takes the local steps, or a list of several, of different parameters. They must
             hold no trained parameter that the compressor was not given. A parameter that none of them holds is
-            averaged, too.
-        period: calls of :meth:`step` between two exchanges, at least 1.
+            averaged, too. Of one that Accelerate or Lightning has wrapped, the optimizer inside is meant.
+        period: calls of :meth:`step` between two exchanges, at least 1. It can be changed in training
+            (:attr:`period`).
         unsent: where the part of the difference stays that was not sent: in the rank's own ``"weights"``, or in an
             error-feedback ``"buffer"``, so that all ranks have the same weights after an exchange.
         decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95. Only with
@@ -86,11 +108,15 @@ class LocalSteps:
         delay: calls of :meth:`step` between the beginning and the end of an exchange, 0 to ``period / fragments``.
 
     Raises:
-        TypeError: ``compression`` is not a compressor, or ``optimizer`` neither an optimizer nor a list of them.
+        TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
+            ``period``, ``fragments`` or ``delay`` no integer.
         ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, with local steps
             already, or with ``nodes`` and ``unsent="weights"``; an optimizer with unknown parameters, with parameters
-            of another one, or Horovod's; in training, an optimizer of the compressor's parameters that is not one of
-            these.
+            of another one, or Horovod's; FSDP2 shards over whose ranks the compressor averages, or gradients that hooks
+            average; in training, an optimizer of the compressor's parameters that is not one of these, or a model that
+            has other parameters now.
+        RuntimeError: in training, on all ranks, ranks in different calls, or gradients that are averaged already;
+            weights that were replaced without :meth:`take_weights`.
     """
 
     @modes_off
@@ -109,8 +135,11 @@ class LocalSteps:
     ) -> None:
         if not isinstance(compression, Compressor):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
-        if period < 1:
-            raise ValueError(f"period must be at least 1, got {period}")
+        if isinstance(period, Optimizer):
+            raise TypeError("several optimizers are given as a list: LocalSteps(compression, [first, second], period)")
+        fragments = check_integer("fragments", fragments, 1)
+        period = _checked_period(period, fragments)
+        delay = check_integer("delay", delay, 0)
         if unsent not in ("weights", "buffer"):
             raise ValueError(f"unsent must be weights or buffer, got {unsent!r}")
         check_fraction("decay", decay)
@@ -140,45 +169,92 @@ class LocalSteps:
                 "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
                 'use unsent="buffer"'
             )
-        self.compression = compression
+        self.compression, model = compression, compression.model
+        if model is not None:
+            check_sharded(model)
+        if hooked(engine.parameters):
+            raise ValueError(
+                "hooks of register_fsdp_hooks() exchange these parameters' gradients in every step: call remove() of "
+                "the handle that it has returned"
+            )
         self._common = CommonWeights(engine, unsent, outer_lr, outer_momentum)
-        self._turns = Turns(engine, self._common.weights, period, fragments)
-        if not 0 <= delay <= self._turns.interval:
+        weights = self._common.weights
+        if isinstance(compression.host, FSDPHost):
+            for weight in (weight for weight in weights if is_sharded(weight.parameter)):
+                compression.host.check(weight.name, weight.parameter, True)
+        self._turns = Turns(engine, weights, period, fragments)
+        if delay > self._turns.interval:
             raise ValueError(f"delay must lie in 0 to period / fragments = {self._turns.interval}, got {delay}")
-        self._in_flight = InFlight(engine, self._common, self._turns, delay, decay)
-        #: What must be the same on all ranks.
-        self._arguments = {"period": period, "unsent": unsent, "decay": decay, "outer_lr": outer_lr}
+        self._delay, self._plain = delay, outer_lr == 1.0 and not outer_momentum
+        # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
+        self._exact = self._plain and not delay and not engine.works and not engine.dense_half
+        self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
+        self._in_flight = InFlight(engine, self._common, self._turns, self._calls, self._gradients, delay, decay)
+        self._outside = OutsideChanges(weights)
+        self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
+        #: What must be the same on all ranks, beside the period.
+        self._arguments = {"unsent": unsent, "decay": decay, "outer_lr": outer_lr}
         self._arguments |= {"outer_momentum": outer_momentum, "fragments": fragments, "delay": delay}
-        self._optimizers = LocalOptimizers(optimizer, self._common.ids, self._before_step, engine.warn)
+        self._optimizers = LocalOptimizers(optimizer, self._common.ids, engine.warn)
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
+        #: Calls of step() in this process; whether an optimizer has stepped since the last one; and whether finish() or
+        #: take_weights() was called since the last of its steps.
+        self._number, self._stepped, self._finished = 0, False, False
         engine.local_steps = self
+        _living.add(self)
 
     # What the user calls.
 
     @modes_off
     def step(self) -> bool:
         """Call it after each ``optimizer.step()`` or ``scaler.step(optimizer)``, also if the scaler skips that step; of
-        several optimizers, after all of them. All ranks must call it equally often: the others wait.
+        several optimizers, once, after all of them. All ranks must call it equally often: the others wait.
 
         Every ``period / fragments``-th call begins an exchange, which ends in the same call or ``delay`` calls later.
         Returns whether one has ended in this call.
         """
         self._begin()
+        if self._watching:
+            self._outside.check(_AFTER_STEP)
         self._optimizers.counted()
-        self._begun = True
+        self._begun, self._stepped = True, False
+        self._number += 1
         self._turns.count()
-        ended = self._in_flight.called()
-        if not self._turns.due:
-            return ended
-        if not self._engine.collectives.active:
-            self._turns.begin_anew()
-            return True
-        self._optimizers.check()
-        return self._in_flight.begin() or ended
+        if not self._exchanging:
+            ended = self._turns.due()
+            if ended:
+                self._turns.begin_anew()
+        else:
+            with self._engine.entered:
+                self._engine.compare()
+            ended = self._in_flight.called()
+            if self._turns.due():
+                self._check()
+                ended = self._in_flight.begin(self._number) or ended
+            if ended:
+                self._owners.reshard()
+            self._note()
+        return ended
+
+    @property
+    def period(self) -> int:
+        """Calls of :meth:`step` between two exchanges of a weight. It can be set, on all ranks at the same place, for
+        example to let it grow as the learning rate falls (Gu et al., *A Quadratic Synchronization Rule for Distributed
+        Deep Learning*, ICLR 2024): ``local.period = max(3, int((0.01 / lr) ** 2))``. Setting raises as the
+        constructor."""
+        return self._turns.period
+
+    @period.setter
+    def period(self, period: int) -> None:
+        fragments = len(self._turns.fragments)
+        period = _checked_period(period, fragments)
+        if self._delay > period // fragments:
+            raise ValueError(f"period must be at least fragments * delay = {fragments * self._delay}, got {period}")
+        self._turns.period = period
 
     @modes_off
-    def finish(self, model: torch.nn.Module | None = None) -> None:
+    def finish(self, model: torch.nn.Module | None = None, *, buffers: Mapping[str, str] | None = None) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
         What is in flight arrives before.
 
@@ -186,60 +262,156 @@ class LocalSteps:
         no part. All ranks must call it.
 
         Args:
-            model: its floating-point buffers, such as BatchNorm's statistics, are averaged, too; others are not
-                touched.
+            model: its buffers become the same on all ranks, too: the running averages of BatchNorm and InstanceNorm
+                modules are averaged, all others become rank 0's, as in DistributedDataParallel. Of a model sharded by
+                FSDP2, also within the shard group.
+            buffers: other ways, by patterns of the buffers' names (:mod:`fnmatch`): ``{"queue*": "own", "scale":
+                "mean"}``, with ``"mean"``, ``"rank 0"``, or ``"own"`` for those that stay each rank's own.
+
+        Raises:
+            ValueError: a model without parameters of the compressor; a buffer that cannot be exchanged, or a wrong
+                way.
+            RuntimeError: on all ranks, some of them are in other calls, or buffers have other shapes on some.
         """
         self._begin()
+        self._owners.reshard()
+        chosen = None
+        if model is not None:
+            self._check_model(model)
+            chosen = Buffers(model, buffers or {})
         engine, weights = self._engine, self._common.weights
-        if not engine.collectives.active:
+        if not self._exchanging:
             return
+        if self._watching:
+            self._outside.check(_AFTER_STEP if self._stepped else _AFTER_CALL, routine=False)
         self._in_flight.finish()
         with engine.outside_steps():
+            self._calls.compare(Row("finish()"))
+            label = f"{engine.exchanges.label}.buffers"
+            levels = [engine.collectives, *shard_groups(engine.parameters)]
+            if chosen is not None:
+                chosen.check_same(levels, label, engine.parameters[0].device)
             whole = [
                 dense_gradient(w.number, w.parameter, w.own.to(w.common.dtype, copy=True), False, 1.0) for w in weights
             ]
-            buffers = [b for b in model.buffers() if b.is_floating_point()] if model is not None else []
-            # In double precision the mean of equal values is that value.
-            payloads = [*(w.payload for w in whole), *(b.double().flatten() for b in buffers)]
+            payloads = [weight.payload for weight in whole]
             for payload in payloads:
                 engine.stats.count_dense(0, payload.nbytes, engine.collectives.size, engine.nodes.ranks)
             for fragment, age in zip(self._turns.fragments, self._turns.ages, strict=True):
                 count_gradients(engine, fragment, age)
-            averages = iter(Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results())
-            for weight in whole:
-                weight.store(next(averages))
+            averages = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results()
+            for weight, average in zip(whole, averages, strict=True):
+                weight.store(average)
             self._common.replace(weight.grad for weight in whole)
-            for buffer in buffers:
-                buffer.copy_(next(averages).view(buffer.shape))
-        for module in model.modules() if model is not None else ():
-            if hasattr(module, "unshard"):  # of FSDP2: after an evaluation it may hold what the shards were before
-                cast(Any, module).reshard()
+            if model is not None and chosen is not None:
+                chosen.exchange(levels, label, engine.stats.count_request)
+                refresh_spectral_norms(model)
+        self._owners.reshard()
         self._turns.begin_anew()
+        self._finished = True
+        self._note()
+
+    @modes_off
+    def take_weights(self) -> None:
+        """Makes the parameters, as they are now, the common weights. Call it on all ranks after the parameters were
+        replaced in training: by ``model.load_state_dict()``, an EMA switch, a roll-back, averaged weights (SWA), a
+        merge of adapters. Without it the replacement would count as progress of the local steps; a change that is
+        noticed raises an error.
+
+        What is in flight is not applied, and nothing unsent is kept, nor outer momentum. The optimizers' states stay as
+        they are. Not needed after ``load_state_dict()`` of this object or of its compressor.
+
+        Raises:
+            ValueError: the model has other parameters now.
+            RuntimeError: on all ranks, their parameters differ, or some of them are in other calls.
+        """
+        self._engine.check_generation()
+        self._check()
+        self._in_flight.discard(wait=True)
+        self._common.take(self._common.ids)
+        scale_residuals(self._engine.works, 0.0)
+        self._taken = True
+        self._turns.begin_anew()
+        if self._exchanging:
+            with self._engine.entered:
+                self._calls.compare(Row("take_weights()", must_equal=self._common.hash()))
+        self._stepped, self._finished = False, True
+        self._note()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of :meth:`the compressor <hvd_compress.Compressor.state_dict>`, which contains the state of this object.
+
+        With a ``delay`` it waits for what is in flight, which is saved with it and applied when it is time: all ranks
+        must call it, and :meth:`load_state_dict`, at the same place.
+        """
+        return self.compression.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` has returned. Raises ``ValueError`` if it does not fit."""
+        self.compression.load_state_dict(state)
 
     # What the engine calls.
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises ``ValueError`` for an optimizer that was not given here."""
-        self._optimizers.check_stepping(optimizer)
+    @modes_off
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
+        ``RuntimeError`` if the weights were replaced."""
+        if not self._optimizers.given(optimizer):
+            if any(optimizer in other for other in _living if other is not self):
+                return  # the parameters are trained again
+            raise ValueError(
+                f"{type(optimizer).__name__} steps parameters of this compressor, and LocalSteps was not given it: "
+                "build LocalSteps(compression, [first, second], period) with all optimizers"
+            )
+        if is_distributed_optimizer(optimizer) and self._exchanging:
+            raise ValueError(
+                "Horovod's DistributedOptimizer averages the gradients in every step, and LocalSteps exchanges weights "
+                "beside that, which saves nothing: step the plain optimizer"
+            )
+        self._begin()
+        if self._watching and self._begun and not self._stepped:
+            self._outside.check(_AFTER_CALL, routine=not self._finished)
+        self._stepped, self._finished = True, False
+        self._optimizers.stepping(optimizer)
+        if self._exchanging and self._turns.due(calls=1):
+            self._gradients.look()
+        if not self._begun:
+            # Again before each step up to the first call of step(): hvd.broadcast_optimizer_state() may step before the
+            # parameters are broadcast. Not those that another optimizer may have changed already.
+            self._common.take(self._optimizers.may_change(optimizer))
+
+    def after_optimizer_step(self) -> None:
+        """The weights are as the optimizer has left them."""
+        self._note()
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return self._optimizers.given(optimizer)
 
     def restart(self, same_ranks: bool) -> None:
         """A state will be loaded, or the set of ranks has changed: the parameters before the next local step become the
         common weights. What is in flight is not applied to them; in an error-feedback buffer it stays."""
         self._in_flight.discard(wait=same_ranks)
+        self._outside.forget()
         self._taken = self._begun = False
         self._turns.begin_anew()
 
     def dropped(self) -> None:
         """The compressor's step was dropped: what was in flight returns to the weights, or to the buffer."""
         self._in_flight.dropped()
+        self._note()
 
-    def drain(self) -> None:
-        """Waits for what is in flight; the parameters change when it is time."""
+    def drain(self, to_save: bool = False) -> None:
+        """Waits for what is in flight; the parameters change when it is time. ``to_save``: for ``state_dict()``."""
+        if to_save and self._in_flight.waits:
+            with self._engine.entered:
+                self._in_flight.check()
+                self._calls.compare(Row("state_dict()"))
         self._in_flight.drain()
 
     def options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
         compared = {
+            "period": self.period,
             **self._arguments,
             "steps since the last exchange": " ".join(map(str, self._turns.ages)),
             "hash of the weights before the first step (were they broadcast?)": self._common.hash(),
@@ -248,14 +420,12 @@ class LocalSteps:
 
     def check_common(self) -> None:
         """Raises ``RuntimeError``, on all ranks, if the weights of one are not the common ones. All ranks call it."""
-        engine = self._engine
         differs = self._taken and not self._common.applied()
-        differ = torch.tensor([float(differs)], dtype=torch.float32, device=engine.parameters[0].device)
-        if engine.collectives.active:
-            with engine.entered:
-                name = f"{engine.exchanges.label}.common"
-                differ = engine.collectives.start(allreduce(differ, "budget"), name).result()
-        if differ.item():
+        if self._exchanging:
+            with self._engine.entered:
+                rows = self._calls.compare(Row("DCPState.state_dict()", extra=int(differs)))
+            differs = any(row.extra for row in rows)
+        if differs:
             raise RuntimeError("the ranks' weights differ between exchanges: call finish() before saving")
 
     def state(self) -> Tree:
@@ -275,16 +445,48 @@ class LocalSteps:
     def _engine(self) -> Engine:
         return self.compression.engine
 
-    @modes_off
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self._begin()
-        if not self._begun:
-            # Again before each step up to the first call of step(): hvd.broadcast_optimizer_state() may step before the
-            # parameters are broadcast. Not those that another optimizer may have changed already.
-            self._common.take(self._optimizers.may_change(optimizer))
+    @property
+    def _exchanging(self) -> bool:
+        """Whether there is anything to exchange: the plain average of one rank is what it has."""
+        collectives = self._engine.collectives
+        return collectives.active and not (collectives.size == 1 and self._plain)
+
+    @property
+    def _watching(self) -> bool:
+        """Whether weights that were replaced would be mixed with others."""
+        return self._exchanging and not self._exact
+
+    def _note(self) -> None:
+        if self._watching:
+            self._outside.note()
 
     def _begin(self) -> None:
         self._engine.check_generation()
         if not self._taken:
             self._common.take(self._common.ids)
             self._taken = True
+
+    def _check(self) -> None:
+        """Raises ``ValueError`` if the optimizers or the model have other parameters now."""
+        self._owners.reshard()
+        self._owners.check()
+        self._optimizers.check()
+
+    def _check_model(self, model: torch.nn.Module) -> None:
+        held = {id(p) for p in model.parameters()}
+        if held and held.isdisjoint(self._common.ids):
+            raise ValueError(
+                "finish(model): this model has none of the parameters that the compressor was given (a copy, another "
+                "model, or one after load_state_dict(assign=True)?)"
+            )
+
+
+#: All of this process.
+_living = weakref.WeakSet[LocalSteps]()
+
+
+def _checked_period(period: object, fragments: int) -> int:
+    calls = check_integer("period", period, 1)
+    if calls % fragments:
+        raise ValueError(f"period must be a multiple of fragments, got {calls} and {fragments}")
+    return calls

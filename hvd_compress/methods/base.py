@@ -1,9 +1,11 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
 import abc
+import weakref
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..engine import checkpoint, guard
@@ -90,6 +92,7 @@ class Compressor(Reporting, abc.ABC):
         collectives: Collectives | None = None,
     ) -> None:
         named = named_pairs(named_parameters)
+        self._model = weakref.ref(named_parameters) if isinstance(named_parameters, torch.nn.Module) else None
         check_common(min_numel, bucket_mb, dense_values, grad_scaler, start_timeout)
         everyone = collectives or default_collectives(process_set, process_group)
         divided = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
@@ -170,6 +173,11 @@ class Compressor(Reporting, abc.ABC):
             f"{type(self).__name__}({options}; {len(engine.places)} of {len(engine.parameters)} tensors compressed "
             f"({entries:,} of {total:,} entries), {buckets} bucket{'s' * (buckets != 1)})"
         )
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model that was given in place of its named parameters, while it exists."""
+        return None if self._model is None else self._model()
 
     @property
     def buckets(self) -> list[Bucket]:

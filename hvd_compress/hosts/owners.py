@@ -1,0 +1,97 @@
+"""Who else has to do with a compressor's parameters: the model, FSDP2, and what averages their gradients."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..engine.optimizer_watch import parameters_of
+from ..engine.shards import is_sharded
+from .fsdp import hooked
+
+
+class Owners:
+    """The modules that hold parameters; they are not kept alive.
+
+    Args:
+        named: names and parameters.
+        model: that they are of, if it is known.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], model: torch.nn.Module | None) -> None:
+        # FSDP2 exchanges its modules' parameters for whole ones, and back.
+        names = {id(p): name for name, p in named if not is_sharded(p)}
+        modules = model.modules() if model is not None else ()
+        self._model = None if model is None else weakref.ref(model)
+        self._places = [
+            (names[id(p)], weakref.ref(module), key, weakref.ref(p))
+            for module in modules
+            for key, p in module._parameters.items()
+            if p is not None and id(p) in names
+        ]
+        self._sharded = [weakref.ref(module) for module in _fsdp_modules(named)]
+
+    def check(self) -> None:
+        """Raises ``ValueError`` if the model has other parameters now."""
+        moved = [(name, p()) for name, module, key, p in self._places if not _holds(module(), key, p())]
+        if not moved:
+            return
+        model = None if self._model is None else self._model()
+        held = {id(p) for p in model.parameters()} if model is not None else set[int]()  # a parametrization moves some
+        gone = [name for name, p in moved if id(p) not in held]
+        if gone:
+            more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+            raise ValueError(
+                f"{', '.join(gone[:3])}{more}: the model has other parameters than the compressor was given "
+                "(load_state_dict(assign=True), fully_shard() or a new layer after it was built?): build the "
+                "compressor, the optimizer and LocalSteps after that"
+            )
+
+    def reshard(self) -> None:
+        """Drops what FSDP2 keeps of whole parameters: after a validation it may keep those of before an exchange."""
+        for module in self._sharded:
+            if (alive := module()) is not None:
+                alive.reshard()
+
+
+def _holds(module: torch.nn.Module | None, key: str, parameter: Tensor | None) -> bool:
+    return module is not None and module._parameters.get(key) is parameter
+
+
+def _fsdp_modules(named: Sequence[tuple[str, Tensor]]) -> Iterator[Any]:
+    """FSDP2's modules that hold some of the parameters, themselves or inside, wherever they are."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    ids = {id(p) for _, p in named if is_sharded(p)}
+    if fsdp is None or not ids:
+        return
+    for module in _living(fsdp.FSDPModule):
+        if any(id(p) in ids for p in module.parameters()):
+            yield module
+
+
+def averages(parameters: Sequence[Tensor]) -> str | None:
+    """What averages the gradients of parameters already in each step, and what to do, for an error; None if nothing is
+    found."""
+    ids = {id(p) for p in parameters}
+    if hooked(parameters):
+        return "the hooks of register_fsdp_hooks(): call remove() of the handle that it has returned"
+    for model in _living(DistributedDataParallel):
+        if model.require_backward_grad_sync and any(id(p) in ids for p in model.parameters()):
+            return (
+                "DistributedDataParallel (accelerate.prepare() and Lightning's ddp strategy make one): train the plain "
+                "model, ddp.module, or run forward and backward passes in ddp.no_sync()"
+            )
+    for optimizer in _living(torch.optim.Optimizer):
+        if hasattr(optimizer, "_compression") and not ids.isdisjoint(parameters_of([optimizer])):
+            return "Horovod's DistributedOptimizer: step the plain optimizer, and do not build it"
+    return None
+
+
+def _living(kind: type) -> Iterable[Any]:
+    """The objects of a class in this process. The type is asked, since proxies pretend to be of other classes."""
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]

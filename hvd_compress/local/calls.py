@@ -1,0 +1,99 @@
+"""The calls that all ranks must make at the same place, compared before they exchange anything."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.collectives import Handle, allgather
+from ..engine.comparison import ranks_text
+from ..engine.engine import Engine
+
+#: What a rank may be in; a call is sent as its place here.
+CALLS = ("step()", "finish()", "take_weights()", "state_dict()", "DCPState.state_dict()")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank sends: 32 bytes.
+
+    ``call``: one of :data:`CALLS`. ``must_equal``: what must be the same on all ranks: of step(), the calls since the
+    last exchange. ``number``: of calls of step() so far, for errors. ``extra``: what the caller wants to know of each
+    rank.
+    """
+
+    call: str
+    must_equal: int = 0
+    number: int = 0
+    extra: int = 0
+
+    def __str__(self) -> str:
+        return f"step() {self.number}" if self.call == "step()" else self.call
+
+
+class Calls:
+    """Compares the calls of all ranks by one allgather, so that ranks in different calls raise an error. They would
+    exchange what does not belong together otherwise, or wait for each other."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._own = engine, Row(CALLS[0])
+        self._handle: Handle | None = None
+
+    def begin(self, row: Row) -> None:
+        """Sends a row to all ranks, without waiting."""
+        engine, self._own = self._engine, row
+        values = [CALLS.index(row.call), row.must_equal, row.number, row.extra]
+        request = allgather(torch.tensor([values], dtype=torch.int64, device=engine.parameters[0].device), "budget")
+        engine.stats.count_request(request, engine.collectives.size, engine.nodes.ranks)
+        self._handle = engine.collectives.start(request, f"{engine.exchanges.label}.call")
+
+    @property
+    def due(self) -> bool:
+        """Whether :meth:`check` belongs here, in a call that need not wait: where collectives have names, mismatched
+        ones never meet, and nobody waits for the rows."""
+        return self._handle is not None and (self._engine.collectives.ordered or self._handle.done())
+
+    def check(self) -> list[Row]:
+        """The rows of all ranks, for which it waits; none if that was done. Raises ``RuntimeError``, on all ranks,
+        unless they are in the same call after equally many steps."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return []
+        try:
+            rows = self._engine.exchanges.wait(handle).tolist()
+        except RuntimeError as error:
+            if not self._engine.collectives.ordered:  # Horovod's own error, which an elastic job catches
+                raise
+            raise RuntimeError(
+                f"the other ranks have not come to LocalSteps' {self._own}, in which this one waits: all ranks must "
+                f"call step() equally often, and finish(), take_weights() and state_dict() at the same place ({error})"
+            ) from error
+        found = [Row(CALLS[call], *rest) for call, *rest in rows]
+        if len({(row.call, row.must_equal) for row in found}) > 1:
+            raise _differ(found)
+        return found
+
+    def compare(self, row: Row) -> list[Row]:
+        """Sends a row, and waits for those of the others. Raises as :meth:`check`."""
+        self.begin(row)
+        return self.check()
+
+    def forget(self) -> None:
+        """Nobody waits for the answers any more."""
+        self._handle = None
+
+
+def _differ(rows: list[Row]) -> RuntimeError:
+    if {row.call for row in rows} == {"take_weights()"}:
+        return RuntimeError(
+            "the ranks have different weights in take_weights(): load or broadcast the same ones on all ranks before"
+        )
+    ranks = defaultdict[str, list[int]](list)
+    for rank, row in enumerate(rows):
+        ranks[str(row)].append(rank)
+    who = ", ".join(f"{ranks_text(numbers)} in {call}" for call, numbers in ranks.items())
+    return RuntimeError(
+        f"the ranks are in different calls of LocalSteps, {who}: all ranks must call step() equally often, with the "
+        "same period, and finish(), take_weights() and state_dict() at the same place; not on one rank only, and not "
+        "after unequal numbers of batches"
+    )
