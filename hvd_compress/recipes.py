@@ -2,7 +2,8 @@
 
 Each function takes the model, the optimizer or the list of optimizers that take the local steps, and the period. It
 returns the :class:`~hvd_compress.LocalSteps`, whose ``compression`` has the statistics and the state to save. Further
-arguments are the compressor's (``process_group``, ``dense_values``, ...). Errors are those of the two classes.
+arguments are the compressor's (``process_group``, ``dense_values``, ...). Errors are those of the two classes;
+arguments in another order raise a ``TypeError`` that shows the call to write.
 
 ================  =======================  ====================  ========================  ============================
 recipe            optimizer                what is exchanged     what becomes of it        bytes against dense training
@@ -15,12 +16,14 @@ recipe            optimizer                what is exchanged     what becomes of
 ================  =======================  ====================  ========================  ============================
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
+import torch
 from torch.optim import Optimizer
 
-from .engine.arguments import NamedParameters
+from .engine.arguments import NamedParameters, by_name, named_pairs
 from .local.steps import LocalSteps
 from .methods.no_compression import NoCompression
 from .methods.quantized import Quantized
@@ -29,8 +32,42 @@ from .methods.topk import TopK
 __all__ = ["diloco", "local_sgd", "low_bit", "muloco", "sparseloco"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
+Recipe = TypeVar("Recipe", bound=Callable[..., LocalSteps])
 
 
+def _in_order(recipe: Recipe) -> Recipe:
+    """Decorates a recipe: it gets the optimizers as a list. Raises ``TypeError`` if it was not given a model, one or
+    several optimizers, and a period, in this order."""
+    name, checked = recipe.__name__, by_name(recipe)
+
+    @wraps(recipe)
+    def called(model: Any, optimizers: Any, *others: Any, **options: Any) -> LocalSteps:
+        call = f"{name}(model, {{}}, period)".format
+        if isinstance(model, Optimizer) or isinstance(optimizers, torch.nn.Module):
+            raise TypeError(f"the model comes first, then the optimizer: {call('optimizer')}")
+        given = list(optimizers) if _is_list(optimizers) else [optimizers]
+        wrong = [item for item in given if not hasattr(item, "param_groups")]  # wrappers are no Optimizer
+        if wrong or not given:
+            got = type(wrong[0]).__name__ if wrong else "an empty list"
+            raise TypeError(
+                f"{name} takes a torch.optim.Optimizer, or a list of several: {call('optimizer')}; got {got}"
+            )
+        more = [item for other in others for item in (other if _is_list(other) else [other])]
+        if more := [item for item in more if isinstance(item, Optimizer)]:
+            names = ", ".join(type(item).__name__.lower() for item in [*given, *more])
+            raise TypeError(f"several optimizers are given as a list: {call(f'[{names}]')}")
+        if not isinstance(model, torch.nn.Module):
+            model = named_pairs(model, call("optimizer"))
+        return checked(model, given, *others, **options)
+
+    return cast(Recipe, called)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | Mapping | torch.Tensor)
+
+
+@_in_order
 def low_bit(
     model: NamedParameters,
     optimizers: Optimizers,
@@ -57,6 +94,7 @@ def low_bit(
     return LocalSteps(compression, optimizers, period, unsent="buffer", fragments=fragments, delay=delay)
 
 
+@_in_order
 def local_sgd(
     model: NamedParameters,
     optimizers: Optimizers,
@@ -74,6 +112,7 @@ def local_sgd(
     return LocalSteps(NoCompression(model, **options), optimizers, period, fragments=fragments, delay=delay)
 
 
+@_in_order
 def diloco(
     model: NamedParameters,
     optimizers: Optimizers,
@@ -104,6 +143,7 @@ def diloco(
     )
 
 
+@_in_order
 def muloco(
     model: NamedParameters,
     optimizers: Optimizers,
@@ -121,6 +161,7 @@ def muloco(
     return diloco(model, optimizers, period, outer_momentum=outer_momentum, **options)
 
 
+@_in_order
 def sparseloco(
     model: NamedParameters,
     optimizers: Optimizers,

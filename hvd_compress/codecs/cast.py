@@ -20,6 +20,10 @@ class Cast(Codec):
 
     kind: str
 
+    def __post_init__(self) -> None:
+        if self.kind not in _DTYPES:
+            raise ValueError(f"kind must be one of {', '.join(_DTYPES)}, got {self.kind!r}")
+
     @property
     def name(self) -> str:
         return self.kind

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..engine.arguments import check_flag, check_integer
 from ..engine.collectives import allreduce
 from .base import Averaged, Channel, Codec
 from .codebooks import grid_step
@@ -29,8 +30,8 @@ class Lanes(Codec):
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 16:
-            raise ValueError(f"lanes take 2 to 16 bits, got {self.bits}")
+        object.__setattr__(self, "bits", check_integer("bits of lanes", self.bits, 2, 16))
+        object.__setattr__(self, "stochastic", check_flag("stochastic", self.stochastic))
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..engine.arguments import check_integer
 from .base import drop_excess
 from .codebooks import codebook_on
 
@@ -44,8 +45,7 @@ class Lloyd(Code):
     peak = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"lloyd takes 1 to 8 bits, got {self.bits}")
+        object.__setattr__(self, "bits", check_integer("bits of lloyd", self.bits, 1, 8))
 
     @property
     def name(self) -> str:
@@ -67,6 +67,11 @@ class Plain(Code):
 
     bits: int
     peak = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_integer("bits of fp", self.bits, 16, 32))
+        if self.bits not in (16, 32):
+            raise ValueError(f"bits of fp must be 16 or 32, got {self.bits}")
 
     @property
     def name(self) -> str:
@@ -109,13 +114,10 @@ class RangeFloat(Code):
     peak = True
 
     def __post_init__(self) -> None:
-        if not 4 <= self.bits <= 16:
-            raise ValueError(f"range takes 4 to 16 bits, got {self.bits}")
-        if not self.mantissa:
-            object.__setattr__(self, "mantissa", _MANTISSA[self.bits])
-        if not self.least_mantissa(self.bits) <= self.mantissa <= 22:
-            least = self.least_mantissa(self.bits)
-            raise ValueError(f"mantissa must be {least} to 22, or 0 for the default, got {self.mantissa}")
+        object.__setattr__(self, "bits", check_integer("bits of range", self.bits, 4, 16))
+        mantissa = check_integer("mantissa", self.mantissa) or _MANTISSA[self.bits]
+        least, other = self.least_mantissa(self.bits), "0 for the default"
+        object.__setattr__(self, "mantissa", check_integer("mantissa", mantissa, least, 22, other=other))
 
     @staticmethod
     def least_mantissa(bits: int) -> int:

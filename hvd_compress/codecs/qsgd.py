@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..engine.arguments import check_integer
 from ..engine.collectives import allgather
 from ..reference.scales import bounded, divided
 from .base import Averaged, Channel, Codec, invalidate
@@ -29,10 +30,8 @@ class Levels(Codec):
     norm: str = "l2"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"bits must lie in 2 to 8, got {self.bits}")
-        if self.run < 1:
-            raise ValueError(f"run must be at least 1, got {self.run}")
+        object.__setattr__(self, "bits", check_integer("bits", self.bits, 2, 8))
+        object.__setattr__(self, "run", check_integer("run", self.run, 1))
         if self.norm not in ("l2", "max"):
             raise ValueError(f"norm must be 'l2' or 'max', got {self.norm!r}")
 

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ..engine.arguments import check_integer
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec, invalidate
@@ -32,10 +33,8 @@ class ScaledRing(Codec):
     run: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits must lie in 1 to 8, got {self.bits}")
-        if self.run < 8:
-            raise ValueError(f"run must be at least 8, got {self.run}")
+        object.__setattr__(self, "bits", check_integer("bits", self.bits, 1, 8))
+        object.__setattr__(self, "run", check_integer("run", self.run, 8))
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..engine.arguments import check_number
 from ..engine.collectives import allgather, allreduce
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec, invalidate
@@ -22,6 +23,10 @@ class Ternary(Codec):
     """
 
     clip: float | None
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            object.__setattr__(self, "clip", check_number("clip", self.clip, above=0, other="None"))
 
     @property
     def name(self) -> str:

@@ -1,74 +1,170 @@
-"""Checks of the arguments that all compressors share."""
+"""Checks of arguments."""
 
+import inspect
+import math
 import operator
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: ``(name, parameter)`` pairs, or a model, whose named parameters they are.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 
 
-def check_common(min_numel: int, bucket_mb: float, dense_values: str, grad_scaler: Any, start_timeout: float) -> None:
-    """Raises ``ValueError`` or ``TypeError`` if an argument of :class:`hvd_compress.Compressor` is not allowed."""
-    if bucket_mb <= 0:
-        raise ValueError(f"bucket_mb must be above 0, got {bucket_mb}")
-    if dense_values not in ("fp16", "fp32"):
-        raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
-    if not start_timeout > 0.0:
-        raise ValueError(f"start_timeout must be above 0, got {start_timeout}")
-    if min_numel < 1:
-        raise ValueError(f"min_numel must be at least 1, got {min_numel}")
-    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
+def check_integer(name: str, value: Any, low: int | None = None, high: int | None = None, *, other: str = "") -> int:
+    """``value`` as an int, in [low, high].
 
+    Args:
+        name: of the argument, for errors.
+        low, high: the range; without ``high``, or both, it has no limit.
+        other: what is allowed besides an integer, for errors.
 
-def integer_seed(seed: Any) -> int:
-    """``seed`` as an int. Raises ``TypeError`` if it is not an integer."""
-    try:
-        return operator.index(seed)
-    except TypeError:
-        raise TypeError(f"seed must be an integer, the same on all ranks, got {seed!r:.80}") from None
-
-
-def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """``value`` as an int. Raises ``TypeError`` if it is not an integer (a bool is none), ``ValueError`` if it is out
-    of range."""
-    allowed = f"at least {low}" if high is None else f"in {low} to {high}"
+    Raises:
+        TypeError: not an integer, as ``operator.index`` defines it; a bool is none.
+        ValueError: out of range.
+    """
+    allowed = "" if low is None else _at_least(low) if high is None else f"in {low} to {high}"
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, {allowed}, got {value!r:.80}")
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {allowed}, got {number}")
+    if number is None or isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise TypeError(_must(name, _comma("be an integer", allowed), other, f"{value!r:.80}"))
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ValueError(_must(name, _verb(allowed), other, str(number)))
     return number
 
 
-def check_fraction(name: str, value: float) -> None:
-    """Raises ``ValueError`` if ``value`` is not in [0, 1]."""
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} must lie in [0, 1], got {value}")
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    infinite: bool = False,
+    other: str = "",
+) -> float:
+    """``value`` as a float, in a range.
+
+    Args:
+        name: of the argument, for errors.
+        above, at_least: the lower bound, open or closed, at most one of both.
+        below, at_most: the upper bound, open or closed, beside a lower one.
+        infinite: whether infinities are allowed.
+        other: what is allowed besides a number, for errors.
+
+    Raises:
+        TypeError: not a real number; strings, tensors and bools are none, NumPy's numbers are.
+        ValueError: out of range, NaN or infinite.
+    """
+    low, high = at_least if above is None else above, at_most if below is None else below
+    left, right = "[" if above is None else "(", "]" if below is None else ")"
+    if high is not None:
+        allowed = f"in {left}{low}, {high}{right}"
+    else:
+        allowed = f"above {low}" if above is not None else "" if low is None else _at_least(low)
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    if not known:
+        raise TypeError(_must(name, _comma("be a number", allowed), other, f"{value!r:.80}"))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
+    inside = (low is None or number > low or number == at_least) and (
+        high is None or number < high or number == at_most
+    )
+    if math.isnan(number) or not inside:
+        raise ValueError(_must(name, _verb(allowed or "a number"), other, str(number)))
+    if math.isinf(number) and not infinite:
+        raise ValueError(_must(name, "be finite", other, str(number)))
+    return number
 
 
-def named_pairs(named_parameters: NamedParameters) -> list[tuple[str, torch.nn.Parameter]]:
-    """The pairs as a list. Raises ``TypeError`` if they are not ``(name, parameter)`` pairs, ``ValueError`` if there
-    are none or a name or a parameter occurs twice."""
+def check_fraction(name: str, value: Any) -> float:
+    """:func:`check_number` in [0, 1]."""
+    return check_number(name, value, at_least=0, at_most=1)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """``value`` as a bool. Raises ``TypeError`` if it is neither a bool nor 0 or 1: the string ``"False"`` is true."""
+    try:
+        known = value in {False, True}
+    except TypeError:  # it has no hash
+        known = False
+    if not known:
+        raise TypeError(_must(name, "be True or False", "", f"{value!r:.80}"))
+    return bool(value)
+
+
+def _at_least(low: float) -> str:
+    return f"at least {low}" if low else "not negative"
+
+
+def _verb(allowed: str) -> str:
+    if allowed == "not negative":
+        return "not be negative"
+    return f"lie {allowed}" if allowed.startswith("in ") else f"be {allowed}"
+
+
+def _comma(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
+
+
+def _must(name: str, what: str, other: str, got: str) -> str:
+    return f"{name} must {_comma(what, other and f'or {other}')}, got {got}"
+
+
+def by_name(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates ``function`` so that too many positional arguments raise a ``TypeError`` that shows the call to
+    write."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function
+    places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = next((f"{p.name}=..." for p in parameters if p.kind is p.KEYWORD_ONLY), "...")
+    bound = int(places[:1] == ["self"])
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > len(places):
+            name = type(args[0]).__name__ if bound else function.__name__
+            most = len(places) - bound
+            raise TypeError(
+                f"{name} takes {most} argument{'s' * (most != 1)} by position, got {len(args) - bound}: give others by "
+                f"name, as {name}({', '.join([*places[bound:], named])})"
+            )
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str, torch.nn.Parameter]]:
+    """The pairs as a list. Raises ``TypeError``, which shows the ``call`` to write, if they are not
+    ``(name, parameter)`` pairs, ``ValueError`` if there are none or a name or a parameter occurs twice."""
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
-    named = list(named_parameters)
-    for item in named:
-        if not (
-            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
-        ):
-            raise TypeError(
-                "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does; "
-                f"got {item!r:.80}"
-            )
+    named, wrong = list[tuple[str, torch.nn.Parameter]](), list[object]()
+    if isinstance(named_parameters, str | Mapping) or not isinstance(named_parameters, Iterable):
+        wrong = [named_parameters]
+    else:
+        named = list(named_parameters)
+        wrong = [item for item in named if not _is_pair(item)]
+    if wrong:
+        got = repr(wrong[0]) if isinstance(wrong[0], str | tuple) else type(wrong[0]).__name__
+        raise TypeError(
+            "named_parameters must be the model or (name, parameter) pairs, as model.named_parameters() yields: write "
+            f"{call}; got {got:.80}"
+        )
     if not named:
         raise ValueError(
             "named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)"
@@ -82,3 +178,10 @@ def named_pairs(named_parameters: NamedParameters) -> list[tuple[str, torch.nn.P
         if other != name:
             raise ValueError(f"{other} and {name} are one parameter; model.named_parameters() lists each once")
     return named
+
+
+def _is_pair(item: object) -> bool:
+    if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+        return False
+    # What a state_dict() has are tensors without gradients.
+    return isinstance(item[1], torch.nn.Parameter) or (isinstance(item[1], Tensor) and item[1].requires_grad)

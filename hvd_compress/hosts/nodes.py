@@ -3,18 +3,16 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from ..engine.arguments import check_integer
+
 
 def divided(nodes: object, ranks: int) -> list[int]:
     """The node of each of so many ranks, which a number of ``nodes`` divides in order. Raises ``TypeError`` or
     ``ValueError``."""
-    if not isinstance(nodes, int):
-        raise TypeError(
-            "nodes must be True, a number, or, with torch, a DeviceMesh of the dimensions node and GPU; "
-            f"got {nodes!r:.80}"
-        )
-    if nodes < 1 or ranks % nodes:
-        raise ValueError(f"nodes must be a divisor of the number of ranks, {ranks}, got {nodes}")
-    return [rank * nodes // ranks for rank in range(ranks)]
+    number = check_integer("nodes", nodes, other="True, or, with torch, a DeviceMesh of the dimensions node and GPU")
+    if number < 1 or ranks % number:
+        raise ValueError(f"nodes must be a divisor of the number of ranks, {ranks}, got {number}")
+    return [rank * number // ranks for rank in range(ranks)]
 
 
 def groups(node_of: Sequence[object], rank: int) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from ..engine.arguments import check_flag, check_integer, check_number
 from ..engine.collectives import Handle, HostName, Nodes, Request
 from ..engine.registry import Registry
 from .nodes import divided, groups
@@ -80,8 +81,8 @@ class ThreadCollectives:
         return lambda: [rank for rank in range(self.size) if rank not in counts[self._members, number]]
 
     def in_nodes(self, nodes: object) -> Nodes:
-        """``nodes``: their number."""
-        inside, between = groups(divided(nodes, self.size), self.rank)
+        """``nodes``: their number; True for one."""
+        inside, between = groups(divided(1 if nodes is True else nodes, self.size), self.rank)
         part = partial(ThreadCollectives, self._world, self._number)
         ranks = self._members
         return Nodes(self, part(tuple(ranks[i] for i in between)), part(tuple(ranks[i] for i in inside)))
@@ -100,13 +101,13 @@ class ThreadWorld:
     """
 
     def __init__(self, size: int, timeout: float = 60.0, ordered: bool = False, in_turn: bool = False) -> None:
-        if size < 1:
-            raise ValueError(f"size must be at least 1, got {size}")
+        self.size = check_integer("size", size, 1)
+        self.timeout = check_number("timeout", timeout, above=0, infinite=True)
+        self.ordered, in_turn = check_flag("ordered", ordered), check_flag("in_turn", in_turn)
         if in_turn and not ordered:
             raise ValueError("in_turn=True needs ordered=True")
-        self.size, self.timeout, self.ordered = size, timeout, ordered
         self._lock = threading.Lock()
-        self._turns = threading.Semaphore(1 if in_turn else size)
+        self._turns = threading.Semaphore(1 if in_turn else self.size)
         self._open: dict[tuple[tuple[int, ...], str], _Meeting] = {}
         #: By rank.
         self.registries = defaultdict[int, Registry](Registry)
@@ -116,7 +117,7 @@ class ThreadWorld:
 
     def collectives(self, rank: int) -> ThreadCollectives:
         """The collectives of ``rank`` among all ranks."""
-        return ThreadCollectives(self, rank, tuple(range(self.size)))
+        return ThreadCollectives(self, check_integer("rank", rank, 0, self.size - 1), tuple(range(self.size)))
 
     def run(self, body: Callable[[int], T]) -> list[T]:
         """Calls ``body(rank)`` in one thread per rank and returns the results. The first exception stops all ranks and

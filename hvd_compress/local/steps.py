@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..engine.arguments import check_fraction, check_integer
+from ..engine.arguments import check_fraction, check_integer, check_number
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
@@ -142,13 +142,11 @@ class LocalSteps:
         delay = check_integer("delay", delay, 0)
         if unsent not in ("weights", "buffer"):
             raise ValueError(f"unsent must be weights or buffer, got {unsent!r}")
-        check_fraction("decay", decay)
+        decay = check_fraction("decay", decay)
         if decay != 1.0 and unsent == "weights":
             raise ValueError('decay is of the error-feedback buffer: it goes with unsent="buffer"')
-        if not outer_lr > 0.0:
-            raise ValueError(f"outer_lr must be above 0, got {outer_lr}")
-        if not 0.0 <= outer_momentum < 1.0:
-            raise ValueError(f"outer_momentum must lie in [0, 1), got {outer_momentum}")
+        outer_lr = check_number("outer_lr", outer_lr, above=0)
+        outer_momentum = check_number("outer_momentum", outer_momentum, at_least=0, below=1)
         engine = compression.engine
         if engine.local_steps is not None:
             raise ValueError("this compressor has local steps already: build one compressor for each optimizer")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engine import checkpoint, guard
-from ..engine.arguments import NamedParameters, check_common, integer_seed, named_pairs
+from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
@@ -73,9 +73,10 @@ class Compressor(Reporting, abc.ABC):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "__init__" in vars(cls):  # it may make state, too
-            cls.__init__ = modes_off(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = modes_off(by_name(cls.__init__))  # type: ignore[method-assign]
 
     @modes_off
+    @by_name
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -91,9 +92,15 @@ class Compressor(Reporting, abc.ABC):
         start_timeout: float = 300.0,
         collectives: Collectives | None = None,
     ) -> None:
-        named = named_pairs(named_parameters)
+        named = named_pairs(named_parameters, f"{type(self).__name__}(model)")
         self._model = weakref.ref(named_parameters) if isinstance(named_parameters, torch.nn.Module) else None
-        check_common(min_numel, bucket_mb, dense_values, grad_scaler, start_timeout)
+        seed, min_numel = check_integer("seed", seed), check_integer("min_numel", min_numel, 1)
+        bucket_mb = check_number("bucket_mb", bucket_mb, above=0)
+        start_timeout = check_number("start_timeout", start_timeout, above=0, infinite=True)
+        if dense_values not in ("fp16", "fp32"):
+            raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
         everyone = collectives or default_collectives(process_set, process_group)
         divided = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
         #: Of the exchanges: between nodes, if there are nodes.
@@ -102,7 +109,7 @@ class Compressor(Reporting, abc.ABC):
             self,
             named,
             divided,
-            seed=integer_seed(seed),
+            seed=seed,
             min_numel=min_numel,
             bucket_mb=bucket_mb,
             dense_values=dense_values,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, named_pairs
+from ..engine.arguments import NamedParameters, check_flag, check_number, named_pairs
 from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
@@ -135,14 +135,12 @@ class DeMo(SparseMethod):
         leading = Leading(exchange, leaders, explore)
         if decay is None:
             decay = 0.95 if orthogonal == "matrices" else 0.999
-        if not 0.0 < decay <= 1.0:
-            raise ValueError(f"decay must lie in (0, 1], got {decay}")
         if subtract is None:
             subtract = 0.2 if orthogonal == "matrices" else 1.0
-        if not 0.0 < subtract <= 1.0:
-            raise ValueError(f"subtract must lie in (0, 1], got {subtract}")
-        if not 0.0 <= dense_momentum < 1.0:
-            raise ValueError(f"dense_momentum must lie in [0, 1), got {dense_momentum}")
+        decay = check_number("decay", decay, above=0, at_most=1)
+        subtract = check_number("subtract", subtract, above=0, at_most=1)
+        dense_momentum = check_number("dense_momentum", dense_momentum, at_least=0, below=1)
+        sign = check_flag("sign", sign)
         if sign and momentum:
             raise ValueError("momentum goes with sign=False: with sign, the momentum is what was not sent")
         if orthogonal and not sign:
@@ -343,7 +341,7 @@ def _orthogonal_names(
     orthogonal: bool | str | Iterable[str], named_parameters: NamedParameters
 ) -> tuple[frozenset[str], list[tuple[str, torch.nn.Parameter]]]:
     """The names of the parameters with orthogonal averages, and all named parameters."""
-    named = named_pairs(named_parameters)
+    named = named_pairs(named_parameters, "DeMo(model)")
     names = frozenset(name for name, _ in named)
     if isinstance(orthogonal, bool):
         return names if orthogonal else frozenset(), named
@@ -354,9 +352,11 @@ def _orthogonal_names(
             )
         tables = [m.weight for m in named_parameters.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         return frozenset(name for name, p in named if not any(p is table for table in tables)), named
-    if isinstance(orthogonal, str):
-        raise TypeError(f'orthogonal must be a bool, "matrices" or a list of names, got {orthogonal!r}')
-    chosen = frozenset(orthogonal)
+    known = isinstance(orthogonal, Iterable) and not isinstance(orthogonal, str)
+    listed: list[Any] = list(orthogonal) if known else [orthogonal]
+    if not known or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f'orthogonal must be a bool, "matrices" or a list of names, got {orthogonal!r:.80}')
+    chosen = frozenset(listed)
     if unknown := chosen - names:
         raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(unknown))}")
     return chosen, named

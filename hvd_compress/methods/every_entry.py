@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters
+from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import Fixed, Tree
@@ -55,7 +55,7 @@ class EveryEntry(MomentumMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        self._codec, self._feedback = values, error_feedback
+        self._codec, self._feedback = values, check_flag("error_feedback", error_feedback)
         super().__init__(named_parameters, momentum=momentum, **common)
 
     def work(self, bucket: Bucket) -> EveryEntryWork:

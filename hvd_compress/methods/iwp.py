@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction
+from ..engine.arguments import NamedParameters, check_flag, check_fraction, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
@@ -87,10 +87,8 @@ class IWP(SparseMethod):
     ) -> None:
         if selection not in _PICKERS:
             raise ValueError(f"selection must be one of {', '.join(sorted(_PICKERS))}, got {selection!r}")
-        check_leaders(leaders)
-        check_fraction("explore", explore)
-        if not floor > 0.0:
-            raise ValueError(f"floor must be above 0, got {floor}")
+        leaders, explore = check_leaders(leaders), check_fraction("explore", explore)
+        floor, block_means = check_number("floor", floor, above=0), check_flag("block_means", block_means)
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         self.arguments, self._ordered = _Arguments(selection, leaders, explore, floor, block_means), block_means
         super().__init__(named_parameters, density, **common)

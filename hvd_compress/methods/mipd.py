@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction
+from ..engine.arguments import NamedParameters, check_fraction, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..selection.base import BlockRange, smaller_half, whole
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, flat_weights, root_mean_squares
+from ..selection.history import GradientHistory, check_smoothing, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .sparse import Sending, SparseMethod, SparseWork, totals
@@ -85,10 +85,8 @@ class MIPD(SparseMethod):
     ) -> None:
         if significance not in _SIGNIFICANCE:
             raise ValueError(f"significance must be one of {', '.join(_SIGNIFICANCE)}, got {significance!r}")
-        check_fraction("compensation", compensation)
-        if not floor > 0.0:
-            raise ValueError(f"floor must be above 0, got {floor}")
-        check_fraction("explore", explore)
+        compensation, explore = check_fraction("compensation", compensation), check_fraction("explore", explore)
+        smoothing, floor = check_smoothing(smoothing), check_number("floor", floor, above=0)
         self.arguments = _Arguments(significance, compensation, smoothing, floor, explore)
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, layerwise=layerwise, **common)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.arguments import NamedParameters
+from ..engine.arguments import NamedParameters, check_number
 from ..engine.dense import Averaging, as_real
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
@@ -276,8 +276,7 @@ class MomentumMethod(Compressor):
     works: Sequence[FeedbackWork]
 
     def __init__(self, named_parameters: NamedParameters, *, momentum: float, **common: Any) -> None:
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+        momentum = check_number("momentum", momentum, at_least=0, below=1)
         super().__init__(named_parameters, **common)
         self.works = cast(Any, self.engine.owned)  # of this method
         self.momentum = MomentumCorrection(self.engine, self.works, momentum)

@@ -9,13 +9,13 @@ from torch import Tensor
 from ..codecs import Codec
 from ..codecs.scales import Moments
 from ..engine.agreement import all_equal
-from ..engine.arguments import NamedParameters
+from ..engine.arguments import NamedParameters, check_flag, check_integer, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.work import Part
 from ..reference import BLOCK
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, flat_weights
+from ..selection.history import GradientHistory, check_smoothing, flat_weights
 from ..selection.pickers import Blocks, Rotation
 from ..selection.schedule import check_density
 from .prediction import Prediction
@@ -91,19 +91,16 @@ class MP2(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if not isinstance(density, int | float):
-            raise TypeError(f"density must be a number, got {density!r}")
         if choice not in _CHOICES:
             raise ValueError(f"choice must be one of {', '.join(_CHOICES)}, got {choice!r}")
-        check_density(density)
+        density = check_density(density)
         if choice == "rotation" and abs(round(1 / density) * density - 1) > 1e-6:
             raise ValueError(f'choice="rotation" takes a density of 1 / n, got {density}')
-        if not floor > 0.0:
-            raise ValueError(f"floor must be above 0, got {floor}")
-        if not -1.0 <= gate <= 1.0:
-            raise ValueError(f"gate must lie in [-1, 1], got {gate}")
-        if check_interval < 0:
-            raise ValueError(f"check_interval must not be negative, got {check_interval}")
+        floor, gate = check_number("floor", floor, above=0), check_number("gate", gate, at_least=-1, at_most=1)
+        smoothing, prediction = check_smoothing(smoothing), check_flag("prediction", prediction)
+        check_interval = check_integer("check_interval", check_interval, 0)
+        if predictor is not None and not isinstance(predictor, torch.nn.Module):
+            raise TypeError(f"predictor must be a predictor or None, got {predictor!r:.80}")
         self.arguments = _Arguments(choice, prediction, gate, smoothing, floor, check_interval)
         self._predictor = predictor
         super().__init__(named_parameters, density, values=values, momentum=momentum, **common)

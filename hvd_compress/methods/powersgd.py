@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.cast import Cast
-from ..engine.arguments import NamedParameters, integer_seed
+from ..engine.arguments import NamedParameters, check_flag, check_integer
 from ..engine.bucket import Bucket, Piece
 from ..engine.collectives import allreduce
 from ..engine.exchange import Exchange
@@ -58,11 +58,12 @@ class PowerSGD(Compressor):
         warm_start: bool = True,
         **common: Any,
     ) -> None:
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
+        rank, seed = check_integer("rank", rank, 1), check_integer("seed", common.get("seed", 0))
+        error_feedback = check_flag("error_feedback", error_feedback)
+        warm_start = check_flag("warm_start", warm_start)
         if values not in ("fp16", "fp32"):
             raise ValueError(f"values must be fp16 or fp32, got {values!r}")
-        self._settings = _Settings(rank, Cast(values), error_feedback, warm_start, integer_seed(common.get("seed", 0)))
+        self._settings = _Settings(rank, Cast(values), error_feedback, warm_start, seed)
         super().__init__(named_parameters, **common)
 
     def work(self, bucket: Bucket) -> Work:

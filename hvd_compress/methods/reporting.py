@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import local
@@ -67,9 +68,11 @@ class Reporting:
             step: of the training, the horizontal axis.
 
         Raises:
-            TypeError: ``writer`` has no such method.
+            TypeError: ``writer`` has no such method, or ``step`` is not an integer.
+            ValueError: ``step`` is negative.
         """
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar(name, value, step), as SummaryWriter has; got {writer!r:.80}")
+        step = check_integer("step", step, 0)
         for name, value in self.metrics().items():
             writer.add_scalar(name, value, step)

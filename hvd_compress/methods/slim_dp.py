@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction
+from ..engine.arguments import NamedParameters, check_fraction, check_integer, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
@@ -15,7 +15,7 @@ from ..engine.work import Part, Step
 from ..reference import flat_positions
 from ..selection.base import StepSeed
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, flat_weights, root_mean_squares
+from ..selection.history import GradientHistory, check_smoothing, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .sparse import Sending, SparseMethod, SparseWork, totals
@@ -80,11 +80,9 @@ class SlimDP(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        check_fraction("core", core)
-        if reselect < 1:
-            raise ValueError(f"reselect must be at least 1, got {reselect}")
-        if not gradient_weight >= 0.0:
-            raise ValueError(f"gradient_weight must not be negative, got {gradient_weight}")
+        core, reselect = check_fraction("core", core), check_integer("reselect", reselect, 1)
+        gradient_weight = check_number("gradient_weight", gradient_weight, at_least=0)
+        smoothing = check_smoothing(smoothing)
         self.arguments = _Arguments(core, reselect, gradient_weight, smoothing)
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)

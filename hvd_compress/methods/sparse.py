@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..codecs import Codec, codec, gather_codec
 from ..codecs.base import invalidate
 from ..codecs.packed_channels import GatherChannel
-from ..engine.arguments import NamedParameters, check_fraction
+from ..engine.arguments import NamedParameters, check_flag, check_fraction, check_integer
 from ..engine.bucket import Bucket, strides_of
 from ..engine.collectives import allgather, allreduce
 from ..engine.exchange import Exchange
@@ -107,8 +108,7 @@ class SparseWork(FeedbackWork):
         return EachRank(picker, self.idle, self._disagree)
 
     def lay_out(self) -> None:
-        self.density = self._sending.density(self.step.number)
-        check_density(self.density)
+        self.density = check_density(self._sending.density(self.step.number))
         layout = (self.density, self.step.ranks, self.step.rank, tuple(self.shares.weights))
         if layout == self._layout:
             return
@@ -199,12 +199,13 @@ class SparseMethod(MomentumMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
+        warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
+        budget_interval = check_integer("budget_interval", budget_interval, 0)
+        layerwise = check_flag("layerwise", layerwise)
         if isinstance(density, Density) and warmup_steps:
             raise ValueError("warmup_steps goes with a density that is a number, not with a schedule")
-        if not isinstance(density, Density | int | float):
-            raise TypeError(f"density must be a number or a schedule (hvd_compress.schedule), got {density!r}")
-        if budget_interval < 0:
-            raise ValueError(f"budget_interval must not be negative, got {budget_interval}")
+        if not isinstance(density, Density | Real) or isinstance(density, type):
+            raise TypeError(f"density must be a number or a schedule (hvd_compress.schedule), got {density!r:.80}")
         self._density = density if isinstance(density, Density) else WarmUp(density, warmup_steps)
         self._codec, self._layerwise, self._budget_interval = codec(values), layerwise, budget_interval
         super().__init__(named_parameters, momentum=momentum, **common)
@@ -254,7 +255,7 @@ class Leading:
 
     ``exchange``: ``"ring"``: leaders pick entries that all ranks send; ``"gather"``: every rank picks its own and sends
     them to all. ``leaders``: how many ranks, on average, share a block; None for all. ``explore``: the share of the
-    blocks in which entries are drawn at random, in [0, 1]. Raises ``ValueError``.
+    blocks in which entries are drawn at random, in [0, 1]. Raises ``ValueError`` or ``TypeError``.
     """
 
     exchange: str
@@ -264,8 +265,8 @@ class Leading:
     def __post_init__(self) -> None:
         if self.exchange not in ("ring", "gather"):
             raise ValueError(f"exchange must be one of gather, ring, got {self.exchange!r}")
-        check_leaders(self.leaders)
-        check_fraction("explore", self.explore)
+        object.__setattr__(self, "leaders", check_leaders(self.leaders))
+        object.__setattr__(self, "explore", check_fraction("explore", self.explore))
 
     def codec(self, values: str | Codec | None, ring: str, gather: str) -> Codec:
         """The codec, by default that of the exchange. Raises ``ValueError`` for one that does not fit."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..codecs import Codec, gather_codec
-from ..engine.arguments import NamedParameters
+from ..engine.arguments import NamedParameters, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..selection.deciders import EachRank
@@ -101,10 +101,9 @@ class DGC(SparseMethod):
         warmup_steps: int = 0,
         **common: Any,
     ) -> None:
-        if not 0.0 < sample <= 1.0:
-            raise ValueError(f"sample must lie in (0, 1], got {sample}")
-        if clip_norm is not None and not clip_norm > 0.0:
-            raise ValueError(f"clip_norm must be above 0, or None, got {clip_norm}")
+        sample = check_number("sample", sample, above=0, at_most=1)
+        if clip_norm is not None:
+            clip_norm = check_number("clip_norm", clip_norm, above=0, infinite=True, other="None")
         self._sample, self._clip_norm = sample, clip_norm
         common.update(values=gather_codec(values), warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)

@@ -63,6 +63,4 @@ class TernGrad(EveryEntry):
     """
 
     def __init__(self, named_parameters: NamedParameters, *, clip: float | None = 2.5, **options: Any) -> None:
-        if clip is not None and not clip > 0.0:
-            raise ValueError(f"clip must be above 0, or None, got {clip}")
         super().__init__(named_parameters, values=Ternary(clip), **options)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..engine.agreement import LIMIT, all_equal, disagreement
+from ..engine.arguments import check_integer
 from ..engine.collectives import Request, allgather, allreduce
 from ..reference import BLOCK, Draw
 from .base import Scoring, StepSeed
@@ -182,7 +183,6 @@ def run_length(leaders: int | None, density: float, ranks: int) -> int:
     return 1 if leaders is None else max(1, math.ceil(density * BLOCK / min(leaders, ranks)))
 
 
-def check_leaders(leaders: int | None) -> None:
-    """Raises ``ValueError`` unless ``leaders`` is None or at least 1."""
-    if leaders is not None and leaders < 1:
-        raise ValueError(f"leaders must be at least 1, or None for all ranks, got {leaders}")
+def check_leaders(leaders: int | None) -> int | None:
+    """``leaders``, None or at least 1. Raises as :func:`check_integer`."""
+    return None if leaders is None else check_integer("leaders", leaders, 1, other="None for all ranks")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.scales import Moments
+from ..engine.arguments import check_number
 from ..engine.bucket import Bucket
 from ..engine.state import Tree
 from ..engine.work import Part, Step
@@ -13,6 +14,11 @@ from .pickers import Picker
 _TINY = 1e-12
 
 
+def check_smoothing(smoothing: float) -> float:
+    """``smoothing``, in [0, 1). Raises as :func:`check_number`."""
+    return check_number("smoothing", smoothing, at_least=0, below=1)
+
+
 class GradientHistory(Part):
     """The smoothed average gradient per step of every entry, and the step in which it was last sent.
 
@@ -20,8 +26,6 @@ class GradientHistory(Part):
     """
 
     def __init__(self, bucket: Bucket, smoothing: float) -> None:
-        if not 0.0 <= smoothing < 1.0:
-            raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}")
         self._smoothing, self._bucket = smoothing, bucket
         self._before: tuple[Picker, Tensor, Tensor] | None = None
         self.smoothed, self.last_sent = bucket.zeros(), bucket.zeros()

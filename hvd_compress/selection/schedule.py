@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim import Optimizer
 
 from ..engine import state as states
+from ..engine.arguments import check_integer, check_number
 
 
 @runtime_checkable
@@ -31,10 +32,9 @@ class Density(Protocol):
             raise ValueError(f"{type(self).__name__} has no state, got {states.described(state)}")
 
 
-def check_density(density: float) -> None:
-    """Raises ``ValueError`` unless ``density`` is in (0, 1]."""
-    if not 0.0 < density <= 1.0:
-        raise ValueError(f"density must lie in (0, 1], got {density}")
+def check_density(density: float) -> float:
+    """``density``, in (0, 1]. Raises as :func:`check_number`."""
+    return check_number("density", density, above=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,15 @@ class WarmUp(Density):
     """Density 1/4, 1/16, 1/64, ... down to ``density``, in stages of equal length over ``steps`` steps (Lin et al.,
     DGC, ICLR 2018).
 
-    Raises ``ValueError`` if ``density`` is outside (0, 1] or ``steps`` is negative.
+    Raises ``ValueError`` if ``density`` is outside (0, 1] or ``steps`` is negative, ``TypeError`` for other types.
     """
 
     density: float
     steps: int = 0
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if self.steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.steps}")
+        object.__setattr__(self, "density", check_density(self.density))
+        object.__setattr__(self, "steps", check_integer("steps", self.steps, 0))
 
     def __call__(self, step: int) -> float:
         stages = []
@@ -79,12 +78,13 @@ class Diminishing(Density):
     """
 
     def __init__(self, density: float, rate: Optimizer | Callable[[], float]) -> None:
-        check_density(density)
-        self.density, self._highest = density, 0.0
+        if not isinstance(rate, Optimizer) and not callable(rate):
+            raise TypeError(f"rate must be an optimizer or a function that returns the learning rate, got {rate!r:.80}")
+        self.density, self._highest = check_density(density), 0.0
         self._rate = (lambda: rate.param_groups[0]["lr"]) if isinstance(rate, Optimizer) else rate
 
     def __call__(self, step: int) -> float:
-        rate = float(self._rate())
+        rate = check_number("the learning rate", float(self._rate()), at_least=0)
         self._highest = max(self._highest, rate)
         if rate == 0.0 and self._highest:
             return 1.0

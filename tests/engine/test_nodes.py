@@ -41,7 +41,7 @@ def test_ranks_of_a_node():
     for nodes in (0, 4, -2):
         with pytest.raises(ValueError, match=f"divisor of the number of ranks, 6, got {nodes}"):
             divided(nodes, 6)
-    with pytest.raises(TypeError, match="nodes must be True, a number, or, with torch, a DeviceMesh"):
+    with pytest.raises(TypeError, match="nodes must be an integer, or True, or, with torch, a DeviceMesh"):
         divided("two", 6)
 
 

@@ -4,8 +4,13 @@ import pytest
 import torch
 from harness import mixed_model, single
 
-from hvd_compress import IWP
+import hvd_compress
+from hvd_compress import IWP, Compressor
 from hvd_compress.hosts.threads import ThreadWorld
+
+METHODS = [
+    c for c in vars(hvd_compress).values() if isinstance(c, type) and issubclass(c, Compressor) and c is not Compressor
+]
 
 
 @pytest.mark.parametrize(
@@ -14,9 +19,9 @@ from hvd_compress.hosts.threads import ThreadWorld
         ({"density": 0.0}, r"density must lie in \(0, 1\], got 0.0"),
         ({"density": 1.5}, "got 1.5"),
         ({"values": "fp8"}, "values must be one of fp32, fp16, lanes2 to lanes16.*got 'fp8'"),
-        ({"values": "lanes17"}, "lanes take 2 to 16 bits, got 17"),
-        ({"values": "lloyd9"}, "lloyd takes 1 to 8 bits, got 9"),
-        ({"values": "range3"}, "range takes 4 to 16 bits, got 3"),
+        ({"values": "lanes17"}, "bits of lanes must lie in 2 to 16, got 17"),
+        ({"values": "lloyd9"}, "bits of lloyd must lie in 1 to 8, got 9"),
+        ({"values": "range3"}, "bits of range must lie in 4 to 16, got 3"),
         ({"values": "lanes4-gather"}, "got 'lanes4-gather'"),
         ({"dense_values": "int8"}, "dense_values must be fp16 or fp32, got 'int8'"),
         ({"selection": "magic"}, "selection must be one of block, topk, got 'magic'"),
@@ -43,9 +48,37 @@ def test_an_argument_of_the_wrong_type_raises_an_error(options, says):
         single(**options)
 
 
-def test_named_parameters_must_be_pairs():
-    with pytest.raises(TypeError, match="pairs"):
-        IWP(mixed_model().parameters(), collectives=ThreadWorld(1).collectives(0))
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_wrong_named_parameters_raise_an_error_that_shows_the_call_to_write(method):
+    model, collectives = mixed_model(), ThreadWorld(1).collectives(0)
+    optimizer, name = torch.optim.SGD(model.parameters(), lr=0.1), method.__name__
+    for wrong, got in (
+        (optimizer, "SGD"),
+        (model.parameters(), "Parameter"),
+        (model.state_dict(), "OrderedDict"),
+        (model.state_dict().items(), r"\('first.weight', tensor"),
+        (dict(model.named_parameters()), "dict"),
+        (model.named_parameters, "method"),
+        (model.named_modules(), r"\('', Sequential"),
+        (torch.nn.Linear, "type"),
+        ([model], "Sequential"),
+        ([("w", 1.0)], r"\('w', 1.0\)"),
+        ("model", "'model'"),
+        (None, "NoneType"),
+        (0.1, "float"),
+    ):
+        says = rf"named_parameters must be the model or .* pairs.*: write {name}\(model\); got {got}"
+        with pytest.raises(TypeError, match=says):
+            method(wrong, collectives=collectives)
+    with pytest.raises(
+        TypeError, match=rf"{name} takes \d arguments? by position, got 3.* as {name}\(named_parameters, "
+    ):
+        method(model, *[0.1] * 2, collectives=collectives)
+
+
+def test_tensors_that_are_trained_need_not_be_parameters():
+    named = [("w", torch.zeros(64, 64, requires_grad=True)), ("frozen", torch.nn.Parameter(torch.zeros(2), False))]
+    assert IWP(named, collectives=ThreadWorld(1).collectives(0)).engine.names == ["w", "frozen"]
 
 
 def test_a_used_up_iterator_raises_an_error():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import mixed_model
+from harness import mixed_model, toy_model
 from optimizers import muon_and_adamw
 
 from hvd_compress import LocalSteps, recipes
@@ -56,3 +56,59 @@ def test_the_compressor_s_arguments_are_passed_on(recipe):
     assert local.compression.engine.seed == 7
     with pytest.raises(TypeError):
         recipe(mixed_model(), muon_and_adamw(model.parameters()), nonsense=1, collectives=collectives)
+
+
+def sgd(model, part=slice(None)):
+    return torch.optim.SGD(list(model.parameters())[part], lr=0.1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipes.__all__)
+def test_wrong_arguments_raise_an_error_that_shows_the_call_to_write(recipe):
+    name, collectives = recipe.__name__, ThreadWorld(1).collectives(0)
+    model = toy_model()
+    one, other = sgd(model, slice(2)), torch.optim.AdamW(list(model.parameters())[2:])
+    schedule = torch.optim.lr_scheduler.ConstantLR(one)
+    call = rf"{name}\(model, optimizer, period\)"
+    both = rf"several optimizers are given as a list: {name}\(model, \[sgd, adamw\], period\)"
+    takes = f"{name} takes a torch.optim.Optimizer, or a list of several: {call}; got "
+    pairs = f"named_parameters must be the model or .* write {call}; got "
+    for arguments, says in (
+        ((model, one, other), both),
+        ((model, one, other, 3), both),
+        ((model, [one], [other]), both),
+        ((one, model), f"the model comes first, then the optimizer: {call}"),
+        ((one, model, 3), f"the model comes first, then the optimizer: {call}"),
+        ((one, 3), f"the model comes first, then the optimizer: {call}"),
+        ((model, one.step), f"{takes}(method|function)"),
+        ((model, schedule), f"{takes}ConstantLR"),
+        ((model, [one, schedule]), f"{takes}ConstantLR"),
+        ((model, []), f"{takes}an empty list"),
+        ((model, {"muon": one}), f"{takes}dict"),
+        ((model, None), f"{takes}NoneType"),
+        ((model, "sgd"), f"{takes}str"),
+        ((model, 3), f"{takes}int"),
+        ((model, torch.optim.SGD), f"{takes}type"),
+        ((model, torch.tensor(3)), f"{takes}Tensor"),
+        ((model, model.parameters()), f"{takes}Parameter"),
+        ((model.parameters(), one), f"{pairs}Parameter"),
+        ((model.state_dict(), one), f"{pairs}OrderedDict"),
+        ((model.named_parameters, one), f"{pairs}method"),
+        (("model", one), f"{pairs}'model'"),
+        ((None, one), f"{pairs}NoneType"),
+        (
+            (model, [one, other], 3, 2),
+            rf"{name} takes 3 arguments by position, got 4: give others by name, as {name}\(model, optimizers, per",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"^{says}"):
+            recipe(*arguments, collectives=collectives)
+
+
+@pytest.mark.parametrize("several", [list, tuple, iter])
+def test_several_optimizers_may_be_any_iterable_of_them(several):
+    model = toy_model()
+    chosen = [sgd(model, slice(2)), sgd(model, slice(2, None))]
+    options = {"collectives": ThreadWorld(1).collectives(0)}
+    assert isinstance(recipes.low_bit(model, several(chosen), 2, **options), LocalSteps)
+    local = recipes.low_bit(model=model.named_parameters(), optimizers=dict(enumerate(chosen)).values(), **options)
+    assert local.compression.engine.names == [name for name, _ in model.named_parameters()]

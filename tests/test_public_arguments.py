@@ -1,0 +1,248 @@
+"""Every integer, number and flag that a public class or function takes is checked, with an error that names it."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, get_args
+
+import pytest
+import torch
+from harness import mixed_model
+
+import hvd_compress
+from hvd_compress import Compressor, LocalSteps, NoCompression, recipes, schedule
+from hvd_compress.codecs import Codec, Lloyd
+from hvd_compress.codecs.packed import Code
+from hvd_compress.hosts.threads import ThreadWorld
+
+#: The arguments of all public classes and functions. One that is in none of these makes a test fail.
+INTEGERS = {
+    *("bits", "run", "rank", "min_numel", "seed", "leaders", "reselect", "mantissa", "size", "step", "steps"),
+    *("warmup_steps", "budget_interval", "check_interval", "period", "fragments", "delay"),
+}
+NUMBERS = {
+    *("density", "momentum", "explore", "floor", "smoothing", "compensation", "core", "gradient_weight", "gate"),
+    *("sample", "clip_norm", "clip", "decay", "subtract", "dense_momentum", "bucket_mb", "start_timeout", "timeout"),
+    *("outer_lr", "outer_momentum"),
+}
+FLAGS = {
+    *("block_means", "layerwise", "prediction", "error_feedback", "warm_start", "sign", "stochastic"),
+    *("ordered", "in_turn"),
+}
+#: Objects and names; ``nodes`` and ``orthogonal`` have tests below.
+OTHERS = {
+    *("named_parameters", "model", "optimizers", "compression", "optimizer", "collectives", "process_set"),
+    *("process_group", "nodes", "grad_scaler", "dense_values", "values", "selection", "exchange", "significance"),
+    *("choice", "norm", "orthogonal", "predictor", "kind", "code", "rate", "unsent", "saved_on", "writer"),
+    *("state", "bucket", "states"),
+}
+INFINITE = {"start_timeout", "timeout", "clip_norm"}
+
+#: What is given besides, if it is not a method or a recipe.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "Cast": {"kind": "fp16"},
+    "CodedGather": {"code": Lloyd(4)},
+    "CodedRing": {"code": Lloyd(4)},
+    "Diminishing": {"density": 0.1, "rate": lambda: 0.1},
+    "Lanes": {"bits": 4},
+    "Levels": {"bits": 4},
+    "Lloyd": {"bits": 4},
+    "Plain": {"bits": 16},
+    "RangeFloat": {"bits": 4},
+    "ScaledRing": {"bits": 4, "run": 8},
+    "Ternary": {"clip": 2.5},
+    "ThreadWorld": {"size": 2},
+    "WarmUp": {"density": 0.1},
+    "collectives": {"rank": 0},
+    "log_to": {"step": 0, "writer": torch.nn.Module()},
+}
+REQUIRED["log_to"]["writer"].add_scalar = lambda *_: None
+#: Nothing to try.
+EMPTY = {"Compressor", "DCPState", "Density", "ddp_hook", "register_fsdp_hooks", "reshard"}
+
+
+def alone(cls: type[Compressor] = NoCompression, model: torch.nn.Module | None = None, **options: Any) -> Compressor:
+    world = ThreadWorld(1, ordered=True)
+    return cls(model or torch.nn.Linear(4, 4), collectives=world.collectives(0), **options)
+
+
+def concrete(base: type) -> Iterator[type]:
+    for cls in base.__subclasses__():
+        yield from concrete(cls)
+        if not inspect.isabstract(cls) and cls.__module__.startswith("hvd_compress."):
+            yield cls
+
+
+PUBLIC: list[Callable[..., Any]] = [
+    *(getattr(hvd_compress, name) for name in hvd_compress.__all__ if callable(getattr(hvd_compress, name))),
+    *(getattr(recipes, name) for name in recipes.__all__),
+    *(found for found in vars(schedule).values() if inspect.isclass(found)),
+    *concrete(Codec),
+    *concrete(Code),
+    *(ThreadWorld, ThreadWorld(2).collectives, alone().log_to),
+]
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Those of a class's bases, too, to which it passes further ones on."""
+    signatures = [inspect.signature(function)]
+    if inspect.isclass(function) and issubclass(function, Compressor):
+        signatures = [inspect.signature(vars(cls)["__init__"]) for cls in function.__mro__ if "__init__" in vars(cls)]
+    found: dict[str, inspect.Parameter] = {}
+    for signature in signatures:
+        found = {**signature.parameters, **found}
+        if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+            break
+    return {name: p for name, p in found.items() if name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def call(function: Callable[..., Any], options: dict[str, Any], model: torch.nn.Module | None = None) -> Any:
+    model = model or torch.nn.Linear(4, 4)
+    if inspect.isclass(function) and issubclass(function, Compressor):
+        if function is hvd_compress.DeMo and options.keys() == {"momentum"}:
+            options = {"sign": False, **options}
+        return alone(function, model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if function.__name__ in recipes.__all__:
+        return function(model, optimizer, collectives=ThreadWorld(1).collectives(0), **options)
+    if function is LocalSteps:
+        unsent = "buffer" if "decay" in options else "weights"
+        return LocalSteps(alone(model=model), optimizer, **{"period": 2, "unsent": unsent, **options})
+    return function(**{**REQUIRED[function.__name__], **options})
+
+
+def named(function: Callable[..., Any]) -> str:
+    return function.__name__
+
+
+def arguments(names: set[str]) -> list[Any]:
+    return [
+        pytest.param(function, name, p, id=f"{named(function)}-{name}")
+        for function in PUBLIC
+        if named(function) not in EMPTY
+        for name, p in parameters(function).items()
+        if name in names
+    ]
+
+
+CLASSES = [
+    function
+    for function in PUBLIC
+    if inspect.isclass(function) and named(function) not in EMPTY and {*parameters(function)} & (INTEGERS | NUMBERS)
+]
+
+
+def check_refused(function: Callable[..., Any], name: str, p: inspect.Parameter, types: list, values: list) -> None:
+    """``types`` raise ``TypeError``, ``values`` raise ``ValueError``; both name the argument and what was given."""
+    optional = type(None) in get_args(p.annotation)
+    for kind, given in ((TypeError, types), (ValueError, values)):
+        for value in given:
+            if value is not None or not optional:
+                with pytest.raises(kind, match=rf"^(each |bits of |)?{name}\b.* must .*got ") as error:
+                    call(function, {name: value})
+                shown = "nan" if value != value else re.escape(repr(value))[:40]
+                assert re.search(shown, str(error.value), re.IGNORECASE), error.value
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=named)
+def test_every_argument_is_listed_by_its_kind(function):
+    for name, p in parameters(function).items():
+        kinds = get_args(p.annotation) or (p.annotation,)
+        number = INTEGERS if int in kinds else NUMBERS if float in kinds else FLAGS if kinds == (bool,) else OTHERS
+        assert name in number, f"list the argument {name} of {function} in this file, and check it as the others"
+    assert named(function) in EMPTY or parameters(function)
+
+
+@pytest.mark.parametrize(("function", "name", "p"), arguments(INTEGERS))
+def test_what_is_no_integer_is_refused(function, name, p):
+    wrong = [1.5, 2.0, 1e3, "4", None, True, False, float("nan"), [1], torch.tensor(True), torch.tensor(2.0)]
+    check_refused(function, name, p, wrong, [])
+
+
+@pytest.mark.parametrize(("function", "name", "p"), arguments(NUMBERS))
+def test_what_is_no_number_is_refused(function, name, p):
+    infinities = [float("-inf"), *([] if name in INFINITE else [float("inf")])]
+    wrong = ["0.1", b"1", None, True, False, 1j, [0.5], torch.tensor(0.5)]
+    check_refused(function, name, p, wrong, [float("nan"), *infinities])
+
+
+@pytest.mark.parametrize(("function", "name", "p"), arguments(FLAGS))
+def test_what_is_no_flag_is_refused(function, name, p):
+    check_refused(function, name, p, ["False", "", None, 2, 0.5, [True], float("nan")], [])
+
+
+class Index:
+    """As an integer of NumPy."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def is_plain(value: Any) -> bool:
+    if is_dataclass(value):
+        return all(map(is_plain, vars(value).values()))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+@pytest.mark.parametrize("integer", [Index, torch.tensor])
+@pytest.mark.parametrize("function", CLASSES, ids=named)
+def test_integers_and_numbers_of_other_types_are_stored_as_python_s_own(function, integer):
+    given = {}
+    for name, p in parameters(function).items():
+        value = REQUIRED.get(named(function), {}).get(name, p.default)
+        if name in INTEGERS and type(value) is int:
+            given[name] = integer(value)
+        elif name in NUMBERS and type(value) is float:
+            given[name] = Fraction(value)
+    built = call(function, given, mixed_model())
+    if isinstance(built, Compressor):
+        assert len(built.buckets) == (not isinstance(built, NoCompression))
+        assert all(map(is_plain, built.options().values())), built
+        assert repr(built) == repr(call(function, {}, mixed_model()))
+        assert type(built.engine.seed) is int and type(built.engine._start_timeout) is float
+    elif not isinstance(built, LocalSteps):
+        assert given and all(is_plain(getattr(built, name)) for name in given), vars(built)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error"),
+    [("1", TypeError), (1.0, TypeError), (None, TypeError), (float("nan"), TypeError), (0, ValueError)],
+)
+def test_nodes_that_are_no_number_are_refused(nodes, error):
+    with pytest.raises(error, match=r"^nodes must .*got "):
+        alone(nodes=nodes)
+
+
+def test_one_node_is_also_true():
+    with pytest.warns(UserWarning, match="on one node"):
+        world = ThreadWorld(2)
+        assert [NoCompression(mixed_model(), nodes=n, collectives=world.collectives(0)) for n in (True, Index(1))]
+    assert alone(nodes=False).engine.nodes.inside is None
+
+
+@pytest.mark.parametrize("orthogonal", [1, 0, None, 0.5, "all", [1], [[]], [torch.nn.Parameter(torch.ones(1))]])
+def test_orthogonal_that_is_neither_a_bool_nor_names_is_refused(orthogonal):
+    with pytest.raises(TypeError, match=r"^orthogonal must be a bool"):
+        alone(hvd_compress.DeMo, orthogonal=orthogonal)
+
+
+@pytest.mark.parametrize("density", [lambda step: 0.1, schedule.WarmUp, "0.1", None])
+def test_what_is_neither_a_density_nor_a_schedule_is_refused(density):
+    with pytest.raises(TypeError, match="density must be a number or a schedule"):
+        alone(hvd_compress.IWP, density=density)
+    with pytest.raises(ValueError, match=r"density must lie in \(0, 1\], got inf"):
+        alone(hvd_compress.IWP, density=10**400)
+
+
+@pytest.mark.parametrize("rate", [0.1, "0.1", None])
+def test_a_learning_rate_that_is_no_function_is_refused(rate):
+    with pytest.raises(TypeError, match="rate must be an optimizer or a function"):
+        schedule.Diminishing(0.1, rate)
+    with pytest.raises(ValueError, match="the learning rate must not be negative, got nan"):
+        schedule.Diminishing(0.1, partial(float, "nan"))(0)
