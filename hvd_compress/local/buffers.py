@@ -39,7 +39,7 @@ class _Buffer:
     def layout(self) -> str:
         """What must be the same on all ranks."""
         tensor = self.tensor
-        text = f"{self.how}, {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, {self.how!r}"
         if tensor.layout == torch.strided:
             return f"{text}, strides {strides_of(tensor)}"
         parts = _sparse_parts(tensor)
@@ -163,7 +163,7 @@ def _exchanged(name: str, buffer: Tensor, how: str) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def _sparse_parts(tensor: Tensor) -> list[Tensor]:

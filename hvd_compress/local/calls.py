@@ -1,6 +1,8 @@
 """The calls that all ranks must make at the same place, compared before they exchange anything."""
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,10 @@ class Row:
         return f"step() {self.number}" if self.call == "step()" else self.call
 
 
+class Different(RuntimeError):
+    """Ranks are in different calls."""
+
+
 class Calls:
     """Compares the calls of all ranks by one allgather, so that ranks in different calls raise an error. They would
     exchange what does not belong together otherwise, or wait for each other."""
@@ -59,19 +65,28 @@ class Calls:
         handle, self._handle = self._handle, None
         if handle is None:
             return []
-        try:
+        with self.meeting(self._own):
             rows = self._engine.exchanges.wait(handle).tolist()
-        except RuntimeError as error:
-            if not self._engine.collectives.ordered:  # Horovod's own error, which an elastic job catches
-                raise
-            raise RuntimeError(
-                f"the other ranks have not come to LocalSteps' {self._own}, in which this one waits: all ranks must "
-                f"call step() equally often, and finish(), take_weights() and state_dict() at the same place ({error})"
-            ) from error
         found = [Row(CALLS[call], *rest) for call, *rest in rows]
         if len({(row.call, row.must_equal) for row in found}) > 1:
             raise _differ(found)
         return found
+
+    @contextmanager
+    def meeting(self, row: Row) -> Iterator[None]:
+        """A context for collectives in which the others may not take part: an error of the host says what this rank
+        was in."""
+        try:
+            yield
+        except Different:
+            raise
+        except RuntimeError as error:
+            if not self._engine.collectives.ordered:  # Horovod's own error, which an elastic job catches
+                raise
+            raise Different(
+                f"the other ranks have not come to LocalSteps' {row}, in which this one waits: all ranks must call "
+                f"step() equally often, and finish(), take_weights() and state_dict() at the same place ({error})"
+            ) from error
 
     def compare(self, row: Row) -> list[Row]:
         """Sends a row, and waits for those of the others. Raises as :meth:`check`."""
@@ -83,16 +98,16 @@ class Calls:
         self._handle = None
 
 
-def _differ(rows: list[Row]) -> RuntimeError:
+def _differ(rows: list[Row]) -> Different:
     if {row.call for row in rows} == {"take_weights()"}:
-        return RuntimeError(
+        return Different(
             "the ranks have different weights in take_weights(): load or broadcast the same ones on all ranks before"
         )
     ranks = defaultdict[str, list[int]](list)
     for rank, row in enumerate(rows):
         ranks[str(row)].append(rank)
     who = ", ".join(f"{ranks_text(numbers)} in {call}" for call, numbers in ranks.items())
-    return RuntimeError(
+    return Different(
         f"the ranks are in different calls of LocalSteps, {who}: all ranks must call step() equally often, with the "
         "same period, and finish(), take_weights() and state_dict() at the same place; not on one rank only, and not "
         "after unequal numbers of batches"

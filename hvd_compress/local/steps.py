@@ -395,16 +395,20 @@ class LocalSteps:
 
     def dropped(self) -> None:
         """The compressor's step was dropped: what was in flight returns to the weights, or to the buffer."""
-        self._in_flight.dropped()
-        self._note()
+        if self._in_flight.waits:
+            self._in_flight.dropped()
+            self._note()
 
     def drain(self, to_save: bool = False) -> None:
         """Waits for what is in flight; the parameters change when it is time. ``to_save``: for ``state_dict()``."""
-        if to_save and self._in_flight.waits:
+        if not (to_save and self._in_flight.waits):
+            self._in_flight.drain()
+            return
+        # First what the others will start in any case, wherever they are.
+        with self._calls.meeting(Row("state_dict()")):
+            self._in_flight.drain()
             with self._engine.entered:
-                self._in_flight.check()
                 self._calls.compare(Row("state_dict()"))
-        self._in_flight.drain()
 
     def options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""

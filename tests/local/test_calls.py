@@ -1,0 +1,166 @@
+"""Ranks that are in different calls all raise an error that says who is where."""
+
+from functools import partial
+
+import pytest
+import torch
+from harness import mixed_model
+from local_workers import CALL, DELAYED, SPARSE, Worker, on_both_hosts, same, workers
+from methods import SMALL
+
+from hvd_compress import DCPState, NoCompression
+from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.local.calls import CALLS
+
+STEP, FINISH, TAKE, STATE = "step() {}", "finish()", "take_weights()", "state_dict()"
+
+
+def finish(worker):
+    worker.local.finish()
+
+
+def finish_on_rank_0(worker):
+    worker.train(5)
+    if worker.rank == 0:
+        finish(worker)
+    worker.train(5)
+
+
+def unequal_epochs(worker):
+    for _ in range(3):
+        worker.train(9 if worker.rank else 12)
+        finish(worker)
+
+
+def early_stop(worker):
+    worker.train(6 if worker.rank else 12)
+    finish(worker)
+
+
+def weights_on_rank_1(worker):
+    worker.train(5)
+    if worker.rank == 1:
+        worker.local.take_weights()
+    finish(worker)
+
+
+def another_period(worker):
+    worker.train(4)
+    worker.local.period = 8 if worker.rank else 4
+    worker.train(12)
+
+
+def skipped_call(worker):
+    worker.train(4)
+    worker.local_step(4)
+    if worker.rank == 0:
+        worker.local.step()
+    worker.train(8)
+    finish(worker)
+
+
+def saved_on_rank_0(worker):
+    worker.train(4)
+    if worker.rank == 0:
+        worker.local.state_dict()
+    finish(worker)
+
+
+PERIOD = dict(period=4)
+LATE = dict(period=4, delay=2)
+WRONG = {
+    "finish() on rank 0": (finish_on_rank_0, PERIOD, {0: FINISH, 1: STEP.format(8)}),
+    "unequal epochs": (unequal_epochs, PERIOD, {0: STEP.format(12), 1: FINISH}),
+    "early stop": (early_stop, PERIOD, {0: STEP.format(8), 1: FINISH}),
+    "take_weights() on rank 1": (weights_on_rank_1, PERIOD, {0: FINISH, 1: TAKE}),
+    "another period on rank 1": (another_period, PERIOD, {0: STEP.format(8), 1: STEP.format(12)}),
+    "a call left out on rank 1": (skipped_call, PERIOD, {0: FINISH, 1: FINISH}),
+    "state_dict() in flight on rank 0": (saved_on_rank_0, LATE, {0: STATE, 1: FINISH}),
+    "finish() on rank 0, delayed": (finish_on_rank_0, LATE, {0: FINISH, 1: STEP.format(8)}),
+    "unequal epochs, in fragments": (unequal_epochs, DELAYED, {0: STEP.format(10), 1: FINISH}),
+}
+
+
+@on_both_hosts
+@pytest.mark.parametrize("build", [partial(SPARSE, **SMALL), NoCompression], ids=["sparse", "none"])
+@pytest.mark.parametrize("name", WRONG)
+def test_ranks_in_different_calls(name, build, ordered):
+    wrong, options, calls = WRONG[name]
+    world, group = workers(2, ordered=ordered, build=build, **options)
+    errors = [None, None]
+
+    def body(i):
+        try:
+            wrong(group[i])
+        except RuntimeError as error:
+            errors[i] = str(error)
+
+    world.run(body)
+    if len({*calls.values()}) == 1:  # they come to finish() together, after other numbers of steps
+        assert errors == [None, None] and same(*group)
+        return
+    for rank, call in calls.items():
+        assert all(f"rank {rank} in {call}" in error for error in errors), errors
+
+
+@on_both_hosts
+def test_ranks_that_save_by_dcp_alone(ordered):
+    world, group = workers(2, ordered=True)
+
+    def body(i):
+        group[i].train(3)
+        if i == 0:
+            DCPState(group[i].compression).state_dict()
+        group[i].train(3, first=3)
+
+    with pytest.raises(RuntimeError, match=r"rank 0 in DCPState\.state_dict\(\), rank 1 in step\(\) 6"):
+        world.run(body)
+
+
+def test_a_row_is_small():
+    world, group = workers(3, period=2)
+    world.run(lambda i: group[i].train(2))
+    assert CALL * 2 == group[0].compression.stats()["last"]["budget_bytes"] <= 64 * 2
+    assert len(CALLS) == len({*CALLS})
+
+
+@on_both_hosts
+def test_ranks_compare_their_options_in_the_first_step(ordered):
+    """Not in the first exchange: a rank that is late has a whole period."""
+    world = ThreadWorld(2, timeout=20, ordered=ordered)
+    group = [Worker(world, rank, period=100 + rank) for rank in range(2)]
+    with pytest.raises(RuntimeError, match=r"LocalSteps: period: 100 on rank 0; 101 on rank 1"):
+        world.run(lambda i: group[i].train(1))
+
+
+@on_both_hosts
+def test_the_error_names_the_ranks_that_are_missing(ordered):
+    world = ThreadWorld(3, timeout=0.5, ordered=ordered)
+    group = [Worker(world, rank) for rank in range(3)]
+    with pytest.raises(RuntimeError, match=r"rank 1 has not compared its options"):
+        world.run(lambda i: i == 1 or group[i].train(1))
+
+
+@on_both_hosts
+def test_weights_before_the_first_step_must_be_equal(ordered):
+    world = ThreadWorld(2, timeout=20, ordered=ordered)
+    group = [Worker(world, rank, model=mixed_model(seed=rank)) for rank in range(2)]
+    with pytest.raises(RuntimeError, match="were they broadcast"):
+        world.run(lambda i: group[i].train(1))
+
+
+def test_one_rank_of_torch_exchanges_nothing():
+    world, group = workers(1, ordered=True)
+    worker = group[0]
+    assert world.run(lambda i: worker.train(6)) == [[False, False, True] * 2]
+    worker.local.finish(worker.model)
+    assert worker.compression.stats()["steps"] == 0
+
+
+def test_an_outer_optimizer_works_on_one_rank():
+    """Nesterov momentum of the weights needs no other rank."""
+    world, group = workers(1, ordered=True, build=NoCompression, outer_lr=0.7, outer_momentum=0.9)
+    before = group[0].weights()
+    world.run(lambda i: group[i].train(6))
+    assert group[0].compression.stats()["steps"] == 2
+    assert all(not torch.equal(*pair) for pair in zip(before, group[0].weights(), strict=True))

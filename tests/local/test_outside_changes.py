@@ -1,0 +1,196 @@
+"""Weights that somebody else than the optimizers has changed between local steps."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from local_workers import SPARSE, on_both_hosts, same, workers
+
+from hvd_compress import NoCompression, Quantized
+
+LOW_BIT = dict(build=partial(Quantized, bits=2), unsent="buffer")
+SETTINGS = {
+    "low_bit": LOW_BIT,
+    "low_bit, delayed": {**LOW_BIT, "delay": 2},
+    "sparse buffer": dict(build=SPARSE, unsent="buffer", decay=0.95),
+    "sparse weights": dict(build=SPARSE),
+    "diloco": dict(build=NoCompression, outer_lr=0.7, outer_momentum=0.9),
+    "local sgd in fp16": dict(build=partial(NoCompression, values="fp16")),
+    "local sgd, delayed": dict(build=NoCompression, delay=1),
+}
+
+
+def load(worker, saved):
+    worker.model.load_state_dict(saved)
+
+
+def switch(worker, saved):
+    for name, p in worker.model.named_parameters():
+        p.data.copy_(saved[name])
+
+
+def average(worker, saved):
+    with torch.no_grad():
+        for name, p in worker.model.named_parameters():
+            p.lerp_(saved[name], 0.5)
+
+
+def one_layer(worker, saved):
+    with torch.no_grad():
+        worker.model.wide.weight.normal_()
+
+
+def zero_a_bias(worker, saved):
+    torch.nn.init.zeros_(worker.model.wide.bias)
+
+
+CHANGES = {"load_state_dict": load, "EMA switch": switch, "SWA": average, "new layer": one_layer, "zeroed": zero_a_bias}
+
+
+def trained(settings, steps=8):
+    """Workers, and weights of some steps before."""
+    world, group = workers(2, ordered=True, **{"period": 3, **settings})
+    world.run(lambda i: (group[i].train(steps - 5), group[i].local.finish()))
+    saved = copy.deepcopy(group[0].model.state_dict())
+    world.run(lambda i: group[i].train(5, first=steps - 5))
+    return world, group, saved
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_change_that_was_not_told_raises_an_error(settings, change):
+    _, group, saved = trained(SETTINGS[settings])
+    errors = []
+    for worker in group:
+        CHANGES[change](worker, saved)
+        with pytest.raises(RuntimeError, match=r"take_weights\(\)") as error:
+            worker.local_step(9)
+        errors.append(str(error.value))
+    assert len({*errors}) == 1
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_finish_after_a_change_raises_an_error(settings):
+    """With nothing unsent it would be right; with a buffer or momentum it would come back."""
+    _, group, saved = trained(SETTINGS[settings])
+    load(group[0], saved)
+    with pytest.raises(RuntimeError, match=r"take_weights\(\)"):
+        group[0].local.finish()
+
+
+@on_both_hosts
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_nothing_of_what_was_replaced_comes_back(settings, ordered):
+    world, group = workers(2, ordered=ordered, **{"period": 3, **SETTINGS[settings]})
+    saved = copy.deepcopy(group[0].model.state_dict())
+    world.run(lambda i: group[i].train(8))
+    for worker in group:
+        load(worker, saved)
+        for p in worker.model.parameters():
+            p.grad = None
+    world.run(lambda i: group[i].local.take_weights())
+
+    def idle(worker):
+        for _ in range(12):
+            for optimizer in worker.optimizers:
+                optimizer.zero_grad()
+                optimizer.step()
+            worker.local.step()
+        worker.local.finish()
+
+    world.run(lambda i: idle(group[i]))
+    assert same(*group)
+    for name, p in group[0].model.named_parameters():
+        torch.testing.assert_close(p.detach(), saved[name], rtol=0, atol=1e-7, msg=name)
+
+
+def test_replaced_weights_of_plain_averages_need_no_word():
+    """All ranks have replaced them, and the mean of equal weights is what they are."""
+    world, group, saved = trained(dict(build=NoCompression))
+    for worker in group:
+        load(worker, saved)
+    world.run(lambda i: group[i].train(4, first=8))
+    world.run(lambda i: group[i].local.finish())
+    assert same(*group)
+
+
+def test_training_goes_on_after_weights_were_taken():
+    world, group, saved = trained(LOW_BIT)
+    for worker in group:
+        load(worker, saved)
+    world.run(lambda i: (group[i].local.take_weights(), group[i].train(9, first=8), group[i].local.finish()))
+    assert same(*group)
+
+
+@pytest.mark.parametrize("before_step", [False, True], ids=["after step()", "before step()"])
+def test_a_change_in_every_step_belongs_to_the_training(before_step):
+    world, group = workers(2, ordered=True, period=3, **LOW_BIT)
+
+    def clamp(worker):
+        with torch.no_grad():
+            for p in worker.model.parameters():
+                p.clamp_(-0.02, 0.02)
+
+    def train(worker):
+        for step in range(10):
+            worker.local_step(step)
+            if before_step:
+                clamp(worker)
+            worker.local.step()
+            if not before_step:
+                clamp(worker)
+            if step == 6:
+                worker.local.finish()
+
+    world.run(lambda i: train(group[i]))
+
+
+def test_a_change_in_a_hook_of_the_optimizer_belongs_to_its_step():
+    world, group = workers(2, ordered=True, period=3, **LOW_BIT)
+    for worker in group:
+        hook = partial(zero_a_bias, worker)
+        worker.optimizers[0].register_step_post_hook(lambda optimizer, *_, hook=hook: hook(None))
+    world.run(lambda i: group[i].train(10))
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["copied", "rounded"])
+def test_weights_that_are_swapped_out_and_in_again_have_not_changed(rounds):
+    """As for a validation with averaged weights: by copies, or, as some optimizers do, by an addition and its
+    inverse."""
+    world, group = workers(2, ordered=True, period=3, **LOW_BIT)
+
+    def validate(worker):
+        own = worker.weights()
+        with torch.no_grad():
+            for p, mine in zip(worker.model.parameters(), own, strict=True):
+                p.lerp_(torch.ones_like(p), 0.9)
+                p.lerp_(torch.ones_like(p), 1 - 1 / (1 - 0.9)) if rounds else p.copy_(mine)
+
+    def train(worker):
+        worker.train(4)
+        validate(worker)
+        worker.train(6, first=4)
+
+    world.run(lambda i: train(group[i]))
+
+
+def test_a_loaded_state_is_no_change():
+    """In either order with the model's."""
+    world, group, _ = trained(LOW_BIT)
+    states = world.run(lambda i: group[i].saved())
+    world.run(lambda i: group[i].train(2, first=8))
+    for worker, (compression, _, model) in zip(group, states, strict=True):
+        if worker.rank:
+            worker.model.load_state_dict(model)
+        worker.local.load_state_dict(compression)
+        if not worker.rank:
+            worker.model.load_state_dict(model)
+    world.run(lambda i: group[i].train(4, first=8))
+
+
+def test_ranks_must_take_the_same_weights():
+    world, group, saved = trained(LOW_BIT)
+    load(group[1], saved)
+    with pytest.raises(RuntimeError, match="different weights in take_weights"):
+        world.run(lambda i: group[i].local.take_weights())
