@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, named_pairs
+from ..engine.arguments import NamedParameters, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
@@ -356,7 +356,7 @@ def _orthogonal_names(
         return frozenset(name for name, p in named if not any(p is table for table in tables)), named
     if isinstance(orthogonal, str):
         raise TypeError(f'orthogonal must be a bool, "matrices" or a list of names, got {orthogonal!r}')
-    chosen = frozenset(orthogonal)
-    if unknown := chosen - names:
-        raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(unknown))}")
-    return chosen, named
+    chosen = {name: find_name(name, names) for name in orthogonal}
+    if unknown := [name for name, found in chosen.items() if found is None]:
+        raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(map(str, unknown)))}")
+    return frozenset(filter(None, chosen.values())), named
