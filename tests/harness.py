@@ -205,13 +205,13 @@ def replicas(
     if isinstance(size, tuple):
         options["nodes"], size = size[0], math.prod(size)
     world = ThreadWorld(size, timeout=20, ordered=kind.ordered)
-    model = model or mixed_model()
+    model = mixed_model() if model is None else model  # a compiled one may have no truth value
     return world, [kind(world, rank, model, build, **options) for rank in range(size)]
 
 
 def single(model: torch.nn.Module | None = None, **options: Any) -> IWP:
     """IWP alone, with one rank."""
-    model = model or mixed_model()
+    model = mixed_model() if model is None else model  # a compiled one may have no truth value
     return IWP(model.named_parameters(), collectives=ThreadWorld(1).collectives(0), **options)
 
 

@@ -4,7 +4,7 @@ import inspect
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +17,10 @@ R = TypeVar("R")
 
 #: ``(name, parameter)`` pairs, or a model, whose named parameters they are.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
+
+# Parts of names that torch.compile, activation checkpointing, FSDP1 and Lightning Fabric insert, and that are not in
+# the state_dict() of the model.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 
 
 def check_integer(name: str, value: Any, low: int | None = None, high: int | None = None, *, other: str = "") -> int:
@@ -149,8 +153,12 @@ def by_name(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str, torch.nn.Parameter]]:
-    """The pairs as a list. Raises ``TypeError``, which shows the ``call`` to write, if they are not
-    ``(name, parameter)`` pairs, ``ValueError`` if there are none or a name or a parameter occurs twice."""
+    """The pairs as a list, by the names without wrappers (:func:`plain_names`).
+
+    Raises:
+        TypeError: not ``(name, parameter)`` pairs; it shows the ``call`` to write.
+        ValueError: there are none, or a name or a parameter occurs twice.
+    """
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
     named, wrong = list[tuple[str, torch.nn.Parameter]](), list[object]()
@@ -177,7 +185,7 @@ def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str,
         other = first.setdefault(id(parameter), name)
         if other != name:
             raise ValueError(f"{other} and {name} are one parameter; model.named_parameters() lists each once")
-    return named
+    return list(zip(plain_names([name for name, _ in named]), (parameter for _, parameter in named), strict=True))
 
 
 def _is_pair(item: object) -> bool:
@@ -185,3 +193,32 @@ def _is_pair(item: object) -> bool:
         return False
     # What a state_dict() has are tensors without gradients.
     return isinstance(item[1], torch.nn.Parameter) or (isinstance(item[1], Tensor) and item[1].requires_grad)
+
+
+def plain_names(names: list[str]) -> list[str]:
+    """The names that parameters have in the model without wrappers, so that a state fits the model with and without
+    them: without the parts that wrappers insert anywhere, then without ``module.`` at the beginning. A step that would
+    make two names equal, or one empty, is left out, with those after it."""
+    for strip in (_without_inserted, _without_module):
+        stripped = [strip(name) for name in names]
+        if not all(stripped) or len(set(stripped)) < len(names):
+            break
+        names = stripped
+    return names
+
+
+def find_name(name: str, names: Collection[str]) -> str | None:
+    """Which of these plain names is meant by the name of a parameter in the model with or without wrappers; None if
+    none is."""
+    inner = _without_inserted(str(name))
+    return next((found for found in (name, inner, _without_module(inner)) if found in names), None)
+
+
+def _without_inserted(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _without_module(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

@@ -142,7 +142,10 @@ class _Owner(Leaf):
         of = "rank {rank} of {ranks}".format
         if value["ranks_of_a_node"] != self._own["ranks_of_a_node"]:
             of = "rank {rank} of {ranks}, in nodes of {ranks_of_a_node}".format
-        refuse(path, f"this is the state of {of(**value)}, and this is {of(**self._own)}; {_CONVERT}")
+        hint = ""
+        if value["ranks"] == self._own["ranks"]:
+            hint = " (every rank must save and load its own; torch.distributed.checkpoint needs hvd_compress.DCPState)"
+        refuse(path, f"this is the state of {of(**value)}, and this is {of(**self._own)}; {_CONVERT}{hint}")
 
     def load(self, value: Any) -> None:
         """Does nothing: there is nothing to load."""

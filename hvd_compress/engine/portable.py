@@ -17,7 +17,7 @@ from .modes import modes_off
 from .shards import local
 from .state import Entry, Fixed, Tree, joined, refuse
 
-_FORMAT = 1
+_FORMAT = 2
 
 #: Kind ("residual", "velocity") and name of a parameter: a tensor in the shape of this rank's shard.
 Owed = dict[str, dict[str, Tensor]]

@@ -1,15 +1,25 @@
 """A compressor's state in checkpoints of torch.distributed.checkpoint (DCP)."""
 
 import io
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..engine import checkpoint, portable
 from ..engine import state as states_of
+from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local, place_in_mesh
+
+# The keys that depend on the mesh, before all others. DCP looks for all keys before it reads anything, and its error
+# contains the first one that is missing. Replica 0 and the mesh are in every checkpoint: load_state_dict() compares it.
+_BY_MESH = "by mesh (if missing: DCPState's saved_on= must be the mesh that saved, which saved_on=(1,) tells)"
+# The modules of torch.distributed.checkpoint that save and load; its state_dict is for models and optimizers.
+_SAVERS = "torch.distributed.checkpoint.state_dict_"
 
 
 class DCPState:
@@ -31,60 +41,82 @@ class DCPState:
     the compressor itself: it would save one rank's state for all.)
 
     Args:
-        compression: a compressor, with ``process_group`` of the replicas and without ``nodes``.
+        compression: a compressor, with ``process_group`` of the replicas and without ``nodes``, or the
+            :class:`~hvd_compress.LocalSteps` of one.
         saved_on: for loading, the number of replicas and the shape of the shard mesh that saved; of DDP, the number of
             ranks only. None: those of this job. After loading, this object saves as any other.
 
     Raises:
-        ValueError: the compressor has ``nodes`` or works under Horovod; on loading, as
-            :meth:`~hvd_compress.Compressor.load_state_dict`, if ``saved_on`` is not what saved, and if a shard is not
-            compressed here that has a residual.
-        RuntimeError: on saving, in the middle of a step, or between an average and the optimizer's step; with
-            LocalSteps, while the replicas' weights may differ: DCP saves the parameters of one replica. DCP asks for
-            the state before it loads one, too.
+        TypeError: ``compression`` is neither; ``saved_on`` is not a sequence of integers.
+        ValueError: the compressor has ``nodes`` or works under Horovod; an entry of ``saved_on`` below 1; on loading,
+            as :meth:`~hvd_compress.Compressor.load_state_dict`, if ``saved_on`` is not what saved, and if a shard is
+            not compressed here that has a residual.
+        RuntimeError: on saving, in the middle of a step, between an average and the optimizer's step, or with the
+            ``saved_on`` of another mesh; with LocalSteps, while the replicas' weights may differ: DCP saves the
+            parameters of one replica. DCP asks for the state before it loads one, too.
+
+    If ``saved_on`` is wrong or was forgotten, and there were fewer ranks or replicas than it says, the error is DCP's
+    ``CheckpointException``: ``Missing key in checkpoint state_dict: compression.by mesh (if missing: ...``.
     """
 
-    def __init__(self, compression: Any, saved_on: tuple[int, ...] | None = None) -> None:
-        self._engine: Engine = compression.engine
+    def __init__(self, compression: Any, saved_on: Sequence[int] | None = None) -> None:
+        engine = getattr(getattr(compression, "compression", compression), "engine", None)
+        if not isinstance(engine, Engine):
+            raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
+        self._engine, self._alive = engine, compression  # an engine does not keep its compressor alive
         if self._engine.nodes.inside is not None or self._engine.collectives.host != "ddp":
             raise ValueError("DCPState needs a compressor of torch.distributed without nodes: save its state_dict()")
         self._parameters = dict(zip(self._engine.names, self._engine.parameters, strict=True))
         first = next(filter(is_sharded, self._engine.parameters), self._engine.parameters[0])
         self._here = (self._engine.collectives.size, *(_mesh(first).shape if is_sharded(first) else ()))
-        self._saved_on = tuple(saved_on or self._here)
-        place = [self._engine.collectives.rank, *place_in_mesh(first)]
-        #: Of this rank's own state.
-        self._key = ", ".join(f"{i} of {n}" for i, n in zip(place, self._here, strict=True))
+        self._saved_on = self._here if saved_on is None else _checked(saved_on)
+        number = 0
+        for place, size in zip([self._engine.collectives.rank, *place_in_mesh(first)], self._here, strict=True):
+            number = number * size + place
+        #: Of this rank's own state. The same on all meshes, of which one with fewer ranks finds its keys.
+        self._key = f"rank {number}"
 
     def state_dict(self) -> dict[str, Any]:
         """What DCP saves, or loads into."""
         engine, same = self._engine, self._saved_on == self._here
-        mesh = _text(self._here) if same else "nothing (saved_on= is for loading)"
+        if not same and any(map(_saves, _callers())):
+            raise RuntimeError(
+                f"saved_on={self._saved_on} is for loading, and nothing was loaded: to save on {self._here}, give DCP "
+                "hvd_compress.DCPState(compression)"
+            )
+        own = {self._key: self._own()} if same else {}  # first: it undoes a step that was skipped
+        mesh = str(self._here) if same else "nothing (saved_on= is for loading)"
         common = {**self._named(states_of.save(portable.shared(engine))), "saved_on": mesh}
-        if not same:
-            replicas = {str(replica): self._named(portable.owed(engine)) for replica in range(self._saved_on[0])}
-            return {"replicas": replicas, "common": common}
-        own = io.BytesIO()
+        numbers = [engine.collectives.rank] if same else range(self._saved_on[0])
+        by_mesh = {f"replica {number}": True for number in numbers}
+        replicas = {str(number): self._named(portable.owed(engine)) for number in numbers}
+        return {_BY_MESH: {**own, **by_mesh}, "replicas": replicas, "common": common}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what DCP has read into :meth:`state_dict`."""
+        common = dict(state["common"])
+        if (mesh := common.pop("saved_on")) != str(self._saved_on):
+            default = ", that of this job" if self._saved_on == self._here else ""
+            raise ValueError(
+                f"DCPState: saved_on must be the mesh that saved, {mesh}, and is {self._saved_on}{default}"
+            )
+        if self._saved_on == self._here:
+            own = io.BytesIO(state[_BY_MESH][self._key])
+            checkpoint.load(self._engine, torch.load(own, map_location="cpu", weights_only=True))
+            return
+        replicas = [_local(state["replicas"][str(replica)]) for replica in range(self._saved_on[0])]
+        portable.load(self._engine, replicas, _local(common))
+        self._saved_on = self._here
+
+    def _own(self) -> bytes:
+        """This rank's state, as it is."""
+        engine, own = self._engine, io.BytesIO()
         torch.save(checkpoint.save(engine), own)
         if engine.average_waits:
             raise RuntimeError("save after optimizer.step(): the last average has not been applied")
         if engine.local_steps is not None:
             engine.local_steps.check_common()
-        replicas = {str(engine.collectives.rank): self._named(portable.owed(engine))}
-        return {"own": {self._key: own.getvalue()}, "replicas": replicas, "common": common}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what DCP has read into :meth:`state_dict`."""
-        if self._saved_on == self._here:
-            own = io.BytesIO(state["own"][self._key])
-            checkpoint.load(self._engine, torch.load(own, map_location="cpu", weights_only=True))
-            return
-        common = dict(state["common"])
-        if (mesh := common.pop("saved_on")) != _text(self._saved_on):
-            raise ValueError(f"the checkpoint was saved on {mesh}, and saved_on says {_text(self._saved_on)}")
-        replicas = [_local(state["replicas"][str(replica)]) for replica in range(self._saved_on[0])]
-        portable.load(self._engine, replicas, _local(common))
-        self._saved_on = self._here
+        return own.getvalue()
 
     def _named(self, values: Any, name: str = "") -> Any:
         """Nested values with tensors by parameter name, as DTensors in which DCP finds this rank's shards."""
@@ -103,8 +135,44 @@ class DCPState:
         return DTensor.from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
 
 
-def _text(mesh: tuple[int, ...]) -> str:
-    return " x ".join(map(str, mesh))
+def refuse_dcp(engine: Engine) -> None:
+    """Raises ``TypeError`` if torch.distributed.checkpoint has called the ``state_dict()`` that calls this; warns if an
+    object of the user's is between them. Of what ranks give it under one key, it saves one rank's."""
+    callers = _callers()
+    if _is_dcp(next(callers, "")):
+        raise TypeError(
+            "torch.distributed.checkpoint would save one rank's state for all: give it hvd_compress.DCPState("
+            "compression) in place of the compressor"
+        )
+    if any(map(_is_dcp, callers)):
+        engine.warn(
+            "torch.distributed.checkpoint saves one rank's state_dict() for all, unless every rank gives it another "
+            "key: use hvd_compress.DCPState(compression).state_dict(), and its load_state_dict()"
+        )
+
+
+def _callers() -> Iterator[str]:
+    """The modules of the frames outside this package, innermost first."""
+    package, frame = __name__.partition(".")[0], cast(FrameType | None, sys._getframe())
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] != package:
+            yield module
+        frame = frame.f_back
+
+
+def _is_dcp(module: str) -> bool:
+    return module.startswith(_SAVERS)
+
+
+def _saves(module: str) -> bool:
+    return module == f"{_SAVERS}saver"
+
+
+def _checked(mesh: Any) -> tuple[int, ...]:
+    if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
+        raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
+    return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
 
 
 def _mesh(parameter: Any) -> Any:

@@ -22,6 +22,7 @@ from ..engine.shards import local
 from ..engine.state import Tree
 from ..engine.work import Work
 from ..hosts import default_collectives, host_of
+from ..hosts.dcp import refuse_dcp
 from ..hosts.ddp import DDPHost
 from ..hosts.fsdp import FSDPHost
 from ..hosts.horovod import HorovodHost
@@ -263,8 +264,10 @@ class Compressor(Reporting, abc.ABC):
         counts. ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
 
         Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
-        middle of a step.
+        middle of a step, ``TypeError`` if ``torch.distributed.checkpoint`` calls it, which needs a
+        :class:`~hvd_compress.DCPState`.
         """
+        refuse_dcp(self.engine)
         return checkpoint.save(self.engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

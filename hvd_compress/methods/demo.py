@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_flag, check_number, named_pairs
+from ..engine.arguments import NamedParameters, check_flag, check_number, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
@@ -356,7 +356,7 @@ def _orthogonal_names(
     listed: list[Any] = list(orthogonal) if known else [orthogonal]
     if not known or not all(isinstance(name, str) for name in listed):
         raise TypeError(f'orthogonal must be a bool, "matrices" or a list of names, got {orthogonal!r:.80}')
-    chosen = frozenset(listed)
-    if unknown := chosen - names:
+    chosen = {name: find_name(name, names) for name in listed}
+    if unknown := [name for name, found in chosen.items() if found is None]:
         raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(unknown))}")
-    return chosen, named
+    return frozenset(filter(None, chosen.values())), named

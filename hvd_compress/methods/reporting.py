@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.arguments import check_integer
+from ..engine.arguments import check_integer, find_name
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import local
@@ -21,13 +21,16 @@ class Reporting:
     def residual(self, name: str) -> Tensor:
         """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape
         (of a sharded one, of this rank's shard); zeros for an uncompressed one, and for one that another rank of the
-        node owns. Raises ``KeyError`` for an unknown name."""
-        for place in self.engine.places:
-            if place.piece.name == name:
-                with place.work.bucket.order:
-                    return place.work.held(place.piece).clone()
-        parameter = dict(zip(self.engine.names, self.engine.parameters, strict=True))[name]
-        return torch.zeros_like(local(parameter), dtype=torch.float32)
+        node owns. ``name``: in the model, or in a wrapper of it (``module.weight``). Raises ``KeyError`` for an unknown
+        name."""
+        engine = self.engine
+        if (found := find_name(name, engine.names)) is None:
+            raise KeyError(name)
+        number = engine.names.index(found)
+        if (place := engine.place_of[number]) is None:
+            return torch.zeros_like(local(engine.parameters[number]), dtype=torch.float32)
+        with place.work.bucket.order:
+            return place.work.held(place.piece).clone()
 
     @modes_off
     def stats(self) -> dict[str, Any]:

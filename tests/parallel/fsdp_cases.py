@@ -6,6 +6,9 @@ test/distributed/_composable/test_replicate_training.py.
 """
 
 import gc
+import itertools
+import math
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,6 +25,8 @@ from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -250,11 +255,8 @@ def checkpoints_that_would_lose_something():
         state = hvd_compress.DCPState(smaller.compression, saved_on=(2, size() // 2))
         with pytest.raises(ValueError, match="is not compressed here"):
             dcp.load({"compression": state}, checkpoint_id=folder)
-        with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
-            dcp.load({"compression": hvd_compress.DCPState(smaller.compression)}, checkpoint_id=folder)
-        wrong = hvd_compress.DCPState(smaller.compression, saved_on=(1, 7))
-        with pytest.raises(ValueError, match=r"was saved on 2 x 2, and saved_on says 1 x 7"):
-            dcp.load({"compression": wrong}, checkpoint_id=folder)
+        with pytest.raises(RuntimeError, match=r"saved_on=\(2, 2\) is for loading, and nothing was loaded"):
+            dcp.save({"compression": state}, checkpoint_id=folder)
 
 
 @register(CASES, once=True)
@@ -587,3 +589,101 @@ def orthogonal_averages_equal_those_of_ddp():
                     assert error < (0.1 if mixed else 1e-3), (name, error)
                 p.grad = None
             ours.optimizer.zero_grad()
+
+
+def _compressor_on(mesh: tuple[int, ...], groups: dict[int, Any]) -> Any:
+    """Of the replicas and shards of this mesh; None on a rank outside it."""
+    if len(mesh) > 1:
+        return Job(build=hvd_compress.IWP, replicas=mesh[0]).compression
+    if rank() >= mesh[0]:
+        return None
+    torch.manual_seed(0)
+    return hvd_compress.IWP(Net(), process_group=groups[mesh[0]], min_numel=64)
+
+
+@register(CASES, once=True)
+def checkpoints_of_another_mesh():
+    """Without ``saved_on``, or with a wrong one, every rank gets an error that says so, and the right one wherever the
+    checkpoint could be read; with it, all meshes load."""
+    groups = {count: distributed.new_group(list(range(count))) for count in (1, 2, 4)}
+    meshes = [(1,), (2,), (4,), (1, 4), (2, 2), (4, 1)]
+    compressors = {mesh: _compressor_on(mesh, groups) for mesh in meshes}
+    with shared_folder() as folder:
+        paths = {mesh: f"{folder}/{'x'.join(map(str, mesh))}" for mesh in meshes}
+
+        def run(function: Any, mesh: tuple[int, ...], path: str, **options: Any) -> None:
+            state = hvd_compress.DCPState(compressors[mesh], **options)
+            group = groups[math.prod(mesh)]
+            function({"compression": state}, checkpoint_id=path, process_group=group)
+
+        for mesh, path in paths.items():
+            if compressors[mesh] is not None:
+                run(dcp.save, mesh, path)
+        distributed.barrier()
+        known = 0
+        for (saved, path), mesh in itertools.product(paths.items(), meshes):
+            if compressors[mesh] is None or saved == mesh:
+                continue
+            for given in (None, (3, 2), (1, 7), (1,)):
+                says = given or mesh
+                if tuple(says) == saved:
+                    continue
+                ranks = math.prod(mesh) if tuple(says) == mesh else 1
+                if says[0] > saved[0] or ranks > math.prod(saved):
+                    hint = re.escape("DCPState's saved_on= must be the mesh that saved, which saved_on=(1,) tells")
+                    expected = pytest.raises(CheckpointException, match=f"Missing key.*{hint}")
+                else:
+                    right = re.escape(f"saved_on must be the mesh that saved, {saved}, and is {tuple(says)}")
+                    expected = pytest.raises(ValueError, match=f"{right}, that of this job" if given is None else right)
+                    known += 1
+                with expected:
+                    run(dcp.load, mesh, path, **({} if given is None else {"saved_on": given}))
+                assert compressors[mesh].step == 0
+            run(dcp.load, mesh, path, saved_on=saved)
+        assert known > 20 or rank() > 1
+
+
+@register(CASES, once=True)
+def states_that_a_planner_reads_in_part():
+    """Keys that are missing are then left as they are: the mesh is compared nevertheless."""
+    wide, flat = (Job(build=hvd_compress.IWP, replicas=replicas).compression for replicas in (2, 4))
+    with shared_folder() as folder:
+        dcp.save({"compression": hvd_compress.DCPState(wide)}, checkpoint_id=folder)
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        with pytest.raises(ValueError, match=r"must be the mesh that saved, \(2, 2\), and is \(4, 1\), that of this"):
+            dcp.load({"compression": hvd_compress.DCPState(flat)}, checkpoint_id=folder, planner=planner)
+
+
+@register(CASES, once=True)
+def compressors_given_to_dcp_themselves():
+    """Of their states DCP would save one rank's for all."""
+    job = Job(build=hvd_compress.IWP, optimizer=PLAIN).train(2)
+    with shared_folder() as folder:
+        for function in (dcp.save, dcp.load, dcp.async_save):
+            with pytest.raises(TypeError, match=r"give it hvd_compress.DCPState\(compression\)"):
+                function({"model": job.model, "compression": job.compression}, checkpoint_id=folder)
+        get_state_dict(job.model, job.optimizer)
+        state = {"model": job.model, "compression": hvd_compress.DCPState(job.compression)}
+        dcp.async_save(state, checkpoint_id=folder).result()
+        distributed.barrier()
+        again = Job(build=hvd_compress.IWP, optimizer=PLAIN)
+        dcp.load({"compression": hvd_compress.DCPState(again.compression)}, checkpoint_id=folder)
+        assert same(job.compression.state_dict(), again.compression.state_dict())
+
+
+@register(CASES, once=True)
+def checkpoints_of_compiled_models():
+    """Of which DCP knows the parameters by the same names as of the model itself."""
+
+    def compiled(model: torch.nn.Module, **options: Any) -> Any:
+        return hvd_compress.DeMo(torch.compile(model), **options)
+
+    first, again = (Job(build=build, optimizer=PLAIN) for build in (compiled, hvd_compress.DeMo))
+    flat = Job(build=compiled, optimizer=PLAIN, replicas=4)
+    first.train(2)
+    with shared_folder() as folder:
+        dcp.save({"compression": hvd_compress.DCPState(first.compression)}, checkpoint_id=folder)
+        dcp.load({"compression": hvd_compress.DCPState(again.compression)}, checkpoint_id=folder)
+        dcp.load({"compression": hvd_compress.DCPState(flat.compression, saved_on=(2, 2))}, checkpoint_id=folder)
+    assert same(first.compression.state_dict(), again.compression.state_dict())
+    assert flat.compression.residual("_orig_mod.head.weight").any()
