@@ -10,7 +10,7 @@
 # The bytes that a rank sent: /sys/class/net/eth0/statistics/tx_bytes, read inside the rank.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd) bin=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin
-lab=hvd ranks=()
+lab=hvd ranks=() attached=()
 usage() { sed -n '2,10s/^# \?//p' "$0" >&2; exit 2; }
 number() { [[ $1 =~ ^[1-9][0-9]?$ ]] || { echo "netlab.sh: HOSTS must be 1 to 99, got '$1'" >&2; exit 2; }; }
 
@@ -87,9 +87,14 @@ run() {
       for ((i = 0; i < hosts * each; i++)); do wait -n; done
       return ;;
     --gloo) command=(python "$here/netlab_gloo.py" "$list" python "$@") ;;
-    *) command=(mpirun --allow-run-as-root --prtemca plm ssh --prtemca plm_ssh_agent "$here/netlab_agent.sh" \
+    *)
+      # Remote ranks stay in mpirun's session, or with HVD_NETLAB_SESSIONS=1 begin their own. Linux divides the cores between
+      # sessions first; on Linux 6.18, two ranks that spin in hvd.synchronize() keep both cores from other sessions.
+      [[ -n ${HVD_NETLAB_SESSIONS:-} ]] || attached=(--leave-session-attached)
+      command=(mpirun --allow-run-as-root --prtemca plm ssh --prtemca plm_ssh_agent "$here/netlab_agent.sh" \
       --prtemca prte_if_include eth0 --mca btl tcp,self --mca btl_tcp_if_include eth0 --mca pml ob1 \
-      --bind-to none -H "$list" -np "$((hosts * each))" -x PATH -x OMP_NUM_THREADS -x PYTHONUNBUFFERED -x HVD_NETLAB \
+      "${attached[@]}" --bind-to none \
+      -H "$list" -np "$((hosts * each))" -x PATH -x OMP_NUM_THREADS -x PYTHONUNBUFFERED -x HVD_NETLAB \
       -x HOROVOD_STALL_CHECK_TIME_SECONDS -x HOROVOD_STALL_SHUTDOWN_TIME_SECONDS python "$@") ;;
   esac
   exec "$here/netlab_agent.sh" "${lab}host0" "$(printf '%q ' "${command[@]}")"

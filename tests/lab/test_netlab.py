@@ -49,6 +49,18 @@ def test_a_wrong_rate_leaves_the_hosts_alone(hosts):
     assert f"{LAB[1]}host0" in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
+def test_ranks_of_all_hosts_share_a_session(hosts, tmp_path):
+    """Linux divides the cores between sessions first."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    hosts(2, "none")
+    script = tmp_path / "session.py"
+    script.write_text("import os\nprint('rank on', os.uname().nodename, os.getsid(0))")
+    output = launch("lab/netlab.sh", [*LAB, "run", "2x2", str(script)], timeout=60)
+    rows = [line.split()[2:] for line in output.splitlines() if line.startswith("rank on")]
+    assert sorted(host for host, _ in rows) == [f"{LAB[1]}host{i}" for i in (0, 0, 1, 1)], output[-3000:]
+    assert len({session for _, session in rows}) == 1
+
+
 @pytest.mark.slow
 def test_stats_agree_with_the_network_interface(hosts):
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
