@@ -1,0 +1,259 @@
+"""Several trainings in a process, wrapped optimizers, models that have other parameters now, another period."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from harness import equal, mixed_model, toy_model
+from local_workers import SPARSE, Worker, same, sgd, workers
+from optimizers import muon_and_adamw
+from torch import nn
+
+from hvd_compress import IWP, LocalSteps, NoCompression, Quantized, recipes
+from hvd_compress.hosts.threads import ThreadWorld
+
+
+@pytest.fixture
+def without_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def trained_of(model, optimizer, world, build=NoCompression, steps=3):
+    local = LocalSteps(build(model, collectives=world.collectives(0)), optimizer, 2)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        local.step()
+    return local
+
+
+@pytest.mark.parametrize("build", [NoCompression, IWP, Quantized, SPARSE], ids=str)
+def test_nothing_stays_alive(build, without_collection):
+    model = toy_model()
+    local = trained_of(model, sgd(model.parameters()), ThreadWorld(1), build)
+    alive = [weakref.ref(thing) for thing in (local, local.compression, local.compression.engine)]
+    del local
+    assert [reference() for reference in alive] == [None] * 3
+
+
+def test_a_second_training_of_a_model(without_collection):
+    """The first is dropped, kept, or kept with another optimizer."""
+    model, world = toy_model(), ThreadWorld(1)
+    first = trained_of(model, torch.optim.AdamW(model.parameters()), world)
+    second = trained_of(model, sgd(model.parameters()), world)
+    del first
+    third = trained_of(model, torch.optim.SGD(model.parameters(), 0.1), world)
+    assert second is not third
+
+
+def test_an_optimizer_of_nobody_is_still_refused():
+    model = toy_model()
+    local = trained_of(model, sgd(model.parameters()), ThreadWorld(1))
+    other = sgd(model.parameters())
+    with pytest.raises(ValueError, match="LocalSteps was not given it"):
+        other.step()
+    assert local.step()
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As Accelerate's: a subclass without super().__init__()."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class Lightning:
+    """As Lightning's: no optimizer, but all its attributes."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self):
+        return self._optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+@pytest.mark.parametrize("recipe", [recipes.low_bit, recipes.diloco])
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("wrap", [Accelerated, Lightning, lambda o: Accelerated(Accelerated(o))], ids=["a", "l", "aa"])
+def test_optimizers_in_wrappers(wrap, several, recipe):
+    world = ThreadWorld(2, timeout=20, ordered=True)
+    models = [mixed_model() for _ in range(2)]
+
+    def train(rank):
+        model = models[rank]
+        given = muon_and_adamw(model.parameters()) if several else [sgd(model.parameters())]
+        optimizers = [wrap(optimizer) for optimizer in given]
+        local = recipe(model, optimizers if several else optimizers[0], 2, collectives=world.collectives(rank))
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape)
+            for optimizer in optimizers:
+                optimizer.step()
+            local.step()
+        local.finish(model)
+
+    world.run(train)
+    assert equal(*(list(model.parameters()) for model in models))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda o: torch.optim.lr_scheduler.ConstantLR(o),
+        lambda o: o.step,
+        lambda o: {"sgd": o},
+        lambda o: [o, None],
+        lambda o: "sgd",
+        lambda o: o.param_groups,
+        lambda o: o.state_dict(),
+    ],
+)
+def test_what_is_no_optimizer(wrong):
+    model = toy_model()
+    compression = IWP(model, collectives=ThreadWorld(1).collectives(0))
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, or a list of several"):
+        LocalSteps(compression, wrong(sgd(model.parameters())), 2)
+
+
+def test_two_optimizers_as_two_arguments():
+    model = toy_model()
+    compression = IWP(model, collectives=ThreadWorld(1).collectives(0))
+    with pytest.raises(TypeError, match=r"LocalSteps\(compression, \[first, second\], period\)"):
+        LocalSteps(compression, sgd(model.parameters()), sgd(model.parameters()))
+
+
+def test_a_step_after_each_of_two_optimizers_is_warned_about():
+    _, (worker,) = workers(1, ordered=True, optimizer=muon_and_adamw)
+    for p in worker.model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match="call it once, after all of them"):
+        for optimizer in worker.optimizers:
+            optimizer.step()
+            worker.local.step()
+
+
+def test_an_optimizer_that_steps_less_often_is_right(recwarn):
+    _, (worker,) = workers(1, ordered=True, optimizer=muon_and_adamw)
+    for p in worker.model.parameters():
+        p.grad = torch.ones_like(p)
+    for step in range(9):
+        worker.optimizers[0].step()
+        if step % 3 == 0:
+            worker.optimizers[1].step()
+        worker.local.step()
+    assert not recwarn
+
+
+def test_steps_without_the_optimizers_are_warned_about():
+    """After load_state_dict(assign=True) and a new optimizer nobody trains the old parameters."""
+    _, (worker,) = workers(1, ordered=True)
+    with pytest.warns(UserWarning, match="without a step of the optimizers"):
+        for _ in range(100):
+            worker.local.step()
+
+
+def assigned(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def one_assigned(model):
+    model[2].load_state_dict(copy.deepcopy(model[2].state_dict()), assign=True)
+
+
+def new_layer(model):
+    model[2] = nn.Linear(64, 32)
+
+
+def new_parameter(model):
+    model[0].weight = nn.Parameter(torch.zeros(64, 32))
+
+
+@pytest.mark.parametrize("change", [assigned, one_assigned, new_layer, new_parameter])
+@pytest.mark.parametrize("call", [LocalSteps.step, LocalSteps.take_weights])
+def test_a_model_with_other_parameters_is_refused(call, change):
+    model, world = toy_model(), ThreadWorld(2, timeout=20, ordered=True)
+    local = LocalSteps(NoCompression(model, collectives=world.collectives(0)), sgd(model.parameters()), 1)
+    local.compression.engine.comparison.done = True
+    change(model)
+    with pytest.raises(ValueError, match="the model has other parameters than the compressor was given"):
+        call(local)
+
+
+def test_a_parametrization_keeps_the_parameters():
+    world = ThreadWorld(2, timeout=20, ordered=True)
+    models = [toy_model() for _ in range(2)]
+
+    def train(rank):
+        model = models[rank]
+        optimizer = sgd(model.parameters())
+        local = recipes.low_bit(model, optimizer, 2, collectives=world.collectives(rank))
+        nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 32)).square().mean().backward()
+            optimizer.step()
+            local.step()
+        local.finish(model)
+
+    world.run(train)
+    assert equal(*(list(model.parameters()) for model in models))
+
+
+def test_the_period_can_change():
+    world, group = workers(2, ordered=True, period=2)
+
+    def train(worker):
+        ended = []
+        for step, period in enumerate([2] * 6 + [5] * 10 + [1] * 2):
+            worker.local.period = period
+            worker.local_step(step)
+            ended.append(worker.local.step())
+        return [step for step, has in enumerate(ended, 1) if has]
+
+    assert world.run(lambda i: train(group[i])) == [[2, 4, 6, 11, 16, 17, 18]] * 2
+    world.run(lambda i: group[i].local.finish())
+    assert same(*group)
+
+
+def test_a_period_that_shrinks_ends_what_is_in_flight():
+    world, group = workers(2, ordered=True, period=6, delay=2, build=NoCompression)
+
+    def train(worker):
+        for step in range(20):
+            if step == 7:
+                worker.local.period = 2
+            worker.local_step(step)
+            worker.local.step()
+        worker.local.finish()
+
+    world.run(lambda i: train(group[i]))
+    assert same(*group)
+
+
+@pytest.mark.parametrize(("period", "error"), [(3, ValueError), (0, ValueError), (2, ValueError), (4.0, TypeError)])
+def test_a_wrong_new_period(period, error):
+    world = ThreadWorld(1)
+    worker = Worker(world, 0, period=8, fragments=2, delay=2, build=NoCompression)
+    with pytest.raises(error, match="period must"):
+        worker.local.period = period
+    assert worker.local.period == 8
