@@ -152,6 +152,9 @@ class Exchanges:
         """The result of a collective, for which it waits."""
         begin = time.perf_counter()
         with stage("wait"):
+            while not (self.nodes.everyone.ordered or handle.done()):
+                self._meanwhile()
+                time.sleep(POLL_INTERVAL)
             result = handle.result()
         self.seconds_waited += time.perf_counter() - begin
         return result

@@ -206,6 +206,31 @@ def local_steps_in_flight():
     _local_steps_resume(muon_and_adamw, fragments=2, delay=1)
 
 
+@register(CASES, once=True)
+def local_steps_in_different_calls():
+    """finish() on one rank, unequal numbers of batches: all ranks say who is where, and the group still works."""
+    job.host.barrier()
+    first = job.host.rank() == 0
+    for alone in (True, False):
+        trained = LocalJob(adamw)
+
+        def train(count, trained=trained):
+            for _ in range(count):
+                trained.local_step()
+                trained.local.step()
+
+        try:
+            train(13 if first or alone else 10)
+            if first or not alone:
+                trained.local.finish(trained.model)
+            train(8)
+            raise AssertionError("no error")
+        except RuntimeError as error:
+            mine, others = ("finish()", "step() 16") if alone else ("step() 12", "finish()")
+            assert f"rank 0 in {mine}, rank" in str(error) and f" in {others}" in str(error), error
+        job.host.barrier()
+
+
 def adamw(parameters):
     return [torch.optim.AdamW(parameters, lr=0.01)]
 

@@ -1,7 +1,9 @@
 """DistributedDataParallel's own cases."""
 
 import os
+import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 
 import job
@@ -11,6 +13,7 @@ from job import DEVICE, Branches, Job
 from torch import distributed
 from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
@@ -259,3 +262,85 @@ def every_gradient_arrives():
         total -= compression.residual(name).double().cpu()
         distributed.all_reduce(total)
         torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-4)
+
+
+@register(CASES, once=True)
+def local_steps_of_averaged_gradients():
+    """DDP averages over the same ranks: an error, whichever of its hooks does it. What averages nothing, or did so in a
+    warm-up, is right."""
+
+    def train(averages, warm_up=0, hook=None, given=None, sync=True):
+        torch.manual_seed(0)
+        model = Branches().to(DEVICE)
+        ddp = DistributedDataParallel(model)
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data, local = torch.Generator().manual_seed(distributed.get_rank()), None
+        for step in range(warm_up + 6):
+            if step == warm_up:
+                compressed = ddp if given == "ddp" else model
+                local = hvd_compress.recipes.low_bit(compressed, optimizer, 2)
+            x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
+            optimizer.zero_grad()
+            with nullcontext() if sync else ddp.no_sync():
+                used = model if averages == "warm-up" and local is not None else ddp
+                used(x, range(6)).square().mean().backward()
+            optimizer.step()
+            if local is not None:
+                local.step()
+        local.finish(model)
+
+    def of_nothing(_, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    for wrong in ({}, {"given": "ddp"}, {"hook": fp16_compress_hook}, {"hook": bf16_compress_hook}):
+        try:
+            train("all", **wrong)
+            raise AssertionError(f"no error with {wrong}")
+        except RuntimeError as error:
+            assert "averaged by DistributedDataParallel" in str(error) and "ddp.module" in str(error), error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train("nothing", hook=of_nothing)
+        train("nothing", sync=False)
+        train("warm-up", warm_up=3)
+
+
+@register(CASES, once=True)
+def local_steps_on_the_same_data():
+    """Nothing averages the gradients: a warning."""
+    torch.manual_seed(0)
+    model = Branches().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = hvd_compress.recipes.low_bit(model, optimizer, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3, 6, 6, device=DEVICE), range(6)).square().mean().backward()
+            optimizer.step()
+            local.step()
+    assert sum("all ranks have the same gradients" in str(w.message) for w in caught) == 1, caught
+
+
+@register(CASES, once=True)
+def a_rank_that_is_late():
+    """To its first step: the error names it."""
+    distributed.barrier()
+    model = Branches().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    local = hvd_compress.recipes.low_bit(model, optimizer, 50, start_timeout=0.5)
+    late = distributed.get_rank() == 1
+    if not late:
+        try:
+            local.step()
+            raise AssertionError("no error")
+        except RuntimeError as error:
+            assert "rank 1 has not compared its options within 0.5 s" in str(error), error
+    else:
+        time.sleep(1.5)
+        local.step()
+    distributed.barrier()

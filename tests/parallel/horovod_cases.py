@@ -174,3 +174,26 @@ def plain_allreduce_with_compression():
 
 
 CASES.update(optimizer_cases.CASES | horovod_script_cases.CASES)
+
+
+@register(CASES, once=True)
+def local_steps_of_a_horovod_optimizer():
+    """Given, or stepping the parameters of the plain one that was given."""
+    model = torch.nn.Linear(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for given in (wrapped, [wrapped]):
+        try:
+            hvd_compress.recipes.low_bit(model, given, 2)
+            raise AssertionError("no error")
+        except ValueError as error:
+            assert "take the plain optimizer, not Horovod's" in str(error), error
+    local = hvd_compress.recipes.low_bit(model, optimizer, 2)
+    model(torch.ones(2, 64)).sum().backward()
+    try:
+        wrapped.step()
+        raise AssertionError("no error")
+    except ValueError as error:
+        assert "DistributedOptimizer averages the gradients in every step" in str(error), error
+    del local
+    wrapped.synchronize()
