@@ -433,6 +433,191 @@ def a_module_that_is_reduced_twice():
             assert torch.equal(a, b), name
 
 
+def _gradients(run: Job) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor() for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+def _assert_same_gradients(ours: Job, native: Job, scale: float = 1.0, only: str = "") -> None:
+    theirs = _gradients(native)
+    for name, grad in _gradients(ours).items():
+        if only in name:
+            want = scale * theirs[name]
+            torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _replicas(run: Job) -> dict[str, Any]:
+    return {"process_group": run.mesh.get_group("replicate"), "min_numel": 64}
+
+
+@register(CASES, once=True)
+def another_compressor():
+    """It replaces the first, which takes no part any more and may come back."""
+    ours, native = Job(build=hvd_compress.DeMo), Job()
+    first, second = ours.compression, EXACT["iwp"](ours.model, **_replicas(ours))
+    handle = hvd_compress.register_fsdp_hooks(ours.model, second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped")
+        ours.train(2)  # the momentum of its optimizer is none of DeMo's business
+        third = EXACT["none"](ours.model, **_replicas(ours))
+        hvd_compress.register_fsdp_hooks(ours.model, third)
+        handle.remove()  # replaced already
+        ours.train(1)
+        hvd_compress.register_fsdp_hooks(ours.model, second)
+        ours.train(2)
+    assert (first.step, second.step, third.step) == (0, 4, 1)
+    _assert_same(ours.assert_equal_replicas(), native.train(5), 1e-5)
+    with pytest.raises(ValueError, match="registered already"):
+        hvd_compress.register_fsdp_hooks(ours.model, second)
+    hvd_compress.register_fsdp_hooks(ours.model, first)
+    with pytest.raises(ValueError, match="momentum would count twice"):
+        ours.train(1)
+
+
+@register(CASES, once=True)
+def a_refused_registration():
+    """It leaves the hooks that are there."""
+    ours, native = Job(build=EXACT["iwp"]), Job()
+    blocks = EXACT["iwp"](ours.model.blocks.named_parameters(), **_replicas(ours))
+    for model, text in ((ours.model, "is not this compressor's"), (ours.model.blocks, "on some of these modules")):
+        with pytest.raises(ValueError, match=text):
+            hvd_compress.register_fsdp_hooks(model, blocks)
+    ours.train(2)
+    assert (ours.compression.step, blocks.step) == (2, 0)
+    _assert_same(ours, native.train(2), 1e-5)
+
+
+@register(CASES, once=True)
+def removed_hooks():
+    """FSDP is as it was before them: also its reductions, and hooks of the user's own."""
+    seen: list[int] = []
+
+    def build(model: torch.nn.Module, **options: Any) -> Any:
+        model.blocks[0].set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
+        return hvd_compress.DeMo(model, **options)
+
+    with mock.patch.object(fsdp, "reduces_to_averages", lambda mesh: False):
+        ours = Job(build=build, optimizer=PLAIN)
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in [ours.model, *ours.model.blocks]]
+    parameters = list(ours.model.parameters())
+    assert all(group.force_sum_reduction_for_comms for group in groups) and fsdp.hooked(parameters[-1:])
+    ours.backward()
+    assert len(seen) == 1 and ours.compression.step == 1
+    ours.optimizer.step()
+    ours.optimizer.zero_grad()
+    ours.hooks.remove()
+    assert not any(group.force_sum_reduction_for_comms for group in groups) and not fsdp.hooked(parameters)
+    alone = Job(replicas=1)  # of all ranks
+    ours.backward()
+    assert len(seen) == 2 and ours.compression.step == 1
+    mean = {name: gather(p.grad.to_local(), ours.mesh.get_group("replicate")) for name, p in _named(ours)}
+    assert any(not torch.equal(one, other) for one, other in mean.values())  # of one replica
+    with torch.no_grad():
+        full = ours.full()
+        for name, p in alone.model.named_parameters():
+            p.copy_(distributed.tensor.distribute_tensor(full[name], p.device_mesh, p.placements))
+    alone.data.set_state(ours.data.get_state())
+    for run in (ours, alone):
+        run.optimizer.zero_grad()
+        run.backward()
+    for name, grad in _gradients(alone).items():
+        p = ours.model.get_parameter(name)
+        both = gather(p.grad.full_tensor(), ours.mesh.get_group("replicate")).mean(0)
+        torch.testing.assert_close(both, grad, rtol=1e-4, atol=1e-6)
+
+
+def _named(run: Job) -> list[tuple[str, Any]]:
+    return list(run.model.named_parameters())
+
+
+@register(CASES, once=True)
+def removed_hooks_keep_nothing_alive():
+    """No cycle is left: without Python's garbage collector, too."""
+    ours = Job(build=EXACT["iwp"]).train(2)
+    handle, alive = ours.hooks, weakref.ref(ours.compression)
+    gc.disable()
+    try:
+        ours.compression = None
+        assert alive() is not None and fsdp.hooked(ours.model.parameters())  # the model keeps it
+        handle.remove()
+        assert alive() is None
+    finally:
+        gc.enable()
+    ours.train(1)
+    kept = EXACT["iwp"](ours.model, **_replicas(ours))
+    hvd_compress.register_fsdp_hooks(ours.model, kept).remove()
+    block = weakref.ref(ours.model.blocks[0])
+    del ours
+    gc.collect()
+    assert block() is None and kept.step == 0
+
+
+@register(CASES, once=True)
+def hooks_and_backward_passes():
+    """They are neither removed nor registered inside one; after a failed one they are."""
+    ours, native = Job(build=EXACT["iwp"]), Job()
+    other = EXACT["iwp"](ours.model, **_replicas(ours))
+
+    acts = (lambda: hvd_compress.register_fsdp_hooks(ours.model, other), ours.hooks.remove)
+    for act in acts:
+        handle = ours.model.blocks[1].register_full_backward_pre_hook(lambda *_, act=act: act())
+        with pytest.raises(RuntimeError, match="inside a backward pass"):
+            ours.backward()
+        handle.remove()
+        ours.model.reset_iter_state()
+        ours.optimizer.zero_grad()
+        native.loss()
+    for act in acts:
+        act()
+    for run in (ours, native):
+        run.backward()
+    assert (ours.compression.step, other.step) == (0, 1)
+    _assert_same_gradients(ours, native, only="blocks.0")  # others contain gradients of the failed passes
+
+
+@register(CASES, once=True)
+def all_reduce_hooks_of_the_users_own():
+    """One that was set before is called first; one that is set later would replace ours."""
+    order: list[str] = []
+
+    def doubled(flat: torch.Tensor) -> None:
+        order.append("own")
+        flat.mul_(2.0)
+
+    def build(model: torch.nn.Module, **options: Any) -> Any:
+        for module in (model, *model.blocks):
+            module.set_all_reduce_hook(doubled)
+        compression = EXACT["iwp"](model, **options)
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: order.append("accumulated"))
+        return compression
+
+    ours, native = Job(build=build), Job()
+    for run in (ours, native):
+        run.backward()
+    assert order[0] == "own" and order.count("own") == 4
+    _assert_same_gradients(ours, native, 2.0)
+    for where in ("blocks.0", "blocks.1", ""):
+        ours = Job(build=EXACT["iwp"])
+        ours.model.get_submodule(where).set_all_reduce_hook(doubled)
+        with pytest.raises(RuntimeError, match=r"set_all_reduce_hook\(\) before register_fsdp_hooks\(\)"):
+            ours.backward()
+    ours = Job(build=EXACT["iwp"])
+    for module in (ours.model, *ours.model.blocks):
+        module.set_all_reduce_hook(doubled)
+    ours.compression = None
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"set_all_reduce_hook\(\) before register_fsdp_hooks\(\)"):
+        ours.backward()
+    ours.model.reset_iter_state()
+    ours.optimizer.zero_grad()
+    native = Job()
+    native.loss()
+    hvd_compress.register_fsdp_hooks(ours.model, EXACT["iwp"](ours.model, **_replicas(ours)))
+    for run in (ours, native):
+        run.backward()
+    _assert_same_gradients(ours, native, 2.0, only="blocks.0")
+
+
 @register(CASES, once=True)
 def hooks_of_the_users_own():
     """Run in backward with what this replica's gradient is, whether registered before or after."""

@@ -132,7 +132,7 @@ class Job:
         if build is not None:
             self.compression = build(self.model, process_group=self.mesh.get_group("replicate"), min_numel=64)
             if local is None:
-                hvd_compress.register_fsdp_hooks(self.model, self.compression)
+                self.hooks = hvd_compress.register_fsdp_hooks(self.model, self.compression)
         self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
         self.clip, self.passes, self.sync, self.kept, self.unused = clip, passes, sync, kept, unused
         self.to_none = to_none

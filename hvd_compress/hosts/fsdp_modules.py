@@ -1,0 +1,84 @@
+"""FSDP2's modules: their all-reduce hooks, and what of their state there is no public way to ask for."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class ModuleHook:
+    """The all-reduce hook of the modules that share one group of parameters.
+
+    Args:
+        module, group: one of them, and its group.
+        reduced: called with this object after each reduce-scatter, and after the hook of the user's own that was set
+            before, if there was one.
+        sums: whether reduce-scatter must sum, since it does so in any case.
+    """
+
+    def __init__(self, module: Any, group: Any, reduced: "Callable[[ModuleHook], None]", sums: bool) -> None:
+        self._module, self.group, self._reduced = module, group, reduced
+        self._own = group._all_reduce_hook
+        self._summed = group.force_sum_reduction_for_comms if sums else None
+        module.set_all_reduce_hook(self)
+        if sums:
+            module.set_force_sum_reduction_for_comms(True)
+
+    def __call__(self, flat: Tensor) -> None:
+        if self._own is not None:
+            self._own(flat)
+        self._reduced(self)
+
+    @property
+    def name(self) -> str:
+        """That of the module's class."""
+        return type(self._module).__name__
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another hook was set in its place."""
+        return self.group._all_reduce_hook is not self
+
+    @property
+    def reduces_unused(self) -> bool:
+        """Whether ``set_reduce_scatter_unused_params(True)`` was called: a module that runs twice is then reduced
+        twice, the first time of zeros."""
+        return bool(getattr(self.group, "reduce_scatter_unused_params", False))
+
+    def remove(self) -> None:
+        """The module is again as it was. A hook that was set in the place of this one stays."""
+        if not self.replaced:
+            self._module.set_all_reduce_hook(self._own)
+        if self._summed is not None:
+            self._module.set_force_sum_reduction_for_comms(self._summed)
+
+
+def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The names and modules in a model that ``fully_shard()`` was applied to. Does not import FSDP, which takes most of
+    a second."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def groups_of(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP reduces together: one for a module, or, of a module without parameters of its
+    own, none. Several modules may share one."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
+
+
+def remember(modules: Iterable[Any], registration: object) -> None:
+    """Keeps an object as long as the modules, in their place of the one before; None for none."""
+    for module in modules:
+        cast(Any, module._get_fsdp_state())._hvd_compress = registration
+
+
+def remembered(modules: Iterable[Any]) -> list[Any]:
+    """The objects that modules keep, each once."""
+    found = (getattr(module._get_fsdp_state(), "_hvd_compress", None) for module in modules)
+    return list({id(each): each for each in found if each is not None}.values())
