@@ -25,6 +25,8 @@ from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
 from .fsdp_modules import (
     ModuleHook,
+    check_not_unsharded,
+    check_resharded,
     groups_of,
     remember,
     remembered,
@@ -75,13 +77,15 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> "FSDPHooks"
         RuntimeError: the compressor's parameters are not sharded, or it belongs to
             :class:`~hvd_compress.LocalSteps`; inside a backward pass; in a backward pass, reentrant checkpointing, or
             another all-reduce hook that was set after this call.
-        ValueError: no module is sharded; the shard group
+        ValueError: no module is sharded; the model is unsharded, or was when the compressor was built; the shard group
             contains ranks of ``process_group``, as with a 2-D mesh, over which FSDP averages without compression; a
             trained parameter is not sharded or not the compressor's (if it is unfrozen later, in the backward pass); a
             module has several groups of parameters; the compressor is registered already; another one is registered
             on modules outside of this model, too.
     """
     _refuse_inside_backward("register_fsdp_hooks()")
+    check_resharded(model)
+    check_not_unsharded(model, zip(compression.engine.names, compression.engine.parameters, strict=True))
     return cast(FSDPHost, compression.fsdp_host).register(model)
 
 
@@ -89,6 +93,23 @@ def hooked(parameters: Iterable[Tensor]) -> bool:
     """Whether the hooks of a compressor are registered on one of the parameters, and not removed."""
     hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
     return any(isinstance(hook, _ParameterHook) and hook.host() is not None for hook in hooks)
+
+
+def check_sharded(model: torch.nn.Module) -> None:
+    """Raises ``ValueError`` if an FSDP2 model is unsharded, or has a trained parameter that is not sharded. Does
+    nothing for a model of which no module is sharded."""
+    check_resharded(model)
+    for name, p in model.named_parameters() if sharded_modules(model) else ():
+        if p.requires_grad:
+            _check_is_sharded(name, p)
+
+
+def _check_is_sharded(name: str, parameter: Tensor) -> None:
+    if not is_sharded(parameter):
+        raise ValueError(
+            f"{name}: is not sharded, so its gradient would not be averaged (ignored_params=, or a module outside "
+            "of fully_shard()?)"
+        )
 
 
 class FSDPHooks:
@@ -185,11 +206,7 @@ class FSDPHost(HookedHost):
     def check(self, name: str, parameter: Tensor, ours: bool) -> None:
         """Raises ``ValueError`` unless FSDP averages the parameter inside the shard group and the compressor between
         the replicas."""
-        if not is_sharded(parameter):
-            raise ValueError(
-                f"{name}: is not sharded, so its gradient would not be averaged (ignored_params=, or a module outside "
-                "of fully_shard()?)"
-            )
+        _check_is_sharded(name, parameter)
         if not ours:
             raise ValueError(
                 f"{name}: is not this compressor's, so its gradient would not be averaged between the replicas: give "

@@ -72,6 +72,34 @@ def groups_of(module: Any) -> list[Any]:
     return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
 
 
+def check_resharded(model: object) -> None:
+    """Raises ``ValueError`` if the parameters of a model are not the shards, but what FSDP has gathered of them. Does
+    nothing for anything else than a model."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    for name, module in sharded_modules(model):
+        if not all(group.is_sharded for group in groups_of(module)):
+            call = f"model.get_submodule({name!r}).reshard()" if name else "model.reshard()"
+            raise ValueError(
+                f"{name or 'the model'} is unsharded, as after a forward pass without a backward pass (a validation): "
+                f"call {call} before, on all ranks"
+            )
+
+
+def check_not_unsharded(model: torch.nn.Module, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raises ``ValueError`` if one of the parameters is a plain one that FSDP has gathered from the model's shards."""
+    groups = [group for _, module in sharded_modules(model) for group in groups_of(module)]
+    # FSDP makes each of them once and keeps it.
+    unsharded = [getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params]
+    ids = {id(parameter) for parameter in unsharded if parameter is not None}
+    for name, parameter in named:
+        if id(parameter) in ids:
+            raise ValueError(
+                f"{name}: is not the shard that is trained, but what FSDP has gathered of it for a forward pass: call "
+                "model.reshard() before you build the compressor"
+            )
+
+
 def remember(modules: Iterable[Any], registration: object) -> None:
     """Keeps an object as long as the modules, in their place of the one before; None for none."""
     for module in modules:

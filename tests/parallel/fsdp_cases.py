@@ -619,6 +619,41 @@ def all_reduce_hooks_of_the_users_own():
 
 
 @register(CASES, once=True)
+def after_a_validation():
+    """FSDP leaves the root unsharded: an error that says what to call."""
+    for kept in (False, True):  # whether blocks stay unsharded, too
+        ours = Job(build=EXACT["iwp"], reshard_after_forward=False if kept else None)
+        plain = [(name, p) for name, p in ours.model.named_parameters()]
+        ours.hooks.remove()
+        with torch.no_grad():
+            ours.loss()
+        unsharded, options = [*ours.model.named_parameters()], _replicas(ours)
+        assert any(a is not b for (_, a), (_, b) in zip(plain, unsharded, strict=True))
+        for refused in (
+            partial(hvd_compress.IWP, ours.model, **options),
+            partial(hvd_compress.register_fsdp_hooks, ours.model, ours.compression),
+            partial(fsdp.check_sharded, ours.model),
+        ):
+            with pytest.raises(ValueError, match=r"model.reshard\(\)"):
+                refused()
+        late = hvd_compress.IWP(unsharded, **options)
+        for module in (ours.model, *ours.model.blocks) if kept else (ours.model,):
+            module.reshard()
+        with pytest.raises(ValueError, match=r"model.reshard\(\)"):
+            hvd_compress.register_fsdp_hooks(ours.model, late)
+        fsdp.check_sharded(ours.model)
+        hvd_compress.register_fsdp_hooks(ours.model, ours.compression)
+        ours.train(1)
+    left_out = Net()
+    fully_shard(left_out, mesh=ours.mesh["shard"], ignored_params={left_out.scale})
+    with pytest.raises(ValueError, match="scale: is not sharded"):
+        fsdp.check_sharded(left_out)
+    left_out.scale.requires_grad_(False)
+    fsdp.check_sharded(left_out)
+    fsdp.check_sharded(Net())
+
+
+@register(CASES, once=True)
 def hooks_of_the_users_own():
     """Run in backward with what this replica's gradient is, whether registered before or after."""
     seen: list[tuple[str, torch.Tensor]] = []
