@@ -8,6 +8,9 @@ Modules are reduced in the same order on all ranks, which matches the collective
 starts when its last gradient arrives, the others at the end of backward. On NCCL nothing waits on the host: the hooks
 run on FSDP's all-reduce stream, the exchanges on streams of their own, for which the stream of the backward pass waits
 at its end. If FSDP reduces unused parameters, it may reduce a module twice: all exchanges then start at that end.
+
+``set_requires_all_reduce(False)`` has no effect in FSDP on a 1-D mesh. As FSDP does on a 2-D mesh, the gradients of
+such a pass are kept apart and added to those of the module's next pass that is exchanged.
 """
 
 import weakref
@@ -60,7 +63,9 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> "FSDPHooks"
 
     The averages are complete when ``backward()`` returns; a parameter's own post-accumulate hooks run before that, and
     see the average of the shard group. In a step of several backward passes, all but the last run under
-    ``model.set_requires_gradient_sync(False)``.
+    ``model.set_requires_gradient_sync(False)``, or under ``model.set_requires_all_reduce(False)``: they are then
+    reduced in the shard group and kept apart, as FSDP does on a 2-D mesh, and the last exchanges the sum. If a backward
+    pass fails, and by ``model.reset_iter_state()``, what is kept apart is dropped: begin with the first pass again.
 
     An all-reduce hook that was set on a module before is called first, after each reduce-scatter. Hooks of another
     compressor on the same modules are removed.
@@ -119,9 +124,10 @@ class FSDPHooks:
         self._registration = weakref.ref(registration)
 
     def remove(self) -> None:
-        """Takes the hooks away: FSDP reduces as before them, and calls an all-reduce hook that was there again. The
-        compressor may be registered again. Does nothing if the hooks were removed already. All ranks must call it.
-        Raises ``RuntimeError`` inside a backward pass."""
+        """Takes the hooks away: FSDP reduces as before them, and calls an all-reduce hook that was there again. What
+        ``set_requires_all_reduce(False)`` has kept apart is dropped. The compressor may be registered again. Does
+        nothing if the hooks were removed already. All ranks must call it. Raises ``RuntimeError`` inside a backward
+        pass."""
         registration = self._registration()
         if registration is not None:
             registration.host.remove(registration)
@@ -141,6 +147,12 @@ class FSDPHost(HookedHost):
         self._before = dict[int, Tensor]()
         self._grads = dict[int, Tensor]()
         self._dense: list[DenseGradient] = []
+        #: By parameter: its gradient in this backward pass, which is not exchanged, and the sum of earlier ones.
+        self._apart = dict[int, Tensor]()
+        self._partial = dict[int, Tensor]()
+        #: The hook that has run last, and all of this backward pass whose modules are exchanged.
+        self._hook: ModuleHook | None = None
+        self._exchanged = set[ModuleHook]()
         #: Whether a gradient may arrive twice in this backward pass: all are passed on at its end.
         self._deferred = False
         #: The streams on which gradients were made.
@@ -196,9 +208,10 @@ class FSDPHost(HookedHost):
         with self._engine.entered:
             if self._backward is not None:  # one that has failed
                 self._abandon()
+            self._partial.clear()
             registration.remove()
             remember(registration.modules, None)
-            self._registered, self.detached = None, True
+            self._registered, self._hook, self.detached = None, None, True
 
     def _meshes(self) -> Iterator[Any]:
         return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))
@@ -231,6 +244,9 @@ class FSDPHost(HookedHost):
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._begin(backward)
+        self._hook = hook
+        if hook.all_reduces:
+            self._exchanged.add(hook)
 
     def _begin(self, backward: int) -> None:
         """Begins a backward pass. What is in ``.grad`` already is set aside, and what is added is averaged apart from
@@ -247,6 +263,9 @@ class FSDPHost(HookedHost):
                 raise RuntimeError(f"{hook.name}: {_REPLACED}")
         if self._backward is not None:
             self._failed(self._backward)
+        for hook in hooks:
+            if hook.discarded:
+                self._drop(hook)
         self._backward = backward
         self._deferred = any(hook.reduces_unused for hook in hooks)
         for number, p in enumerate(self._engine.parameters):
@@ -261,10 +280,15 @@ class FSDPHost(HookedHost):
     def arrived(self, name: str, number: int, grad: Tensor) -> None:
         """Takes the gradient of this rank's shard. It stays in ``.grad`` for the user's own hooks, and FSDP may add to
         it there."""
-        if torch._C._current_graph_task_id() != self._backward:
+        hook = self._hook
+        if hook is None or torch._C._current_graph_task_id() != self._backward:
             raise RuntimeError(f"{name}: {_REPLACED}")
         if grad.is_cuda:
             self._streams.add(torch.cuda.current_stream(grad.device))
+        if not hook.all_reduces:
+            self._apart[number] = grad
+            hook.kept.add(number)
+            return
         self._grads[number] = grad
         if not self._deferred:
             self._pass_on(number)
@@ -272,9 +296,13 @@ class FSDPHost(HookedHost):
     def _pass_on(self, number: int) -> None:
         engine, parameter = self._engine, self._engine.parameters[number]
         with self._inside():
+            current, earlier = parameter.grad, self._partial.pop(number, None)
+            if earlier is not None:
+                local(earlier).add_(local(self._grads[number]))
+                self._grads[number] = earlier
             parameter.grad = self._before.get(number)  # the engine looks for the last average there
             arrived = engine.arrive(number, local(self._grads[number]))
-            parameter.grad = self._grads[number]
+            parameter.grad = current
             if isinstance(arrived, DenseGradient):
                 self._dense.append(arrived)
 
@@ -284,9 +312,21 @@ class FSDPHost(HookedHost):
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             for number in sorted(self._grads, reverse=True) if self._deferred else ():
                 self._pass_on(number)
-            for number, before in self._before.items():
-                self._engine.parameters[number].grad = before
-            self._exchange()
+            left = {n for hook in self._exchanged for n in hook.kept} & {*self._partial}  # not used in this pass
+            for number in sorted(left, reverse=True):
+                self._grads[number] = self._partial.pop(number)
+                self._pass_on(number)
+            for number in {*self._before, *self._grads, *self._apart}:
+                self._engine.parameters[number].grad = self._before.get(number, self._grads.get(number))
+            if self._grads:
+                self._exchange()
+            for number, grad in self._apart.items():
+                if (earlier := self._partial.setdefault(number, grad)) is not grad:
+                    local(earlier).add_(local(grad))
+            for hook in self._exchanged:
+                hook.kept.clear()
+            for hook in cast(_Registration, self._registered).hooks:
+                hook.keep()
             self._clear()
 
     def _exchange(self) -> None:
@@ -311,15 +351,26 @@ class FSDPHost(HookedHost):
                 self._abandon()
 
     def _abandon(self) -> None:
-        """``.grad`` is again as it was before the backward pass."""
+        """``.grad`` is again as it was before the backward pass. What earlier passes have kept apart is dropped:
+        the step begins again; a part of it may have been passed on."""
         self._engine.reset()
-        for number in {*self._before, *self._grads}:
+        for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
+        for hook in self._registered.hooks if self._registered is not None else ():
+            self._drop(hook)
         self._clear()
 
+    def _drop(self, hook: ModuleHook) -> None:
+        """Drops what is kept apart of a module."""
+        for number in hook.kept:
+            self._partial.pop(number, None)
+        hook.kept.clear()
+        hook.keep()
+
     def _clear(self) -> None:
-        self._backward = None
-        self._before, self._grads, self._dense = {}, {}, []
+        self._backward, self._hook = None, None
+        self._before, self._grads, self._dense, self._apart = {}, {}, [], {}
+        self._exchanged.clear()
         self._streams.clear()
 
     @contextmanager

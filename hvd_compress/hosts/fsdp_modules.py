@@ -7,6 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+# A mark, where FSDP has what is kept apart on a 2-D mesh. On a 1-D mesh FSDP only ever sets that to None: after each
+# reduce-scatter, and in reset_iter_state().
+_KEPT_APART = torch.empty(0, dtype=torch.float32, device="cpu")
+
 
 class ModuleHook:
     """The all-reduce hook of the modules that share one group of parameters.
@@ -22,6 +26,8 @@ class ModuleHook:
         self._module, self.group, self._reduced = module, group, reduced
         self._own = group._all_reduce_hook
         self._summed = group.force_sum_reduction_for_comms if sums else None
+        #: The numbers of the parameters of which something is kept apart between backward passes.
+        self.kept = set[int]()
         module.set_all_reduce_hook(self)
         if sums:
             module.set_force_sum_reduction_for_comms(True)
@@ -42,13 +48,32 @@ class ModuleHook:
         return self.group._all_reduce_hook is not self
 
     @property
+    def all_reduces(self) -> bool:
+        """False after ``set_requires_all_reduce(False)``."""
+        return bool(self.group.all_reduce_grads)
+
+    @property
     def reduces_unused(self) -> bool:
         """Whether ``set_reduce_scatter_unused_params(True)`` was called: a module that runs twice is then reduced
         twice, the first time of zeros."""
         return bool(getattr(self.group, "reduce_scatter_unused_params", False))
 
+    def keep(self) -> None:
+        """Called at the end of a backward pass: notes in FSDP whether something is kept apart."""
+        if self.kept:
+            self.group._partial_reduce_output = _KEPT_APART
+        elif self.group._partial_reduce_output is _KEPT_APART:
+            self.group._partial_reduce_output = None
+
+    @property
+    def discarded(self) -> bool:
+        """Whether what was kept apart is void: FSDP's ``reset_iter_state()`` was called."""
+        return bool(self.kept) and self.group._partial_reduce_output is not _KEPT_APART
+
     def remove(self) -> None:
         """The module is again as it was. A hook that was set in the place of this one stays."""
+        self.kept.clear()
+        self.keep()
         if not self.replaced:
             self._module.set_all_reduce_hook(self._own)
         if self._summed is not None:

@@ -45,6 +45,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "every_pass_averaged": ({"passes": 3, "sync": "all"}, 1e-5),
     "every_pass_averaged_of_one_block": ({"passes": 3, "sync": "first"}, 1e-5),
+    "reduced_in_shards": ({"passes": 3, "sync": "shards"}, 1e-5),
+    "reduced_in_shards_but_one_block": ({"passes": 3, "sync": "shards_but_first", "to_none": False}, 1e-5),
+    "reduced_in_shards_at_last": ({"passes": 3, "sync": "shards_at_last"}, 1e-5),
+    "reduced_in_shards_twice": (
+        {"passes": 3, "sync": "shards", "model": {"twice": True}, "unused": True, "reduce_unused": True},
+        1e-5,
+    ),
+    "reduced_in_shards_in_bfloat16": (
+        {"passes": 3, "sync": "shards", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        1e-2,
+    ),
+    "reduced_in_shards_on_the_cpu": (
+        {"passes": 2, "sync": "shards", "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        1e-5,
+    ),
     "zeroed_gradients": ({"to_none": False}, 1e-5),
     "bfloat16_reduction": ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1e-2),
     "bfloat16_parameters": (
@@ -445,6 +460,134 @@ def _assert_same_gradients(ours: Job, native: Job, scale: float = 1.0, only: str
             torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@register(CASES, once=True)
+def passes_that_are_not_exchanged():
+    """They begin no exchange and leave ``.grad``, in which an older average waits; the next one exchanges the sum,
+    once."""
+    ours, native = Job(build=EXACT["iwp"]), Job()
+    for run in (ours, native):
+        run.backward()
+        run.model.set_requires_all_reduce(False)
+        waiting = {name: (p.grad, p.grad.to_local().clone()) for name, p in run.model.named_parameters()}
+        for _ in range(2):
+            run.loss().backward()
+        for name, p in run.model.named_parameters():
+            assert p.grad is waiting[name][0] and torch.equal(p.grad.to_local(), waiting[name][1]), name
+    stats = ours.compression.stats()
+    assert stats["steps"] == 1
+    for run in (ours, native):
+        run.model.set_requires_all_reduce(True)
+        run.loss().backward()
+    assert ours.compression.stats()["steps"] == 2
+    assert ours.compression.stats()["total"]["wire_bytes"] == 2 * stats["total"]["wire_bytes"] > 0
+    _assert_same_gradients(ours, native)
+
+
+@register(CASES, once=True)
+def signs_of_a_sum():
+    """DeMo's averages are those of the sum, as if the shard group had reduced once."""
+    make = partial(Job, build=hvd_compress.DeMo, optimizer=partial(torch.optim.SGD, lr=1e-3), passes=3)
+    once, often = make(), make(sync="shards", to_none=False)
+    for _ in range(2):
+        for run in (once, often):
+            run.backward()
+        assert once.compression.step == often.compression.step
+        for (name, a), b in zip(_gradients(once).items(), _gradients(often).values(), strict=True):
+            same = torch.isclose(a, b, rtol=1e-3, atol=1e-6)
+            assert same.double().mean() > 0.95, name  # of values that are almost zero, a sign may turn
+        for run in (once, often):
+            run.optimizer.zero_grad()
+    often.train(2).assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def parameters_that_the_exchanged_pass_does_not_use():
+    """What earlier passes have kept apart of them is exchanged with their module; of a module that is not used, later,
+    as in FSDP."""
+
+    def passes(run: Job, *used: bool) -> None:
+        for side in used:
+            tokens = torch.randint(0, 31, (4, 6), generator=run.data)
+            run.model(tokens, side=side).square().mean().backward()
+
+    ours, whole = Job(build=EXACT["iwp"]), Job()
+    ours.model.set_requires_all_reduce(False)
+    whole.model.set_requires_gradient_sync(False)
+    for run in (ours, whole):
+        passes(run, True, True)
+    ours.model.set_requires_all_reduce(True)
+    whole.model.set_requires_gradient_sync(True)
+    for run in (ours, whole):
+        passes(run, False)
+    assert "blocks.1.side.weight" in _gradients(ours)
+    _assert_same_gradients(ours, whole)
+    later, native = Job(build=EXACT["iwp"]), Job()
+    x = torch.randn(4, 6, 25, generator=torch.Generator().manual_seed(rank()))
+    for run in (later, native):
+        run.backward()  # which says which module is the root
+        run.optimizer.zero_grad()
+        block = run.model.blocks[1]
+        run.model.set_requires_all_reduce(False)
+        run.loss().backward()
+        run.model.set_requires_all_reduce(True)
+        block.set_requires_all_reduce(False)
+        run.loss().backward()
+        assert block.up.weight.grad is None and run.model.blocks[0].up.weight.grad is not None
+        block.set_requires_all_reduce(True)
+        block(x, True).square().mean().backward()
+    _assert_same_gradients(later, native)
+
+
+@register(CASES, once=True)
+def failures_between_passes():
+    """After a failed backward pass, a failed forward pass and reset_iter_state(), or a failed exchange, the step begins
+    again: what was kept apart is dropped, as in FSDP."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    def failing(run: Job, where: str) -> Any:
+        if where == "forward":
+            return run.model.blocks[1].register_forward_pre_hook(fail)
+        return run.model.get_submodule(where).register_full_backward_pre_hook(fail)
+
+    for where, last in (("forward", False), ("head", True), ("blocks.1", False), ("blocks.1", True)):
+        ours, native, whole = Job(build=EXACT["iwp"], passes=2, sync="shards"), Job(passes=2, sync="shards"), Job()
+        for run in (ours, native):
+            run.train(1).model.set_requires_all_reduce(False)
+            run.loss().backward()
+            run.model.set_requires_all_reduce(last)
+            handle = failing(run, where)
+            with pytest.raises(ArithmeticError):
+                run.loss().backward()
+            handle.remove()
+            run.model.reset_iter_state()
+            run.optimizer.zero_grad()
+            run.backward()
+        passed_on = "blocks.2" if last and where == "blocks.1" else None
+        for part in {"blocks.0", "blocks.1", "blocks.2"} - {passed_on}:
+            _assert_same_gradients(ours, native, only=part)
+        if passed_on:  # what was compressed before the failure is sent with the next pass, once
+            whole.passes = 2
+            whole.train(1)
+            for _ in range(4):
+                whole.loss().backward()
+            _assert_same_gradients(ours, whole, only="blocks.2.up.weight")
+    ours, native = Job(build=EXACT["iwp"], passes=2, sync="shards"), Job(passes=2)
+    ours.model.set_requires_all_reduce(False)
+    ours.loss().backward()
+    block = ours.model.blocks[0]
+    block.set_requires_all_reduce(True)
+    with mock.patch.object(ours.compression.engine, "finish_step", fail), pytest.raises(ArithmeticError):
+        block(torch.ones(1, 6, 25), True).sum().backward()  # FSDP has completed it
+    ours.optimizer.zero_grad()
+    native.data.set_state(ours.data.get_state())
+    for run in (ours, native):
+        run.backward()
+    for part in ("blocks.1", "blocks.2"):
+        _assert_same_gradients(ours, native, only=part)
+
+
 def _replicas(run: Job) -> dict[str, Any]:
     return {"process_group": run.mesh.get_group("replicate"), "min_numel": 64}
 
@@ -505,11 +648,15 @@ def removed_hooks():
     assert len(seen) == 1 and ours.compression.step == 1
     ours.optimizer.step()
     ours.optimizer.zero_grad()
+    ours.model.set_requires_all_reduce(False)
+    ours.loss().backward()
+    assert len(seen) == 2
     ours.hooks.remove()
     assert not any(group.force_sum_reduction_for_comms for group in groups) and not fsdp.hooked(parameters)
+    assert all(group._partial_reduce_output is None for group in groups)
     alone = Job(replicas=1)  # of all ranks
     ours.backward()
-    assert len(seen) == 2 and ours.compression.step == 1
+    assert len(seen) == 3 and ours.compression.step == 1
     mean = {name: gather(p.grad.to_local(), ours.mesh.get_group("replicate")) for name, p in _named(ours)}
     assert any(not torch.equal(one, other) for one, other in mean.values())  # of one replica
     with torch.no_grad():
@@ -591,10 +738,10 @@ def all_reduce_hooks_of_the_users_own():
         model.head.weight.register_post_accumulate_grad_hook(lambda p: order.append("accumulated"))
         return compression
 
-    ours, native = Job(build=build), Job()
+    ours, native = Job(build=build, passes=2, sync="shards"), Job(passes=2)
     for run in (ours, native):
         run.backward()
-    assert order[0] == "own" and order.count("own") == 4
+    assert order[0] == "own" and order.count("own") == 8
     _assert_same_gradients(ours, native, 2.0)
     for where in ("blocks.0", "blocks.1", ""):
         ours = Job(build=EXACT["iwp"])
