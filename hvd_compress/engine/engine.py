@@ -462,6 +462,8 @@ class Engine:
             self.comparison.done = False
         self.last_average.before_optimizer_step()
         method, local = self.method, self.local_steps is not None
+        if method.host.detached and not local:
+            return
         active, given = self.collectives.active, method.host.given(optimizer)
         if self.local_steps is not None:
             self.local_steps.before_optimizer_step(optimizer)

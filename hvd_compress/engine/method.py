@@ -19,6 +19,10 @@ class Host(Protocol):
     def single(self) -> bool:
         """Whether one optimizer only may step the parameters: it is the one whose gradients are passed in."""
 
+    @property
+    def detached(self) -> bool:
+        """Whether its hooks were taken away: the gradients that optimizers apply have not come from here."""
+
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
 

@@ -8,28 +8,46 @@ Modules are reduced in the same order on all ranks, which matches the collective
 starts when its last gradient arrives, the others at the end of backward. On NCCL nothing waits on the host: the hooks
 run on FSDP's all-reduce stream, the exchanges on streams of their own, for which the stream of the backward pass waits
 at its end. If FSDP reduces unused parameters, it may reduce a module twice: all exchanges then start at that end.
+
+``set_requires_all_reduce(False)`` has no effect in FSDP on a 1-D mesh. As FSDP does on a 2-D mesh, the gradients of
+such a pass are kept apart and added to those of the module's next pass that is exchanged.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
+from torch.utils.hooks import RemovableHandle
 
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
+from .fsdp_modules import (
+    ModuleHook,
+    check_not_unsharded,
+    check_resharded,
+    groups_of,
+    remember,
+    remembered,
+    sharded_modules,
+)
 from .hooked import HookedHost
 from .nested import backward_depth
 from .torch_collectives import TorchCollectives
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # as in torch 2.13
 
+_REPLACED = (
+    "another all-reduce hook was set in the place of hvd_compress' own, so gradients would not be averaged between the "
+    "replicas: call set_all_reduce_hook() before register_fsdp_hooks(), whose hook then calls it first"
+)
 
-def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
+
+def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> "FSDPHooks":
     """Exchanges the gradients of an FSDP2 model between its replicas by a compressor.
 
     FSDP averages gradients inside a shard group as always, and the compressor averages this rank's shards with the same
@@ -45,22 +63,74 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> None:
 
     The averages are complete when ``backward()`` returns; a parameter's own post-accumulate hooks run before that, and
     see the average of the shard group. In a step of several backward passes, all but the last run under
-    ``model.set_requires_gradient_sync(False)``.
+    ``model.set_requires_gradient_sync(False)``, or under ``model.set_requires_all_reduce(False)``: they are then
+    reduced in the shard group and kept apart, as FSDP does on a 2-D mesh, and the last exchanges the sum. If a backward
+    pass fails, and by ``model.reset_iter_state()``, what is kept apart is dropped: begin with the first pass again.
+
+    An all-reduce hook that was set on a module before is called first, after each reduce-scatter. Hooks of another
+    compressor on the same modules are removed.
 
     Args:
         model: the model that ``fully_shard()`` was applied to.
         compression: a compressor of its named parameters, built after ``fully_shard()``, with the group of the replicas
             as ``process_group``.
 
+    Returns:
+        A handle, whose ``remove()`` takes the hooks away.
+
     Raises:
         RuntimeError: the compressor's parameters are not sharded, or it belongs to
-            :class:`~hvd_compress.LocalSteps`; in a backward pass, reentrant checkpointing.
-        ValueError: no module is sharded; the shard group contains ranks of ``process_group``, as with a 2-D mesh, over
-            which FSDP averages without compression; a trained parameter is not sharded or not the compressor's (if it
-            is unfrozen later, in the backward pass); a module has several groups of parameters; the compressor is
-            registered already.
+            :class:`~hvd_compress.LocalSteps`; inside a backward pass; in a backward pass, reentrant checkpointing, or
+            another all-reduce hook that was set after this call.
+        ValueError: no module is sharded; the model is unsharded, or was when the compressor was built; the shard group
+            contains ranks of ``process_group``, as with a 2-D mesh, over which FSDP averages without compression; a
+            trained parameter is not sharded or not the compressor's (if it is unfrozen later, in the backward pass); a
+            module has several groups of parameters; the compressor is registered already; another one is registered
+            on modules outside of this model, too.
     """
-    cast(FSDPHost, compression.fsdp_host).register(model)
+    _refuse_inside_backward("register_fsdp_hooks()")
+    check_resharded(model)
+    check_not_unsharded(model, zip(compression.engine.names, compression.engine.parameters, strict=True))
+    return cast(FSDPHost, compression.fsdp_host).register(model)
+
+
+def hooked(parameters: Iterable[Tensor]) -> bool:
+    """Whether the hooks of a compressor are registered on one of the parameters, and not removed."""
+    hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+    return any(isinstance(hook, _ParameterHook) and hook.host() is not None for hook in hooks)
+
+
+def check_sharded(model: torch.nn.Module) -> None:
+    """Raises ``ValueError`` if an FSDP2 model is unsharded, or has a trained parameter that is not sharded. Does
+    nothing for a model of which no module is sharded."""
+    check_resharded(model)
+    for name, p in model.named_parameters() if sharded_modules(model) else ():
+        if p.requires_grad:
+            _check_is_sharded(name, p)
+
+
+def _check_is_sharded(name: str, parameter: Tensor) -> None:
+    if not is_sharded(parameter):
+        raise ValueError(
+            f"{name}: is not sharded, so its gradient would not be averaged (ignored_params=, or a module outside "
+            "of fully_shard()?)"
+        )
+
+
+class FSDPHooks:
+    """The handle of :func:`register_fsdp_hooks`. Keeps nothing alive."""
+
+    def __init__(self, registration: "_Registration") -> None:
+        self._registration = weakref.ref(registration)
+
+    def remove(self) -> None:
+        """Takes the hooks away: FSDP reduces as before them, and calls an all-reduce hook that was there again. What
+        ``set_requires_all_reduce(False)`` has kept apart is dropped. The compressor may be registered again. Does
+        nothing if the hooks were removed already. All ranks must call it. Raises ``RuntimeError`` inside a backward
+        pass."""
+        registration = self._registration()
+        if registration is not None:
+            registration.host.remove(registration)
 
 
 class FSDPHost(HookedHost):
@@ -70,50 +140,78 @@ class FSDPHost(HookedHost):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        #: The compressor and the sharded modules, once they are registered: they live as long as the model.
-        self._compressor: object = None
-        self._modules: list[Any] = []
+        self._registered: _Registration | None = None
         #: The backward pass of the step in progress, or None.
         self._backward: int | None = None
         #: By parameter: its gradient before the backward pass, and the one that is being averaged.
         self._before = dict[int, Tensor]()
         self._grads = dict[int, Tensor]()
         self._dense: list[DenseGradient] = []
+        #: By parameter: its gradient in this backward pass, which is not exchanged, and the sum of earlier ones.
+        self._apart = dict[int, Tensor]()
+        self._partial = dict[int, Tensor]()
+        #: The hook that has run last, and all of this backward pass whose modules are exchanged.
+        self._hook: ModuleHook | None = None
+        self._exchanged = set[ModuleHook]()
         #: Whether a gradient may arrive twice in this backward pass: all are passed on at its end.
         self._deferred = False
         #: The streams on which gradients were made.
         self._streams = set[torch.cuda.Stream]()
 
-    def register(self, model: torch.nn.Module) -> None:
+    def register(self, model: torch.nn.Module) -> FSDPHooks:
         """See :func:`register_fsdp_hooks`."""
-        from torch.distributed.fsdp import FSDPModule  # most of a second, which only those pay who use it
-
-        engine = self._engine
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        engine, modules = self._engine, [module for _, module in sharded_modules(model)]
         if not modules:
             raise ValueError("no module is sharded: call fully_shard() on the model's blocks and on the model before")
-        if self._compressor is not None:
-            raise ValueError("this compressor is registered already: build one compressor for each model")
+        if self._registered is not None:
+            raise ValueError(
+                "this compressor is registered already: build one compressor for each model, or call remove() of what "
+                "register_fsdp_hooks() has returned"
+            )
         named = [*model.named_parameters(), *zip(engine.names, engine.parameters, strict=True)]
         numbers = {id(p): number for number, p in enumerate(engine.parameters)}
         for name, p in named:
             if p.requires_grad:
                 self.check(name, p, id(p) in numbers)
+        for module in modules:
+            if len(groups_of(module)) > 1:
+                raise ValueError(
+                    f"a {type(module).__name__} has several groups of parameters: give all parameters of a module one "
+                    "mesh (shard_placement_fn=)"
+                )
+        others = cast(list[_Registration], remembered(modules))
+        for other in others:
+            if not {*map(id, other.modules)} <= {*map(id, modules)}:
+                raise ValueError(
+                    "another compressor is registered on some of these modules and on others: call remove() of what "
+                    "its register_fsdp_hooks() has returned before"
+                )
         meshes = {id(mesh): mesh for mesh in self._meshes()}.values()
         averages = all([reduces_to_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
+        for other in others:
+            other.host.remove(other)
+        if self.detached:  # what has become of the last average is not known
+            engine.forget_last_step()
+        this, registered = weakref.ref(self), _Registration(self, engine.method, modules)
         for module in modules:
-            module.set_all_reduce_hook(self._reduced)
-            if not averages:
-                module.set_force_sum_reduction_for_comms(True)
-        # Python's garbage collector cannot look into autograd's hooks: they must not keep the compressor alive.
-        this = weakref.ref(self)
+            registered.add_module(module, self._reduced, not averages)
         for name, p in {id(p): (name, p) for name, p in named}.values():
             if p.is_floating_point() or p.is_complex():  # others cannot be trained
-                trained = p.requires_grad
-                hook = partial(_arrived, this, name, numbers.get(id(p)), trained)
-                p.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                p.requires_grad_(trained)
-        self._compressor, self._modules = engine.method, modules
+                registered.add_parameter(p, _ParameterHook(this, name, numbers.get(id(p)), p.requires_grad))
+        remember(modules, registered)
+        self._registered, self.detached = registered, False
+        return FSDPHooks(registered)
+
+    def remove(self, registration: "_Registration") -> None:
+        """See :meth:`FSDPHooks.remove`."""
+        _refuse_inside_backward("remove()")
+        with self._engine.entered:
+            if self._backward is not None:  # one that has failed
+                self._abandon()
+            self._partial.clear()
+            registration.remove()
+            remember(registration.modules, None)
+            self._registered, self._hook, self.detached = None, None, True
 
     def _meshes(self) -> Iterator[Any]:
         return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))
@@ -121,11 +219,7 @@ class FSDPHost(HookedHost):
     def check(self, name: str, parameter: Tensor, ours: bool) -> None:
         """Raises ``ValueError`` unless FSDP averages the parameter inside the shard group and the compressor between
         the replicas."""
-        if not is_sharded(parameter):
-            raise ValueError(
-                f"{name}: is not sharded, so its gradient would not be averaged (ignored_params=, or a module outside "
-                "of fully_shard()?)"
-            )
+        _check_is_sharded(name, parameter)
         if not ours:
             raise ValueError(
                 f"{name}: is not this compressor's, so its gradient would not be averaged between the replicas: give "
@@ -145,21 +239,35 @@ class FSDPHost(HookedHost):
 
     # A backward pass.
 
-    def _reduced(self, flat: Tensor) -> None:
-        """The all-reduce hook: FSDP is about to add a module's gradients to ``.grad``. What is there already is set
-        aside, and what is added is averaged apart from it."""
+    def _reduced(self, hook: ModuleHook) -> None:
+        """The all-reduce hook: FSDP is about to add a module's gradients to ``.grad``."""
         backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
-            return
+        if backward != self._backward:
+            self._begin(backward)
+        self._hook = hook
+        if hook.all_reduces:
+            self._exchanged.add(hook)
+
+    def _begin(self, backward: int) -> None:
+        """Begins a backward pass. What is in ``.grad`` already is set aside, and what is added is averaged apart from
+        it."""
         if backward_depth() > 1:
             raise RuntimeError(
                 "hvd_compress does not support a backward pass inside another one with FSDP: checkpoint with "
                 "use_reentrant=False"
             )
+        assert self._registered is not None
+        hooks = self._registered.hooks
+        for hook in hooks:
+            if hook.replaced:
+                raise RuntimeError(f"{hook.name}: {_REPLACED}")
         if self._backward is not None:
             self._failed(self._backward)
+        for hook in hooks:
+            if hook.discarded:
+                self._drop(hook)
         self._backward = backward
-        self._deferred = any(map(_reduces_unused, self._modules))
+        self._deferred = any(hook.reduces_unused for hook in hooks)
         for number, p in enumerate(self._engine.parameters):
             if is_sharded(p) and p.grad is not None:
                 self._before[number], p.grad = p.grad, None
@@ -169,45 +277,72 @@ class FSDPHost(HookedHost):
         weakref.finalize(end, self._failed, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def arrived(self, number: int, grad: Tensor) -> None:
+    def arrived(self, name: str, number: int, grad: Tensor) -> None:
         """Takes the gradient of this rank's shard. It stays in ``.grad`` for the user's own hooks, and FSDP may add to
         it there."""
+        hook = self._hook
+        if hook is None or torch._C._current_graph_task_id() != self._backward:
+            raise RuntimeError(f"{name}: {_REPLACED}")
         if grad.is_cuda:
             self._streams.add(torch.cuda.current_stream(grad.device))
+        if not hook.all_reduces:
+            self._apart[number] = grad
+            hook.kept.add(number)
+            return
         self._grads[number] = grad
         if not self._deferred:
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        engine, parameter, grad = self._engine, self._engine.parameters[number], self._grads[number]
+        engine, parameter = self._engine, self._engine.parameters[number]
         with self._inside():
+            current, earlier = parameter.grad, self._partial.pop(number, None)
+            if earlier is not None:
+                local(earlier).add_(local(self._grads[number]))
+                self._grads[number] = earlier
             parameter.grad = self._before.get(number)  # the engine looks for the last average there
-            arrived = engine.arrive(number, local(grad))
-            parameter.grad = grad
+            arrived = engine.arrive(number, local(self._grads[number]))
+            parameter.grad = current
             if isinstance(arrived, DenseGradient):
                 self._dense.append(arrived)
 
     def _end_of_backward(self) -> None:
-        engine = self._engine
         with self._inside():
             for stream in self._streams:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             for number in sorted(self._grads, reverse=True) if self._deferred else ():
                 self._pass_on(number)
-            payloads = [gradient.payload for gradient in self._dense]
-            averaging = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.dense")
-            for number, before in self._before.items():
-                engine.parameters[number].grad = before
-            engine.finish_step()
-            for gradient, average in zip(self._dense, averaging.results(), strict=True):
-                gradient.store(average)
-                engine.method.dense_averaged(gradient.number, gradient.grad)
-            for work in engine.works:
-                work.bucket.write_results()
-            for number, before in self._before.items():
-                if number in self._grads:
-                    local(before).add_(local(self._grads[number]))
+            left = {n for hook in self._exchanged for n in hook.kept} & {*self._partial}  # not used in this pass
+            for number in sorted(left, reverse=True):
+                self._grads[number] = self._partial.pop(number)
+                self._pass_on(number)
+            for number in {*self._before, *self._grads, *self._apart}:
+                self._engine.parameters[number].grad = self._before.get(number, self._grads.get(number))
+            if self._grads:
+                self._exchange()
+            for number, grad in self._apart.items():
+                if (earlier := self._partial.setdefault(number, grad)) is not grad:
+                    local(earlier).add_(local(grad))
+            for hook in self._exchanged:
+                hook.kept.clear()
+            for hook in cast(_Registration, self._registered).hooks:
+                hook.keep()
             self._clear()
+
+    def _exchange(self) -> None:
+        """Runs the exchanges to their ends, and writes the averages."""
+        engine = self._engine
+        payloads = [gradient.payload for gradient in self._dense]
+        averaging = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.dense")
+        engine.finish_step()
+        for gradient, average in zip(self._dense, averaging.results(), strict=True):
+            gradient.store(average)
+            engine.method.dense_averaged(gradient.number, gradient.grad)
+        for work in engine.works:
+            work.bucket.write_results()
+        for number, before in self._before.items():
+            if number in self._grads:
+                local(before).add_(local(self._grads[number]))
 
     def _failed(self, backward: int) -> None:
         """Abandons a backward pass if it is still in progress."""
@@ -216,15 +351,26 @@ class FSDPHost(HookedHost):
                 self._abandon()
 
     def _abandon(self) -> None:
-        """``.grad`` is again as it was before the backward pass."""
+        """``.grad`` is again as it was before the backward pass. What earlier passes have kept apart is dropped:
+        the step begins again; a part of it may have been passed on."""
         self._engine.reset()
-        for number in {*self._grads, *self._before}:
+        for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
+        for hook in self._registered.hooks if self._registered is not None else ():
+            self._drop(hook)
         self._clear()
 
+    def _drop(self, hook: ModuleHook) -> None:
+        """Drops what is kept apart of a module."""
+        for number in hook.kept:
+            self._partial.pop(number, None)
+        hook.kept.clear()
+        hook.keep()
+
     def _clear(self) -> None:
-        self._backward = None
-        self._before, self._grads, self._dense = {}, {}, []
+        self._backward, self._hook = None, None
+        self._before, self._grads, self._dense, self._apart = {}, {}, [], {}
+        self._exchanged.clear()
         self._streams.clear()
 
     @contextmanager
@@ -238,25 +384,56 @@ class FSDPHost(HookedHost):
                 raise
 
 
-def _arrived(
-    host: "weakref.ref[FSDPHost]", name: str, number: int | None, checked: bool, parameter: torch.nn.Parameter
-) -> None:
-    """The post-accumulate hook. ``number``: in the compressor, if it has the parameter. ``checked``: whether it was,
+class _Registration:
+    """The hooks of a compressor on a model. It lives as long as the model, and keeps the compressor."""
+
+    def __init__(self, host: FSDPHost, method: object, modules: list[Any]) -> None:
+        self.host, self.modules, self._method = host, modules, method
+        self.hooks: list[ModuleHook] = []
+        self._handles: list[RemovableHandle] = []
+
+    def add_module(self, module: Any, reduced: Callable[[ModuleHook], None], sums: bool) -> None:
+        for group in groups_of(module):
+            if not any(hook.group is group for hook in self.hooks):
+                self.hooks.append(ModuleHook(module, group, reduced, sums))
+
+    def add_parameter(self, parameter: torch.nn.Parameter, hook: "_ParameterHook") -> None:
+        trained = parameter.requires_grad
+        parameter.requires_grad_()
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trained)
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class _ParameterHook:
+    """The post-accumulate hook. ``host``: Python's garbage collector cannot look into autograd's hooks, so they must
+    not keep the compressor alive. ``number``: in the compressor, if it has the parameter. ``checked``: whether it was,
     when the hooks were registered; those that were frozen were not."""
-    alive, grad = host(), parameter.grad
-    if alive is None:
-        return
-    if not checked:
-        alive.check(name, parameter, number is not None)
-    assert number is not None and grad is not None
-    alive.arrived(number, grad)
+
+    host: "weakref.ref[FSDPHost]"
+    name: str
+    number: int | None
+    checked: bool
+
+    def __call__(self, parameter: torch.nn.Parameter) -> None:
+        host, grad = self.host(), parameter.grad
+        if host is None:
+            return
+        if not self.checked:
+            host.check(self.name, parameter, self.number is not None)
+        assert self.number is not None and grad is not None
+        host.arrived(self.name, self.number, grad)
 
 
-def _reduces_unused(module: Any) -> bool:
-    """Whether ``set_reduce_scatter_unused_params(True)`` was called: a module that runs twice is then reduced twice,
-    the first time of zeros."""
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)  # there is no public way to ask
-    return bool(getattr(group, "reduce_scatter_unused_params", False))
+def _refuse_inside_backward(call: str) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(f"{call} inside a backward pass, whose gradients would be averaged in part: call it after")
 
 
 def reduces_to_averages(mesh: Any) -> bool:
@@ -275,11 +452,3 @@ def reduces_to_averages(mesh: Any) -> bool:
     everywhere = (mean == (size - 1) / 2).int()
     distributed.all_reduce(everywhere, distributed.ReduceOp.MIN, group)
     return bool(everywhere)
-
-
-def hooked(parameters: Any) -> bool:
-    return False
-
-
-def check_sharded(model: torch.nn.Module) -> None:
-    return

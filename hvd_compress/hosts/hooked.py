@@ -9,7 +9,7 @@ from .horovod import was_given
 class HookedHost:
     """The hooks of one engine. ``registration``: the call that registers them."""
 
-    single = False
+    single, detached = False, False
     registration: str
 
     def __init__(self, engine: Engine) -> None:

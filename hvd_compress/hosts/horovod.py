@@ -30,7 +30,7 @@ class HorovodHost:
     """``compress`` and ``decompress`` of ``horovod.torch.DistributedOptimizer`` for one engine."""
 
     #: Horovod's optimizer and the one that it wraps count as one.
-    single = True
+    single, detached = True, False
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -25,6 +25,7 @@ from ..hosts import default_collectives, host_of
 from ..hosts.dcp import refuse_dcp
 from ..hosts.ddp import DDPHost
 from ..hosts.fsdp import FSDPHost
+from ..hosts.fsdp_modules import check_resharded
 from ..hosts.horovod import HorovodHost
 from .reporting import Reporting
 
@@ -65,7 +66,8 @@ class Compressor(Reporting, abc.ABC):
 
     Raises:
         ValueError: an argument out of range, duplicate names, no initialised host, a second optimizer that steps the
-            parameters, an optimizer with momentum beside momentum correction; nodes with unequal numbers of ranks.
+            parameters, an optimizer with momentum beside momentum correction; nodes with unequal numbers of ranks; an
+            FSDP2 model that is unsharded after a validation.
         TypeError: an argument or a gradient of the wrong type.
         RuntimeError: parameters on a GPU for which the CUDA operators were not built; in the first step, and in the
             first one after ``load_state_dict()`` or an elastic reset, ranks whose options or parameters differ.
@@ -93,6 +95,7 @@ class Compressor(Reporting, abc.ABC):
         start_timeout: float = 300.0,
         collectives: Collectives | None = None,
     ) -> None:
+        check_resharded(named_parameters)
         named = named_pairs(named_parameters, f"{type(self).__name__}(model)")
         self._model = weakref.ref(named_parameters) if isinstance(named_parameters, torch.nn.Module) else None
         seed, min_numel = check_integer("seed", seed), check_integer("min_numel", min_numel, 1)

@@ -50,6 +50,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "every_pass_averaged": ({"passes": 3, "sync": "all"}, 1e-5),
     "every_pass_averaged_of_one_block": ({"passes": 3, "sync": "first"}, 1e-5),
+    "reduced_in_shards": ({"passes": 3, "sync": "shards"}, 1e-5),
+    "reduced_in_shards_but_one_block": ({"passes": 3, "sync": "shards_but_first", "to_none": False}, 1e-5),
+    "reduced_in_shards_at_last": ({"passes": 3, "sync": "shards_at_last"}, 1e-5),
+    "reduced_in_shards_twice": (
+        {"passes": 3, "sync": "shards", "model": {"twice": True}, "unused": True, "reduce_unused": True},
+        1e-5,
+    ),
+    "reduced_in_shards_in_bfloat16": (
+        {"passes": 3, "sync": "shards", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        1e-2,
+    ),
+    "reduced_in_shards_on_the_cpu": (
+        {"passes": 2, "sync": "shards", "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        1e-5,
+    ),
     "zeroed_gradients": ({"to_none": False}, 1e-5),
     "bfloat16_reduction": ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1e-2),
     "bfloat16_parameters": (
@@ -433,6 +448,358 @@ def a_module_that_is_reduced_twice():
         once, twice = make().train(3), make(reduce_unused=True).train(3)
         for (name, a), b in zip(once.weights().items(), twice.weights().values(), strict=True):
             assert torch.equal(a, b), name
+
+
+def _gradients(run: Job) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor() for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+def _assert_same_gradients(ours: Job, native: Job, scale: float = 1.0, only: str = "") -> None:
+    theirs = _gradients(native)
+    for name, grad in _gradients(ours).items():
+        if only in name:
+            want = scale * theirs[name]
+            torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@register(CASES, once=True)
+def passes_that_are_not_exchanged():
+    """They begin no exchange and leave ``.grad``, in which an older average waits; the next one exchanges the sum,
+    once."""
+    ours, native = Job(build=EXACT["iwp"]), Job()
+    for run in (ours, native):
+        run.backward()
+        run.model.set_requires_all_reduce(False)
+        waiting = {name: (p.grad, p.grad.to_local().clone()) for name, p in run.model.named_parameters()}
+        for _ in range(2):
+            run.loss().backward()
+        for name, p in run.model.named_parameters():
+            assert p.grad is waiting[name][0] and torch.equal(p.grad.to_local(), waiting[name][1]), name
+    stats = ours.compression.stats()
+    assert stats["steps"] == 1
+    for run in (ours, native):
+        run.model.set_requires_all_reduce(True)
+        run.loss().backward()
+    assert ours.compression.stats()["steps"] == 2
+    assert ours.compression.stats()["total"]["wire_bytes"] == 2 * stats["total"]["wire_bytes"] > 0
+    _assert_same_gradients(ours, native)
+
+
+@register(CASES, once=True)
+def signs_of_a_sum():
+    """DeMo's averages are those of the sum, as if the shard group had reduced once."""
+    make = partial(Job, build=hvd_compress.DeMo, optimizer=partial(torch.optim.SGD, lr=1e-3), passes=3)
+    once, often = make(), make(sync="shards", to_none=False)
+    for _ in range(2):
+        for run in (once, often):
+            run.backward()
+        assert once.compression.step == often.compression.step
+        for (name, a), b in zip(_gradients(once).items(), _gradients(often).values(), strict=True):
+            same = torch.isclose(a, b, rtol=1e-3, atol=1e-6)
+            assert same.double().mean() > 0.95, name  # of values that are almost zero, a sign may turn
+        for run in (once, often):
+            run.optimizer.zero_grad()
+    often.train(2).assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def parameters_that_the_exchanged_pass_does_not_use():
+    """What earlier passes have kept apart of them is exchanged with their module; of a module that is not used, later,
+    as in FSDP."""
+
+    def passes(run: Job, *used: bool) -> None:
+        for side in used:
+            tokens = torch.randint(0, 31, (4, 6), generator=run.data)
+            run.model(tokens, side=side).square().mean().backward()
+
+    ours, whole = Job(build=EXACT["iwp"]), Job()
+    ours.model.set_requires_all_reduce(False)
+    whole.model.set_requires_gradient_sync(False)
+    for run in (ours, whole):
+        passes(run, True, True)
+    ours.model.set_requires_all_reduce(True)
+    whole.model.set_requires_gradient_sync(True)
+    for run in (ours, whole):
+        passes(run, False)
+    assert "blocks.1.side.weight" in _gradients(ours)
+    _assert_same_gradients(ours, whole)
+    later, native = Job(build=EXACT["iwp"]), Job()
+    x = torch.randn(4, 6, 25, generator=torch.Generator().manual_seed(rank()))
+    for run in (later, native):
+        run.backward()  # which says which module is the root
+        run.optimizer.zero_grad()
+        block = run.model.blocks[1]
+        run.model.set_requires_all_reduce(False)
+        run.loss().backward()
+        run.model.set_requires_all_reduce(True)
+        block.set_requires_all_reduce(False)
+        run.loss().backward()
+        assert block.up.weight.grad is None and run.model.blocks[0].up.weight.grad is not None
+        block.set_requires_all_reduce(True)
+        block(x, True).square().mean().backward()
+    _assert_same_gradients(later, native)
+
+
+@register(CASES, once=True)
+def failures_between_passes():
+    """After a failed backward pass, a failed forward pass and reset_iter_state(), or a failed exchange, the step begins
+    again: what was kept apart is dropped, as in FSDP."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    def failing(run: Job, where: str) -> Any:
+        if where == "forward":
+            return run.model.blocks[1].register_forward_pre_hook(fail)
+        return run.model.get_submodule(where).register_full_backward_pre_hook(fail)
+
+    for where, last in (("forward", False), ("head", True), ("blocks.1", False), ("blocks.1", True)):
+        ours, native, whole = Job(build=EXACT["iwp"], passes=2, sync="shards"), Job(passes=2, sync="shards"), Job()
+        for run in (ours, native):
+            run.train(1).model.set_requires_all_reduce(False)
+            run.loss().backward()
+            run.model.set_requires_all_reduce(last)
+            handle = failing(run, where)
+            with pytest.raises(ArithmeticError):
+                run.loss().backward()
+            handle.remove()
+            run.model.reset_iter_state()
+            run.optimizer.zero_grad()
+            run.backward()
+        passed_on = "blocks.2" if last and where == "blocks.1" else None
+        for part in {"blocks.0", "blocks.1", "blocks.2"} - {passed_on}:
+            _assert_same_gradients(ours, native, only=part)
+        if passed_on:  # what was compressed before the failure is sent with the next pass, once
+            whole.passes = 2
+            whole.train(1)
+            for _ in range(4):
+                whole.loss().backward()
+            _assert_same_gradients(ours, whole, only="blocks.2.up.weight")
+    ours, native = Job(build=EXACT["iwp"], passes=2, sync="shards"), Job(passes=2)
+    ours.model.set_requires_all_reduce(False)
+    ours.loss().backward()
+    block = ours.model.blocks[0]
+    block.set_requires_all_reduce(True)
+    with mock.patch.object(ours.compression.engine, "finish_step", fail), pytest.raises(ArithmeticError):
+        block(torch.ones(1, 6, 25), True).sum().backward()  # FSDP has completed it
+    ours.optimizer.zero_grad()
+    native.data.set_state(ours.data.get_state())
+    for run in (ours, native):
+        run.backward()
+    for part in ("blocks.1", "blocks.2"):
+        _assert_same_gradients(ours, native, only=part)
+
+
+def _replicas(run: Job) -> dict[str, Any]:
+    return {"process_group": run.mesh.get_group("replicate"), "min_numel": 64}
+
+
+@register(CASES, once=True)
+def another_compressor():
+    """It replaces the first, which takes no part any more and may come back."""
+    ours, native = Job(build=hvd_compress.DeMo), Job()
+    first, second = ours.compression, EXACT["iwp"](ours.model, **_replicas(ours))
+    handle = hvd_compress.register_fsdp_hooks(ours.model, second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped")
+        ours.train(2)  # the momentum of its optimizer is none of DeMo's business
+        third = EXACT["none"](ours.model, **_replicas(ours))
+        hvd_compress.register_fsdp_hooks(ours.model, third)
+        handle.remove()  # replaced already
+        ours.train(1)
+        hvd_compress.register_fsdp_hooks(ours.model, second)
+        ours.train(2)
+    assert (first.step, second.step, third.step) == (0, 4, 1)
+    _assert_same(ours.assert_equal_replicas(), native.train(5), 1e-5)
+    with pytest.raises(ValueError, match="registered already"):
+        hvd_compress.register_fsdp_hooks(ours.model, second)
+    hvd_compress.register_fsdp_hooks(ours.model, first)
+    with pytest.raises(ValueError, match="momentum would count twice"):
+        ours.train(1)
+
+
+@register(CASES, once=True)
+def a_refused_registration():
+    """It leaves the hooks that are there."""
+    ours, native = Job(build=EXACT["iwp"]), Job()
+    blocks = EXACT["iwp"](ours.model.blocks.named_parameters(), **_replicas(ours))
+    for model, text in ((ours.model, "is not this compressor's"), (ours.model.blocks, "on some of these modules")):
+        with pytest.raises(ValueError, match=text):
+            hvd_compress.register_fsdp_hooks(model, blocks)
+    ours.train(2)
+    assert (ours.compression.step, blocks.step) == (2, 0)
+    _assert_same(ours, native.train(2), 1e-5)
+
+
+@register(CASES, once=True)
+def removed_hooks():
+    """FSDP is as it was before them: also its reductions, and hooks of the user's own."""
+    seen: list[int] = []
+
+    def build(model: torch.nn.Module, **options: Any) -> Any:
+        model.blocks[0].set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
+        return hvd_compress.DeMo(model, **options)
+
+    with mock.patch.object(fsdp, "reduces_to_averages", lambda mesh: False):
+        ours = Job(build=build, optimizer=PLAIN)
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in [ours.model, *ours.model.blocks]]
+    parameters = list(ours.model.parameters())
+    assert all(group.force_sum_reduction_for_comms for group in groups) and fsdp.hooked(parameters[-1:])
+    ours.backward()
+    assert len(seen) == 1 and ours.compression.step == 1
+    ours.optimizer.step()
+    ours.optimizer.zero_grad()
+    ours.model.set_requires_all_reduce(False)
+    ours.loss().backward()
+    assert len(seen) == 2
+    ours.hooks.remove()
+    assert not any(group.force_sum_reduction_for_comms for group in groups) and not fsdp.hooked(parameters)
+    assert all(group._partial_reduce_output is None for group in groups)
+    alone = Job(replicas=1)  # of all ranks
+    ours.backward()
+    assert len(seen) == 3 and ours.compression.step == 1
+    mean = {name: gather(p.grad.to_local(), ours.mesh.get_group("replicate")) for name, p in _named(ours)}
+    assert any(not torch.equal(one, other) for one, other in mean.values())  # of one replica
+    with torch.no_grad():
+        full = ours.full()
+        for name, p in alone.model.named_parameters():
+            p.copy_(distributed.tensor.distribute_tensor(full[name], p.device_mesh, p.placements))
+    alone.data.set_state(ours.data.get_state())
+    for run in (ours, alone):
+        run.optimizer.zero_grad()
+        run.backward()
+    for name, grad in _gradients(alone).items():
+        p = ours.model.get_parameter(name)
+        both = gather(p.grad.full_tensor(), ours.mesh.get_group("replicate")).mean(0)
+        torch.testing.assert_close(both, grad, rtol=1e-4, atol=1e-6)
+
+
+def _named(run: Job) -> list[tuple[str, Any]]:
+    return list(run.model.named_parameters())
+
+
+@register(CASES, once=True)
+def removed_hooks_keep_nothing_alive():
+    """No cycle is left: without Python's garbage collector, too."""
+    ours = Job(build=EXACT["iwp"]).train(2)
+    handle, alive = ours.hooks, weakref.ref(ours.compression)
+    gc.disable()
+    try:
+        ours.compression = None
+        assert alive() is not None and fsdp.hooked(ours.model.parameters())  # the model keeps it
+        handle.remove()
+        assert alive() is None
+    finally:
+        gc.enable()
+    ours.train(1)
+    kept = EXACT["iwp"](ours.model, **_replicas(ours))
+    hvd_compress.register_fsdp_hooks(ours.model, kept).remove()
+    block = weakref.ref(ours.model.blocks[0])
+    del ours
+    gc.collect()
+    assert block() is None and kept.step == 0
+
+
+@register(CASES, once=True)
+def hooks_and_backward_passes():
+    """They are neither removed nor registered inside one; after a failed one they are."""
+    ours, native = Job(build=EXACT["iwp"]), Job()
+    other = EXACT["iwp"](ours.model, **_replicas(ours))
+
+    acts = (lambda: hvd_compress.register_fsdp_hooks(ours.model, other), ours.hooks.remove)
+    for act in acts:
+        handle = ours.model.blocks[1].register_full_backward_pre_hook(lambda *_, act=act: act())
+        with pytest.raises(RuntimeError, match="inside a backward pass"):
+            ours.backward()
+        handle.remove()
+        ours.model.reset_iter_state()
+        ours.optimizer.zero_grad()
+        native.loss()
+    for act in acts:
+        act()
+    for run in (ours, native):
+        run.backward()
+    assert (ours.compression.step, other.step) == (0, 1)
+    _assert_same_gradients(ours, native, only="blocks.0")  # others contain gradients of the failed passes
+
+
+@register(CASES, once=True)
+def all_reduce_hooks_of_the_users_own():
+    """One that was set before is called first; one that is set later would replace ours."""
+    order: list[str] = []
+
+    def doubled(flat: torch.Tensor) -> None:
+        order.append("own")
+        flat.mul_(2.0)
+
+    def build(model: torch.nn.Module, **options: Any) -> Any:
+        for module in (model, *model.blocks):
+            module.set_all_reduce_hook(doubled)
+        compression = EXACT["iwp"](model, **options)
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: order.append("accumulated"))
+        return compression
+
+    ours, native = Job(build=build, passes=2, sync="shards"), Job(passes=2)
+    for run in (ours, native):
+        run.backward()
+    assert order[0] == "own" and order.count("own") == 8
+    _assert_same_gradients(ours, native, 2.0)
+    for where in ("blocks.0", "blocks.1", ""):
+        ours = Job(build=EXACT["iwp"])
+        ours.model.get_submodule(where).set_all_reduce_hook(doubled)
+        with pytest.raises(RuntimeError, match=r"set_all_reduce_hook\(\) before register_fsdp_hooks\(\)"):
+            ours.backward()
+    ours = Job(build=EXACT["iwp"])
+    for module in (ours.model, *ours.model.blocks):
+        module.set_all_reduce_hook(doubled)
+    ours.compression = None
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"set_all_reduce_hook\(\) before register_fsdp_hooks\(\)"):
+        ours.backward()
+    ours.model.reset_iter_state()
+    ours.optimizer.zero_grad()
+    native = Job()
+    native.loss()
+    hvd_compress.register_fsdp_hooks(ours.model, EXACT["iwp"](ours.model, **_replicas(ours)))
+    for run in (ours, native):
+        run.backward()
+    _assert_same_gradients(ours, native, 2.0, only="blocks.0")
+
+
+@register(CASES, once=True)
+def after_a_validation():
+    """FSDP leaves the root unsharded: an error that says what to call."""
+    for kept in (False, True):  # whether blocks stay unsharded, too
+        ours = Job(build=EXACT["iwp"], reshard_after_forward=False if kept else None)
+        plain = [(name, p) for name, p in ours.model.named_parameters()]
+        ours.hooks.remove()
+        with torch.no_grad():
+            ours.loss()
+        unsharded, options = [*ours.model.named_parameters()], _replicas(ours)
+        assert any(a is not b for (_, a), (_, b) in zip(plain, unsharded, strict=True))
+        for refused in (
+            partial(hvd_compress.IWP, ours.model, **options),
+            partial(hvd_compress.register_fsdp_hooks, ours.model, ours.compression),
+            partial(fsdp.check_sharded, ours.model),
+        ):
+            with pytest.raises(ValueError, match=r"model.reshard\(\)"):
+                refused()
+        late = hvd_compress.IWP(unsharded, **options)
+        for module in (ours.model, *ours.model.blocks) if kept else (ours.model,):
+            module.reshard()
+        with pytest.raises(ValueError, match=r"model.reshard\(\)"):
+            hvd_compress.register_fsdp_hooks(ours.model, late)
+        fsdp.check_sharded(ours.model)
+        hvd_compress.register_fsdp_hooks(ours.model, ours.compression)
+        ours.train(1)
+    left_out = Net()
+    fully_shard(left_out, mesh=ours.mesh["shard"], ignored_params={left_out.scale})
+    with pytest.raises(ValueError, match="scale: is not sharded"):
+        fsdp.check_sharded(left_out)
+    left_out.scale.requires_grad_(False)
+    fsdp.check_sharded(left_out)
+    fsdp.check_sharded(Net())
 
 
 @register(CASES, once=True)

@@ -86,8 +86,10 @@ class Job:
         optimizer: makes the optimizer from parameters.
         model: arguments of :class:`Net`. ``meta``: the model is made on the meta device first. ``trained``: part of the
             names of parameters that are; the others are frozen. ``clip``: gradients' norm, and which norm.
-        passes: backward passes of a step; ``sync``: of which modules each of them is averaged; ``kept``: parameters
-            stay whole between them.
+        passes: backward passes of a step; ``sync``: of which modules each of them is averaged, or, in all passes but
+            the last, reduced in the shard group only: in ``"shards"``, ``"shards_but_first"``, of which the first block
+            is averaged, and ``"shards_at_last"``, of which the first pass is not reduced; ``kept``: parameters stay
+            whole between passes.
         unused: in every third step, the ``side`` layers are not used.
         to_none: whether gradients become None after a step.
         local: arguments of LocalSteps, which then exchanges in place of hooks.
@@ -105,7 +107,7 @@ class Job:
         trained: str = "",
         clip: tuple[float, float] | None = None,
         passes: int = 1,
-        sync: Literal["none", "first", "all"] = "none",
+        sync: Literal["none", "first", "all", "shards", "shards_but_first", "shards_at_last"] = "none",
         kept: bool = False,
         unused: bool = False,
         to_none: bool = True,
@@ -132,7 +134,7 @@ class Job:
         if build is not None:
             self.compression = build(self.model, process_group=self.mesh.get_group("replicate"), min_numel=64)
             if local is None:
-                hvd_compress.register_fsdp_hooks(self.model, self.compression)
+                self.hooks = hvd_compress.register_fsdp_hooks(self.model, self.compression)
         self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
         self.clip, self.passes, self.sync, self.kept, self.unused = clip, passes, sync, kept, unused
         self.to_none = to_none
@@ -152,9 +154,17 @@ class Job:
             last = number == self.passes - 1
             self.model.set_is_last_backward(last)
             self.model.set_reshard_after_backward(last or not self.kept)
-            self.model.set_requires_gradient_sync(last or self.sync == "all")
-            self.model.blocks[0].set_requires_gradient_sync(last or self.sync != "none")
+            self._set_sync(number, last)
             self.loss().backward()
+
+    def _set_sync(self, number: int, last: bool) -> None:
+        shards = self.sync.startswith("shards") and not last
+        self.model.set_requires_gradient_sync(last or self.sync == "all")
+        self.model.blocks[0].set_requires_gradient_sync(last or self.sync in ("all", "first"))
+        if shards and (number or self.sync != "shards_at_last"):
+            self.model.set_requires_gradient_sync(True)
+            self.model.set_requires_all_reduce(False)
+            self.model.blocks[0].set_requires_all_reduce(self.sync == "shards_but_first", recurse=False)
 
     def step(self) -> None:
         self.backward()

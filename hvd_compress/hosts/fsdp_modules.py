@@ -1,0 +1,137 @@
+"""FSDP2's modules: their all-reduce hooks, and what of their state there is no public way to ask for."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+# A mark, where FSDP has what is kept apart on a 2-D mesh. On a 1-D mesh FSDP only ever sets that to None: after each
+# reduce-scatter, and in reset_iter_state().
+_KEPT_APART = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+class ModuleHook:
+    """The all-reduce hook of the modules that share one group of parameters.
+
+    Args:
+        module, group: one of them, and its group.
+        reduced: called with this object after each reduce-scatter, and after the hook of the user's own that was set
+            before, if there was one.
+        sums: whether reduce-scatter must sum, since it does so in any case.
+    """
+
+    def __init__(self, module: Any, group: Any, reduced: "Callable[[ModuleHook], None]", sums: bool) -> None:
+        self._module, self.group, self._reduced = module, group, reduced
+        self._own = group._all_reduce_hook
+        self._summed = group.force_sum_reduction_for_comms if sums else None
+        #: The numbers of the parameters of which something is kept apart between backward passes.
+        self.kept = set[int]()
+        module.set_all_reduce_hook(self)
+        if sums:
+            module.set_force_sum_reduction_for_comms(True)
+
+    def __call__(self, flat: Tensor) -> None:
+        if self._own is not None:
+            self._own(flat)
+        self._reduced(self)
+
+    @property
+    def name(self) -> str:
+        """That of the module's class."""
+        return type(self._module).__name__
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another hook was set in its place."""
+        return self.group._all_reduce_hook is not self
+
+    @property
+    def all_reduces(self) -> bool:
+        """False after ``set_requires_all_reduce(False)``."""
+        return bool(self.group.all_reduce_grads)
+
+    @property
+    def reduces_unused(self) -> bool:
+        """Whether ``set_reduce_scatter_unused_params(True)`` was called: a module that runs twice is then reduced
+        twice, the first time of zeros."""
+        return bool(getattr(self.group, "reduce_scatter_unused_params", False))
+
+    def keep(self) -> None:
+        """Called at the end of a backward pass: notes in FSDP whether something is kept apart."""
+        if self.kept:
+            self.group._partial_reduce_output = _KEPT_APART
+        elif self.group._partial_reduce_output is _KEPT_APART:
+            self.group._partial_reduce_output = None
+
+    @property
+    def discarded(self) -> bool:
+        """Whether what was kept apart is void: FSDP's ``reset_iter_state()`` was called."""
+        return bool(self.kept) and self.group._partial_reduce_output is not _KEPT_APART
+
+    def remove(self) -> None:
+        """The module is again as it was. A hook that was set in the place of this one stays."""
+        self.kept.clear()
+        self.keep()
+        if not self.replaced:
+            self._module.set_all_reduce_hook(self._own)
+        if self._summed is not None:
+            self._module.set_force_sum_reduction_for_comms(self._summed)
+
+
+def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The names and modules in a model that ``fully_shard()`` was applied to. Does not import FSDP, which takes most of
+    a second."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def groups_of(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP reduces together: one for a module, or, of a module without parameters of its
+    own, none. Several modules may share one."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
+
+
+def check_resharded(model: object) -> None:
+    """Raises ``ValueError`` if the parameters of a model are not the shards, but what FSDP has gathered of them. Does
+    nothing for anything else than a model."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    for name, module in sharded_modules(model):
+        if not all(group.is_sharded for group in groups_of(module)):
+            call = f"model.get_submodule({name!r}).reshard()" if name else "model.reshard()"
+            raise ValueError(
+                f"{name or 'the model'} is unsharded, as after a forward pass without a backward pass (a validation): "
+                f"call {call} before, on all ranks"
+            )
+
+
+def check_not_unsharded(model: torch.nn.Module, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raises ``ValueError`` if one of the parameters is a plain one that FSDP has gathered from the model's shards."""
+    groups = [group for _, module in sharded_modules(model) for group in groups_of(module)]
+    # FSDP makes each of them once and keeps it.
+    unsharded = [getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params]
+    ids = {id(parameter) for parameter in unsharded if parameter is not None}
+    for name, parameter in named:
+        if id(parameter) in ids:
+            raise ValueError(
+                f"{name}: is not the shard that is trained, but what FSDP has gathered of it for a forward pass: call "
+                "model.reshard() before you build the compressor"
+            )
+
+
+def remember(modules: Iterable[Any], registration: object) -> None:
+    """Keeps an object as long as the modules, in their place of the one before; None for none."""
+    for module in modules:
+        cast(Any, module._get_fsdp_state())._hvd_compress = registration
+
+
+def remembered(modules: Iterable[Any]) -> list[Any]:
+    """The objects that modules keep, each once."""
+    found = (getattr(module._get_fsdp_state(), "_hvd_compress", None) for module in modules)
+    return list({id(each): each for each in found if each is not None}.values())
