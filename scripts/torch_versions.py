@@ -9,11 +9,11 @@ scripts/wheel.sh builds the wheel and the sdist with this interpreter's torch, w
 scripts/constraints.txt. Each version is then tried in an empty virtual environment, which is removed afterwards, with
 about 5 GB on disk for a CUDA build:
 
-    wheel        it installs, and the compiled operators load
-    smoke        tests/wheel_smoke.py on two ranks, without NumPy and without a compiler
-    DDP, nodes   a few cases of tests/parallel on two ranks; on four, as two nodes
-    FSDP2        the cases of tests/parallel on four ranks
-    from source  pip install --no-build-isolation of the sdist, with the CUDA operators where nvcc fits
+    wheel          it installs, and the compiled operators load
+    smoke          tests/wheel_smoke.py on two ranks, without NumPy and without a compiler
+    DDP, FSDP2     cases of tests/parallel on two ranks, and on four
+    nodes          the same of DDP on four ranks as two nodes
+    from source    pip install --no-build-isolation of the sdist, with the CUDA operators where nvcc fits
 
 Results are lines of docs/results/torch-versions/runs.jsonl. A version that cannot be installed has its row, too, and
 pip's message below the table. pip reads its own configuration; a limit on torch there applies here.
@@ -45,13 +45,13 @@ MARK, END = "<!-- torch versions: written by scripts/torch_versions.py -->", "<!
 #: GB of disk that a CUDA build of torch needs, with room for the download.
 NEEDED = 12
 #: Seconds until a step is ended.
-INSTALLING, BUILDING, SMOKE, LOADING = 1800, 1200, 170, 120
+INSTALLING, BUILDING, SMOKE, LOADING = 1800, 3600, 170, 120
 
 
 @dataclass(frozen=True)
 class Training:
     """A column of cases: ranks, seconds until they are ended, arguments of tests/parallel/check_training.py, and cases
-    by method, all that apply where none are named."""
+    by method."""
 
     ranks: int
     limit: int
@@ -59,7 +59,7 @@ class Training:
     plan: dict[str, list[str]]
 
     def command(self) -> list[str]:
-        items = [":".join([method, ",".join(cases)] if cases else [method]) for method, cases in self.plan.items()]
+        items = [f"{method}:{','.join(cases)}" for method, cases in self.plan.items()]
         return [str(ROOT / "tests" / "parallel" / "check_training.py"), *self.arguments, *items]
 
 
@@ -79,7 +79,11 @@ TRAININGS = {
         900,
         ["--host", "fsdp", "--steps", "4"],
         {
-            "iwp": [],
+            "iwp": [
+                *("plain", "accumulation", "bfloat16_reduction", "cpu_offload", "checkpointed", "tied", "meta_device"),
+                *("unused", "conservation", "distributed_checkpoint", "distributed_checkpoints_of_ddp", "local_steps"),
+                *("hooks_of_the_users_own", "nothing_stays_alive", "discarded_steps", "mistakes"),
+            ],
             "demo": ["replicas_stay_equal", "conservation", "checkpoint"],
             "quantized": ["replicas_stay_equal", "conservation"],
         },
@@ -128,8 +132,12 @@ class Environment:
 
     def run(self, limit: int, *command: str, **variables: str) -> str:
         """Returns why it failed, or ""."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return self._run(limit, command, {**environment, **variables})
+        return self._run(limit, command, {**self.variables(), **variables})
+
+    @staticmethod
+    def variables() -> dict[str, str]:
+        """This process's own, without what leads to another package."""
+        return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def _run(self, limit: int, command: Sequence[str], variables: Mapping[str, str]) -> str:
         with self.log.open("a+") as log:
@@ -153,7 +161,7 @@ class Environment:
 
     def pip(self, limit: int, *arguments: str) -> str:
         path = f"{self.folder}/venv/bin:{os.environ['PATH']}"
-        options = ["--disable-pip-version-check", "-q", "--no-cache-dir"]
+        options = ["--disable-pip-version-check", "-q", "--no-cache-dir", "--no-compile"]
         return self.run(limit, self.python, "-m", "pip", "install", *options, *arguments, PATH=path)
 
     def torchrun(self, ranks: int, limit: int, *script: str) -> str:
@@ -172,7 +180,8 @@ class Environment:
     def says(self, code: str) -> str:
         """What an expression of Python is there; "" if torch cannot be imported."""
         command = [self.python, "-c", f"import torch; print({code})"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder, timeout=LOADING, check=False)
+        options: dict[str, Any] = {"cwd": self.folder, "env": self.variables(), "timeout": LOADING}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
         return "" if done.returncode else done.stdout.strip()
 
 
@@ -192,10 +201,12 @@ def attempt(version: str, wheel: Path, sdist: Path, log: Path) -> Result:
         pins = here.folder / "constraints.txt"
         pins.write_text(constraints())
         missing = here.run(LOADING, sys.executable, "-m", "venv", "venv")
-        missing = missing or here.pip(INSTALLING, "-c", str(pins), f"torch=={version}")
+        torch = ["-c", str(pins), f"torch=={version}"]
+        missing = missing or here.pip(INSTALLING, *torch)
         if missing:
             return {"missing": missing}
-        found = {"wheel": here.pip(INSTALLING, "-c", str(pins), str(wheel)) or here.loads()}
+        # Together with torch, which pip would replace if the wheel refused it.
+        found = {"wheel": here.pip(INSTALLING, *torch, str(wheel)) or here.loads()}
         if not found["wheel"]:
             found["smoke"] = here.torchrun(2, SMOKE, str(ROOT / "tests" / "wheel_smoke.py"))
         # The cases need NumPy and pytest, the build the others.
@@ -251,11 +262,13 @@ def report(runs: Iterable[Result]) -> str:
         failed = {"not installed": run.get("missing", ""), **found}
         reasons += [f"- {version}, {column}: `{why.replace('`', chr(39))}`" for column, why in failed.items() if why]
     table = tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True)
-    return "\n".join([table, "", *reasons]).strip()
+    return "\n".join([table, *(["", *reasons] if reasons else [])])
 
 
 def page(text: str, runs: Iterable[Result]) -> str:
-    """docs/install.md with the table as the results are now."""
+    """docs/install.md with the table as the results are now. Raises ValueError if there is no place for it."""
+    if text.count(MARK) != 1:
+        raise ValueError(f"expected one line {MARK!r} in the page, got {text.count(MARK)}")
     before, rest = text.split(MARK)
     return f"{before}{MARK}\n{report(runs)}\n{END}{rest.split(END, 1)[1]}"
 
@@ -290,6 +303,7 @@ def main() -> None:
     for version in args.versions:
         if not re.fullmatch(r"\d+\.\d+\.\d+", version):
             parser.error(f"expected versions of torch as 2.14.1, got {version!r}")
+    page(args.page.read_text(), [])  # an error now, not after the trials
     if not args.report:
         try_all(args.versions or candidates(listing()), args.dist, args.logs.resolve(), args.results)
     runs = list(read_runs(args.results).values())
