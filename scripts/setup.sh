@@ -62,7 +62,8 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 constraints=scripts/constraints.txt
 if [[ $torch ]]; then
   constraints=.venv/constraints.txt
-  grep -v '^torch==' scripts/constraints.txt >"$constraints"
+  # Older torches refuse the setuptools that is pinned.
+  grep -vE '^(torch|setuptools)==' scripts/constraints.txt >"$constraints"
 fi
 
 # Of the packages for training only a few modules are imported: Python compiles them then.

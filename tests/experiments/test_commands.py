@@ -1,4 +1,4 @@
-"""Every command of the experiments and the lab starts by its path, as the docs print it."""
+"""Every command in Python starts by its path, as the docs print it."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from launch import ROOT, finish, start
 
 # It is called by mpirun, in the place of ssh.
 NOT_FOR_USERS = {"netlab_gloo.py"}
-FILES = [path for room in ("lab", "experiments") for path in sorted((ROOT / "scripts" / room).glob("*.py"))]
+FILES = [path for room in (".", "lab", "experiments") for path in sorted((ROOT / "scripts" / room).glob("*.py"))]
 # Others are for these to import.
 COMMANDS = [path for path in FILES if "__main__" in path.read_text() and path.name not in NOT_FOR_USERS]
 

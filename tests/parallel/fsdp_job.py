@@ -141,7 +141,8 @@ class Job:
         self.steps = 0
         self.data = torch.Generator().manual_seed(rank())
         self.without_side = range(1, 2) if reduce_unused else range(size())
-        self.model.set_reduce_scatter_unused_params(reduce_unused)
+        if reduce_unused:
+            self.model.set_reduce_scatter_unused_params(True)
 
     def loss(self) -> Tensor:
         tokens = torch.randint(0, 31, (4, 6), generator=self.data)
