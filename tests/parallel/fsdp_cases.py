@@ -20,7 +20,7 @@ import job
 import pytest
 import torch
 from cases import Cases, register
-from fsdp_job import Job, Net, gather, rank, shard, shared_folder, size
+from fsdp_job import Job, Net, gather, mesh_of, rank, shard, shared_folder, size
 from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from torch import distributed
 from torch.distributed import checkpoint as dcp
@@ -1060,3 +1060,102 @@ def checkpoints_of_compiled_models():
         dcp.load({"compression": hvd_compress.DCPState(flat.compression, saved_on=(2, 2))}, checkpoint_id=folder)
     assert same(first.compression.state_dict(), again.compression.state_dict())
     assert flat.compression.residual("_orig_mod.head.weight").any()
+
+
+LOCAL = partial(hvd_compress.Quantized, bits=2)
+EVERY_THIRD = {"period": 3, "unsent": "buffer"}
+
+
+@register(CASES, once=True)
+def local_steps_beside_validations():
+    """Between the optimizer's step and that of LocalSteps, with and without a delay: the root module, which stays
+    whole after a forward pass, computes with the weights of after the exchange."""
+
+    def outputs(run: Job) -> torch.Tensor:
+        with torch.no_grad():
+            return run.model(torch.arange(12).view(2, 6))
+
+    for delay in (0, 1):
+        run = Job(build=LOCAL, local={**EVERY_THIRD, "delay": delay})
+        for step in range(7):
+            run.backward()
+            run.optimizer.step()
+            if step == 6:
+                run.local.finish(run.model)
+            outputs(run)
+            run.local.step()
+            run.optimizer.zero_grad()
+            mine = outputs(run)
+            run.model.reshard()
+            assert torch.equal(mine, outputs(run)), step
+            run.model.reshard()
+        run.local.finish()
+        run.assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def local_steps_that_would_average_twice():
+    """Of native hybrid sharding, without a process group, with hooks, and of a model that is sharded later or not."""
+    mesh = mesh_of(2)
+    between = {"process_group": mesh.get_group("replicate"), "min_numel": 64}
+
+    def build(mesh: Any = mesh["shard"], ignored: bool = False, **options: Any) -> Any:
+        model = Net()
+        shard(model, mesh, **({"ignored_params": {model.scale}} if ignored else {}))
+        return hvd_compress.recipes.low_bit(model, PLAIN(model.parameters()), 2, **options)
+
+    def hooked() -> Any:
+        model = Job(build=LOCAL).model
+        return hvd_compress.recipes.low_bit(model, PLAIN(model.parameters()), 2, **between)
+
+    def sharded_later() -> Any:
+        model = Net()
+        local = hvd_compress.recipes.low_bit(model, PLAIN(model.parameters()), 2, **between)
+        shard(model, mesh["shard"])
+        local.take_weights()
+
+    def unsharded() -> Any:
+        model = Net()
+        shard(model, mesh["shard"])
+        model(torch.zeros(1, 2, dtype=torch.long))
+        hvd_compress.recipes.low_bit(model, PLAIN(model.parameters()), 2, **between)
+
+    for wrong, says in (
+        (partial(build), r"process_group=mesh\.get_group\('replicate'\)"),
+        (partial(build, mesh, **between), r"1-D mesh\['shard'\]"),
+        (partial(build, mesh), r"1-D mesh\['shard'\]"),
+        (partial(build, ignored=True, **between), "is not sharded"),
+        (hooked, r"call remove\(\) of the handle"),
+        (sharded_later, r"the model has other parameters"),
+        (unsharded, r"call model\.reshard\(\)"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            wrong()
+
+
+@register(CASES, once=True)
+def local_steps_after_hooks_were_removed():
+    run = Job(build=EXACT["iwp"])
+    run.train(2)
+    hvd_compress.register_fsdp_hooks(
+        run.model, LOCAL(run.model, process_group=run.mesh.get_group("replicate"))
+    ).remove()
+    compression = LOCAL(run.model, process_group=run.mesh.get_group("replicate"), min_numel=64)
+    run.local = hvd_compress.LocalSteps(compression, run.optimizer, **EVERY_THIRD)
+    run.train(2)
+    apart = gather(run.weights()["head.weight"], run.mesh.get_group("replicate"))
+    assert not torch.equal(apart[0], apart[1]), "each replica takes steps of its own"
+    run.train(1).assert_equal_replicas()
+
+
+@register(CASES, once=True)
+def buffers_are_those_of_all_ranks():
+    """finish(model): within the shard group, too."""
+    run = Job(build=LOCAL, local=EVERY_THIRD)
+    run.model.norm = torch.nn.BatchNorm1d(3)
+    run.model.norm.running_mean.fill_(float(rank()))
+    run.model.register_buffer("queue", torch.full((2,), rank()))
+    run.train(2)
+    run.local.finish(run.model)
+    assert run.model.norm.running_mean.tolist() == [(size() - 1) / 2] * 3
+    assert run.model.queue.tolist() == [0, 0]
