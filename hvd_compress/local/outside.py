@@ -10,7 +10,7 @@ from ..engine.shards import local
 from .common_weights import Weight
 
 # So many weights are looked at, and so many entries of each.
-_PROBES, _ENTRIES = 64, 16
+_PROBES, _ENTRIES = 32, 16
 # Relative change that counts as rounding: some optimizers add an average to the weights for a validation, and subtract
 # it afterwards. In units of the dtype's precision, and at least.
 _ROUNDING, _LEAST = 2.0, 1e-5
@@ -51,7 +51,9 @@ class OutsideChanges:
         changed, usual = self._changed(), self._usual.get(place, routine)
         if routine:
             self._usual[place] = usual and changed
-        if changed and not usual:
+        if changed and usual:
+            self.note()
+        elif changed:
             raise RuntimeError(
                 f"the weights have changed {place}, and not by an optimizer's step: by load_state_dict(), an EMA "
                 "switch, a roll-back? The next exchange would take that for progress. Call local.take_weights() on all "

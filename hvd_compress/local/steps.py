@@ -232,7 +232,7 @@ class LocalSteps:
                 ended = self._in_flight.begin(self._number) or ended
             if ended:
                 self._owners.reshard()
-            self._note()
+                self._note()
         return ended
 
     @property
