@@ -22,6 +22,9 @@ from .registry import Peer
 # So many differences are written out.
 _LISTED = 6
 
+#: What the first message of a comparison begins with.
+COMPARES = -1
+
 Configuration = Callable[[], Mapping[str, object]]
 
 
@@ -186,13 +189,20 @@ def digest(values: Mapping[str, object]) -> int:
 
 
 def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Request, Tensor, None]:
-    """The exchange: one collective of 16 bytes a rank, and a second one, of the texts, if they differ."""
+    """The exchange: one collective of 32 bytes a rank, and a second one, of the texts, if they differ. The first has
+    the form of what local steps send before each exchange: ranks in different calls see it."""
     text = json.dumps(_plain(own)).encode()
-    head = torch.tensor([[digest(own), len(text)]], dtype=torch.int64, device=device)
+    head = torch.tensor([[COMPARES, digest(own), len(text), 0]], dtype=torch.int64, device=device)
     heads = yield allgather(head)
-    if bool((heads[:, 0] == head[0, 0]).all()):
+    if bool((heads[:, 0] != COMPARES).any()):
+        others = [rank for rank, row in enumerate(heads.tolist()) if row[0] != COMPARES]
+        raise RuntimeError(
+            f"this rank compares its options, and {ranks_text(others)} {'are' if len(others) > 1 else 'is'} in an "
+            "exchange of LocalSteps: was load_state_dict() called, or a parameter group added, on some ranks only?"
+        )
+    if bool((heads[:, 1] == head[0, 1]).all()):
         return
-    longest = int(heads[:, 1].max())
+    longest = int(heads[:, 2].max())
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     texts = yield allgather(padded)
     everyone = [json.loads(bytes(row.tolist())) for row in texts.view(-1, longest).cpu()]

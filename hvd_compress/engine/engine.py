@@ -342,8 +342,8 @@ class Engine:
 
     @property
     def compares(self) -> bool:
-        """See :class:`hvd_compress.engine.registry.Peer`. What local steps compare changes up to their first exchange,
-        for which all ranks wait in any case."""
+        """See :class:`hvd_compress.engine.registry.Peer`. Local steps compare in their first call, for which all ranks
+        wait in any case."""
         return not self.comparison.done and self.local_steps is None
 
     def join_comparison(self) -> None:
@@ -472,10 +472,10 @@ class Engine:
         ours = not local and (given is True or not method.host.single)
         method.check_optimizer(Facts(optimizer, given, ours, active, local, self.unknown_parameters(optimizer)))
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """An optimizer that holds some of the parameters has stepped."""
         if self.local_steps is not None:
-            self.local_steps.after_optimizer_step()
+            self.local_steps.after_optimizer_step(optimizer)
 
 
 def _accumulate(work: Work) -> None:

@@ -24,7 +24,7 @@ class LastAverage:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], watch: OptimizerWatch) -> None:
         self._parameters, self._watch = parameters, watch
-        self._probes = _spread([number for number, parameter in enumerate(parameters) if parameter.requires_grad])
+        self._probes = spread([number for number, p in enumerate(parameters) if p.requires_grad], _PROBES)
         #: By probe whose ``.grad`` may hold the last average, that tensor when the average was written.
         self._written: dict[int, weakref.ref[Tensor] | None] = {}
         #: Of those of them to which a gradient was added, ``.grad`` before; ``.grad`` and its version when an optimizer
@@ -120,9 +120,9 @@ def _before_accumulation(average: "weakref.ref[LastAverage]", number: int, grad:
         alive.before_accumulation(number)
 
 
-def _spread(numbers: Sequence[int]) -> Sequence[int]:
-    """Some of the numbers, at irregular distances: what is done to every second parameter, or to a tenth of the model,
-    is done to one of these."""
-    if len(numbers) <= _PROBES:
+def spread(numbers: Sequence[int], count: int) -> Sequence[int]:
+    """At most so many of the numbers, at irregular distances: what is done to every second parameter, or to a tenth of
+    the model, is done to one of these."""
+    if len(numbers) <= count:
         return numbers
-    return sorted({numbers[int(i * 0.6180339887 % 1 * len(numbers))] for i in range(_PROBES)})
+    return sorted({numbers[int(i * 0.6180339887 % 1 * len(numbers))] for i in range(count)})

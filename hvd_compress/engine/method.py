@@ -90,7 +90,7 @@ class LocalStepping(Protocol):
         """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` for one that
         takes no local steps."""
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after it."""
 
     def options(self) -> Mapping[str, object]:

@@ -25,7 +25,7 @@ class Watched(Protocol):
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before every step of an optimizer that holds some of the parameters."""
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after it."""
 
 
@@ -81,25 +81,28 @@ class OptimizerWatch:
         engine.before_optimizer_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if self._seen is not None and self._seen() is optimizer:
+        seen, engine = self._seen() if self._seen is not None else None, self._engine()
+        if seen is None or engine is None:
+            return
+        if optimizer is seen or share_parameters(optimizer, seen):  # one that wraps the other steps after it
+            engine.after_optimizer_step(optimizer)
+        if optimizer is seen:
             # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
             found_inf = getattr(optimizer, "found_inf", None)
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
             self._steppers.add(optimizer)
             self._stepped.add(optimizer)
             self._trained = self._held = None
-            if (engine := self._engine()) is not None:
-                engine.after_optimizer_step()
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this step of the optimizer applies gradients although the compressor has received none in this
         process. True at most once. Synchronises a GPU until then, or until the first gradient arrives."""
-        if not self.may_be_bypassed or not self._applies_gradients(optimizer):
+        if not self.may_be_bypassed or not self.applies_gradients(optimizer):
             return False
         self.may_be_bypassed = False
         return True
 
-    def _applies_gradients(self, optimizer: Optimizer) -> bool:
+    def applies_gradients(self, optimizer: Optimizer) -> bool:
         """Whether this step applies gradients. One that only creates the optimizer's state does not:
         ``torch.distributed.checkpoint`` takes one with gradients and learning rate 0,
         ``hvd.broadcast_optimizer_state()`` with gradients 0."""

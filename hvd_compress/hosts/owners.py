@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..engine.optimizer_watch import parameters_of
 from ..engine.shards import is_sharded
 from .fsdp import hooked
+from .fsdp_modules import sharded_modules
 
 
 class Owners:
@@ -34,7 +35,8 @@ class Owners:
             for key, p in module._parameters.items()
             if p is not None and id(p) in names
         ]
-        self._sharded = [weakref.ref(module) for module in _fsdp_modules(named)]
+        inside = [module for _, module in sharded_modules(model)] if model is not None else []
+        self._sharded = [weakref.ref(module) for module in dict.fromkeys([*inside, *_fsdp_modules(named)])]
 
     def check(self) -> None:
         """Raises ``ValueError`` if the model has other parameters now."""

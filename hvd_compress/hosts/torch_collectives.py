@@ -122,7 +122,7 @@ class TorchCollectives:
             return list
         ranks, number = distributed.get_process_group_ranks(self.group), _checked_in.get(self.group, 0)
         _checked_in[self.group] = number + 1
-        keys = [f"hvd_compress/{'-'.join(map(str, ranks))}/{number}/{rank}" for rank in range(len(ranks))]
+        keys = [f"hvd_compress/{self.group.group_name}/{number}/{rank}" for rank in range(len(ranks))]
         try:
             store.set(keys[self.rank], "")
         except RuntimeError:  # rank 0's process, which keeps the store, has ended

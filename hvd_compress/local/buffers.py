@@ -20,10 +20,11 @@ from ..engine.bucket import strides_of
 from ..engine.collectives import Collectives, Request
 from ..engine.comparison import compare_once
 from ..engine.dense import Averaging, as_real
-from ..engine.shards import local
+from ..engine.shards import is_sharded, local
 
 How = Literal["mean", "rank 0", "own"]
 _POWER_ITERATIONS = 50
+Count = Callable[[Request, int], None]
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -91,17 +92,23 @@ class Buffers:
                     f'{error}\nGive finish(model, buffers={{"NAME": "own"}}) for a rank\'s own'
                 ) from error
 
-    def exchange(self, levels: Sequence[Collectives], label: str, count: Callable[[Request, int], None]) -> None:
-        """Makes them the same on the ranks of each level, one after the other. Waits. ``count``: called with every
-        request, and the number of ranks."""
-        for number, collectives in enumerate(levels):
-            self._average(collectives, f"{label}.{number}.mean", count)
-            self._broadcast(collectives, f"{label}.{number}.rank0", count)
+    def exchange(self, levels: Sequence[Collectives], label: str, device: torch.device, count: Count) -> None:
+        """Makes them the same on the ranks of each level, one after the other. Waits.
 
-    def _average(self, collectives: Collectives, label: str, count: Callable[[Request, int], None]) -> None:
+        Args:
+            levels: the ranks of each.
+            label: of the collectives' names.
+            device: of the messages, which all hosts can send.
+            count: called with every request, and the number of ranks.
+        """
+        for number, collectives in enumerate(levels):
+            self._average(collectives, f"{label}.{number}.mean", device, count)
+            self._broadcast(collectives, f"{label}.{number}.rank0", device, count)
+
+    def _average(self, collectives: Collectives, label: str, device: torch.device, count: Count) -> None:
         buffers = [buffer for buffer in self._all if buffer.how == "mean"]
         # In double precision the mean of equal values is that value.
-        payloads = [as_real(buffer.tensor).double().flatten() for buffer in buffers]
+        payloads = [as_real(buffer.tensor).double().flatten().to(device) for buffer in buffers]
         for payload in payloads:
             count(Request("allreduce", payload, "dense_tensor"), collectives.size)
         for buffer, mean in zip(buffers, Averaging(collectives, payloads, label).results(), strict=True):
@@ -109,15 +116,15 @@ class Buffers:
             value = mean.view(like.shape)
             buffer.write(torch.view_as_complex(value) if buffer.tensor.is_complex() else value)
 
-    def _broadcast(self, collectives: Collectives, label: str, count: Callable[[Request, int], None]) -> None:
+    def _broadcast(self, collectives: Collectives, label: str, device: torch.device, count: Count) -> None:
         strided = [b for b in self._all if b.how == "rank 0" and b.tensor.layout == torch.strided and b.tensor.numel()]
-        for place, device in enumerate(sorted({str(buffer.tensor.device) for buffer in strided})):
-            here = [buffer for buffer in strided if str(buffer.tensor.device) == device]
-            request = Request("broadcast", torch.cat([_bytes(b.tensor) for b in here]), "dense_tensor")
-            count(request, collectives.size)
-            sent = collectives.start(request, f"{label}.{place}").result()
-            for buffer, part in zip(here, torch.split(sent, [b.tensor.nbytes for b in here]), strict=True):
-                buffer.write(part.clone().view(buffer.tensor.dtype))
+        if not strided:
+            return
+        request = Request("broadcast", torch.cat([_bytes(b.tensor, device) for b in strided]), "dense_tensor")
+        count(request, collectives.size)
+        sent = collectives.start(request, label).result()
+        for buffer, part in zip(strided, torch.split(sent, [b.tensor.nbytes for b in strided]), strict=True):
+            buffer.write(part.clone().view(buffer.tensor.dtype))
 
 
 def refresh_spectral_norms(model: torch.nn.Module) -> None:
@@ -130,14 +137,18 @@ def refresh_spectral_norms(model: torch.nn.Module) -> None:
         ]
         if isinstance(module, ParametrizationList) and any(isinstance(part, _SpectralNorm) for part in module):
             estimates.append(module)
-        training = {part: part.training for part in module.modules()} if estimates else {}
-        for part in training:
-            part.training = True  # or they would not iterate; train() may be the user's own
-        for estimate in estimates:
-            for _ in range(_POWER_ITERATIONS):
-                estimate()
-        for part, mode in training.items():
-            part.training = mode
+        if not estimates or any(map(is_sharded, module.parameters())):  # of shards they are not known
+            continue
+        training = {part: part.training for part in module.modules()}
+        try:
+            for part in training:
+                part.training = True  # or they would not iterate; train() may be the user's own
+            for estimate in estimates:
+                for _ in range(_POWER_ITERATIONS):
+                    estimate()
+        finally:
+            for part, mode in training.items():
+                part.training = mode
 
 
 def _running_averages(model: torch.nn.Module) -> Iterator[int]:
@@ -162,8 +173,8 @@ def _exchanged(name: str, buffer: Tensor, how: str) -> Tensor:
     return tensor.as_strided([min(n, 1) if stride == 0 else n for n, stride in pairs], tensor.stride())
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).to(device)
 
 
 def _sparse_parts(tensor: Tensor) -> list[Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..engine.collectives import Handle, allgather
-from ..engine.comparison import ranks_text
+from ..engine.comparison import COMPARES, ranks_text
 from ..engine.engine import Engine
 
 #: What a rank may be in; a call is sent as its place here.
@@ -34,7 +34,7 @@ class Row:
 
 
 class Different(RuntimeError):
-    """Ranks are in different calls."""
+    """What the ranks do does not fit together: all of them raise it."""
 
 
 class Calls:
@@ -55,8 +55,8 @@ class Calls:
 
     @property
     def due(self) -> bool:
-        """Whether :meth:`check` belongs here, in a call that need not wait: where collectives have names, mismatched
-        ones never meet, and nobody waits for the rows."""
+        """Whether to call :meth:`check` in a call that need not wait. Where collectives are matched by order, the next
+        ones would meet wrong ones; where they have names, the rows can wait until they have come."""
         return self._handle is not None and (self._engine.collectives.ordered or self._handle.done())
 
     def check(self) -> list[Row]:
@@ -66,7 +66,14 @@ class Calls:
         if handle is None:
             return []
         with self.meeting(self._own):
-            rows = self._engine.exchanges.wait(handle).tolist()
+            gathered = self._engine.exchanges.wait(handle)
+        rows = gathered.tolist()
+        if any(row[0] == COMPARES for row in rows):
+            others = [rank for rank, row in enumerate(rows) if row[0] == COMPARES]
+            raise Different(
+                f"this rank is in LocalSteps' {self._own}, and {ranks_text(others)} will compare options first: was "
+                "load_state_dict() called, or a parameter group added, on some ranks only?"
+            )
         found = [Row(CALLS[call], *rest) for call, *rest in rows]
         if len({(row.call, row.must_equal) for row in found}) > 1:
             raise _differ(found)
@@ -78,10 +85,10 @@ class Calls:
         was in."""
         try:
             yield
-        except Different:
-            raise
         except RuntimeError as error:
-            if not self._engine.collectives.ordered:  # Horovod's own error, which an elastic job catches
+            # Horovod's own error is one that an elastic job catches; others, such as of memory, speak for themselves.
+            of_host = type(error) is RuntimeError or type(error).__name__.startswith("Dist")
+            if not (of_host and self._engine.collectives.ordered):
                 raise
             raise Different(
                 f"the other ranks have not come to LocalSteps' {row}, in which this one waits: all ranks must call "
@@ -109,6 +116,6 @@ def _differ(rows: list[Row]) -> Different:
     who = ", ".join(f"{ranks_text(numbers)} in {call}" for call, numbers in ranks.items())
     return Different(
         f"the ranks are in different calls of LocalSteps, {who}: all ranks must call step() equally often, with the "
-        "same period, and finish(), take_weights() and state_dict() at the same place; not on one rank only, and not "
-        "after unequal numbers of batches"
+        "same period, and finish(), take_weights() and, with a delay, state_dict() at the same place; not on one rank "
+        "only, and not after unequal numbers of batches"
     )

@@ -7,9 +7,10 @@ import torch
 
 from ..engine.agreement import hash_of
 from ..engine.engine import Engine
+from ..engine.last_average import spread
 from ..engine.shards import local
 from ..hosts.owners import averages
-from .calls import Row
+from .calls import Different, Row
 from .common_weights import Weight
 
 # So many weights are looked at, and so many entries of each, before the first exchanges.
@@ -21,7 +22,7 @@ class OwnGradients:
 
     def __init__(self, engine: Engine, weights: Sequence[Weight]) -> None:
         self._engine = engine
-        self._probes = weights[:: -(-len(weights) // _PROBES)] if weights else ()
+        self._probes = [weights[number] for number in spread(range(len(weights)), _PROBES)]
         self._left, self._hash = _EXCHANGES, 0
 
     def look(self) -> None:
@@ -51,7 +52,7 @@ class OwnGradients:
             )
             return
         self._left = _EXCHANGES
-        raise RuntimeError(
+        raise Different(
             "the gradients are averaged in every step already, and LocalSteps exchanges weights beside that, which "
             f"saves nothing. They are averaged by {what}"
         )

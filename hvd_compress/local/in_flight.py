@@ -1,7 +1,7 @@
 """What is in flight between local steps: one exchange at most, whose averages reach the parameters some calls later."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.state import Entry, OptionalTensor, Tree
-from .calls import Calls, Row
+from .calls import Calls, Different, Row
 from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
 from .gradients import OwnGradients
@@ -183,11 +183,20 @@ class InFlight:
         self._waiting.clear()
         if exchange is not None:
             if wait:
-                with suppress(Exception), self._engine.entered:  # ranks may have failed
-                    self._calls.check()
-                    exchange.finish(self._engine)
-            self._calls.forget()
-            self._common.end(exchange.fragment.weights)
+                try:
+                    with self._engine.entered:
+                        self._calls.check()
+                        exchange.finish(self._engine)
+                except Different:
+                    raise
+                except Exception:  # ranks may have failed
+                    pass
+                finally:
+                    self._calls.forget()
+                    self._common.end(exchange.fragment.weights)
+            else:
+                self._calls.forget()
+                self._common.end(exchange.fragment.weights)
 
     def state(self) -> Tree:
         """The saved state, after :meth:`drain`."""

@@ -30,7 +30,7 @@ class LocalOptimizers:
 
     def __init__(self, given: Optimizer | Sequence[Optimizer], known: Set[int], warn: Callable[[str], None]) -> None:
         self._all = [_plain(optimizer) for optimizer in _listed(given)]
-        self._known, self._warn = known, warn
+        self._own, self._known, self._warn = set(self._all), known, warn
         # Since the last call of LocalSteps.step(), and of those that have stepped before it.
         self._steps, self._last = Counter[Optimizer](), frozenset[Optimizer]()
         self._calls = 0
@@ -56,9 +56,14 @@ class LocalOptimizers:
         if shared := sum(count > 1 for count in holders.values()):
             raise ValueError(f"{shared} parameters are held by two of the optimizers: each one by a single optimizer")
 
+    @property
+    def held(self) -> set[int]:
+        """The ids of the parameters that they hold."""
+        return parameters_of(self._all)
+
     def given(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer was given here, or is one that wraps one of these."""
-        return any(optimizer is own or share_parameters(optimizer, own) for own in self._all)
+        return optimizer in self._own or any(share_parameters(optimizer, own) for own in self._all)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Called before each step of one of them. Warns if LocalSteps.step() is not called."""
@@ -82,8 +87,8 @@ class LocalOptimizers:
             )
         if stepped and self._last and stepped.isdisjoint(self._last):
             self._warn(
-                f"LocalSteps.step() is called after each of {len(self._all)} optimizers, and counts each call: call it "
-                "once, after all of them"
+                "LocalSteps.step() was called after one optimizer and after another one, and counts each call: after "
+                "several optimizers, call it once"
             )
         self._last = stepped or self._last
 
@@ -95,7 +100,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    """The optimizer that steps. The ``param_groups`` of a wrapper are no attribute of its own."""
+    """The optimizer inside wrappers, whose ``param_groups`` is a property."""
     found = optimizer
     while hasattr(found, "param_groups") and not (isinstance(found, Optimizer) and "param_groups" in vars(found)):
         found = getattr(found, "optimizer", None)

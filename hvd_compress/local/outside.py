@@ -1,87 +1,126 @@
 """Weights that were replaced between local steps, which an exchange would take for progress."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..engine.bucket import is_dense
+from ..engine.last_average import spread
+from ..engine.optimizer_watch import parameters_of
 from ..engine.shards import local
 from .common_weights import Weight
 
 # So many weights are looked at, and so many entries of each.
 _PROBES, _ENTRIES = 32, 16
-# Relative change that counts as rounding: some optimizers add an average to the weights for a validation, and subtract
-# it afterwards. In units of the dtype's precision, and at least.
-_ROUNDING, _LEAST = 2.0, 1e-5
+# Relative change of a probe that counts as rounding, in units of its dtype's precision and at least: some optimizers
+# add an average to the weights for a validation, and subtract it afterwards.
+_ROUNDING, _LEAST = 1.0, 1e-5
 
 
 class OutsideChanges:
     """Compares the weights with those that the last step of an optimizer, or the last exchange, has left.
 
     torch's version counters are looked at first. If they have moved, and on the CPU in any case, samples of the entries
-    decide: weights that were swapped out and in again have not changed. What changes the weights in every step from
-    the first one on, such as clamping, belongs to the training.
+    decide: weights that were swapped out and in again have not changed. If most of the samples have changed, the
+    weights were replaced; of fewer ones it warns. What changes the weights in every step from the first one on, such
+    as clamping, belongs to the training.
+
+    Args:
+        weights: those that an optimizer holds.
+        warn: called with a warning.
     """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self._weights = weights
-        dense = [weight for weight in weights if weight.own.numel() and is_dense(weight.own)]
-        self._probes = dense[:: -(-len(dense) // _PROBES)] if dense else []
-        #: None while there is nothing to compare with.
-        self._versions: list[tuple[int, int]] | None = None
+    def __init__(self, weights: Sequence[Weight], warn: Callable[[str], None]) -> None:
+        self._weights, self._warn = weights, warn
+        # One sample must not lie on several devices.
+        device = next((w.own.device for w in weights if not w.own.is_cpu), torch.device("cpu"))
+        dense = [n for n, w in enumerate(weights) if w.own.numel() and is_dense(w.own) and w.own.device == device]
+        self._probes = spread(dense, _PROBES)
+        #: Whether a look at the samples waits for nobody.
+        self.free = device.type == "cpu"
+        least = [max(_LEAST, _ROUNDING * torch.finfo(weights[n].own.dtype).eps) for n in self._probes]
+        self._rounding = torch.tensor(least, dtype=torch.float32, device=device)
+        #: By weight, its version counters, and by probe its samples, (probes, entries); None while there is nothing to
+        #: compare with.
+        self._counters: list[tuple[int, int]] | None = None
         self._samples: Tensor | None = None
+        # By optimizer, the weights and the probes that it holds, as places in these.
+        self._held = weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]]()
         #: By place in the loop, whether the weights have changed there in every step so far.
         self._usual: dict[str, bool] = {}
 
     def note(self) -> None:
         """The weights are as they should be."""
-        self._versions, self._samples = self._counters(), self._sampled()
+        self._counters = [self._counter(number) for number in range(len(self._weights))]
+        self._samples = self._sampled(self._probes)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Those that an optimizer holds are as its step has left them."""
+        if self._counters is None or self._samples is None:
+            self.note()
+            return
+        if (held := self._held.get(optimizer)) is None:
+            ids = parameters_of([optimizer])
+            mine = [number for number, weight in enumerate(self._weights) if id(weight.parameter) in ids]
+            held = self._held[optimizer] = mine, [row for row, n in enumerate(self._probes) if n in set(mine)]
+        for number in held[0]:
+            self._counters[number] = self._counter(number)
+        if held[1]:
+            self._samples[held[1]] = self._sampled([self._probes[row] for row in held[1]])
 
     def forget(self) -> None:
         """The next weights are compared with nothing."""
-        self._versions = self._samples = None
+        self._counters = self._samples = None
 
     def check(self, place: str, routine: bool = True) -> None:
-        """Raises ``RuntimeError`` if the weights have changed since :meth:`note`, unless they have always changed at
+        """Raises ``RuntimeError`` if the weights were replaced since :meth:`note`, unless they have always changed at
         this place of the loop. ``routine``: whether every step comes to this place. Synchronises a GPU if version
         counters have moved."""
-        if self._versions is None:
-            return
-        changed, usual = self._changed(), self._usual.get(place, routine)
-        if routine:
-            self._usual[place] = usual and changed
-        if changed and usual:
-            self.note()
-        elif changed:
+        share, usual = self.changed(), self._usual.get(place, routine)
+        if routine and self._counters is not None:
+            self._usual[place] = usual and share > 0.0
+        if share > 0.5 and not usual:
             raise RuntimeError(
                 f"the weights have changed {place}, and not by an optimizer's step: by load_state_dict(), an EMA "
                 "switch, a roll-back? The next exchange would take that for progress. Call local.take_weights() on all "
-                "ranks after weights were replaced. What belongs to the training, such as clamping, belongs into every "
-                "step or into optimizer.register_step_post_hook()"
+                "ranks after weights were replaced. A change that belongs to the training, such as clamping, belongs "
+                "in every step or in optimizer.register_step_post_hook(); LocalSteps(watch_weights=False) allows any"
             )
+        if share > 0.0:
+            if not usual:
+                self._warn(
+                    f"some weights have changed {place}, and not by an optimizer's step: if they were replaced (a new "
+                    "head), call local.take_weights() on all ranks after that"
+                )
+            self.note()
 
-    def _changed(self) -> bool:
+    def changed(self) -> float:
+        """The share of the samples that have changed since :meth:`note`. Synchronises a GPU as :meth:`check`."""
         before = self._samples
-        if before is None or not (before.is_cpu or self._versions != self._counters()):
-            return False
-        now = self._sampled()
-        assert now is not None
-        differs = ~((now == before) | (now.isnan() & before.isnan()))
-        if now.dtype != before.dtype or not bool(differs.any()):
-            return now.dtype != before.dtype
-        rounding = max(_LEAST, *(_ROUNDING * torch.finfo(weight.own.dtype).eps for weight in self._probes))
-        return not bool((now - before)[differs].norm() <= rounding * before.norm())
+        if before is None or not self._probes or not (self.free or self._moved()):
+            return 0.0
+        now = self._sampled(self._probes)
+        same = (now == before) | (now.isnan() & before.isnan())
+        moved = torch.where(same, 0.0, now - before).norm(dim=1)
+        size = torch.where(before.isfinite(), before, 0.0).norm(dim=1)
+        return float((~(moved <= self._rounding * size)).float().mean())
 
-    def _counters(self) -> list[tuple[int, int]]:
-        """Of every weight; a DTensor and its shard count apart."""
-        return [(w.parameter._version, local(w.parameter)._version) for w in self._weights]
+    def _moved(self) -> bool:
+        counters = self._counters or []
+        return any(counter != self._counter(number) for number, counter in enumerate(counters))
 
-    def _sampled(self) -> Tensor | None:
-        if not self._probes:
-            return None
-        device, parts = self._probes[0].own.device, []
-        for own in (weight.own for weight in self._probes):
+    def _counter(self, number: int) -> tuple[int, int]:
+        """A DTensor and its shard count apart."""
+        parameter = self._weights[number].parameter
+        return parameter._version, local(parameter)._version
+
+    def _sampled(self, probes: Sequence[int]) -> Tensor:
+        """Float32, (probes, entries), padded by zeros."""
+        out = torch.zeros((len(probes), _ENTRIES), dtype=torch.float32, device=self._rounding.device)
+        for row, own in zip(out, (self._weights[number].own for number in probes), strict=True):
             count = min(_ENTRIES, own.numel())
-            parts.append(own.as_strided((count,), (own.numel() // count,)).to(device, torch.float32))
-        return torch.cat(parts)
+            row[:count].copy_(own.as_strided((count,), (own.numel() // count,)))
+        return out

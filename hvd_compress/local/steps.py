@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..engine.arguments import check_fraction, check_integer, check_number
+from ..engine.arguments import check_flag, check_fraction, check_integer, check_number, plain_names
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
@@ -93,7 +93,7 @@ class LocalSteps:
             steps (of schedules, ``warmup_steps``, ``budget_interval``) are exchanges.
         optimizer: the optimizer that takes the local steps, or a list of several, of different parameters. They must
             hold no trained parameter that the compressor was not given. A parameter that none of them holds is
-            averaged, too. Of one that Accelerate or Lightning has wrapped, the optimizer inside is meant.
+            averaged, too. Accelerate's and Lightning's wrappers are removed.
         period: calls of :meth:`step` between two exchanges, at least 1. It can be changed in training
             (:attr:`period`).
         unsent: where the part of the difference stays that was not sent: in the rank's own ``"weights"``, or in an
@@ -106,6 +106,8 @@ class LocalSteps:
             :meth:`step`, which must be an integer. The compressor must have at least as many buckets
             (``bucket_mb=``). The bytes of one exchange are divided by it.
         delay: calls of :meth:`step` between the beginning and the end of an exchange, 0 to ``period / fragments``.
+        watch_weights: whether weights that were replaced without :meth:`take_weights` raise an error. False if
+            something else than the optimizers changes them, and in some steps only.
 
     Raises:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
@@ -132,6 +134,7 @@ class LocalSteps:
         outer_momentum: float = 0.0,
         fragments: int = 1,
         delay: int = 0,
+        watch_weights: bool = True,
     ) -> None:
         if not isinstance(compression, Compressor):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
@@ -188,14 +191,17 @@ class LocalSteps:
         self._exact = self._plain and not delay and not engine.works and not engine.dense_half
         self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
         self._in_flight = InFlight(engine, self._common, self._turns, self._calls, self._gradients, delay, decay)
-        self._outside = OutsideChanges(weights)
         self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
         #: What must be the same on all ranks, beside the period.
         self._arguments = {"unsent": unsent, "decay": decay, "outer_lr": outer_lr}
         self._arguments |= {"outer_momentum": outer_momentum, "fragments": fragments, "delay": delay}
         self._optimizers = LocalOptimizers(optimizer, self._common.ids, engine.warn)
+        held = [weight for weight in weights if id(weight.parameter) in self._optimizers.held]
+        self._outside, self._watches = OutsideChanges(held, engine.warn), check_flag("watch_weights", watch_weights)
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
+        #: Optimizers that have taken a local step, until then.
+        self._applied = weakref.WeakSet[Optimizer]()
         #: Calls of step() in this process; whether an optimizer has stepped since the last one; and whether finish() or
         #: take_weights() was called since the last of its steps.
         self._number, self._stepped, self._finished = 0, False, False
@@ -213,10 +219,11 @@ class LocalSteps:
         Returns whether one has ended in this call.
         """
         self._begin()
-        if self._watching:
+        if self._watching and self._stepped:
             self._outside.check(_AFTER_STEP)
         self._optimizers.counted()
         self._begun, self._stepped = True, False
+        self._applied.clear()
         self._number += 1
         self._turns.count()
         if not self._exchanging:
@@ -239,8 +246,8 @@ class LocalSteps:
     def period(self) -> int:
         """Calls of :meth:`step` between two exchanges of a weight. It can be set, on all ranks at the same place, for
         example to let it grow as the learning rate falls (Gu et al., *A Quadratic Synchronization Rule for Distributed
-        Deep Learning*, ICLR 2024): ``local.period = max(3, int((0.01 / lr) ** 2))``. Setting raises as the
-        constructor."""
+        Deep Learning*, ICLR 2024): ``local.period = max(3, int((0.01 / lr) ** 2))``. It is not saved: set it again
+        after loading a state. Setting raises as the constructor."""
         return self._turns.period
 
     @period.setter
@@ -271,8 +278,10 @@ class LocalSteps:
                 way.
             RuntimeError: on all ranks, some of them are in other calls, or buffers have other shapes on some.
         """
+        if buffers is not None and (model is None or not isinstance(buffers, Mapping)):
+            raise TypeError(f'finish(model, buffers={{"NAME": "own"}}) takes both, got {model!r:.40}, {buffers!r:.80}')
         self._begin()
-        self._owners.reshard()
+        self._check()
         chosen = None
         if model is not None:
             self._check_model(model)
@@ -285,10 +294,10 @@ class LocalSteps:
         self._in_flight.finish()
         with engine.outside_steps():
             self._calls.compare(Row("finish()"))
-            label = f"{engine.exchanges.label}.buffers"
+            label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *shard_groups(engine.parameters)]
             if chosen is not None:
-                chosen.check_same(levels, label, engine.parameters[0].device)
+                chosen.check_same(levels, label, device)
             whole = [
                 dense_gradient(w.number, w.parameter, w.own.to(w.common.dtype, copy=True), False, 1.0) for w in weights
             ]
@@ -300,9 +309,10 @@ class LocalSteps:
             averages = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results()
             for weight, average in zip(whole, averages, strict=True):
                 weight.store(average)
+            if chosen is not None:
+                chosen.exchange(levels, label, device, engine.stats.count_request)
             self._common.replace(weight.grad for weight in whole)
-            if model is not None and chosen is not None:
-                chosen.exchange(levels, label, engine.stats.count_request)
+            if model is not None:
                 refresh_spectral_norms(model)
         self._owners.reshard()
         self._turns.begin_anew()
@@ -356,7 +366,7 @@ class LocalSteps:
         ``RuntimeError`` if the weights were replaced."""
         if not self._optimizers.given(optimizer):
             if any(optimizer in other for other in _living if other is not self):
-                return  # the parameters are trained again
+                return  # of a later training of the same parameters
             raise ValueError(
                 f"{type(optimizer).__name__} steps parameters of this compressor, and LocalSteps was not given it: "
                 "build LocalSteps(compression, [first, second], period) with all optimizers"
@@ -373,14 +383,22 @@ class LocalSteps:
         self._optimizers.stepping(optimizer)
         if self._exchanging and self._turns.due(calls=1):
             self._gradients.look()
-        if not self._begun:
-            # Again before each step up to the first call of step(): hvd.broadcast_optimizer_state() may step before the
-            # parameters are broadcast. Not those that another optimizer may have changed already.
+        if self._begun:
+            return
+        if self._outside.changed() > 0.0:
+            self._applied.clear()
+        if optimizer not in self._applied:
+            # Again before each step up to the first one with gradients, and after a change from outside:
+            # hvd.broadcast_optimizer_state() may step before the parameters are broadcast. Not those that another
+            # optimizer may have changed already.
             self._common.take(self._optimizers.may_change(optimizer))
+            if self._engine.watch.applies_gradients(optimizer):
+                self._applied.add(optimizer)
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """The weights are as the optimizer has left them."""
-        self._note()
+        if self._exchanging:
+            self._outside.note_step(optimizer)
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return self._optimizers.given(optimizer)
@@ -405,10 +423,11 @@ class LocalSteps:
             self._in_flight.drain()
             return
         # First what the others will start in any case, wherever they are.
+        self._in_flight.check()
         with self._calls.meeting(Row("state_dict()")):
             self._in_flight.drain()
-            with self._engine.entered:
-                self._calls.compare(Row("state_dict()"))
+        with self._engine.entered:
+            self._calls.compare(Row("state_dict()"))
 
     def options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -456,10 +475,10 @@ class LocalSteps:
     @property
     def _watching(self) -> bool:
         """Whether weights that were replaced would be mixed with others."""
-        return self._exchanging and not self._exact
+        return self._watches and self._exchanging and not self._exact
 
     def _note(self) -> None:
-        if self._watching:
+        if self._exchanging:
             self._outside.note()
 
     def _begin(self) -> None:
@@ -475,12 +494,20 @@ class LocalSteps:
         self._optimizers.check()
 
     def _check_model(self, model: torch.nn.Module) -> None:
-        held = {id(p) for p in model.parameters()}
+        named = dict(model.named_parameters())
+        held = {id(p) for p in named.values()}
         if held and held.isdisjoint(self._common.ids):
             raise ValueError(
                 "finish(model): this model has none of the parameters that the compressor was given (a copy, another "
                 "model, or one after load_state_dict(assign=True)?)"
             )
+        theirs = dict(zip(plain_names(list(named)), named.values(), strict=True))
+        for weight in self._common.weights:
+            if id(weight.parameter) not in held and weight.name in theirs:
+                raise ValueError(
+                    f"finish(model): the model has another parameter {weight.name} than the compressor was given "
+                    "(load_state_dict(assign=True)?): build the compressor, the optimizer and LocalSteps after that"
+                )
 
 
 #: All of this process.

@@ -10,7 +10,7 @@ from methods import METHODS, SMALL, TRAINED
 from torch import Tensor
 
 from hvd_compress import DeMo
-from hvd_compress.engine.last_average import _spread
+from hvd_compress.engine.last_average import _PROBES, spread
 
 ALL = {**METHODS, "demo-sign": DeMo, **{f"{name}-momentum": method for name, method in TRAINED.items()}}
 
@@ -63,7 +63,7 @@ def test_what_is_done_to_a_part_of_the_model_is_seen(count: int) -> None:
     """The parameters that are looked at: few, some of them in every second, third and fourth, and in every tenth of the
     model."""
     numbers = range(count)
-    seen = _spread(numbers)
+    seen = spread(numbers, _PROBES)
     assert len(seen) == len(set(seen)) <= 32 and set(seen) <= set(numbers)
     assert list(seen) == list(numbers) or len(seen) > 20
     for period in (2, 3, 4):

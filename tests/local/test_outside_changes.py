@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from local_workers import SPARSE, on_both_hosts, same, workers
+from local_workers import SPARSE, on_both_hosts, same, sgd, workers
 
-from hvd_compress import NoCompression, Quantized
+from hvd_compress import LocalSteps, NoCompression, Quantized
 
 LOW_BIT = dict(build=partial(Quantized, bits=2), unsent="buffer")
 SETTINGS = {
@@ -36,16 +36,22 @@ def average(worker, saved):
             p.lerp_(saved[name], 0.5)
 
 
-def one_layer(worker, saved):
+def initialised(worker, saved):
+    for module in worker.model:
+        module.reset_parameters()
+
+
+def merged(worker, saved):
     with torch.no_grad():
-        worker.model.wide.weight.normal_()
+        for p in worker.model.parameters():
+            p.add_(saved["first.weight"].mean())
 
 
-def zero_a_bias(worker, saved):
+CHANGES = {"load_state_dict": load, "EMA switch": switch, "SWA": average, "anew": initialised, "merge": merged}
+
+
+def zero_a_bias(worker):
     torch.nn.init.zeros_(worker.model.wide.bias)
-
-
-CHANGES = {"load_state_dict": load, "EMA switch": switch, "SWA": average, "new layer": one_layer, "zeroed": zero_a_bias}
 
 
 def trained(settings, steps=8):
@@ -123,18 +129,22 @@ def test_training_goes_on_after_weights_were_taken():
     assert same(*group)
 
 
+def clamp(worker, bound=0.02):
+    with torch.no_grad():
+        for p in worker.model.parameters():
+            p.clamp_(-bound, bound)
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["", "with skipped steps"])
 @pytest.mark.parametrize("before_step", [False, True], ids=["after step()", "before step()"])
-def test_a_change_in_every_step_belongs_to_the_training(before_step):
+def test_a_change_in_every_step_belongs_to_the_training(before_step, skips):
+    """A step that a GradScaler skips changes nothing."""
     world, group = workers(2, ordered=True, period=3, **LOW_BIT)
 
-    def clamp(worker):
-        with torch.no_grad():
-            for p in worker.model.parameters():
-                p.clamp_(-0.02, 0.02)
-
     def train(worker):
-        for step in range(10):
-            worker.local_step(step)
+        for step in range(12):
+            if not skips or step % 4 != 2:
+                worker.local_step(step)
             if before_step:
                 clamp(worker)
             worker.local.step()
@@ -146,11 +156,95 @@ def test_a_change_in_every_step_belongs_to_the_training(before_step):
     world.run(lambda i: train(group[i]))
 
 
+def trains(group, world, change, steps=12, **options):
+    """Local steps with a change of the weights after each of them, given its number."""
+
+    def train(worker):
+        for step in range(steps):
+            worker.local_step(step)
+            worker.local.step()
+            change(worker, step)
+
+    world.run(lambda i: train(group[i]))
+
+
+def test_a_projection_that_matters_later_is_warned_about():
+    """Of few weights: a constraint on norms, pruning."""
+    world, group = workers(2, ordered=True, period=3, **LOW_BIT)
+    with pytest.warns(UserWarning, match="some weights have changed") as caught:
+        trains(group, world, lambda worker, step: zero_a_bias(worker) if step > 5 else None)
+    assert len([w for w in caught if "some weights" in str(w.message)]) <= 2
+
+
+def test_any_change_is_allowed_if_nobody_watches():
+    world, group = workers(2, ordered=True, period=3, watch_weights=False, **LOW_BIT)
+    trains(group, world, lambda worker, step: clamp(worker) if step % 5 == 4 else None)
+
+
+def test_weights_that_no_optimizer_holds_may_change():
+    """Such as those of a target network."""
+    some = lambda parameters: sgd([*parameters][:3])  # noqa: E731
+    world, group = workers(2, ordered=True, period=3, optimizer=some, **LOW_BIT)
+
+    def copy_target(worker, step):
+        if step % 5 == 4:
+            torch.nn.init.ones_(worker.model.deep.weight)
+            torch.nn.init.ones_(worker.model.wide.weight)
+
+    trains(group, world, copy_target)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights, every third step, around another optimizer, whose parameter groups it shares."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.count = inner, inner.param_groups, 0
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        fast = [p for group in self.param_groups for p in group["params"]]
+        if self.count % 3 == 0:
+            with torch.no_grad():
+                for slow, p in zip(self.slow, fast, strict=True):
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+@pytest.mark.parametrize("given", ["outer", "inner"])
+def test_lookahead(given):
+    world, group = workers(2, ordered=True, period=2, **LOW_BIT)
+    for worker in group:
+        outer = Lookahead(worker.optimizers[0])
+        worker.optimizers = [outer]
+        if given == "outer":
+            compression = Quantized(worker.model, 2, collectives=world.collectives(worker.rank))
+            worker.local = LocalSteps(compression, outer, 2, unsent="buffer")
+    world.run(lambda i: (group[i].train(10), group[i].local.finish()))
+    assert same(*group)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_on_a_gpu_samples_are_compared_if_counters_have_moved(moved):
+    """A look at them would wait for the GPU."""
+    world, group, saved = trained(LOW_BIT)
+    for worker in group:
+        worker.local._outside.free = False
+        (load if moved else switch)(worker, saved)
+    if not moved:
+        world.run(lambda i: group[i].local_step(9))
+        return
+    for worker in group:
+        with pytest.raises(RuntimeError, match=r"take_weights\(\)"):
+            worker.local_step(9)
+
+
 def test_a_change_in_a_hook_of_the_optimizer_belongs_to_its_step():
     world, group = workers(2, ordered=True, period=3, **LOW_BIT)
     for worker in group:
         hook = partial(zero_a_bias, worker)
-        worker.optimizers[0].register_step_post_hook(lambda optimizer, *_, hook=hook: hook(None))
+        worker.optimizers[0].register_step_post_hook(lambda optimizer, *_, hook=hook: hook())
     world.run(lambda i: group[i].train(10))
 
 

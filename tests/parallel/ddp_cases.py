@@ -327,6 +327,28 @@ def local_steps_on_the_same_data():
 
 
 @register(CASES, once=True)
+def one_rank_compares_its_options():
+    """After load_state_dict() there. Its first message is as long as that of the others, who are in an exchange."""
+    torch.manual_seed(0)
+    model = Branches().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = hvd_compress.recipes.local_sgd(model, optimizer, 2)
+    data = torch.Generator().manual_seed(distributed.get_rank())
+    try:
+        for step in range(4):
+            if step == 3 and distributed.get_rank() == 0:
+                local.load_state_dict(local.state_dict())
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, 6, 6, generator=data).to(DEVICE), range(6)).square().mean().backward()
+            optimizer.step()
+            local.step()
+        raise AssertionError("no error")
+    except RuntimeError as error:
+        assert "was load_state_dict() called" in str(error), error
+    distributed.barrier()
+
+
+@register(CASES, once=True)
 def a_rank_that_is_late():
     """To its first step: the error names it."""
     distributed.barrier()
