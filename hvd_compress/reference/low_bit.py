@@ -20,8 +20,8 @@ N parts of a multiple of eight entries, and these into runs: at most ``run`` ent
 
 5. Tensors of one dimension or less than 1024 entries: A moves by the mean of w_i - A, float16, with ``all_reduce``.
 
-A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. The package also checks what is assumed here:
-float32 parameters without gaps in memory, equal on all ranks at the beginning; N > 1; finite differences.
+A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. Assumed here, and checked or provided for by the
+package: float32 parameters without gaps in memory, the same on all ranks at the beginning; N > 1; finite differences.
 
 Example::
 
