@@ -6,6 +6,9 @@ if the extension is not built.
 ``blocks``: what all share. ``accumulate_select``: error feedback and selection. ``scatter``: gather and scatter.
 ``hadamard``: a transform of blocks. ``block_means``: blocks' means. ``codes``: quantized values. ``scales``: the scales
 of quantized values.
+
+``low_bit``, which nothing here imports, is the specification of a whole training, :func:`hvd_compress.recipes.low_bit`,
+in one file to copy.
 """
 
 from .accumulate_select import Draw, accumulate_select, select

@@ -1,6 +1,8 @@
 """DistributedDataParallel's own cases."""
 
+import copy
 import os
+import textwrap
 import time
 import warnings
 from contextlib import nullcontext
@@ -17,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
+from hvd_compress.reference import low_bit
 
 CASES: Cases = {}
 
@@ -366,3 +369,32 @@ def a_rank_that_is_late():
         time.sleep(1.5)
         local.step()
     distributed.barrier()
+
+
+@register(CASES, once=True)
+def the_specification_of_low_bit():
+    """Its example, as a script would copy it, and the recipe make the same weights."""
+    torch.manual_seed(0)
+    data = torch.Generator().manual_seed(distributed.get_rank())
+    batches = [(torch.randn(8, 40, generator=data), torch.randn(8, 50, generator=data)) for _ in range(8)]
+    batches = [(inputs.to(DEVICE), targets.to(DEVICE)) for inputs, targets in batches]
+    start, models = torch.nn.Linear(40, 50).to(DEVICE), []
+    recipe = "local = hvd_compress.recipes.low_bit(model, optimizer, 3)"
+    example = textwrap.dedent(low_bit.__doc__.partition("Example::")[2])
+    assert example.count("local = LowBit(model.parameters(), 3, Group())") == 1
+    for code in (example, example.replace("local = LowBit(model.parameters(), 3, Group())", recipe)):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {
+            "model": model,
+            "optimizer": optimizer,
+            "batches": batches,
+            "loss_function": torch.nn.functional.mse_loss,
+        }
+        exec(code, {**names, "torch": torch, "hvd_compress": hvd_compress, "LowBit": low_bit.LowBit})
+        models.append(model)
+    # finish() sums tensors one by one or together: of more than two ranks, a host adds in another order.
+    atol = 0.0 if distributed.get_world_size() == 2 else 1e-6
+    for a, b, before in zip(*(model.parameters() for model in (*models, start)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+        assert not torch.allclose(a, before, rtol=0, atol=1e-3)
