@@ -78,6 +78,13 @@ class DeMo(SparseMethod):
     Do not clip gradients: after the exchange they are signs or orthogonal matrices, whose norm depends on their size
     only. Clipping raises a warning. Learning rates are as for AdamW.
 
+    Example::
+
+        compression = hvd_compress.DeMo(model, orthogonal="matrices")
+        optimizer = torch.optim.SGD(model.parameters(), lr=6e-3, weight_decay=0.01)  # in AdamW's place
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule
             (:mod:`hvd_compress.schedule`).
