@@ -6,7 +6,7 @@ arguments are the compressor's (``process_group``, ``dense_values``, ...). Error
 arguments in another order raise a ``TypeError`` that shows the call to write.
 
 ================  =======================  ====================  ========================  ============================
-recipe            optimizer                what is exchanged     what becomes of it        bytes against dense training
+recipe            optimizer                what is exchanged     how averages are applied  bytes against dense training
 ================  =======================  ====================  ========================  ============================
 ``low_bit``       Muon; any                all, 2 bits           plain average             16 x period times fewer
 ``local_sgd``     SGD; any                 all, float32          plain average             period times fewer
