@@ -125,6 +125,10 @@ MODELS = {
     "a dict of modules": (Named, of_blocks("transformer.h")),
     "several heads": (Heads, ["body.weight", "heads.b.0.weight"]),
     "mlp": (mlp, ["0.weight", "2.weight"]),
+    "mlp of Sequentials": (
+        lambda: nn.Sequential(mlp(), nn.Sequential(nn.Linear(4, 2))),
+        ["0.0.weight", "0.2.weight", "0.4.weight"],
+    ),
     "one layer": (lambda: nn.Sequential(nn.Linear(8, 4)), []),
     "lstm": (lstm, ["1.weight_ih_l0", "1.weight_hh_l0"]),
     "convolutions": (conv_net, ["3.weight"]),
