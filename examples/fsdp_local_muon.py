@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hvd_compress import recipes
+import hvd_compress
 
 TEXT = torch.frombuffer(bytearray(Path(nn.functional.__file__).read_bytes()), dtype=torch.uint8)
 LENGTH, WIDTH, PASSES = 64, 128, 2
@@ -58,10 +58,10 @@ def main() -> None:
     for name, p in model.named_parameters():
         values = p.detach().to_local()
         values.normal_(0, 0.02, generator=random) if p.dim() == 2 else values.fill_("norm" in name and "weight" in name)
-    hidden = [p for name, p in model.body.named_parameters() if p.dim() == 2]
-    muon = torch.optim.Muon(hidden, lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
-    adamw = torch.optim.AdamW([p for p in model.parameters() if all(p is not matrix for matrix in hidden)], lr=3e-3)
-    local = recipes.low_bit(model, [muon, adamw], process_group=mesh.get_group("replicate"))
+    matrices, others = hvd_compress.hidden_matrices(model)
+    muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
+    adamw = torch.optim.AdamW(others.values(), lr=3e-3)
+    local = hvd_compress.recipes.low_bit(model, [muon, adamw], process_group=mesh.get_group("replicate"))
 
     parts = {"model": model, "muon": muon, "adamw": adamw, "compression": local.compression}
     first, file = 0, options.checkpoints / f"rank-{rank}.pt"  # between exchanges the weights differ: one of every rank

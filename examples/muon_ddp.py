@@ -36,10 +36,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
-    hidden = [model[0].weight, model[2].weight]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
-    muon = torch.optim.Muon(hidden, lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
-    adamw = torch.optim.AdamW(others, lr=3e-3)
+    matrices, others = hvd_compress.hidden_matrices(model)
+    muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
+    adamw = torch.optim.AdamW(others.values(), lr=3e-3)
     compression = hvd_compress.Quantized(model, bits=3)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(compression, hvd_compress.ddp_hook)

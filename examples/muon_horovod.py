@@ -34,12 +34,11 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
-    named = dict(model.named_parameters())
-    hidden = {name: named.pop(name) for name in ("0.weight", "2.weight")}
-    muon = torch.optim.Muon(hidden.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
-    adamw = torch.optim.AdamW(named.values(), lr=3e-3)
+    matrices, others = hvd_compress.hidden_matrices(model)
+    muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
+    adamw = torch.optim.AdamW(others.values(), lr=3e-3)
     optimizers, compressors = [], []
-    for optimizer, parameters in ((muon, hidden), (adamw, named)):
+    for optimizer, parameters in ((muon, matrices), (adamw, others)):
         compressors.append(hvd_compress.Quantized(parameters.items(), bits=3))
         optimizers.append(hvd.DistributedOptimizer(optimizer, parameters.items(), compression=compressors[-1]))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -11,6 +11,7 @@ from .methods.base import Compressor
 from .methods.demo import DeMo
 from .methods.fft import FFT
 from .methods.iwp import IWP
+from .methods.matrices import hidden_matrices
 from .methods.mipd import MIPD
 from .methods.mp2 import MP2
 from .methods.no_compression import NoCompression
@@ -39,6 +40,7 @@ __all__ = [
     "TopK",
     "__version__",
     "ddp_hook",
+    "hidden_matrices",
     "recipes",
     "register_fsdp_hooks",
     "reshard",

@@ -6,7 +6,7 @@ arguments are the compressor's (``process_group``, ``dense_values``, ...). Error
 arguments in another order raise a ``TypeError`` that shows the call to write.
 
 ================  =======================  ====================  ========================  ============================
-recipe            optimizer                what is exchanged     what becomes of it        bytes against dense training
+recipe            optimizer                what is exchanged     how averages are applied  bytes against dense training
 ================  =======================  ====================  ========================  ============================
 ``low_bit``       Muon; any                all, 2 bits           plain average             16 x period times fewer
 ``local_sgd``     SGD; any                 all, float32          plain average             period times fewer
@@ -81,6 +81,15 @@ def low_bit(
     """Local steps with differences of ``bits`` bits and error feedback. Ours; the first advice for transformers with
     Muon (``docs/choosing.md``).
 
+    Example::
+
+        matrices, others = hvd_compress.hidden_matrices(model)
+        muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(others.values(), lr=3e-3)
+        local = hvd_compress.recipes.low_bit(model, [muon, adamw], period=3)
+        local.step()  # after each muon.step() and adamw.step()
+        local.finish(model)  # before testing or saving
+
     Args:
         model: or its named parameters.
         optimizers: one optimizer, or a list of several of different parameters.
@@ -106,6 +115,11 @@ def local_sgd(
 ) -> LocalSteps:
     """Local SGD (Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019): plain averages of the weights.
 
+    Example::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        local = hvd_compress.recipes.local_sgd(model, optimizer, period=8)
+
     Args:
         model, optimizers, period, fragments, delay, options: see :func:`low_bit`.
     """
@@ -126,6 +140,11 @@ def diloco(
 ) -> LocalSteps:
     """DiLoCo (Douillard et al., arXiv 2311.08105): many AdamW steps, then a Nesterov step of the common weights. With
     ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512).
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        local = hvd_compress.recipes.diloco(model, optimizer, period=30)
 
     Args:
         model, optimizers, period, fragments, delay, options: see :func:`low_bit`. The paper's period is 500, for
@@ -154,6 +173,13 @@ def muloco(
 ) -> LocalSteps:
     """MuLoCo (Therien et al., arXiv 2505.23725): DiLoCo with Muon inside, and less outer momentum.
 
+    Example::
+
+        matrices, others = hvd_compress.hidden_matrices(model)
+        muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(others.values(), lr=3e-3)
+        local = hvd_compress.recipes.muloco(model, [muon, adamw], period=30)
+
     Args:
         model, optimizers, period, outer_momentum, options: see :func:`diloco`. ``optimizers``: Muon for the hidden
             matrices, AdamW for the rest.
@@ -177,6 +203,11 @@ def sparseloco(
     error-feedback buffer that decays, in place of outer momentum.
 
     Ours: the largest of every tensor, not of chunks of 4,096; float32 values and indices of four bytes, not 2 bits.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        local = hvd_compress.recipes.sparseloco(model, optimizer, period=15)
 
     Args:
         model, optimizers, period, fragments, delay, options: see :func:`low_bit`.

@@ -29,7 +29,7 @@ NUMBERS = {
     *("outer_lr", "outer_momentum"),
 }
 FLAGS = {
-    *("block_means", "layerwise", "prediction", "error_feedback", "warm_start", "sign", "stochastic"),
+    *("block_means", "layerwise", "prediction", "error_feedback", "warm_start", "sign", "stochastic", "filters"),
     *("ordered", "in_turn"),
 }
 #: Objects and names; ``nodes`` and ``orthogonal`` have tests below.
@@ -37,7 +37,7 @@ OTHERS = {
     *("named_parameters", "model", "optimizers", "compression", "optimizer", "collectives", "process_set"),
     *("process_group", "nodes", "grad_scaler", "dense_values", "values", "selection", "exchange", "significance"),
     *("choice", "norm", "orthogonal", "predictor", "kind", "code", "rate", "unsent", "saved_on", "writer"),
-    *("state", "bucket", "states"),
+    *("state", "bucket", "states", "others"),
 }
 INFINITE = {"start_timeout", "timeout", "clip_norm"}
 
@@ -57,6 +57,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ThreadWorld": {"size": 2},
     "WarmUp": {"density": 0.1},
     "collectives": {"rank": 0},
+    "hidden_matrices": {"model": torch.nn.Linear(4, 4)},
     "log_to": {"step": 0, "writer": torch.nn.Module()},
 }
 REQUIRED["log_to"]["writer"].add_scalar = lambda *_: None

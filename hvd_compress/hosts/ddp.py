@@ -34,6 +34,12 @@ from .torch_collectives import TorchCollectives
 def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook for ``DistributedDataParallel.register_comm_hook(compression, ddp_hook)``.
 
+    Example::
+
+        compression = hvd_compress.IWP(model)  # after init_process_group()
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         state: a compressor, such as :class:`hvd_compress.IWP`, built after ``init_process_group()`` from the model's
             named parameters.

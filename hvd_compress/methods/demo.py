@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec
@@ -26,6 +26,7 @@ from ..selection.base import Output, Scoring, signs
 from ..selection.deciders import Decider
 from ..selection.schedule import Density
 from .basis import Hadamard
+from .matrices import embeddings
 from .orthogonal import orthogonalize
 from .sharded_matrices import ShardedMatrices
 from .sparse import Leading, Sending, SparseMethod, SparseWork
@@ -77,6 +78,13 @@ class DeMo(SparseMethod):
     Do not clip gradients: after the exchange they are signs or orthogonal matrices, whose norm depends on their size
     only. Clipping raises a warning. Learning rates are as for AdamW.
 
+    Example::
+
+        compression = hvd_compress.DeMo(model, orthogonal="matrices")
+        optimizer = torch.optim.SGD(model.parameters(), lr=6e-3, weight_decay=0.01)  # in AdamW's place
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule
             (:mod:`hvd_compress.schedule`).
@@ -93,7 +101,8 @@ class DeMo(SparseMethod):
             averages.
         orthogonal: compressed parameters whose averages are replaced by the nearest orthogonal matrix instead of their
             signs, as in Muon: ``"matrices"``, all but those of ``torch.nn.Embedding`` (then give the model as
-            ``named_parameters``), which trains best; True for all; or their names, of which those of uncompressed ones
+            ``named_parameters``; :func:`~hvd_compress.hidden_matrices` leaves out the head, too), which trains best;
+            True for all; or their names, of which those of uncompressed ones
             have no effect. With ``sign`` only. It trains better, computes more (15 matrix products for each parameter
             and step), and needs one type of processor on all ranks. Of sharded parameters, each rank of the shard group
             replaces some whole matrices.
@@ -350,8 +359,8 @@ def _orthogonal_names(
             raise ValueError(
                 'orthogonal="matrices" needs the model, to tell embeddings: give it in place of its named parameters'
             )
-        tables = [m.weight for m in named_parameters.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-        return frozenset(name for name, p in named if not any(p is table for table in tables)), named
+        tables = embeddings(named_parameters)
+        return frozenset(name for name, p in named if id(p) not in tables), named
     known = isinstance(orthogonal, Iterable) and not isinstance(orthogonal, str)
     listed: list[Any] = list(orthogonal) if known else [orthogonal]
     if not known or not all(isinstance(name, str) for name in listed):

@@ -36,6 +36,14 @@ class FFT(SparseMethod):
 
     Replicas stay bit-equal if all ranks compute the same inverse transform: on one type of CPU or GPU.
 
+    Example::
+
+        compression = hvd_compress.FFT(model, density=1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        compression.take_momentum(optimizer)  # better accuracy
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule:
             :class:`~hvd_compress.schedule.Diminishing` is the paper's.

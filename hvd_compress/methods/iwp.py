@@ -48,6 +48,14 @@ class IWP(SparseMethod):
     near zero from being selected in every step; block means. Error feedback, momentum correction and the warm-up of the
     density are DGC's.
 
+    Example::
+
+        compression = hvd_compress.IWP(model, density=1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        compression.take_momentum(optimizer)  # better accuracy
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`). Where two
             leaders select the same entry, fewer different entries are sent.

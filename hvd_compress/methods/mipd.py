@@ -46,6 +46,14 @@ class MIPD(SparseMethod):
     In each step the ranks compare seed, step, options and a hash of the selected entries, and raise an error if they
     differ (on a GPU in every hundredth step, since the comparison synchronises it).
 
+    Example::
+
+        compression = hvd_compress.MIPD(model, density=1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        compression.take_momentum(optimizer)  # better accuracy
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;
             just below 1/2, a layer sends at most as many entries as its smaller half has.

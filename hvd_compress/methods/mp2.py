@@ -52,6 +52,14 @@ class MP2(SparseMethod):
     Every rank computes the predictions itself, so all ranks need the same type of processor and number of threads. They
     compare a checksum every ``check_interval`` steps.
 
+    Example::
+
+        compression = hvd_compress.MP2(model, density=1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        compression.take_momentum(optimizer)  # better accuracy
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: entries sent in a step as a share of all, in (0, 1].
         choice: ``"significance"``: m of every 256, drawn at random in proportion to the smoothed gradient's magnitude.

@@ -22,6 +22,13 @@ class NoCompression(Compressor):
     buckets is one. Nothing is kept from step to step. A gradient that is not finite reaches all ranks; with float16,
     so does one of which an entry, or the sum of an entry over the ranks, exceeds 65504.
 
+    Example::
+
+        compression = hvd_compress.NoCompression(model)
+        local = hvd_compress.LocalSteps(compression, optimizer, period=8)  # local SGD
+        local.step()  # after each optimizer.step()
+        local.finish(model)  # before testing or saving
+
     Args:
         values: ``"fp32"``, or ``"fp16"`` to send float32 and bfloat16 gradients in float16, rounded. Gradients of
             other dtypes are sent as they are, with ``"fp32"`` bfloat16 ones in float32, complex ones as pairs.

@@ -39,6 +39,13 @@ class PowerSGD(Compressor):
 
     Replicas stay bit-equal if all ranks compute the same orthonormalisation: on one type of processor.
 
+    Example::
+
+        compression = hvd_compress.PowerSGD(model, rank=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         rank: of the approximation, at least 1.
         values: how factors are sent, ``"fp16"`` or ``"fp32"``.

@@ -29,6 +29,13 @@ class Quantized(EveryEntry):
     A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. With :class:`~hvd_compress.LocalSteps`, the
     entries are differences of weights.
 
+    Example::
+
+        compression = hvd_compress.Quantized(model, bits=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         bits: per entry, 1 to 8.
         run: entries that share a scale, at least 8.

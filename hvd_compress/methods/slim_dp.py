@@ -49,6 +49,14 @@ class SlimDP(SparseMethod):
     In each step the ranks compare a hash of seed, step, options and selection, and raise an error if they differ (on a
     GPU in every hundredth step).
 
+    Example::
+
+        compression = hvd_compress.SlimDP(model, density=1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        compression.take_momentum(optimizer)  # better accuracy
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.
         core: the core's share of them (the paper's beta / alpha), in [0, 1].

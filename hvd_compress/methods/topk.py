@@ -33,6 +33,14 @@ class TopK(SparseMethod):
     k is the parameter's share of the density times its bucket, at least 1. Two allgathers carry indices, of four bytes,
     and values. The papers encode indices in fewer bytes.
 
+    Example::
+
+        compression = hvd_compress.TopK(model, density=1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        compression.take_momentum(optimizer)  # better accuracy
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
@@ -75,6 +83,13 @@ class DGC(SparseMethod):
     as many through as are wanted, and of all entries if there are too few. The rest is the paper's.
 
     The optimizer's own momentum must be 0: :meth:`take_momentum` moves it here.
+
+    Example::
+
+        compression = hvd_compress.DGC(model, density=1 / 64, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # without momentum
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
         density: k as a share of a parameter's entries, in (0, 1], or a schedule; the paper's is 1/1000.

@@ -24,6 +24,13 @@ class QSGD(EveryEntry):
 
     The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
 
+    Example::
+
+        compression = hvd_compress.QSGD(model, bits=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
     Args:
         bits: per entry, 2 to 8, with the sign.
         run: entries that share a norm (the paper's bucket size).
@@ -53,6 +60,13 @@ class TernGrad(EveryEntry):
 
     Ours: the root mean square as standard deviation, with the zeros that pad a parameter to blocks of 256; a shared
     scale always; error feedback; momentum, which at full density is plain momentum on each rank.
+
+    Example::
+
+        compression = hvd_compress.TernGrad(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
         clip: in standard deviations (the paper's 2.5), above 0; None does not clip.

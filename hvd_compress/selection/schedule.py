@@ -42,6 +42,11 @@ class WarmUp(Density):
     """Density 1/4, 1/16, 1/64, ... down to ``density``, in stages of equal length over ``steps`` steps (Lin et al.,
     DGC, ICLR 2018).
 
+    Example::
+
+        density = hvd_compress.schedule.WarmUp(1 / 64, steps=100)
+        compression = hvd_compress.IWP(model, density)
+
     Raises ``ValueError`` if ``density`` is outside (0, 1] or ``steps`` is negative, ``TypeError`` for other types.
     """
 
@@ -68,6 +73,11 @@ class Diminishing(Density):
     diminishing compression ratio with which SGD keeps its convergence rate (Wang et al., HPDC 2020).
 
     Density and bytes rise as the learning rate falls, in steps of a factor sqrt(2).
+
+    Example::
+
+        density = hvd_compress.schedule.Diminishing(1 / 64, optimizer)
+        compression = hvd_compress.IWP(model, density)
 
     Args:
         density: at the highest learning rate, in (0, 1].

@@ -1,11 +1,13 @@
-"""README is short, its links lead somewhere, and its figures come from results that name a commit."""
+"""README is short, its links lead somewhere, its code runs, and its figures come from results that name a commit."""
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import figures
 import pytest
+from launch import finish, start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +24,7 @@ def words(page: str) -> int:
 
 def test_is_short():
     assert words("# One\n| two | [three four](address.md#x) |\n<!-- no\nmore --> `five` ─► ...") == 5
-    assert words(README) <= 600
+    assert words(README) <= 660
 
 
 def test_links_lead_somewhere():
@@ -65,8 +67,68 @@ def test_gpt_of_choosing_is_what_was_measured():
     assert points and not missing
 
 
+def test_does_it_help_me_says_what_a_gpt_has_shown():
+    text = " ".join(README.split("## Does it help me?")[1].split("## Use")[0].split())
+    bits, ratio, percent, muon, adamw = re.search(
+        r"to (\S+) bits per byte in (\d+) times fewer bytes, (\S+) % above dense Muon's (\S+); dense AdamW (\S+) ", text
+    ).groups()
+    rows = (ROOT / "docs" / "choosing.md").read_text()
+    assert f"| {ratio} | {bits} (3 seeds) | -9.0 % | {percent} % |" in rows
+    assert f"| Muon, dense | 1 | {muon} (3 seeds)" in rows and f"| AdamW, dense | 1 | {adamw} (3 seeds)" in rows
+    assert f"{100 * (float(bits) / float(muon) - 1):.1f}" == percent
+    slow, fast = re.search(r"(\S+) times as fast as with fp16 at 1 Gbit/s, (\S+) times at 100 Mbit/s", text).groups()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert re.search(rf"^\| 1 Gbit/s, 100 ms .*\| {slow} \|$", page, re.MULTILINE)
+    assert re.search(rf"^\| 100 Mbit/s, 350 ms .*\| {fast} \|$", page, re.MULTILINE)
+
+
+#: What the blocks of "Use" take as the user's, and a step by what a block has built.
+BEFORE = """
+import torch
+import hvd_compress
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+inputs = torch.randn(32, 16)
+batches = [(inputs, inputs[:, :4].argmax(1))] * 7
+loss_function = torch.nn.functional.cross_entropy
+before = loss_function(model(inputs), batches[0][1]).item()
+"""
+AFTER = """
+if "local" not in globals():
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss_function(globals().get("ddp", model)(inputs), targets).backward()
+        optimizer.step()
+assert loss_function(model(inputs), targets).item() < before
+"""
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+BLOCKS = blocks(README.split("## Use")[1].split("## Measured")[0])
+PAGE = blocks((ROOT / "docs" / "local_steps.md").read_text())[0]
+INIT = '\ntorch.distributed.init_process_group("gloo")\n'
+
+
+@pytest.mark.parametrize("block", [*BLOCKS, PAGE], ids=["local steps", "DeMo", "Horovod", "docs/local_steps.md"])
+def test_blocks_of_use_run_as_they_stand(block, tmp_path):
+    """With one process: what a block builds trains."""
+    if "horovod" in block:
+        pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    group = INIT if "init" not in block else ""  # README's second block follows the first
+    script = tmp_path / "use.py"
+    script.write_text(BEFORE + group + block + AFTER)
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)}
+    process = start([sys.executable, str(script)], **one)
+    output = finish(process, 170)
+    assert process.returncode == 0, output
+
+
 def test_break_even_is_what_was_measured():
-    (low, high), measured = re.findall(r"was (\d+) to (\d+) Gbit/s", README)[0], figures.break_even(figures.RESULTS)
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    (low, high), measured = re.findall(r"was (\d+) to (\d+) Gbit/s", page)[0], figures.break_even(figures.RESULTS)
     assert len(measured) == len(figures.LINKS)
     assert (int(low), int(high)) == (round(min(measured)), round(max(measured)))
 

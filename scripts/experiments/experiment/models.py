@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hvd_compress
 from experiment.transformers import GPT, GPTTagger, ViT
 
 
@@ -122,9 +123,6 @@ MODELS: dict[str, Model] = {
     "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }
 
-#: Parameters of the transformers that are vectors of tokens and of positions.
-EMBEDDINGS = {"words.weight", "positions"}
-
 
 def load_pretrained(model: nn.Module, file: Path) -> None:
     """Loads the weights of another task's model, all but the head's. ``ValueError`` for those of another network."""
@@ -141,5 +139,6 @@ def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """The names of all parameters of two or more dimensions that are no embeddings."""
-    return [name for name, p in model.named_parameters() if p.dim() >= 2 and name not in EMBEDDINGS]
+    """The names of all parameters of two or more dimensions that are no embeddings; the head of a ViT is one."""
+    positions = [name for name, _ in model.named_parameters() if name == "positions"]
+    return list(hvd_compress.hidden_matrices(model, filters=True, others=positions)[0])

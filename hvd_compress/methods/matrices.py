@@ -1,0 +1,129 @@
+"""Which parameters of a model are hidden matrices, for Muon."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..engine.arguments import check_flag, plain_names
+
+_EMBEDDING = re.compile(r"embed(ding)?s?(_|$)")
+_POSITIONS = re.compile(r"(^|_)(pos|positions?|tokens?)(_|$)")
+_HEAD = re.compile(r"(^|_)(heads?|classifier|logits)$")
+
+
+def hidden_matrices(
+    model: nn.Module, *, filters: bool = False, others: Iterable[str] | None = None
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Divides a model's trained parameters: its hidden matrices, for Muon, and the others, for AdamW.
+
+    The others are all vectors and scalars, the embeddings and the output layer (head). Frozen parameters are in
+    neither. A tied parameter is there once, and belongs to the others if one of its modules says so. By default these
+    count as embeddings and head:
+
+    - the weights of ``torch.nn.Embedding`` and ``EmbeddingBag``, and parameters with a part such as ``embed``,
+      ``patch_embedding`` or ``embeddings`` in their name, or called ``positions``, ``cls_token`` or similar;
+    - the last matrix of each layer called ``head``, ``heads``, ``lm_head``, ``classifier``, ``logits`` or similar. If
+      there is no such layer: the last ``torch.nn.Linear`` in the order of ``model.modules()``. Not searched are the
+      blocks of a model: the elements of a ``ModuleList`` or ``ModuleDict``, and those of one class in a ``Sequential``.
+
+    Print ``others.keys()`` once for a new model. A head that is neither called so nor last is not found, and without a
+    head of its own (``logits = x @ embedding.weight.T``) a model's last ``Linear`` outside of blocks counts as one: say
+    ``others=``.
+
+    ``DeMo(model, orthogonal="matrices")`` keeps a rule of its own, that of its measurements: of the above it leaves out
+    the weights of ``Embedding`` and ``EmbeddingBag`` only. It is that of ``hidden_matrices(model, filters=True,
+    others=[])``, with the parameters that are frozen at first.
+
+    Example::
+
+        matrices, others = hvd_compress.hidden_matrices(model)
+        muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")  # AdamW's learning rates
+        adamw = torch.optim.AdamW(others.values(), lr=3e-3)
+
+    Args:
+        model: also wrapped, compiled or sharded by FSDP2. FSDP1 makes vectors of all parameters: call it before.
+        filters: whether tensors of more than two dimensions, such as the filters of convolutions, are matrices, too.
+            ``torch.optim.Muon`` refuses them.
+        others: patterns (:mod:`fnmatch`) of names of parameters that belong to the others, such as ``["out.weight",
+            "*positions"]``, in place of what names and the order of layers say: only the weights of ``Embedding`` and
+            ``EmbeddingBag``, vectors and scalars are added. ``[]``: nothing else.
+
+    Returns:
+        The matrices and the others, each a dict from name to parameter in the order of ``model.named_parameters()``.
+
+    Raises:
+        TypeError: ``model`` is no module, ``others`` no list of strings, or ``filters`` no bool.
+        ValueError: a pattern that fits no parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hidden_matrices takes a torch.nn.Module, got {type(model).__name__}")
+    filters = check_flag("filters", filters)
+    named = list(model.named_parameters())
+    plain = plain_names([name for name, _ in named])
+    apart = embeddings(model)
+    if others is None:
+        apart |= _head(model)
+        apart |= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _says_so(name)}
+    else:
+        apart |= _matching(others, plain, [p for _, p in named])
+    matrices, rest = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+    for name, p in named:
+        if p.requires_grad:
+            is_matrix = (p.dim() == 2 or (filters and p.dim() > 2)) and id(p) not in apart
+            (matrices if is_matrix else rest)[name] = p
+    return matrices, rest
+
+
+def embeddings(model: nn.Module) -> set[int]:
+    """The ids of the weights of all embeddings."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+
+
+def _says_so(name: str) -> bool:
+    parts = name.split(".")
+    return any(map(_EMBEDDING.search, parts)) or bool(_POSITIONS.search(parts[-1]) or _HEAD.search(parts[-1]))
+
+
+def _matching(patterns: Iterable[str], names: list[str], parameters: list[nn.Parameter]) -> set[int]:
+    """The ids of the parameters whose names fit a pattern."""
+    listed = None if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
+    if listed is None or not all(isinstance(pattern, str) for pattern in listed):
+        raise TypeError(f'others must be a list of names or patterns, such as ["head.*"], got {patterns!r:.80}')
+    found = set[int]()
+    for pattern in listed:
+        fitting = {id(p) for name, p in zip(names, parameters, strict=True) if fnmatchcase(name, pattern)}
+        if not fitting:
+            raise ValueError(
+                f"others: {pattern!r} fits no parameter: write a name of model.named_parameters() or a pattern, such "
+                'as "head.*"'
+            )
+        found |= fitting
+    return found
+
+
+def _head(model: nn.Module) -> set[int]:
+    """The ids of the matrices of the output layers."""
+    outside = list(_outside_blocks(model))
+    named = [module for name, module in outside if _HEAD.search(name)]
+    if not named:
+        named += [module for _, module in outside if isinstance(module, nn.Linear)][-1:]
+    layers = [part for module in named for part in (module.children() if _is_list(module) else [module])]
+    return {id(tensors[-1]) for layer in layers if (tensors := [p for p in layer.parameters() if p.dim() >= 2])}
+
+
+def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside ``module`` and the last part of each one's name, in order, without what is inside blocks."""
+    children = list(module.named_children())
+    count = Counter(type(child) for _, child in children)
+    for name, child in children:
+        yield name, child
+        repeated = isinstance(module, nn.Sequential) and count[type(child)] > 1 and type(child) is not nn.Sequential
+        if not (repeated or _is_list(module)):
+            yield from _outside_blocks(child)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
