@@ -42,7 +42,8 @@ mkdir -p "$out"
 python=.venv/bin/python
 
 # What compressed runs have in common where bytes are compared.
-ours=(--momentum-correction --dense-values fp16)
+rest=(--dense-values fp16)
+ours=(--momentum-correction "${rest[@]}")
 # Waiting MPI threads sleep instead of yielding: with more threads than cores, which is faster depends on method and network.
 sleep=(OMPI_MCA_threads_pthreads_yield_strategy=nanosleep OMPI_MCA_threads_pthreads_nanosleep_time=100000)
 # Open MPI ignores the algorithm without the first.
@@ -86,8 +87,8 @@ at_equal_bytes() {  # densities such that all bytes together, uncompressed tenso
     for method in topk dgc; do one "$share-$method" "$method" "${ours[@]}" --density "${density[5]}"; done
   done
   # Methods with a ratio of their own.
-  one qsgd-4 qsgd "${ours[@]}" --bits 4
-  one terngrad terngrad "${ours[@]}"
+  one qsgd-4 qsgd "${rest[@]}" --bits 4
+  one terngrad terngrad "${rest[@]}"
 }
 
 simulate() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: a row by compare.py; its ranks in one process, on one core

@@ -1,4 +1,4 @@
-"""Checks by one allreduce that a number is the same on all ranks."""
+"""Whether a number is the same on all ranks: checks by one allreduce, and what follows if it is not."""
 
 from collections.abc import Generator, Iterable
 
@@ -7,11 +7,14 @@ from torch import Tensor
 
 from .collectives import Request, allreduce
 from .dense import as_real
+from .work import Part, Step
 
 #: Numbers to compare must be below this, so that sums of their squares are exact in float64.
 LIMIT = 2**20
 # Entries that are hashed at a time.
 _PART = 2**20
+# On a GPU, ranks look every so many steps whether they agree.
+_CHECK_INTERVAL = 100
 
 
 def all_equal(numbers: Tensor, name: str = "step") -> Generator[Request, Tensor, Tensor]:
@@ -29,6 +32,31 @@ def disagreement() -> RuntimeError:
         "the ranks' compressors disagree: seed, density, all other options and step must be the same on all ranks "
         "(was a state loaded on some ranks only? was the seed derived from the rank? were the parameters broadcast?)"
     )
+
+
+class Agreement(Part):
+    """Whether the ranks have been found to differ in seed, step or options."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._differ = torch.zeros(1, dtype=torch.bool, device=device)
+        #: Whether the ranks have not been compared since they changed.
+        self._unchecked = True
+
+    def begin(self, step: Step) -> None:
+        # Free on the CPU; on a GPU it synchronises, so only now and then.
+        self._looks = self._differ.is_cpu or self._unchecked or step.number % _CHECK_INTERVAL == 0
+        self._unchecked = False
+
+    def restart(self) -> None:
+        self._differ.zero_()
+        self._unchecked = True
+
+    def note(self, differ: Tensor) -> None:
+        """Notes whether the ranks differ: bool. Raises ``RuntimeError`` if they do now or did before; on a GPU, in some
+        of the steps."""
+        self._differ.logical_or_(differ)
+        if self._looks and bool(self._differ):
+            raise disagreement()
 
 
 def hash_of(tensors: Iterable[Tensor]) -> int:

@@ -1,72 +1,104 @@
 """What methods that send every entry have in common."""
 
+import zlib
 from typing import Any
 
-from ..codecs import Codec
+import torch
+
+from .. import ops
+from ..codecs import Channel, Codec
+from ..engine.agreement import LIMIT, Agreement, all_equal
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
+from ..engine.rng import derive
 from ..engine.state import Fixed, Tree
-from ..engine.work import Step
-from ..selection.pickers import Everything
-from .feedback import FeedbackWork, Wire
-from .momentum import MomentumMethod
+from ..engine.work import Step, Work
+from ..reference import BLOCK
+from .base import Compressor
 
 
-class EveryEntryWork(FeedbackWork):
-    """One bucket of them."""
+class EveryEntryWork(Work):
+    """One bucket of them: the residual and the codec's channel."""
 
-    def __init__(self, bucket: Bucket, wire: Wire, feedback: bool) -> None:
-        super().__init__(bucket, wire)
-        self._feedback = feedback
-        self.decider = self.shared(Everything(bucket))
+    def __init__(self, bucket: Bucket, codec: Codec, feedback: bool) -> None:
+        self._agreement = Agreement(bucket.device)
+        super().__init__(bucket, agreement=self._agreement)
+        self._codec, self._feedback = codec, feedback
+        self._invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        #: What was sent last.
+        self._values = bucket.zeros()
+        self.restart()
 
-    def lay_out(self) -> None:
-        self.values.lay_out(self.decider.picker.slots)
+    def restart(self) -> None:
+        super().restart()
+        self._channel: Channel | None = None
+        #: Whether the last step's values have left the residual.
+        self._sent = False
 
     def begin(self, step: Step) -> None:
+        super().begin(step)
+        self._invalid.zero_()
+        self._sent = False
         if not self._feedback:
             self.bucket.residual.zero_()  # the gradients of a step that failed
-        super().begin(step)
+        if self._channel is None:
+            pieces = self.bucket.pieces
+            self._channel = self._codec.channel(len(pieces), step.ranks, step.rank, self.bucket.device)
+            self._channel.set_group_sizes([piece.blocks * BLOCK for piece in pieces])
+
+    def accumulate(self) -> None:
+        bucket = self.bucket
+        ops.accumulate(bucket.gradients, bucket.residual, bucket.table, self._invalid, 1.0 / self.step.scale)
 
     def exchange(self) -> Exchange:
-        yield from self.send()
+        bucket, step, channel = self.bucket, self.step, self._channel
+        assert channel is not None
+        key = derive(step.seed, step.number, bucket.index)
+        # No other message shows whether the ranks are in the same step, with the same options.
+        digest = zlib.crc32(repr((key, step.number, step.settings)).encode()) % LIMIT
+        same = yield from all_equal(torch.full((1,), digest, dtype=torch.int64, device=bucket.device))
+        self._agreement.note(~same)
+        values, residual = self._values.copy_(bucket.residual), bucket.residual
+        mean, error = yield from channel.average(values, self._invalid, derive(key, step.rank))
+        self._sent = self._feedback
+        # Free on the CPU; a GPU would be synchronised.
+        finite = mean.is_cpu and bool(mean.sum().isfinite())
+        residual.copy_(error if finite else torch.where(mean.isfinite(), error, values))
+        for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
+            if grad.numel():
+                flat = grad.as_strided((piece.numel,), (1,))
+                torch.mul(piece.of(mean)[: piece.numel], step.scale, out=flat)
+            else:  # nobody receives its average
+                piece.of(residual).copy_(piece.of(values))
         if not self._feedback:
-            self.bucket.residual.zero_()
-            self.values.sent = False  # nothing of a skipped step is restored, except by momentum correction
+            residual.zero_()
+
+    def undo(self) -> None:
+        if self._sent:
+            self.bucket.residual.copy_(self._values)
+            self._sent = False
 
 
-class EveryEntry(MomentumMethod):
+class EveryEntry(Compressor):
     """A method that sends every entry of the gradient in a few bits.
 
     Args:
-        values: the codec that is the method.
+        values: the codec that is the method; its channels keep nothing from step to step.
         error_feedback: keep the quantization error for the next step.
     """
 
-    works: list[EveryEntryWork]
-
     def __init__(
-        self,
-        named_parameters: NamedParameters,
-        *,
-        values: Codec,
-        error_feedback: bool = False,
-        momentum: float = 0.0,
-        **common: Any,
+        self, named_parameters: NamedParameters, *, values: Codec, error_feedback: bool = False, **common: Any
     ) -> None:
         self._codec, self._feedback = values, check_flag("error_feedback", error_feedback)
-        super().__init__(named_parameters, momentum=momentum, **common)
+        super().__init__(named_parameters, **common)
 
     def work(self, bucket: Bucket) -> EveryEntryWork:
-        return EveryEntryWork(bucket, Wire(self._codec, self.collectives), self._feedback)
+        return EveryEntryWork(bucket, self._codec, self._feedback)
 
     def options(self) -> dict[str, object]:
         return {"values": self._codec, "error_feedback": self._feedback, **super().options()}
 
     def state(self) -> dict[str, Tree]:
-        made_with: Tree = {
-            "values": Fixed(self._codec.name),
-            "error feedback": Fixed(self._feedback),
-        }
-        return {"made_with": made_with, **super().state()}
+        return {"made_with": {"values": Fixed(self._codec.name), "error feedback": Fixed(self._feedback)}}

@@ -1,5 +1,6 @@
 """One bucket of a method with error feedback: gradients enter the residual, and what was sent leaves it."""
 
+import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..codecs import Averaged, Channel, Codec
+from ..engine.agreement import Agreement
 from ..engine.bucket import Bucket, Piece
 from ..engine.collectives import Collectives
 from ..engine.exchange import Exchange
@@ -20,9 +22,6 @@ from ..selection.idle import Idle
 from ..selection.pickers import Picker
 from .basis import Basis
 from .block_means import BlockMeans
-
-# On a GPU, ranks check every so many steps whether they have selected alike.
-_CHECK_INTERVAL = 100
 
 
 class Velocity(Part):
@@ -115,7 +114,7 @@ class Wire:
 
     codec: Codec
     collectives: Collectives
-    layerwise: bool = True
+    layerwise: bool
 
 
 class FeedbackWork(Work):
@@ -133,8 +132,6 @@ class FeedbackWork(Work):
     """
 
     decider: Decider
-    #: Whether the ranks have not been compared since they changed.
-    _unchecked = True
     _mean_of_blocks: Tensor | None = None
 
     def __init__(
@@ -153,28 +150,26 @@ class FeedbackWork(Work):
         self.means, self.idle = BlockMeans(bucket) if means else None, Idle(bucket, finds_idle)
         groups = (len(bucket.pieces) if wire.layerwise else 1) + len(bucket.pieces) * means
         self.values = Values(bucket, wire.codec, groups, wire.collectives)
-        self.velocity = Velocity(bucket, self.basis)
-        self._disagree = torch.zeros(1, dtype=torch.bool, device=bucket.device)
+        self.velocity, self.agreement = Velocity(bucket, self.basis), Agreement(bucket.device)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
         optional = {} if self.means is None else {"block_means": self.means}
-        super().__init__(bucket, values=self.values, velocity=self.velocity, idle=self.idle, **optional, **parts)
+        own = {"values": self.values, "velocity": self.velocity, "idle": self.idle, "agreement": self.agreement}
+        super().__init__(bucket, **own, **optional, **parts)
 
     # A step.
 
     def begin(self, step: Step) -> None:
         super().begin(step)
         self.lay_out()
-        # Free on the CPU; on a GPU it synchronises, so only now and then.
-        check = self.bucket.device.type == "cpu" or self._unchecked or step.number % _CHECK_INTERVAL == 0
-        self._unchecked = False
-        self.decider.begin(StepSeed.draw(step, self.bucket.index), check)
+        self.decider.begin(StepSeed.draw(step, self.bucket.index))
 
+    @abc.abstractmethod
     def lay_out(self) -> None:
         """Makes what depends on the density, if that has changed."""
 
     def shared(self, picker: Picker) -> Shared:
         """Entries that all ranks compute from shared state."""
-        return Shared(picker, self.idle, self._disagree)
+        return Shared(picker, self.idle, self.agreement)
 
     def accumulate(self) -> None:
         bucket, decider, step = self.bucket, self.decider, self.step
@@ -272,11 +267,6 @@ class FeedbackWork(Work):
         if self.means is not None:
             self.means.put_back(payload[picker.total :])
         self.values.sent = False
-
-    def restart(self) -> None:
-        super().restart()
-        self._unchecked = True
-        self._disagree.zero_()
 
     # Between steps.
 

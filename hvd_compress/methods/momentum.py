@@ -17,7 +17,7 @@ from ..engine.arguments import NamedParameters, check_number
 from ..engine.dense import Averaging, as_real
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
-from ..engine.guard import Facts, Traits, check_complete, check_momentum, momentum_of
+from ..engine.guard import Facts, check_complete, check_momentum, momentum_of
 from ..engine.method import Velocities
 from ..engine.modes import modes_off
 from ..engine.shards import local
@@ -283,11 +283,6 @@ class MomentumMethod(Compressor):
 
     def options(self) -> dict[str, object]:
         return {**super().options(), **self.momentum.options()}
-
-    @property
-    def traits(self) -> Traits:
-        momentum = self.momentum.value
-        return Traits(linear=not momentum, momentum=momentum)
 
     def state(self) -> dict[str, Tree]:
         return {**super().state(), **self.momentum.state()}

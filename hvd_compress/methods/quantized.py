@@ -40,7 +40,6 @@ class Quantized(EveryEntry):
         bits: per entry, 1 to 8.
         run: entries that share a scale, at least 8.
         error_feedback: keep both quantization errors for the next step. Without it, they are lost.
-        momentum: see :class:`~hvd_compress.IWP`. At full density it is plain momentum on each rank.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
@@ -52,9 +51,6 @@ class Quantized(EveryEntry):
         *,
         run: int = 512,
         error_feedback: bool = True,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        super().__init__(
-            named_parameters, values=ScaledRing(bits, run), error_feedback=error_feedback, momentum=momentum, **common
-        )
+        super().__init__(named_parameters, values=ScaledRing(bits, run), error_feedback=error_feedback, **common)

@@ -101,11 +101,11 @@ class SparseWork(FeedbackWork):
         """``leaders`` ranks, on average, that share a block; None for all."""
         step = self.step
         run = run_length(leaders, self.density, step.ranks)
-        return Leaders(picker, self.idle, self._disagree, run, step.ranks, step.rank)
+        return Leaders(picker, self.idle, self.agreement, run, step.ranks, step.rank)
 
     def each_rank(self, picker: Picker) -> EachRank:
         """Every rank for itself."""
-        return EachRank(picker, self.idle, self._disagree)
+        return EachRank(picker, self.idle, self.agreement)
 
     def lay_out(self) -> None:
         self.density = check_density(self._sending.density(self.step.number))

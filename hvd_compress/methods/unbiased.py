@@ -20,7 +20,7 @@ class QSGD(EveryEntry):
         g      = mean_i Q(g_i)                    one allgather of norms and codes
 
     Ours: codes of fixed length, where the paper's Elias code is shorter if most entries are 0 (collectives have
-    constant size here); error feedback; momentum, which at full density is plain momentum on each rank.
+    constant size here); error feedback.
 
     The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
 
@@ -37,7 +37,6 @@ class QSGD(EveryEntry):
         norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
         error_feedback: keep the quantization error for the next step. Not in the paper; diverges where the error is
             larger than the gradient, as with few levels.
-        momentum: see :class:`~hvd_compress.IWP`.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
@@ -59,7 +58,7 @@ class TernGrad(EveryEntry):
         g   = mean_i t_i                              integers in lanes of 2 + ceil(log2 ranks) bits, one allreduce
 
     Ours: the root mean square as standard deviation, with the zeros that pad a parameter to blocks of 256; a shared
-    scale always; error feedback; momentum, which at full density is plain momentum on each rank.
+    scale always; error feedback.
 
     Example::
 
@@ -71,7 +70,6 @@ class TernGrad(EveryEntry):
     Args:
         clip: in standard deviations (the paper's 2.5), above 0; None does not clip.
         error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
-        momentum: see :class:`~hvd_compress.IWP`.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """

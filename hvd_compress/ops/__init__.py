@@ -15,6 +15,9 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import ParamSpec
 
+import torch
+from torch import Tensor
+
 from .. import reference
 from ..reference import Draw
 from ._load import (
@@ -56,3 +59,14 @@ codebook_encode = _operator(reference.codebook_encode)
 codebook_decode = _operator(reference.codebook_decode)
 range_encode = _operator(reference.range_encode)
 range_decode = _operator(reference.range_decode)
+
+
+def accumulate(grads: list[Tensor], residual: Tensor, pieces: Tensor, invalid: Tensor, scale: float) -> None:
+    """:func:`accumulate_select` of no entry: adds a bucket's gradients times ``scale`` to the residual, and sets them
+    to 0."""
+    floors, indices = residual.new_empty(0), residual.new_empty(0, dtype=torch.uint8)
+    touched = residual.new_empty(len(grads), dtype=torch.int32)  # nobody reads it
+    nobody = Draw(phase=0, run=1, ranks=1, position=0, key=0, explore=0)
+    accumulate_select(
+        grads, residual, [], None, pieces, floors, indices, invalid, touched, None, scale, 0.0, 1.0, False, *nobody
+    )

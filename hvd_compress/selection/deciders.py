@@ -12,7 +12,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ..engine.agreement import LIMIT, all_equal, disagreement
+from ..engine.agreement import LIMIT, Agreement, all_equal, disagreement
 from ..engine.arguments import check_integer
 from ..engine.collectives import Request, allgather, allreduce
 from ..reference import BLOCK, Draw
@@ -20,7 +20,7 @@ from .base import Scoring, StepSeed
 from .idle import Idle
 from .pickers import Picker
 
-Agreement = Generator[Request, Tensor, None]
+Deciding = Generator[Request, Tensor, None]
 
 
 class Decider(abc.ABC):
@@ -29,7 +29,7 @@ class Decider(abc.ABC):
     Args:
         picker: how they are picked.
         idle: finds out which pieces no rank has a gradient for, if it does.
-        disagree: bool, (1,), set if ranks have decided differently.
+        agreement: whether ranks have decided differently.
     """
 
     #: Whether each rank sends entries of its own.
@@ -40,18 +40,17 @@ class Decider(abc.ABC):
     run, ranks, position = 1, 1, 0
     own: Tensor
 
-    def __init__(self, picker: Picker, idle: Idle, disagree: Tensor) -> None:
-        self.picker, self.idle, self.disagree = picker, idle, disagree
-        self.none = self.own = torch.empty(0, dtype=torch.uint8, device=disagree.device)
+    def __init__(self, picker: Picker, idle: Idle, agreement: Agreement) -> None:
+        self.picker, self.idle, self.agreement, self.device = picker, idle, agreement, picker.bucket.device
+        self.none = self.own = torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def begin(self, seed: StepSeed, check: bool) -> None:
-        """A step begins. ``check``: raise an error in this step if ranks have decided differently (synchronises a
-        GPU)."""
-        self.seed, self.check = seed, check
+    def begin(self, seed: StepSeed) -> None:
+        """A step begins."""
+        self.seed = seed
         self.picker.begin(seed)
 
     @abc.abstractmethod
-    def agree(self, scoring: Scoring) -> Agreement:
+    def agree(self, scoring: Scoring) -> Deciding:
         """An exchange after which all ranks know the same entries: ``picker.indices``. Raises ``RuntimeError``, on
         every rank, if they have decided differently."""
 
@@ -65,21 +64,15 @@ class Decider(abc.ABC):
         seed = self.seed
         return zlib.crc32(repr((seed.key, seed.step, seed.settings, self.picker.slots)).encode())
 
-    def note(self, differ: Tensor) -> None:
-        """Notes whether the ranks have decided differently. ``differ``: bool."""
-        self.disagree.logical_or_(differ)
-        if self.check and bool(self.disagree):
-            raise disagreement()
-
 
 class Shared(Decider):
     """The same entries on all ranks, without a leader."""
 
-    def agree(self, scoring: Scoring) -> Agreement:
+    def agree(self, scoring: Scoring) -> Deciding:
         # No other message shows whether the ranks select alike. In every step, since all ranks have to take part.
-        digest = torch.full((1,), self.digest() % LIMIT, dtype=torch.int64, device=self.disagree.device)
+        digest = torch.full((1,), self.digest() % LIMIT, dtype=torch.int64, device=self.device)
         same = yield from all_equal((digest + self.picker.checksum()) % LIMIT)
-        self.note(~same)
+        self.agreement.note(~same)
         if self.idle.finds:
             self.idle.found((yield allreduce(self.idle.touched, "budget", "touched")) > 0)
 
@@ -94,24 +87,24 @@ class Leaders(Decider):
 
     leads = True
 
-    def __init__(self, picker: Picker, idle: Idle, disagree: Tensor, run: int, ranks: int, rank: int) -> None:
-        super().__init__(picker, idle, disagree)
+    def __init__(self, picker: Picker, idle: Idle, agreement: Agreement, run: int, ranks: int, rank: int) -> None:
+        super().__init__(picker, idle, agreement)
         self.run, self.ranks, self.rank = run, ranks, rank
         count = -(-picker.total // (run * ranks)) * run
         self._digest_length = max(1, 4 // picker.dtype.itemsize)
         self.head = self._digest_length + (len(picker.slots) if idle.finds else 0)
         #: This rank's part of the allgather: a digest of at least four bytes, which pieces it has a gradient for, if
         #: that matters, then the indices that it picks.
-        self.message = torch.zeros(self.head + count, dtype=picker.dtype, device=disagree.device)
+        self.message = torch.zeros(self.head + count, dtype=picker.dtype, device=self.device)
         self.own = self.message[self.head :]
 
-    def begin(self, seed: StepSeed, check: bool) -> None:
-        super().begin(seed, check)
+    def begin(self, seed: StepSeed) -> None:
+        super().begin(seed)
         self.position = seed.order.index(self.rank)
         # In every step: other ranks may check in steps in which this one does not.
         self.message[: self._digest_length].view(torch.int32).fill_(self.digest() & 0x7FFFFFFF)
 
-    def agree(self, scoring: Scoring) -> Agreement:
+    def agree(self, scoring: Scoring) -> Deciding:
         self.complete(scoring)
         gathered = yield allgather(self.message, "indices")
         by_rank = self.indices_by_rank(gathered, self.ranks).view(self.ranks, -1, self.run)
@@ -131,7 +124,7 @@ class Leaders(Decider):
             raise disagreement()
         messages = gathered.view(ranks, -1)
         digests = messages[:, : self._digest_length]
-        self.note((digests != digests[0]).any())
+        self.agreement.note((digests != digests[0]).any())
         if self.idle.finds:
             self.idle.found((messages[:, self._digest_length : self.head] != 0).any(0))
         return messages[:, self.head :]
@@ -143,13 +136,13 @@ class EachRank(Leaders):
 
     each_rank = True
 
-    def __init__(self, picker: Picker, idle: Idle, disagree: Tensor) -> None:
-        super().__init__(picker, idle, disagree, run=1, ranks=1, rank=0)
+    def __init__(self, picker: Picker, idle: Idle, agreement: Agreement) -> None:
+        super().__init__(picker, idle, agreement, run=1, ranks=1, rank=0)
         # As one bit for every entry of the bucket, where that is shorter.
         self._as_bitmap = picker.dtype == torch.uint8 and picker.total * 8 > picker.bucket.blocks * BLOCK
 
-    def begin(self, seed: StepSeed, check: bool) -> None:
-        super().begin(StepSeed(seed.step, seed.key, [0], seed.settings), check)
+    def begin(self, seed: StepSeed) -> None:
+        super().begin(StepSeed(seed.step, seed.key, [0], seed.settings))
 
     def encode(self, scoring: Scoring) -> Tensor:
         """This rank's message."""

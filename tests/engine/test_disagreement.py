@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, Rank, gradients, mixed_model, random_steps, replicas
+from harness import HOSTS, Rank, equal, gradients, mixed_model, random_steps, replicas, residuals
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import METHODS
 
 from hvd_compress import IWP, TopK
 from hvd_compress.codecs import Lanes
-from hvd_compress.engine.agreement import LIMIT, all_equal
+from hvd_compress.engine.agreement import LIMIT, Agreement, all_equal
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.work import Step
 from hvd_compress.hosts.threads import ThreadWorld
@@ -179,14 +179,30 @@ def test_an_option_that_one_rank_changes_between_steps_raises_an_error(name):
         random_steps(world, ranks, [2])
 
 
+@pytest.mark.parametrize("name", ["quantized", "qsgd", "terngrad"])
+def test_ranks_in_different_steps_raise_an_error_where_nothing_is_selected(name):
+    world, ranks = replicas(2, METHODS[name])
+    random_steps(world, ranks, range(2))
+    ranks[1].compression.engine.step += 1
+    before = [residuals(rank) for rank in ranks]
+    with pytest.raises(RuntimeError, match="disagree"):
+        random_steps(world, ranks, [2])
+    for rank, held in zip(ranks, before, strict=True):
+        rank.compression.reset()
+        assert name != "quantized" or not equal(held.values(), residuals(rank).values())  # the gradients stay
+
+
 def test_a_disagreement_is_remembered_until_it_is_checked():
     """On a GPU it is not checked in every step."""
     (bucket,) = make_buckets([(0, "w", torch.nn.Parameter(torch.zeros(512)))], 2**20)
-    flag = torch.zeros(1, dtype=torch.bool)
-    decider = Shared(Everything(bucket), Idle(bucket, finds=False), flag)
+    agreement = Agreement(bucket.device)
+    decider = Shared(Everything(bucket), Idle(bucket, finds=False), agreement)
 
     def step(number, other_digest):
-        decider.begin(StepSeed.draw(Step(number, 0, 2, 1.0, 0, 0), 0), check=number == 2)
+        begun = Step(number, 0, 2, 1.0, 0, 0)
+        agreement.begin(begun)
+        agreement._looks = number == 2
+        decider.begin(StepSeed.draw(begun, 0))
         exchange = decider.agree(Scoring())
         ours = next(exchange).tensor
         digest = ours[1] + other_digest
@@ -194,9 +210,9 @@ def test_a_disagreement_is_remembered_until_it_is_checked():
             exchange.send(ours + torch.stack([torch.ones_like(digest), digest, digest * digest]))
 
     step(0, other_digest=0)
-    assert not flag
+    assert not agreement._differ
     step(1, other_digest=1)
-    assert flag
+    assert agreement._differ
     with pytest.raises(RuntimeError, match="disagree"):
         step(2, other_digest=0)
 
