@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..carriers.polling import wait_until
 from ..hosts.ddp import ddp_hook
-from ..hosts.polling import wait_until
 
 HOSTS = ("ddp", "horovod")
 #: The variables in which a launcher gives a process its rank and the number of ranks. torchrun's come first: they are

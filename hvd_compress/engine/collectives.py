@@ -1,7 +1,7 @@
-"""Collectives as values: what an exchange asks for, and what a host must provide to carry it out.
+"""Collectives as values: what an exchange asks for, and what a carrier must provide to perform it.
 
-A method yields a :class:`Request`; the engine names it and passes it to the host's :class:`Collectives`, which starts
-the operation without waiting.
+A method yields a :class:`Request`; the engine names it and passes it to the carrier's :class:`Collectives`, which
+starts the operation without waiting.
 """
 
 import math

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..carriers import shard_groups
 from ..engine.arguments import check_fraction, check_integer, check_number
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
 from ..engine.state import Entry, Fixed, Tree
-from ..hosts import shard_groups
 from ..hosts.fsdp import FSDPHost, check_sharded, hooked
 from ..hosts.horovod import is_distributed_optimizer
 from ..hosts.owners import Owners

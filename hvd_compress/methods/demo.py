@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..carriers import shard_group
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_flag, check_number, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
@@ -21,7 +22,6 @@ from ..engine.place import is_large
 from ..engine.shards import local, shards
 from ..engine.state import Tree
 from ..engine.work import Step
-from ..hosts import shard_group
 from ..selection.base import Output, Scoring, signs
 from ..selection.deciders import Decider
 from ..selection.schedule import Density

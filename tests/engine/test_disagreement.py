@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from methods import METHODS
 
 from hvd_compress import IWP, TopK
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import Lanes
 from hvd_compress.engine.agreement import LIMIT, all_equal
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.work import Step
-from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.schedule import Diminishing, WarmUp
 from hvd_compress.selection.base import Scoring, StepSeed
 from hvd_compress.selection.deciders import Shared

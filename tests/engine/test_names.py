@@ -12,9 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from hvd_compress import IWP, DeMo, LocalSteps, TopK, reshard
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.arguments import find_name, named_pairs, plain_names
 from hvd_compress.engine.state import same
-from hvd_compress.hosts.threads import ThreadWorld
 
 
 def held_as(name, model):

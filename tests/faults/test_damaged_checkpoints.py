@@ -16,8 +16,8 @@ from methods import METHODS, SMALL, TRAINED, fitting
 from torch import Tensor
 
 from hvd_compress import LocalSteps, SlimDP
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.state import same
-from hvd_compress.hosts.threads import ThreadWorld
 
 MISSING = object()
 STEPS = 4
