@@ -2,12 +2,12 @@
 
 import statistics
 from collections import deque
-from typing import Any
+from typing import Any, get_args
 
-from .collectives import Request, ring_bytes
+from .collectives import Kind, Request, ring_bytes
 from .state import Entry, Tree
 
-KINDS = ("values", "indices", "dense_tensor", "budget")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _ALL = ("dense", *KINDS, "inside")
 _RECENT_STEPS = 1001
 
@@ -43,8 +43,12 @@ class WireStats:
         self._current["inside"] += sent * (per_node - 1) / per_node
 
     def count_request(self, request: Request, ranks: int, per_node: int = 1) -> None:
-        """Counts a collective of ``ranks``, of which each node has ``per_node``, as in :meth:`count_dense`."""
+        """Counts a collective of ``ranks``, of which each node has ``per_node``, as in :meth:`count_dense`. One inside
+        a node counts as inside."""
         sent = request.wire_bytes(ranks)
+        if request.level == "inside":
+            self._current["inside"] += sent
+            return
         self._current[request.kind] += sent / per_node
         self._current["inside"] += sent * (per_node - 1) / per_node
 
