@@ -156,7 +156,10 @@ class HorovodCollectives:
         for part, sets in ((inside, rows), (between, [list(column) for column in zip(*rows, strict=True)])):
             for process_set in map(self._process_set, sets):
                 if process_set.included():
-                    part._set = process_set
+                    part._work_on(process_set)
+
+    def _work_on(self, process_set: Any) -> None:
+        self._set = process_set
 
     def _process_set(self, ranks: list[int]) -> Any:
         """The process set of these ranks, a new one if there is none. All ranks call it."""

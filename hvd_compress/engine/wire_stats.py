@@ -19,15 +19,19 @@ class WireStats:
         self._current = _counts()
         self._last = _counts()
         self._total = _counts()
-        #: Time spent in the compressor in the current step, waiting excluded.
-        self.seconds = 0.0
+        # Time spent in the compressor in the current step, waiting excluded.
+        self._seconds = 0.0
         self._complete = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def begin_step(self) -> None:
         if self._complete:
-            self._recent.append(self.seconds)
-        self._current, self.seconds, self._complete = _counts(), 0.0, False
+            self._recent.append(self._seconds)
+        self._current, self._seconds, self._complete = _counts(), 0.0, False
+
+    def count_seconds(self, seconds: float) -> None:
+        """Counts time spent in the compressor, waiting excluded."""
+        self._seconds += seconds
 
     def count_gradient(self, numel: int, ranks: int, share: float = 1.0) -> None:
         """Counts what a gradient of ``numel`` entries would cost as a float32 ring allreduce over all ``ranks``.
@@ -60,7 +64,7 @@ class WireStats:
 
     def report(self) -> dict[str, Any]:
         """``last``, ``total`` and ``compress_ms`` of ``Compressor.stats()``."""
-        seconds = [*self._recent, *([self.seconds] if self._complete else [])]
+        seconds = [*self._recent, *([self._seconds] if self._complete else [])]
         return {
             "last": _summary(self._last),
             "total": _summary(self._total),

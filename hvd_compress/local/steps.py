@@ -199,7 +199,7 @@ class LocalSteps:
         #: Calls of step() in this process; whether an optimizer has stepped since the last one; and whether finish() or
         #: take_weights() was called since the last of its steps.
         self._number, self._stepped, self._finished = 0, False, False
-        engine.local_steps = self
+        engine.hand_over(self)
         _living.add(self)
 
     # What the user calls.
@@ -249,7 +249,7 @@ class LocalSteps:
         period = _checked_period(period, fragments)
         if self._delay > period // fragments:
             raise ValueError(f"period must be at least fragments * delay = {fragments * self._delay}, got {period}")
-        self._turns.period = period
+        self._turns.change_period(period)
 
     @modes_off
     def finish(self, model: torch.nn.Module | None = None, *, buffers: Mapping[str, str] | None = None) -> None:
