@@ -12,8 +12,8 @@ from fake_ddp import FakeBucket, in_backward
 from torch import Tensor
 
 from hvd_compress import IWP, Compressor, ddp_hook
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.collectives import Nodes, allreduce
-from hvd_compress.hosts.threads import ThreadWorld
 
 Build = Callable[..., Compressor]
 

@@ -8,7 +8,7 @@ import torch
 from harness import equal, gradients, mixed_model
 
 from hvd_compress import LocalSteps, TopK
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 on_both_hosts = pytest.mark.parametrize("ordered", [False, True], ids=["horovod", "ddp"])
 on_both_kinds = pytest.mark.parametrize("unsent", ["weights", "buffer"])

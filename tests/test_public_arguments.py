@@ -14,9 +14,9 @@ from harness import mixed_model
 
 import hvd_compress
 from hvd_compress import Compressor, LocalSteps, NoCompression, recipes, schedule
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import Codec, Lloyd
 from hvd_compress.codecs.packed import Code
-from hvd_compress.hosts.threads import ThreadWorld
 
 #: The arguments of all public classes and functions. One that is in none of these makes a test fail.
 INTEGERS = {
@@ -30,6 +30,7 @@ NUMBERS = {
 }
 FLAGS = {
     *("block_means", "layerwise", "prediction", "error_feedback", "warm_start", "sign", "stochastic", "filters"),
+    "watch_weights",
     *("ordered", "in_turn"),
 }
 #: Objects and names; ``nodes`` and ``orthogonal`` have tests below.

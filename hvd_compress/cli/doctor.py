@@ -116,7 +116,7 @@ def cuda_operators() -> Finding:
 
 
 def torch_distributed(timeout: float, exchange: bool, per_node: int = 1) -> Iterator[Finding]:
-    from ..hosts.torch_collectives import backends
+    from ..carriers.torch_collectives import backends
 
     names = backends()
     if "gloo" not in names:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..hosts.mirror import Mirror
+from ..carriers.mirror import Mirror
 from .synthetic import normal
 from .wire import BASELINES, METHODS, is_compressed
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..carriers.polling import wait_until
 from ..hosts.ddp import ddp_hook
-from ..hosts.polling import wait_until
 
 HOSTS = ("ddp", "horovod")
 #: The variables in which a launcher gives a process its rank and the number of ranks. torchrun's come first: they are
@@ -70,11 +70,8 @@ class Horovod:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Not by ``allgather_object()``, which spins meanwhile."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._result(
-            self._hvd.allgather_async(
-                torch.tensor([mine.numel()], dtype=torch.int64, device="cpu"), name="gather.sizes"
-            )
-        )
+        own = torch.tensor([mine.numel()], dtype=torch.int64, device="cpu")
+        sizes = self._result(self._hvd.allgather_async(own, name="gather.sizes"))
         parts = torch.split(self._result(self._hvd.allgather_async(mine, name="gather")), sizes.tolist())
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 

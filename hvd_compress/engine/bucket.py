@@ -179,6 +179,11 @@ class Bucket:
         ]
         self._versions, self.collected = [None] * len(self.pieces), True
 
+    def replace_gradients(self, gradients: list[Tensor]) -> None:
+        """Makes these tensors :attr:`gradients`, to which averages are written: one per piece, in its memory order, or
+        empty. What the host passed in stays."""
+        self.gradients = gradients
+
     def forget_changed(self) -> None:
         """Drops the gradients that somebody has written to since they arrived, or since they were last marked: they are
         no longer what they were."""

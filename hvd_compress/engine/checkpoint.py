@@ -11,7 +11,7 @@ from . import state as states_of
 from .engine import Engine
 from .modes import modes_off
 from .shards import place_in_mesh
-from .state import Entry, Fixed, Leaf, Tree, described, joined, refuse, same
+from .state import Fixed, Leaf, Tree, described, joined, refuse, same
 
 # Increased when a state of an older version can no longer be loaded.
 _FORMAT = 5
@@ -46,7 +46,7 @@ def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
     engine.undo()
     before: dict[str, Any] = states_of.save(_description(engine))
     # A copy: the user may modify what is returned.
-    engine.restore = partial(_restore, values=states_of.save(_description(engine)))
+    engine.undo_by(partial(_restore, values=states_of.save(_description(engine))))
     _restore(engine, now)
     return before
 
@@ -184,7 +184,7 @@ def _description(engine: Engine) -> Tree:
         "format": Fixed(_FORMAT, "the state is of another version of hvd_compress"),
         "method": Fixed(type(engine.method).__name__),
         "owner": _Owner(engine),
-        "step": Entry(vars(engine), "step", int, low=0),
+        "step": engine.state(),
         "shared": states_of.part_of(body, per_rank=False),
         "per_rank": states_of.part_of(body, per_rank=True),
     }

@@ -1,7 +1,7 @@
-"""Collectives as values: what an exchange asks for, and what a host must provide to carry it out.
+"""Collectives as values: what an exchange asks for, and what a carrier must provide to perform it.
 
-A method yields a :class:`Request`; the engine names it and passes it to the host's :class:`Collectives`, which starts
-the operation without waiting.
+A method yields a :class:`Request`; the engine names it and passes it to the carrier's :class:`Collectives`, which
+starts the operation without waiting.
 """
 
 import math
@@ -17,8 +17,9 @@ from .registry import Registry
 #: Who passes gradients in.
 HostName = Literal["horovod", "ddp"]
 Verb = Literal["allreduce", "allgather", "alltoall", "reduce", "broadcast"]
-#: ``inside``: within a node; all others cross the network between nodes.
-Kind = Literal["values", "indices", "dense_tensor", "budget", "inside"]
+Kind = Literal["values", "indices", "dense_tensor", "budget"]
+#: ``between``: across the network, between nodes or, without them, all ranks. ``inside``: within a node.
+Level = Literal["between", "inside"]
 
 # The stage that a result usually begins.
 _THEN: dict[Kind, Stage] = {"values": "apply", "indices": "encode", "dense_tensor": "apply", "budget": "encode"}
@@ -26,8 +27,10 @@ _THEN: dict[Kind, Stage] = {"values": "apply", "indices": "encode", "dense_tenso
 
 @dataclass(frozen=True)
 class Request:
-    """One collective on ``tensor``, and the category in which ``stats()`` counts its bytes.
+    """One collective on ``tensor``.
 
+    ``kind``: the category in which ``stats()`` counts its bytes, if they cross the network. ``level``: where they
+    travel; those inside a node count as inside, of whichever kind.
     ``name``: a collective that is not issued in every step needs its own; otherwise it would renumber the others. The
     shape under one name should be constant (Horovod's response cache). ``then``: what the exchange does with the
     result, for profiles. ``root``: the rank that receives a sum or sends its tensor to all.
@@ -39,6 +42,7 @@ class Request:
     name: str = "step"
     then: Stage = "apply"
     root: int = 0
+    level: Level = "between"
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends with the ring algorithm, without transport headers."""
@@ -71,12 +75,12 @@ def alltoall(tensor: torch.Tensor, kind: Kind = "values", then: Stage = "reduce"
 def reduce(tensor: torch.Tensor, root: int, to_all: bool) -> Request:
     """Inside a node: the sum over its ranks, for rank ``root``. What the others receive has a meaning only with
     ``to_all``, for hosts that know no other sum. float32; the tensor is given away."""
-    return Request("allreduce" if to_all else "reduce", tensor, "inside", "node", "accumulate", root)
+    return Request("allreduce" if to_all else "reduce", tensor, "dense_tensor", "node", "accumulate", root, "inside")
 
 
 def broadcast(tensor: torch.Tensor, root: int) -> Request:
     """Inside a node: the tensor of rank ``root``. That of the others, of the same shape, is given away."""
-    return Request("broadcast", tensor, "inside", "node", "apply", root)
+    return Request("broadcast", tensor, "dense_tensor", "node", "apply", root, "inside")
 
 
 class Handle(Protocol):
@@ -162,5 +166,10 @@ class Nodes:
         return 0 if self.inside is None else self.inside.rank
 
     def level(self, request: Request) -> Collectives:
-        """The ranks that a request is for."""
-        return self.between if self.inside is None or request.kind != "inside" else self.inside
+        """The ranks that a request is for. Raises ``ValueError`` if it is to travel inside a node and there are no
+        nodes."""
+        if request.level == "between":
+            return self.between
+        if self.inside is None:
+            raise ValueError(f"{request.verb} inside a node: the compressor was built without nodes=")
+        return self.inside

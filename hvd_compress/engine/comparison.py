@@ -96,8 +96,16 @@ class Comparison:
     def __init__(self, collectives: Collectives, label: str, device: torch.device) -> None:
         self._collectives, self._label, self._device = collectives, label, device
         self._run: _Run | None = None
-        #: Whether the ranks have compared their configurations since the last change.
-        self.done = False
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the ranks have compared their configurations since the last change."""
+        return self._done
+
+    def forget(self) -> None:
+        """Something has changed: :attr:`done` is false until the ranks have compared their configurations again."""
+        self._done = False
 
     def join(self, configuration: Configuration) -> None:
         """See :meth:`hvd_compress.engine.registry.Peer.join_comparison`."""
@@ -117,8 +125,11 @@ class Comparison:
             configuration: returns numbers, strings, None or frozen dataclasses, by name.
             others: returns the other engines of this process that have still to compare theirs.
         """
-        if self._collectives.size == 1:
-            return
+        if self._collectives.size > 1:
+            self._require(configuration, others, timeout)
+        self._done = True
+
+    def _require(self, configuration: Configuration, others: Callable[[], list[Peer]], timeout: float) -> None:
         absent = self._collectives.check_in()
         try:
             if self._collectives.ordered:

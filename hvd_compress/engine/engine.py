@@ -8,7 +8,6 @@ first hook of all, to compare configurations, when no exchange is open. This wai
 """
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from .place import Place, check_gradient, compressed
 from .profiling import stage
 from .registry import Peer
 from .shards import local
+from .state import Entry, Tree
 from .user_warning import warn_user
 from .wire_stats import WireStats
 from .work import Step, Work
@@ -99,8 +99,7 @@ class Engine:
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
         #: Whether the last average may still be taken back, and whether it was.
         self.undoable, self._discarded = False, False
-        #: Loads the state before the last average, if it was saved: the methods' own means to undo are used up then.
-        self.restore: Callable[[Engine], None] | None = None
+        self._restore: Callable[[Engine], None] | None = None
         # Gradients of a model on several GPUs arrive from several threads.
         self.lock = threading.RLock()
         #: The context of a host's calls.
@@ -128,8 +127,8 @@ class Engine:
         """What runs the steps instead of a host, while it exists; it owns the compressor."""
         return None if self._local_steps is None else self._local_steps()
 
-    @local_steps.setter
-    def local_steps(self, local_steps: LocalStepping) -> None:
+    def hand_over(self, local_steps: LocalStepping) -> None:
+        """From now on ``local_steps`` runs the steps instead of a host. Only a weak reference is kept."""
         self._local_steps = weakref.ref(local_steps)
 
     @property
@@ -256,6 +255,10 @@ class Engine:
                 self.undoable, self._discarded = False, True
                 self.undo()
 
+    def keep_step(self) -> None:
+        """The last average is in use: from now on it cannot be taken back."""
+        self.undoable = False
+
     @property
     def average_waits(self) -> bool:
         """Whether there is an average that nobody has applied so far. Synchronises a GPU."""
@@ -274,13 +277,18 @@ class Engine:
 
     def undo(self) -> None:
         """Takes back what the current step, or the last one, has sent."""
-        restore, self.restore = self.restore, None
+        restore, self._restore = self._restore, None
         if restore is not None:
             restore(self)
             return
         for work in self._stepping:
             with work.bucket.order:
                 work.undo()
+
+    def undo_by(self, restore: Callable[["Engine"], None]) -> None:
+        """Lets ``restore``, which loads the state before the last average, take that back: the methods' own means to do
+        so are used up."""
+        self._restore = restore
 
     def check_generation(self) -> bool:
         """Whether the set of ranks has changed since the last call (elastic). If so, shared state is reset."""
@@ -317,7 +325,12 @@ class Engine:
     def forget_last_step(self) -> None:
         """The state or the set of ranks is another one: no average is the last, and the ranks are compared again."""
         self.last_average.forget()
-        self.comparison.done, self.undoable, self.restore = False, False, None
+        self.comparison.forget()
+        self.undoable, self._restore = False, None
+
+    def state(self) -> Tree:
+        """The saved state, beside that of the method and of the buckets: the number of completed steps."""
+        return Entry(vars(self), "step", int, low=0)
 
     def unknown_parameters(self, optimizer: Optimizer) -> int:
         """How many trained parameters of the optimizer this compressor was not given."""
@@ -401,19 +414,15 @@ class Engine:
         """Compares the ranks' configurations, unless they were since the last change. Raises ``RuntimeError``, on all
         ranks, if they differ or one does not come. Waits."""
         if not self.comparison.done:
-            begin = time.perf_counter()
-            try:
+            with self.exchanges.waiting():
                 self.comparison.require(self._configuration, self._comparing, self._start_timeout)
-            finally:
-                self.exchanges.seconds_waited += time.perf_counter() - begin
-            self.comparison.done = True
 
     def begin_step(self, works: Sequence[Work], number: int) -> None:
         """Begins a step of some buckets; of all, if the first gradient begins it. What the others keep of their own
         last step stays. ``number``: of completed steps of these buckets."""
         self.compare()
         self.scale = self.undo_skipped_step()
-        self.undoable, self.restore = False, None
+        self.undoable, self._restore = False, None
         self.ranks = self.collectives.size
         self.arrived = bytearray(len(self.parameters))
         self.stats.begin_step()
@@ -426,7 +435,8 @@ class Engine:
             with work.bucket.order:
                 work.begin(step)
         # Last: if a method could not begin the step, there is nothing to undo and the next gradient begins it again.
-        self.collecting, self.watch.may_be_bypassed = True, False
+        self.collecting = True
+        self.watch.received()
 
     def _refuse_reentry(self, number: int) -> None:
         if self.method.traits.linear and not self._discarded:
@@ -459,7 +469,7 @@ class Engine:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
             self._sizes[optimizer] = self._regrouped = size
-            self.comparison.done = False
+            self.comparison.forget()
         self.last_average.before_optimizer_step()
         method, local = self.method, self.local_steps is not None
         if method.host.detached and not local:

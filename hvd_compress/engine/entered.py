@@ -25,7 +25,7 @@ class Entered:
     def __exit__(self, *error: object) -> None:
         turn_on, begin = self._open.pop()
         if not self._open:
-            self._stats.seconds += time.perf_counter() - self._exchanges.seconds_waited - begin
+            self._stats.count_seconds(time.perf_counter() - self._exchanges.seconds_waited - begin)
         if turn_on is not None:
             turn_on()
         self._lock.release()

@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -30,6 +31,15 @@ class _Running:
     collectives: Counter[str] = field(default_factory=Counter)
     #: The collective that it has asked for, and that waits for those of the others.
     held: Request | None = None
+
+    def hold(self, request: Request) -> None:
+        """The exchange has asked for this collective, which starts later."""
+        self.handle, self.held = None, request
+
+    def started(self, request: Request, handle: Handle) -> None:
+        """The exchange waits for this collective."""
+        self.handle, self.held, self.stage = handle, None, request.then
+        self.collectives[request.name] += 1
 
 
 class Exchanges:
@@ -117,7 +127,7 @@ class Exchanges:
                 self._running.remove(running)
                 return
             if request.verb == "broadcast" and self.nodes.everyone.ordered:
-                running.handle, running.held = None, request
+                running.hold(request)
             else:
                 self._start(running, request)
 
@@ -126,35 +136,37 @@ class Exchanges:
         self._stats.count_request(request, collectives.size)
         name = f"{self.label}.{running.bucket.index}.{request.name}.{running.collectives[request.name]}"
         with stage("exchange"):
-            running.handle = collectives.start(request, name)
-        running.stage = request.then
-        running.collectives[request.name] += 1
+            handle = collectives.start(request, name)
+        running.started(request, handle)
 
     def _start_held(self) -> None:
         """If all exchanges have come to their broadcast: starts them, in the order of the launches."""
         if any(running.held is None for running in self._running):
             return
         for running in self._running:
-            request, running.held = running.held, None
-            assert request is not None
+            assert running.held is not None
             with running.bucket.order.exchange_stream():
-                self._start(running, request)
+                self._start(running, running.held)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context whose time counts as spent waiting."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_waited += time.perf_counter() - begin
 
     def _wait_for_any(self) -> None:
-        begin = time.perf_counter()
-        with stage("wait"):
+        with self.waiting(), stage("wait"):
             while not any(running.handle and running.handle.done() for running in self._running):
                 self._meanwhile()
                 time.sleep(POLL_INTERVAL)
-        self.seconds_waited += time.perf_counter() - begin
 
     def wait(self, handle: Handle) -> Tensor:
         """The result of a collective, for which it waits."""
-        begin = time.perf_counter()
-        with stage("wait"):
+        with self.waiting(), stage("wait"):
             while not (self.nodes.everyone.ordered or handle.done()):
                 self._meanwhile()
                 time.sleep(POLL_INTERVAL)
-            result = handle.result()
-        self.seconds_waited += time.perf_counter() - begin
-        return result
+            return handle.result()

@@ -47,11 +47,11 @@ def through_owner(work: Work, nodes: Nodes) -> Exchange:
     bucket.mark_written()
     flat = yield reduce(flat, bucket.owner, to_all=not nodes.everyone.ordered)
     if bucket.owner == nodes.rank:
-        bucket.gradients = _views(bucket, flat, given)
+        bucket.replace_gradients(_views(bucket, flat, given))
         work.accumulate()
         yield from work.exchange()
     flat = yield broadcast(flat, bucket.owner)
-    bucket.gradients = _views(bucket, flat, given)
+    bucket.replace_gradients(_views(bucket, flat, given))
     bucket.mark_written()
 
 

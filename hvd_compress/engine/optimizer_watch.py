@@ -45,8 +45,8 @@ class OptimizerWatch:
         # The parameters that those optimizers hold; None until somebody asks.
         self._trained: set[int] | None = None
         self._held: set[int] | None = None
-        #: False after the first gradient in this process, and after :meth:`bypassed_by` has been true.
-        self.may_be_bypassed = True
+        # False after the first gradient in this process, and after bypassed_by() has been true.
+        self._may_be_bypassed = True
         self.forget_step()
 
     def start(self) -> None:
@@ -97,10 +97,14 @@ class OptimizerWatch:
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this step of the optimizer applies gradients although the compressor has received none in this
         process. True at most once. Synchronises a GPU until then, or until the first gradient arrives."""
-        if not self.may_be_bypassed or not self.applies_gradients(optimizer):
+        if not self._may_be_bypassed or not self.applies_gradients(optimizer):
             return False
-        self.may_be_bypassed = False
+        self._may_be_bypassed = False
         return True
+
+    def received(self) -> None:
+        """The compressor has received a gradient: from now on :meth:`bypassed_by` is false."""
+        self._may_be_bypassed = False
 
     def applies_gradients(self, optimizer: Optimizer) -> bool:
         """Whether this step applies gradients. One that only creates the optimizer's state does not:

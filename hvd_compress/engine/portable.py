@@ -15,7 +15,7 @@ from . import state as states_of
 from .engine import Engine
 from .modes import modes_off
 from .shards import local
-from .state import Entry, Fixed, Tree, joined, refuse
+from .state import Fixed, Tree, joined, refuse
 
 _FORMAT = 2
 
@@ -36,7 +36,7 @@ def owed(engine: Engine) -> Owed:
 def shared(engine: Engine) -> Tree:
     """Describes what all replicas have in common. The tensors in it are by parameter name."""
     method: Tree = Fixed(type(engine.method).__name__)
-    tree = {"format": Fixed(_FORMAT), "method": method, "step": Entry(vars(engine), "step", int, low=0)}
+    tree = {"format": Fixed(_FORMAT), "method": method, "step": engine.state()}
     tree |= {key: part for key, part in engine.method.state().items() if key == "density"}
     return tree if engine.local_steps is None else {**tree, "local_steps": engine.local_steps.state()}
 

@@ -2,12 +2,12 @@
 
 import statistics
 from collections import deque
-from typing import Any
+from typing import Any, get_args
 
-from .collectives import Request, ring_bytes
+from .collectives import Kind, Request, ring_bytes
 from .state import Entry, Tree
 
-KINDS = ("values", "indices", "dense_tensor", "budget")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _ALL = ("dense", *KINDS, "inside")
 _RECENT_STEPS = 1001
 
@@ -19,15 +19,19 @@ class WireStats:
         self._current = _counts()
         self._last = _counts()
         self._total = _counts()
-        #: Time spent in the compressor in the current step, waiting excluded.
-        self.seconds = 0.0
+        # Time spent in the compressor in the current step, waiting excluded.
+        self._seconds = 0.0
         self._complete = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def begin_step(self) -> None:
         if self._complete:
-            self._recent.append(self.seconds)
-        self._current, self.seconds, self._complete = _counts(), 0.0, False
+            self._recent.append(self._seconds)
+        self._current, self._seconds, self._complete = _counts(), 0.0, False
+
+    def count_seconds(self, seconds: float) -> None:
+        """Counts time spent in the compressor, waiting excluded."""
+        self._seconds += seconds
 
     def count_gradient(self, numel: int, ranks: int, share: float = 1.0) -> None:
         """Counts what a gradient of ``numel`` entries would cost as a float32 ring allreduce over all ``ranks``.
@@ -43,8 +47,12 @@ class WireStats:
         self._current["inside"] += sent * (per_node - 1) / per_node
 
     def count_request(self, request: Request, ranks: int, per_node: int = 1) -> None:
-        """Counts a collective of ``ranks``, of which each node has ``per_node``, as in :meth:`count_dense`."""
+        """Counts a collective of ``ranks``, of which each node has ``per_node``, as in :meth:`count_dense`. One inside
+        a node counts as inside."""
         sent = request.wire_bytes(ranks)
+        if request.level == "inside":
+            self._current["inside"] += sent
+            return
         self._current[request.kind] += sent / per_node
         self._current["inside"] += sent * (per_node - 1) / per_node
 
@@ -56,7 +64,7 @@ class WireStats:
 
     def report(self) -> dict[str, Any]:
         """``last``, ``total`` and ``compress_ms`` of ``Compressor.stats()``."""
-        seconds = [*self._recent, *([self.seconds] if self._complete else [])]
+        seconds = [*self._recent, *([self._seconds] if self._complete else [])]
         return {
             "last": _summary(self._last),
             "total": _summary(self._total),

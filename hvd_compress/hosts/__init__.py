@@ -1,64 +1,10 @@
-"""Who calls the engine and carries its bytes: Horovod, torch DistributedDataParallel or FSDP2, or threads (for
-tests)."""
+"""Who calls the engine: Horovod, torch DistributedDataParallel or FSDP2."""
 
-import sys
-from collections.abc import Iterable
-from typing import Any
-
-from torch import Tensor
-
-from ..engine.collectives import Collectives
 from ..engine.engine import Engine
-from ..engine.shards import is_sharded, shards
+from ..engine.shards import is_sharded
 from .ddp import DDPHost
 from .fsdp import FSDPHost
-from .horovod import HorovodCollectives, HorovodHost
-from .torch_collectives import TorchCollectives
-
-
-def default_collectives(process_set: Any, process_group: Any) -> Collectives:
-    """The collectives of the host in use: Horovod's if it is initialised or a ``process_set`` is given,
-    torch.distributed's if that is initialised or a ``process_group`` is given.
-
-    Raises:
-        ValueError: both are given, or none is given and not exactly one host is initialised.
-    """
-    if process_set is not None and process_group is not None:
-        raise ValueError("give process_set= (Horovod) or process_group= (torch DDP), not both")
-    from torch import distributed
-
-    # Not imported here: a program that has initialised Horovod has imported it.
-    hvd = sys.modules.get("horovod.torch")
-    horovod = hvd is not None and hvd.is_initialized()
-    ddp = distributed.is_available() and distributed.is_initialized()
-    if process_set is None and process_group is None and horovod == ddp:
-        raise ValueError(
-            "both Horovod and torch.distributed are initialised: say which one calls this compressor with "
-            "process_set=hvd.global_process_set or process_group=torch.distributed.group.WORLD"
-            if ddp
-            else "build the compressor after hvd.init() (Horovod) or torch.distributed.init_process_group() (DDP)"
-        )
-    if process_group is not None or (ddp and process_set is None):
-        return TorchCollectives(process_group)
-    return HorovodCollectives(process_set)
-
-
-def shard_group(parameters: Iterable[Tensor]) -> Collectives | None:
-    """The ranks that share parameters, row by row; None if none of them is divided. Raises ``ValueError`` for other
-    divisions."""
-    divided: list[Any] = [p for p in parameters if shards(p) > 1]
-    if not divided:
-        return None
-    mesh = divided[0].device_mesh
-    if mesh.ndim > 1 or any(p.device_mesh != mesh or not p.placements[0].is_shard(0) for p in divided):
-        raise ValueError("the matrices must be sharded by rows, all on one mesh of one dimension")
-    return TorchCollectives(mesh.get_group())
-
-
-def shard_groups(parameters: Iterable[Tensor]) -> list[Collectives]:
-    """The ranks that share parameters: those of each dimension of each of their meshes."""
-    meshes: dict[Any, None] = dict.fromkeys(p.device_mesh for p in parameters if is_sharded(p))  # type: ignore[attr-defined]
-    return [TorchCollectives(mesh.get_group(dimension)) for mesh in meshes for dimension in range(mesh.ndim)]
+from .horovod import HorovodHost
 
 
 def host_of(engine: Engine) -> DDPHost | FSDPHost | HorovodHost:

@@ -20,6 +20,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ..carriers.torch_collectives import TorchCollectives
 from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, allreduce
 from ..engine.dense import DenseGradient, as_real
@@ -28,7 +29,6 @@ from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from .hooked import HookedHost
 from .nested import backward_depth
-from .torch_collectives import TorchCollectives
 
 
 def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:

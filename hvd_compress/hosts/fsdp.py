@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
+from ..carriers.torch_collectives import TorchCollectives
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
@@ -37,7 +38,6 @@ from .fsdp_modules import (
 )
 from .hooked import HookedHost
 from .nested import backward_depth
-from .torch_collectives import TorchCollectives
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # as in torch 2.13
 

@@ -65,6 +65,10 @@ class Turns:
         """How many times the fragment whose turn it is was exchanged."""
         return self._engine.step // len(self.fragments)
 
+    def change_period(self, period: int) -> None:
+        """Makes the period, a multiple of the number of fragments, another one."""
+        self.period = period
+
     def count(self) -> None:
         """A call of ``LocalSteps.step()``."""
         self.ages[:] = [age + 1 for age in self.ages]

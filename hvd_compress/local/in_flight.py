@@ -43,7 +43,7 @@ class _Exchange:
     def finish(self, engine: Engine) -> None:
         """Waits."""
         engine.finish_step()
-        engine.undoable = False
+        engine.keep_step()
         for gradient, average in zip(self._dense, self._averaging.results(), strict=True):
             gradient.store(average)
             engine.method.dense_averaged(gradient.number, gradient.grad)

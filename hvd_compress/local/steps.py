@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..carriers import shard_groups
 from ..engine.arguments import check_flag, check_fraction, check_integer, check_number, plain_names
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
 from ..engine.state import Entry, Fixed, Tree
-from ..hosts import shard_groups
 from ..hosts.fsdp import FSDPHost, check_sharded, hooked
 from ..hosts.horovod import is_distributed_optimizer
 from ..hosts.owners import Owners
@@ -205,7 +205,7 @@ class LocalSteps:
         #: Calls of step() in this process; whether an optimizer has stepped since the last one; and whether finish() or
         #: take_weights() was called since the last of its steps.
         self._number, self._stepped, self._finished = 0, False, False
-        engine.local_steps = self
+        engine.hand_over(self)
         _living.add(self)
 
     # What the user calls.
@@ -256,7 +256,7 @@ class LocalSteps:
         period = _checked_period(period, fragments)
         if self._delay > period // fragments:
             raise ValueError(f"period must be at least fragments * delay = {fragments * self._delay}, got {period}")
-        self._turns.period = period
+        self._turns.change_period(period)
 
     @modes_off
     def finish(self, model: torch.nn.Module | None = None, *, buffers: Mapping[str, str] | None = None) -> None:

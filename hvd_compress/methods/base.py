@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..carriers import default_collectives
 from ..engine import checkpoint, guard
 from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
@@ -21,7 +22,7 @@ from ..engine.place import Place
 from ..engine.shards import local
 from ..engine.state import Tree
 from ..engine.work import Work
-from ..hosts import default_collectives, host_of
+from ..hosts import host_of
 from ..hosts.dcp import refuse_dcp
 from ..hosts.ddp import DDPHost
 from ..hosts.fsdp import FSDPHost
@@ -62,7 +63,7 @@ class Compressor(Reporting, abc.ABC):
             step that it skips has sent returns to them.
         start_timeout: seconds to wait in the first step for the other ranks, to compare all options and parameters.
         collectives: replaces the host's collectives, for tests and simulations
-            (:class:`hvd_compress.hosts.threads.ThreadWorld`).
+            (:class:`hvd_compress.carriers.threads.ThreadWorld`).
 
     Raises:
         ValueError: an argument out of range, duplicate names, no initialised host, a second optimizer that steps the

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..carriers import shard_group
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_flag, check_number, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
@@ -21,7 +22,6 @@ from ..engine.place import is_large
 from ..engine.shards import local, shards
 from ..engine.state import Tree
 from ..engine.work import Step
-from ..hosts import shard_group
 from ..selection.base import Output, Scoring, signs
 from ..selection.deciders import Decider
 from ..selection.schedule import Density
@@ -50,6 +50,12 @@ class _Written:
 
     seen: bool
     largest: dict[str, Tensor] = field(default_factory=dict)
+
+    def show(self, otherwise: float) -> float:
+        """A step has shown it. Returns the largest entry of all; ``otherwise``, if all gradients hold signs."""
+        self.seen, largest = True, max(map(float, self.largest.values()), default=otherwise)
+        self.largest.clear()
+        return largest
 
 
 class DeMo(SparseMethod):
@@ -262,9 +268,7 @@ class DeMo(SparseMethod):
         largest = max((float(grad.abs().max()) for grad in dense), default=0.0)
         if not math.isfinite(largest) or not largest:
             return
-        self._written.seen = True
-        written = max(map(float, self._written.largest.values()), default=scale)
-        self._written.largest.clear()
+        written = self._written.show(otherwise=scale)
         # A GradScaler may have divided them by its scale.
         if not any(math.isclose(largest, written / factor, rel_tol=1e-3) for factor in (1.0, scale)):
             what = "signs or orthogonal matrices" if self._orthogonal else "signs"
@@ -309,13 +313,12 @@ class _DeMoWork(SparseWork):
     def exchange(self) -> Exchange:
         importance, bucket, given = self.due_importance(), self.bucket, self.bucket.gradients
         if self._orthogonal:  # in float32 until they are orthogonal or signs
-            bucket.gradients = [
-                g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in given
-            ]
+            wide = [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in given]
+            bucket.replace_gradients(wide)
         yield from self.send()
         if self._orthogonal:
             self._replace(bucket.gradients, given)
-            bucket.gradients = given
+            bucket.replace_gradients(given)
         yield from self.share_slots(importance)
 
     def _replace(self, averages: list[Tensor], grads: list[Tensor]) -> None:

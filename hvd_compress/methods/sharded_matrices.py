@@ -83,6 +83,6 @@ class ShardedMatrices:
         return found
 
     def _exchange(self, buffer: Tensor) -> Tensor:
-        request = Request("alltoall", buffer.flatten(), "inside")
+        request = Request("alltoall", buffer.flatten(), "dense_tensor", level="inside")
         self._stats.count_request(request, self._group.size)
         return self._group.start(request, f"{self._label}.matrices").result().view(buffer.shape)

@@ -154,11 +154,11 @@ class _SlimDPWork(SparseWork):
         picker = self.decider.picker
         # Blocks keep their slots as long as their core: with fewer, the core would not fit.
         since = step.number - step.number % self._arguments.reselect
-        picker.phase = derive(step.seed, since, self.bucket.index) & 0xFFFF
+        picker.rotate(derive(step.seed, since, self.bucket.index) & 0xFFFF)
         if since == step.number and picker.scored:
             core = Blocks(self.bucket, [round(slots * self._arguments.core) for slots in picker.slots])
             core.begin(StepSeed.draw(step, self.bucket.index))
-            core.phase = picker.phase
+            core.rotate(picker.phase)
             core.pick_by(self.significance(), 0.0)
             self._core.choose(core)
 

@@ -110,7 +110,7 @@ class Leaders(Decider):
         by_rank = self.indices_by_rank(gathered, self.ranks).view(self.ranks, -1, self.run)
         # In slot order. Not by an index tensor, whose copy to a GPU would synchronise it.
         in_order = torch.stack([by_rank[rank] for rank in self.seed.order], dim=1)
-        self.picker.indices = in_order.view(-1)[: self.picker.total]
+        self.picker.decided(in_order.view(-1)[: self.picker.total])
 
     def complete(self, scoring: Scoring) -> None:
         """Writes to ``message`` what is known only when all gradients have arrived."""
@@ -148,7 +148,7 @@ class EachRank(Leaders):
         """This rank's message."""
         self.complete(scoring)
         picker = self.picker
-        picker.indices = self.own[: picker.total]
+        picker.decided(self.own[: picker.total])
         if not self._as_bitmap:
             return self.message
         bits = torch.zeros(picker.bucket.blocks * BLOCK, dtype=torch.uint8, device=self.own.device)

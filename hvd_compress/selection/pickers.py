@@ -50,6 +50,14 @@ class Picker(abc.ABC):
         """A step begins."""
         self.seed, self.phase = seed, seed.phase
 
+    def rotate(self, phase: int) -> None:
+        """Rotates by this number, instead of the seed's, which blocks get the slots that do not divide evenly."""
+        self.phase = phase
+
+    def decided(self, indices: Tensor) -> None:
+        """These are the step's ``indices``."""
+        self.indices = indices
+
     def pick(self, scoring: Scoring, own: Tensor, draw: Draw) -> None:
         """Completes ``own``, the indices that this rank picks, when all gradients have arrived."""
 

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hvd_compress import MP2
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.bucket import Bucket, Piece
-from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.methods.sparse import Sending, SparseWork
 
 RUNS = [

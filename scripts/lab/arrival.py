@@ -7,7 +7,7 @@
 Processor time of the thread, the fastest of --steps steps: of all calls of `compress` (Horovod) or of the hook (DDP),
 per tensor, and of the whole step, until the averages are there. The hook gets buckets of 25 MB, as DDP makes them, and
 its last call, which completes the exchange, counts for the step only. Other ranks are simulated
-(hvd_compress.hosts.mirror), in no time.
+(hvd_compress.carriers.mirror), in no time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import hvd_compress
 from hvd_compress import IWP, DeMo, ddp_hook
-from hvd_compress.hosts.mirror import Mirror
+from hvd_compress.carriers.mirror import Mirror
 
 RANKS, SHAPE, WARMUP, BUCKET_BYTES = 4, (4, 256), 4, 25 << 20
 Step = Callable[[Any, list[nn.Parameter]], tuple[float, float]]

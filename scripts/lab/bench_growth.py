@@ -34,7 +34,7 @@ from experiment.compressors import METHODS
 from experiment.files import script_parser
 from experiment.result_file import run_path, write_run
 
-from hvd_compress.hosts.mirror import Mirror
+from hvd_compress.carriers.mirror import Mirror
 
 LAYER = 1000, 1000
 SLACK = 1 << 20

@@ -20,8 +20,8 @@ from experiment import metrics
 from experiment.files import script_parser
 from experiment.result_file import run_path, write_run
 
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.cli.wire import METHODS, messages, sent
-from hvd_compress.hosts.threads import ThreadWorld
 
 COUNTED, MODELLED, PRINTED = (2, 4, 8, 16), (64, 256, 1024), (2, 4, 16, 64, 1024)
 ALLOWED = 0.01

@@ -22,8 +22,8 @@ from torch import nn
 
 import hvd_compress
 from hvd_compress import IWP, DeMo, ddp_hook
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.collectives import allreduce
-from hvd_compress.hosts.threads import ThreadWorld
 
 PACKAGE = str(Path(hvd_compress.__file__).parent)
 STEP = 3

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from hvd_compress import IWP
 from hvd_compress._version import __version__
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.cli import bench, estimate, kernels, network, shapes, transport, wire
 from hvd_compress.cli.app import app
-from hvd_compress.hosts.threads import ThreadWorld
 
 FREE = transport.Transport(
     dict.fromkeys(("allreduce fp32", "allreduce fp16", "allreduce int64", "allgather"), 0.0), 0.0

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import Channel, Lanes, RangeFloat, codec
 from hvd_compress.codecs.codebooks import DISTRIBUTIONS, codebook, grid_step
 from hvd_compress.engine import state
-from hvd_compress.hosts.threads import ThreadWorld
 
 NAMES = ["fp32", "fp16", "lanes2", "lanes4", "lanes16", "lloyd1", "lloyd4", "lloyd8", "range4", "range10", "range16"]
 NAMES += ["fp16-gather", "fp32-gather", "lloyd4-gather", "range10-gather"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hvd_compress import IWP, Compressor, DeMo, ops
-from hvd_compress.hosts.mirror import Mirror
+from hvd_compress.carriers.mirror import Mirror
 from hvd_compress.reference.codes import PART
 
 EMULATOR = ctypes.CDLL(os.environ["OPERATORS"])

@@ -5,7 +5,7 @@ import torch
 from harness import Scheduled, gradients, mixed_model, random_steps, replicas, residuals, together
 
 from hvd_compress import FFT, IWP, MIPD, TopK
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.reference import BLOCK
 
 

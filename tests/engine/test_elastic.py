@@ -8,7 +8,7 @@ from harness import Rank, gradients, random_steps, replicas, residuals, together
 from methods import METHODS
 
 from hvd_compress import IWP
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 @pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "mipd", "mipd-compensated"])

@@ -14,9 +14,9 @@ from methods import KINDS, SMALL
 from torch import Tensor
 
 from hvd_compress import IWP, LocalSteps, TopK, reshard
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import codebooks
 from hvd_compress.engine.state import same
-from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.methods import predictor
 
 

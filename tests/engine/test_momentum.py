@@ -5,7 +5,7 @@ import torch
 from harness import gradients, mixed_model, replicas, single, together
 
 from hvd_compress import IWP
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 def test_momentum_must_not_count_twice():

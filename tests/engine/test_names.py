@@ -12,9 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from hvd_compress import IWP, DeMo, LocalSteps, TopK, reshard
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.arguments import find_name, named_pairs, plain_names
 from hvd_compress.engine.state import same
-from hvd_compress.hosts.threads import ThreadWorld
 
 
 def held_as(name, model):
@@ -51,9 +51,9 @@ on_every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPE
 def test_names_are_those_of_the_model_itself(wrap):
     wrapped, plain = wrap(mixed_model()), [name for name, _ in mixed_model().named_parameters()]
     pairs = list(wrapped.named_parameters())
-    for named in (wrapped, pairs, named_pairs(wrapped)):
-        assert [name for name, _ in named_pairs(named)] == plain
-    assert [id(p) for _, p in named_pairs(wrapped)] == [id(p) for _, p in pairs]
+    for named in (wrapped, pairs, named_pairs(wrapped, "IWP(model)")):
+        assert [name for name, _ in named_pairs(named, "IWP(model)")] == plain
+    assert [id(p) for _, p in named_pairs(wrapped, "IWP(model)")] == [id(p) for _, p in pairs]
     for (given, _), name in zip(pairs, plain, strict=True):
         assert find_name(given, plain) == find_name(name, plain) == name
 
@@ -151,9 +151,9 @@ def test_local_steps_resume_with_and_without_wrappers(wrap):
     def steps(model):
         compression = TopK(model, density=1 / 8, min_numel=64, collectives=ThreadWorld(1).collectives(0))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return compression, LocalSteps(compression, optimizer, 2, outer_momentum=0.9)
+        return LocalSteps(compression, optimizer, 2, outer_momentum=0.9)
 
-    (plain, _), (wrapped, _) = steps(toy_model()), steps(wrap(toy_model()))
+    plain, wrapped = steps(toy_model()), steps(wrap(toy_model()))
     assert "local_steps" in plain.state_dict()["shared"]
     plain.load_state_dict(wrapped.state_dict())
     wrapped.load_state_dict(plain.state_dict())

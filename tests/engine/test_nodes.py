@@ -9,10 +9,10 @@ from harness import HOSTS, DDPRank, Rank, equal, gradients, mixed_model, random_
 from methods import METHODS
 
 from hvd_compress import IWP, DeMo, NoCompression, TopK
+from hvd_compress.carriers.nodes import divided, groups
+from hvd_compress.carriers.threads import ThreadCollectives, ThreadWorld
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.collectives import ring_bytes
-from hvd_compress.hosts.nodes import divided, groups
-from hvd_compress.hosts.threads import ThreadCollectives, ThreadWorld
 from hvd_compress.methods import demo
 
 

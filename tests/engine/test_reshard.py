@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hvd_compress
 from hvd_compress import IWP
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 def leaves(state, path=""):

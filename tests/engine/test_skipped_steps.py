@@ -19,7 +19,7 @@ from harness import (
 from methods import METHODS, WITHOUT_RESIDUAL
 
 from hvd_compress import IWP
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 class Scaler:

@@ -1,6 +1,13 @@
 """Byte accounting."""
 
-from hvd_compress.engine.collectives import ring_bytes
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+
+from hvd_compress.engine.collectives import Kind, Level, Nodes, Request, broadcast, ring_bytes
+from hvd_compress.engine.wire_stats import WireStats
 
 
 def test_ring_bytes():
@@ -8,3 +15,27 @@ def test_ring_bytes():
     assert ring_bytes("allgather", 1000, 4) == 3000
     assert ring_bytes("alltoall", 1000, 4) == 750
     assert [ring_bytes(verb, 1000, 1) for verb in ("allreduce", "allgather", "alltoall")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("level", get_args(Level))
+def test_the_level_of_a_request_decides_where_it_travels_and_only_its_kind_where_it_is_counted(kind, level):
+    """A new kind must not change the way of the bytes."""
+    between, inside = (SimpleNamespace(size=size, rank=0) for size in (4, 2))
+    request = Request("allreduce", torch.zeros(250), kind, level=level)
+    nodes = Nodes(SimpleNamespace(size=8, rank=0), between, inside)
+    assert nodes.level(request) is {"between": between, "inside": inside}[level]
+    stats = WireStats()
+    stats.begin_step()
+    stats.count_request(request, nodes.level(request).size)
+    stats.end_step()
+    last = stats.report()["last"]
+    counted = {name: last[f"{name}_bytes"] for name in (*get_args(Kind), "inside") if last[f"{name}_bytes"]}
+    assert counted == ({kind: 1500} if level == "between" else {"inside": 1000})
+    assert last["wire_bytes"] == (1500 if level == "between" else 0)
+
+
+def test_a_request_inside_a_node_without_nodes_raises_an_error():
+    nodes = Nodes(SimpleNamespace(size=8, rank=0))
+    with pytest.raises(ValueError, match="broadcast inside a node: the compressor was built without nodes="):
+        nodes.level(broadcast(torch.zeros(2), 0))

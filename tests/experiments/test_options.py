@@ -6,7 +6,7 @@ import train
 import train_methods
 from experiment import compressors, models, optimizers
 
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 class Half:

@@ -16,8 +16,8 @@ from methods import METHODS, SMALL, TRAINED, fitting
 from torch import Tensor
 
 from hvd_compress import LocalSteps, SlimDP
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.state import same
-from hvd_compress.hosts.threads import ThreadWorld
 
 MISSING = object()
 STEPS = 4
@@ -27,7 +27,7 @@ def with_local_steps(named_parameters: Any, **options: Any) -> SlimDP:
     """A compressor that serves local steps, which are in its state."""
     named = list(named_parameters)
     compression = SlimDP(named, density=1 / 8, **options)
-    LocalSteps(compression, torch.optim.SGD([p for _, p in named], lr=0.1), 2, outer_momentum=0.5)
+    compression.local = LocalSteps(compression, torch.optim.SGD([p for _, p in named], lr=0.1), 2, outer_momentum=0.5)
     return compression
 
 

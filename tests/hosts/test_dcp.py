@@ -9,8 +9,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as of_models
 
 from hvd_compress import IWP, DCPState, DeMo, LocalSteps, TopK
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.state import same
-from hvd_compress.hosts.threads import ThreadWorld
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -25,7 +25,7 @@ from methods import METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hvd_compress import IWP, QSGD, LocalSteps, ddp_hook
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 ddp = partial(replicas, host="ddp")
 

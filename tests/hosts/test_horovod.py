@@ -9,7 +9,6 @@ import torch
 from harness import gradients, random_steps, replicas, single, together
 
 from hvd_compress import IWP
-from hvd_compress.hosts.horovod import _Registries
 
 
 def test_parameters_passed_by_adasum_are_not_compressed():
@@ -97,21 +96,3 @@ def test_a_gradient_that_requires_grad_receives_the_average():
     result = compression.decompress(*compression.compress(parameter.grad))
     assert result is parameter.grad and result.is_leaf
     torch.testing.assert_close(result.detach(), torch.ones_like(result))
-
-
-class _Engine:
-    """As far as a registry sees it."""
-
-    exchanging = True
-
-
-def test_compressors_of_all_process_sets_know_each_other_and_go_on_when_the_ranks_change():
-    registries, sets = _Registries(), [_Engine(), _Engine()]
-    first, second, third = _Engine(), _Engine(), _Engine()
-    before, after = object(), object()
-    numbers = [registries.of(s, before).add(e) for s, e in ((sets[0], first), (sets[1], second), (sets[0], third))]
-    assert numbers == [0, 0, 1]
-    assert [*registries.of(sets[0], before).others(first)] == [second, third]
-    registries.of(sets[0], after).add(first, 0)
-    assert registries.of(sets[0], after).add(_Engine()) == 1, "new ranks begin to count at 0"
-    assert {*registries.of(sets[0], after).others(first)} == {second, third}

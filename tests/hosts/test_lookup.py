@@ -6,8 +6,8 @@ import torch
 from harness import mixed_model
 
 from hvd_compress import IWP
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.hosts.lookup import GradientLookup
-from hvd_compress.hosts.threads import ThreadWorld
 
 
 def test_a_gradient_is_found_by_its_hook_or_by_a_scan():

@@ -8,8 +8,8 @@ import torch
 from experiment.result_file import read_runs
 from launch import finish, start
 
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall
-from hvd_compress.hosts.threads import ThreadWorld
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from local_workers import CALL, DELAYED, SPARSE, Worker, on_both_hosts, same, wo
 from methods import SMALL
 
 from hvd_compress import DCPState, NoCompression
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 STEP, FINISH, TAKE, STATE = "step() {}", "finish()", "take_weights()", "state_dict()"
 

@@ -23,7 +23,7 @@ from local_workers import (
 from methods import METHODS, SMALL
 
 from hvd_compress import IWP, NoCompression, TopK
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.local.fragments import divided
 
 SMALL_SPARSE = partial(SPARSE, **SMALL)

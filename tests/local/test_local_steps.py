@@ -38,7 +38,7 @@ from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL,
 from optimizers import muon_and_adamw
 
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, SlimDP, TopK
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 @pytest.mark.parametrize("mode", [{"period": 2}, DELAYED], ids=["at once", "delayed"])

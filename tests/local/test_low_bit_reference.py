@@ -17,9 +17,9 @@ from harness import equal, gradients, mixed_model
 from local_workers import sgd
 
 from hvd_compress import recipes
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs.codebooks import codebook
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall
-from hvd_compress.hosts.threads import ThreadWorld
 from hvd_compress.reference import low_bit
 
 PERIOD, STEPS = 2, 9

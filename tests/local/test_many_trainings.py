@@ -12,7 +12,7 @@ from optimizers import muon_and_adamw
 from torch import nn
 
 from hvd_compress import IWP, LocalSteps, NoCompression, Quantized, recipes
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_warns_once_of_adam_with_sparse_gradients(build, kind):
 def test_local_steps_of_adam_are_what_it_advises():
     _, ranks = replicas(1, IWP)
     optimizer = torch.optim.AdamW(ranks[0].model.parameters(), lr=0.1)
-    LocalSteps(ranks[0].compression, optimizer, period=2)
+    local = LocalSteps(ranks[0].compression, optimizer, period=2)
     assert not step(ranks[0].compression, optimizer)
 
 

@@ -6,7 +6,7 @@ from harness import mixed_model, single
 
 import hvd_compress
 from hvd_compress import IWP, Compressor
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 METHODS = [
     c for c in vars(hvd_compress).values() if isinstance(c, type) and issubclass(c, Compressor) and c is not Compressor

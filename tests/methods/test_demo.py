@@ -24,7 +24,7 @@ from harness import (
 from methods import SMALL
 
 from hvd_compress import DeMo, reference
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.methods.orthogonal import orthogonalize
 from hvd_compress.reference import BLOCK
 

@@ -23,7 +23,7 @@ from harness import (
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WHOLE, WITHOUT_RESIDUAL
 
 from hvd_compress import NoCompression
-from hvd_compress.hosts.threads import ThreadCollectives
+from hvd_compress.carriers.threads import ThreadCollectives
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())

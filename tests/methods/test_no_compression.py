@@ -9,8 +9,8 @@ import torch
 from harness import HOSTS, equal, gradients, mixed_model, random_steps, replicas, single, together
 
 from hvd_compress import IWP, LocalSteps, NoCompression
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.collectives import ring_bytes
-from hvd_compress.hosts.threads import ThreadWorld
 
 on_both_hosts = pytest.mark.parametrize("host", HOSTS)
 on_both_values = pytest.mark.parametrize(("values", "sent"), [("fp32", torch.float32), ("fp16", torch.float16)])

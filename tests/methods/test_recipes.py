@@ -6,7 +6,7 @@ from harness import mixed_model, toy_model
 from optimizers import muon_and_adamw
 
 from hvd_compress import LocalSteps, recipes
-from hvd_compress.hosts.threads import ThreadWorld
+from hvd_compress.carriers.threads import ThreadWorld
 
 RECIPES = [getattr(recipes, name) for name in recipes.__all__]
 

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 import hvd_compress
 from experiment import compressors
+from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.carriers.torch_collectives import TorchCollectives
 from hvd_compress.cli import ranks
 from hvd_compress.engine.collectives import Collectives, allreduce
 from hvd_compress.hosts.fsdp import reduces_to_averages
 from hvd_compress.hosts.horovod import HorovodHost
-from hvd_compress.hosts.threads import ThreadWorld
-from hvd_compress.hosts.torch_collectives import TorchCollectives
 
 
 class Host:

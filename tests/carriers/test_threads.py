@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall
-from hvd_compress.hosts.threads import ThreadWorld
 
 
 def test_the_three_collectives():

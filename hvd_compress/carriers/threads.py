@@ -29,6 +29,10 @@ class _Meeting:
         #: All ranks have started it, or one has failed.
         self.ended = threading.Event()
 
+    def end(self, results: list[torch.Tensor]) -> None:
+        self.results = results
+        self.ended.set()
+
 
 class _ThreadHandle:
     def __init__(self, meeting: _Meeting, rank: int, world: "ThreadWorld", name: str) -> None:
@@ -175,9 +179,8 @@ class ThreadWorld:
             # Not copied: as in Horovod, the tensor is read once all ranks have started, and must not change before.
             meeting.given[rank] = request.tensor.detach()
             if all(tensor is not None for tensor in meeting.given):
-                meeting.results = self._perform(request, name, meeting.given)
+                meeting.end(self._perform(request, name, meeting.given))
                 del self._open[key]
-                meeting.ended.set()
         return _ThreadHandle(meeting, rank, self, name)
 
     def _perform(self, request: Request, name: str, given: list[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -10,9 +10,9 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import IWP, PowerSGD, ddp_hook
+from hvd_compress.carriers import default_collectives
+from hvd_compress.carriers.torch_collectives import TorchCollectives
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall
-from hvd_compress.hosts import default_collectives
-from hvd_compress.hosts.torch_collectives import TorchCollectives
 
 
 @pytest.fixture

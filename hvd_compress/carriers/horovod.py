@@ -1,0 +1,183 @@
+"""Horovod as the carrier of bytes. It matches collectives by name, in any order."""
+
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.collectives import Handle, HostName, Nodes, Request, allgather
+from ..engine.registry import Peer, Registry
+from .nodes import divided, table
+from .polling import wait_until
+
+
+class _Registries:
+    """Those of all process sets."""
+
+    def __init__(self) -> None:
+        self._engines: list[weakref.ref[Peer]] = []
+        self._generation: object = None
+
+    def of(self, process_set: Any, generation: object) -> Registry:
+        """New ranks begin to count at 0, too."""
+        if generation is not self._generation:
+            self._generation = generation
+            self._by_set = weakref.WeakKeyDictionary[Any, Registry]()
+        return self._by_set.setdefault(process_set, Registry(self._engines))
+
+
+_registries = _Registries()
+
+
+def second_reference(tensor: Tensor) -> Tensor:
+    """A C++ reference to a tensor that is no view (as after ``detach()``), beside that of its Python object; to be held
+    while Horovod has the tensor.
+
+    When a rank fails, Horovod's thread drops its references while it holds the lock that its functions wait for, which
+    hold the interpreter meanwhile. If Python's is the only one left, dropping takes the interpreter, too: the rank
+    would hang instead of raising an error.
+    """
+    return tensor.view(-1)
+
+
+class _HorovodHandle:
+    def __init__(self, hvd: Any, number: int, held: Iterable[Any]) -> None:
+        self._hvd, self._number = hvd, number
+        tensors = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in held)
+        self._references = [second_reference(tensor) for tensor in tensors]
+
+    def done(self) -> bool:
+        return bool(self._hvd.poll(self._number))
+
+    def result(self, timeout: float = math.inf) -> Tensor:
+        # hvd.synchronize() spins on a whole core: poll first.
+        wait_until(self.done, timeout, "Horovod")
+        output = self._hvd.synchronize(self._number)
+        # alltoall also returns the number of rows received from each rank; here they are all equal.
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        if result.is_cuda:
+            stream = torch.cuda.current_stream(result.device)
+            if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
+                # Horovod then makes the default stream wait for its work, whichever stream is current.
+                stream.wait_stream(torch.cuda.default_stream(result.device))
+            # Horovod allocated it on a stream of its own.
+            result.record_stream(stream)
+        return result
+
+
+class HorovodCollectives:
+    """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
+
+    host: HostName = "horovod"
+    ordered = False
+
+    def __init__(self, process_set: Any = None) -> None:
+        import horovod.torch as hvd
+        from horovod.torch import mpi_ops
+
+        self._set = hvd.global_process_set if process_set is None else process_set
+        self._hvd, self._mpi_ops = hvd, mpi_ops
+
+    @property
+    def rank(self) -> int:
+        """0 in a process outside the process set, where the optimizer does not exchange."""
+        return 0 if self._set.included() is False else int(self._set.rank())
+
+    @property
+    def size(self) -> int:
+        return 1 if self._set.included() is False else int(self._set.size())
+
+    @property
+    def active(self) -> bool:
+        # Horovod's optimizer decides in the same way when it is built. A removed process set has no number.
+        included = self._set.process_set_id is not None and bool(self._set.included())
+        return included and (self._hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+
+    def generation(self) -> object:
+        # hvd.init() replaces this table; a handle of the old one may name another operation in the new one.
+        table: object = self._mpi_ops._handle_map
+        return table
+
+    def registry(self) -> Registry:
+        return _registries.of(self._set, self.generation())
+
+    def start(self, request: Request, name: str) -> Handle:
+        hvd, tensor = self._hvd, request.tensor.detach()
+        if request.verb == "allreduce":
+            number = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self._set)
+        elif request.verb == "allgather":
+            number = hvd.allgather_async(tensor, name=name, process_set=self._set)
+        elif request.verb == "broadcast":
+            root = self._set.ranks[request.root]
+            number = hvd.broadcast_async_(tensor, root, name=name, process_set=self._set)
+        else:
+            number = hvd.alltoall_async(tensor, name=name, process_set=self._set)
+        return _HorovodHandle(hvd, number, self._mpi_ops._handle_map[number])
+
+    def check_in(self) -> Callable[[], list[int]]:
+        """Horovod's own messages name the ranks that it waits for."""
+        return list
+
+    def in_nodes(self, nodes: object) -> Nodes:
+        """Makes process sets, and new ones after a new ``hvd.init()``. Raises ``ValueError`` in an elastic job: a new
+        rank would wait here for the others, which wait for it in ``state.sync()``."""
+        if os.environ.get("HOROVOD_ELASTIC"):
+            raise ValueError("nodes= works in no elastic job: build the compressor without it")
+        inside, between = HorovodCollectives(self._set), HorovodCollectives(self._set)
+        self._divide(nodes, inside, between)
+        place = inside.rank, inside.size
+
+        def renew() -> None:
+            self._divide(nodes, inside, between)
+            if place != (inside.rank, inside.size):
+                raise RuntimeError(
+                    "the number of ranks of a node, or this rank's place in it, has changed: build a new compressor"
+                )
+
+        return Nodes(self, between, inside, renew)
+
+    def _divide(self, nodes: object, inside: "HorovodCollectives", between: "HorovodCollectives") -> None:
+        """Makes the process sets of all nodes, and of all places in them; gives this rank's to the two."""
+        hvd, everyone = self._hvd, list(self._set.ranks)
+        if nodes is True:
+            if not self._mpi_ops.is_homogeneous():
+                raise ValueError("nodes must have equally many ranks, and Horovod's have not")
+            own = torch.tensor([hvd.cross_rank()], dtype=torch.int64, device="cpu")
+            found = HorovodCollectives().start(allgather(own), "hvd_compress.nodes").result().tolist()
+            node_of = [found[rank] for rank in everyone]
+        else:
+            node_of = divided(nodes, len(everyone))
+        rows = [[everyone[i] for i in row] for row in table(node_of)]
+        for part, sets in ((inside, rows), (between, [list(column) for column in zip(*rows, strict=True)])):
+            for process_set in map(self._process_set, sets):
+                if process_set.included():
+                    part._work_on(process_set)
+
+    def _work_on(self, process_set: Any) -> None:
+        self._set = process_set
+
+    def _process_set(self, ranks: list[int]) -> Any:
+        """The process set of these ranks, a new one if there is none. All ranks call it."""
+        known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
+        for number, theirs in known.items():
+            if list(theirs) == sorted(ranks):
+                found = self._hvd.ProcessSet(ranks)
+                found.process_set_id = number
+                return found
+        return self._hvd.add_process_set(ranks)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raises ``ValueError`` unless Horovod's optimizer averages over the same ranks."""
+        op, own = getattr(optimizer, "op", self._hvd.Average), getattr(optimizer, "process_set", self._set)
+        if op != self._hvd.Average:
+            raise ValueError("compression averages: DistributedOptimizer's op must be hvd.Average, its default")
+        if own.process_set_id != self._set.process_set_id:
+            raise ValueError(
+                f"DistributedOptimizer works on process set {own.process_set_id} and its compressor on "
+                f"{self._set.process_set_id}: give both the same process_set="
+            )
