@@ -35,7 +35,7 @@ def test_local_steps_of_adam_are_what_it_advises():
     _, ranks = replicas(1, IWP)
     optimizer = torch.optim.AdamW(ranks[0].model.parameters(), lr=0.1)
     local = LocalSteps(ranks[0].compression, optimizer, period=2)
-    assert not step(ranks[0].compression, optimizer)
+    assert not step(local.compression, optimizer)
 
 
 def test_looking_at_the_optimizer_does_not_ask_the_schedule():
