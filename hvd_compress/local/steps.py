@@ -150,39 +150,11 @@ class LocalSteps:
             raise ValueError('decay is of the error-feedback buffer: it goes with unsent="buffer"')
         outer_lr = check_number("outer_lr", outer_lr, above=0)
         outer_momentum = check_number("outer_momentum", outer_momentum, at_least=0, below=1)
-        engine = compression.engine
-        if engine.local_steps is not None:
-            raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
-        if unsent == "weights" and engine.works and engine.nodes.inside is not None:
-            raise ValueError('in nodes one rank keeps what was not sent, for all of its node: use unsent="buffer"')
-        traits = compression.traits
-        if traits.momentum or engine.scaler is not None:
-            raise ValueError(
-                "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
-                "with momentum=0 and without grad_scaler"
-            )
-        if traits.signs:
-            raise ValueError(
-                "local steps move the weights by averages, not by signs: build the compressor with sign=False"
-            )
-        if unsent == "weights" and not traits.exact:
-            raise ValueError(
-                "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
-                'use unsent="buffer"'
-            )
-        self.compression, model = compression, compression.model
-        if model is not None:
-            check_sharded(model)
-        if hooked(engine.parameters):
-            raise ValueError(
-                "hooks of register_fsdp_hooks() exchange these parameters' gradients in every step: call remove() of "
-                "the handle that it has returned"
-            )
+        _check_fits(compression, unsent)
+        _check_gradients_are_own(compression)
+        self.compression, engine = compression, compression.engine
         self._common = CommonWeights(engine, unsent, outer_lr, outer_momentum)
         weights = self._common.weights
-        if isinstance(compression.host, FSDPHost):
-            for weight in (weight for weight in weights if is_sharded(weight.parameter)):
-                compression.host.check(weight.name, weight.parameter, True)
         self._turns = Turns(engine, weights, period, fragments)
         if delay > self._turns.interval:
             raise ValueError(f"delay must lie in 0 to period / fragments = {self._turns.interval}, got {delay}")
@@ -191,7 +163,7 @@ class LocalSteps:
         self._exact = self._plain and not delay and not engine.works and not engine.dense_half
         self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
         self._in_flight = InFlight(engine, self._common, self._turns, self._calls, self._gradients, delay, decay)
-        self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
+        self._owners = Owners([(weight.name, weight.parameter) for weight in weights], compression.model)
         #: What must be the same on all ranks, beside the period.
         self._arguments = {"unsent": unsent, "decay": decay, "outer_lr": outer_lr}
         self._arguments |= {"outer_momentum": outer_momentum, "fragments": fragments, "delay": delay}
@@ -519,3 +491,42 @@ def _checked_period(period: object, fragments: int) -> int:
     if calls % fragments:
         raise ValueError(f"period must be a multiple of fragments, got {calls} and {fragments}")
     return calls
+
+
+def _check_fits(compression: Compressor, unsent: str) -> None:
+    """Raises ``ValueError`` for a compressor with which local steps cannot work."""
+    engine = compression.engine
+    if engine.local_steps is not None:
+        raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
+    if unsent == "weights" and engine.works and engine.nodes.inside is not None:
+        raise ValueError('in nodes one rank keeps what was not sent, for all of its node: use unsent="buffer"')
+    traits = compression.traits
+    if traits.momentum or engine.scaler is not None:
+        raise ValueError(
+            "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
+            "with momentum=0 and without grad_scaler"
+        )
+    if traits.signs:
+        raise ValueError("local steps move the weights by averages, not by signs: build the compressor with sign=False")
+    if unsent == "weights" and not traits.exact:
+        raise ValueError(
+            "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
+            'use unsent="buffer"'
+        )
+
+
+def _check_gradients_are_own(compression: Compressor) -> None:
+    """Raises ``ValueError`` if gradients are known to be averaged over the compressor's ranks in each step, or not to
+    be averaged in a shard group."""
+    parameters = compression.engine.parameters
+    if compression.model is not None:
+        check_sharded(compression.model)
+    if hooked(parameters):
+        raise ValueError(
+            "hooks of register_fsdp_hooks() exchange these parameters' gradients in every step: call remove() of "
+            "the handle that it has returned"
+        )
+    if isinstance(compression.host, FSDPHost):
+        for name, parameter in zip(compression.engine.names, parameters, strict=True):
+            if is_sharded(parameter):
+                compression.host.check(name, parameter, True)
