@@ -87,7 +87,7 @@ def another_order(model):
 
 @differs("parameter stem.weight: number 0")
 def other_names(model):
-    return hvd_compress.IWP([(f"module.{name}", p) for name, p in model.named_parameters()])
+    return hvd_compress.IWP([(f"network.{name}", p) for name, p in model.named_parameters()])
 
 
 @differs("frozen")

@@ -69,7 +69,7 @@ def small_model() -> torch.nn.Module:
 
 
 def has_momentum(method: str) -> bool:
-    return not method.startswith(("powersgd", "none"))
+    return hasattr(METHODS[method].func, "take_momentum")
 
 
 def run(attack: Attack, after: int = AFTER, ranks: int = 2) -> Outcome:

@@ -193,9 +193,9 @@ def new_parameter(model):
 @pytest.mark.parametrize("change", [assigned, one_assigned, new_layer, new_parameter])
 @pytest.mark.parametrize("call", [LocalSteps.step, LocalSteps.take_weights])
 def test_a_model_with_other_parameters_is_refused(call, change):
-    model, world = toy_model(), ThreadWorld(2, timeout=20, ordered=True)
-    local = LocalSteps(NoCompression(model, collectives=world.collectives(0)), sgd(model.parameters()), 1)
-    local.compression.engine.comparison.done = True
+    model, world = toy_model(), ThreadWorld(1, ordered=True)
+    compression = NoCompression(model, collectives=world.collectives(0))
+    local = LocalSteps(compression, sgd(model.parameters()), 1, outer_lr=0.7)
     change(model)
     with pytest.raises(ValueError, match="the model has other parameters than the compressor was given"):
         call(local)

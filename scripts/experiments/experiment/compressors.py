@@ -136,7 +136,7 @@ class Counted:
         payload, context = self.stock.compress(tensor.contiguous())
         self.wire.count_dense(tensor.numel(), payload.nbytes, self.ranks, per_node=1)
         self.pending += 1
-        self.wire.seconds += time.perf_counter() - start
+        self.wire.count_seconds(time.perf_counter() - start)
         return payload, (context, None if tensor.is_contiguous() else tensor)
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
@@ -146,7 +146,7 @@ class Counted:
         if restore is not None:
             result = restore.copy_(result)
         self.pending -= 1
-        self.wire.seconds += time.perf_counter() - start
+        self.wire.count_seconds(time.perf_counter() - start)
         if self.pending == 0:  # Horovod submits every gradient before it synchronizes the first
             self.wire.end_step()
             self.steps += 1
