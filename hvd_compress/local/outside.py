@@ -38,7 +38,8 @@ class OutsideChanges:
         # One sample must not lie on several devices.
         device = next((w.own.device for w in weights if not w.own.is_cpu), torch.device("cpu"))
         dense = [n for n, w in enumerate(weights) if w.own.numel() and is_dense(w.own) and w.own.device == device]
-        self._probes = spread(dense, _PROBES)
+        large = [n for n in dense if weights[n].own.numel() >= _ENTRIES]
+        self._probes, self._entries = spread(large or dense, _PROBES), _ENTRIES if large else 1
         #: Whether a look at the samples waits for nobody.
         self.free = device.type == "cpu"
         least = [max(_LEAST, _ROUNDING * torch.finfo(weights[n].own.dtype).eps) for n in self._probes]
@@ -103,6 +104,8 @@ class OutsideChanges:
         if before is None or not self._probes or not (self.free or self._moved()):
             return 0.0
         now = self._sampled(self._probes)
+        if torch.equal(now, before):
+            return 0.0
         same = (now == before) | (now.isnan() & before.isnan())
         moved = torch.where(same, 0.0, now - before).norm(dim=1)
         size = torch.where(before.isfinite(), before, 0.0).norm(dim=1)
@@ -118,9 +121,7 @@ class OutsideChanges:
         return parameter._version, local(parameter)._version
 
     def _sampled(self, probes: Sequence[int]) -> Tensor:
-        """Float32, (probes, entries), padded by zeros."""
-        out = torch.zeros((len(probes), _ENTRIES), dtype=torch.float32, device=self._rounding.device)
-        for row, own in zip(out, (self._weights[number].own for number in probes), strict=True):
-            count = min(_ENTRIES, own.numel())
-            row[:count].copy_(own.as_strided((count,), (own.numel() // count,)))
-        return out
+        """Float32, (probes, entries)."""
+        owns, count = [self._weights[number].own for number in probes], self._entries
+        rows = [own.as_strided((count,), (own.numel() // count,)) for own in owns]
+        return torch.stack(rows).float() if rows else torch.zeros((0, count), dtype=torch.float32, device="cpu")
