@@ -9,7 +9,7 @@ import math
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -239,13 +239,19 @@ def _plain_value(value: object) -> str | bool | None:
 def _differences(everyone: list[dict[str, object]]) -> str:
     lines = []
     for name in dict.fromkeys(name for values in everyone for name in values):
-        ranks_by_value = defaultdict[object, list[int]](list)
-        for rank, values in enumerate(everyone):
-            ranks_by_value[values.get(name, "missing")].append(rank)
-        if len(ranks_by_value) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {ranks_text(r)}" for value, r in ranks_by_value.items()))
+        found = ranks_by_value(values.get(name, "missing") for values in everyone)
+        if len(found) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on {ranks_text(r)}" for value, r in found.items()))
     more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
     return "\n  ".join(["the ranks differ, and must not:", *lines[:_LISTED], *more])
+
+
+def ranks_by_value(values: Iterable[object]) -> dict[object, list[int]]:
+    """Which ranks have which of their values, given in rank order."""
+    ranks = defaultdict[object, list[int]](list)
+    for rank, value in enumerate(values):
+        ranks[value].append(rank)
+    return ranks
 
 
 def ranks_text(ranks: list[int]) -> str:

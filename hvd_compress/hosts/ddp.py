@@ -9,7 +9,6 @@ engine's. torch.distributed matches collectives by the order of the calls, which
   stream.
 """
 
-import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -28,6 +27,7 @@ from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from .hooked import HookedHost
+from .living import living
 from .nested import backward_depth
 
 
@@ -247,8 +247,7 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
 def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
     """The DDP models with a hook of this state, or, if the user's own hook calls ours, those with a hook and this
     parameter. DDP does not tell a hook its model."""
-    models = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
-    hooked = [model for model in models if getattr(model, "_comm_hooks", ())]
+    hooked = [model for model in living(DistributedDataParallel) if getattr(model, "_comm_hooks", ())]
     registered = [model for model in hooked if any(theirs is state for _, theirs in model._comm_hooks)]
     return registered or [model for model in hooked if any(p is parameter for p in model.parameters())]
 

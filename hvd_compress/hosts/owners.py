@@ -1,9 +1,8 @@
 """Who else has to do with a compressor's parameters: the model, FSDP2, and what averages their gradients."""
 
-import gc
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..engine.optimizer_watch import parameters_of
 from ..engine.shards import is_sharded
 from .fsdp import hooked
 from .fsdp_modules import sharded_modules
+from .living import living
 
 
 class Owners:
@@ -71,7 +71,7 @@ def _fsdp_modules(named: Sequence[tuple[str, Tensor]]) -> Iterator[Any]:
     ids = {id(p) for _, p in named if is_sharded(p)}
     if fsdp is None or not ids:
         return
-    for module in _living(fsdp.FSDPModule):
+    for module in living(fsdp.FSDPModule):
         if any(id(p) in ids for p in module.parameters()):
             yield module
 
@@ -82,18 +82,13 @@ def averages(parameters: Sequence[Tensor]) -> str | None:
     ids = {id(p) for p in parameters}
     if hooked(parameters):
         return "the hooks of register_fsdp_hooks(): call remove() of the handle that it has returned"
-    for model in _living(DistributedDataParallel):
+    for model in living(DistributedDataParallel):
         if model.require_backward_grad_sync and any(id(p) in ids for p in model.parameters()):
             return (
                 "DistributedDataParallel (accelerate.prepare() and Lightning's ddp strategy make one): train the plain "
                 "model, ddp.module, or run forward and backward passes in ddp.no_sync()"
             )
-    for optimizer in _living(torch.optim.Optimizer):
+    for optimizer in living(torch.optim.Optimizer):
         if hasattr(optimizer, "_compression") and not ids.isdisjoint(parameters_of([optimizer])):
             return "Horovod's DistributedOptimizer: step the plain optimizer, and do not build it"
     return None
-
-
-def _living(kind: type) -> Iterable[Any]:
-    """The objects of a class in this process. The type is asked, since proxies pretend to be of other classes."""
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]

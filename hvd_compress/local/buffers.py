@@ -23,9 +23,10 @@ from ..engine.dense import Averaging, as_real
 from ..engine.shards import is_sharded, local
 
 How = Literal["mean", "rank 0", "own"]
-_POWER_ITERATIONS = 50
 Count = Callable[[Request, int], None]
+
 _STATISTICS = ("running_mean", "running_var")
+_POWER_ITERATIONS = 50
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Buffers:
 
     def check_same(self, levels: Sequence[Collectives], label: str, device: torch.device) -> None:
         """Raises ``RuntimeError``, on all ranks, if buffers have other shapes on some of them. Waits."""
+        layouts = {f"buffer {buffer.name}": buffer.layout for buffer in self._all}
         for number, collectives in enumerate(levels):
-            layouts = {f"buffer {buffer.name}": buffer.layout for buffer in self._all}
             try:
                 compare_once(layouts, collectives, f"{label}.{number}", device)
             except RuntimeError as error:

@@ -1,6 +1,5 @@
 """The calls that all ranks must make at the same place, compared before they exchange anything."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..engine.collectives import Handle, allgather
-from ..engine.comparison import COMPARES, ranks_text
+from ..engine.comparison import COMPARES, ranks_by_value, ranks_text
 from ..engine.engine import Engine
 
 #: What a rank may be in; a call is sent as its place here.
@@ -110,10 +109,7 @@ def _differ(rows: list[Row]) -> Different:
         return Different(
             "the ranks have different weights in take_weights(): load or broadcast the same ones on all ranks before"
         )
-    ranks = defaultdict[str, list[int]](list)
-    for rank, row in enumerate(rows):
-        ranks[str(row)].append(rank)
-    who = ", ".join(f"{ranks_text(numbers)} in {call}" for call, numbers in ranks.items())
+    who = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in ranks_by_value(map(str, rows)).items())
     return Different(
         f"the ranks are in different calls of LocalSteps, {who}: all ranks must call step() equally often, with the "
         "same period, and finish(), take_weights() and, with a delay, state_dict() at the same place; not on one rank "

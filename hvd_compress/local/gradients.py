@@ -43,9 +43,9 @@ class OwnGradients:
         self._left -= 1
         if len(rows) == 1 or not rows[0].extra or len({row.extra for row in rows}) > 1:
             return
-        self._left = 0
         what = averages(self._engine.parameters)
         if what is None:
+            self._left = 0
             self._engine.warn(
                 "all ranks have the same gradients: do they train on the same data, or does something average the "
                 "gradients in every step? Local steps then save nothing"

@@ -181,22 +181,20 @@ class InFlight:
         would start those again that another rank has not started yet."""
         exchange, self._exchange, self._left = self._exchange, None, 0
         self._waiting.clear()
-        if exchange is not None:
+        if exchange is None:
+            return
+        try:
             if wait:
-                try:
-                    with self._engine.entered:
-                        self._calls.check()
-                        exchange.finish(self._engine)
-                except Different:
-                    raise
-                except Exception:  # ranks may have failed
-                    pass
-                finally:
-                    self._calls.forget()
-                    self._common.end(exchange.fragment.weights)
-            else:
-                self._calls.forget()
-                self._common.end(exchange.fragment.weights)
+                with self._engine.entered:
+                    self._calls.check()
+                    exchange.finish(self._engine)
+        except Different:
+            raise
+        except Exception:  # ranks may have failed
+            pass
+        finally:
+            self._calls.forget()
+            self._common.end(exchange.fragment.weights)
 
     def state(self) -> Tree:
         """The saved state, after :meth:`drain`."""

@@ -369,7 +369,7 @@ class LocalSteps:
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """The weights are as the optimizer has left them."""
-        if self._exchanging:
+        if self._noting:
             self._outside.note_step(optimizer)
 
     def __contains__(self, optimizer: Optimizer) -> bool:
@@ -449,8 +449,14 @@ class LocalSteps:
         """Whether weights that were replaced would be mixed with others."""
         return self._watches and self._exchanging and not self._exact
 
+    @property
+    def _noting(self) -> bool:
+        """Whether somebody will compare the weights with those of now: before the first call, too, see
+        :meth:`before_optimizer_step`."""
+        return self._watching or (self._exchanging and not self._begun)
+
     def _note(self) -> None:
-        if self._exchanging:
+        if self._noting:
             self._outside.note()
 
     def _begin(self) -> None:
