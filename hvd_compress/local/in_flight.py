@@ -1,6 +1,6 @@
 """What is in flight between local steps: one exchange at most, whose averages reach the parameters some calls later."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from .calls import Calls, Different, Row
 from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
 from .gradients import OwnGradients
+from .lengths import Lengths
 
 
 class _Exchange:
@@ -22,11 +23,17 @@ class _Exchange:
     Args:
         age: local steps that the differences are of.
         keep: whether to keep the parameters as they are now.
+        lengths: restores the length of the averages, or None.
     """
 
-    def __init__(self, common: CommonWeights, fragment: Fragment, age: int, keep: bool) -> None:
-        self.fragment, self.age = fragment, age
+    def __init__(
+        self, common: CommonWeights, fragment: Fragment, age: int, keep: bool, lengths: Lengths | None
+    ) -> None:
+        self.fragment, self.age, self._lengths = fragment, age, lengths
         self.differences = common.differences(fragment.weights)
+        #: By weight, what its average is to be multiplied by; None: nothing.
+        self.factors: Sequence[Tensor | None] = [None] * len(fragment.weights)
+        self._squares = [] if lengths is None else [lengths.squares(fragment.weights, self.differences)]
         self.pairs = [_pair(weight) if keep else None for weight in fragment.weights]
         self._dense: list[DenseGradient] = []
 
@@ -38,18 +45,25 @@ class _Exchange:
                 self._dense.append(arrived)
         count_gradients(engine, self.fragment, self.age - 1)  # arrive() has counted one
         label = f"{engine.exchanges.label}.local.{self.fragment.number}"
-        self._averaging = Averaging(engine.collectives, [gradient.payload for gradient in self._dense], label)
+        for squares in self._squares:
+            engine.count_dense(0, squares.nbytes)
+        payloads = [*(gradient.payload for gradient in self._dense), *self._squares]
+        self._averaging = Averaging(engine.collectives, payloads, label)
 
     def finish(self, engine: Engine) -> None:
         """Waits."""
         engine.finish_step()
         engine.keep_step()
-        for gradient, average in zip(self._dense, self._averaging.results(), strict=True):
+        averages = self._averaging.results()
+        squares = averages.pop() if self._squares else None
+        for gradient, average in zip(self._dense, averages, strict=True):
             gradient.store(average)
             engine.method.dense_averaged(gradient.number, gradient.grad)
         for work in self.fragment.works:
             work.bucket.write_results()
             work.bucket.clear()  # or it would hold the differences until its next exchange
+        if self._lengths is not None and squares is not None:
+            self.factors = self._lengths.factors(self.fragment.weights, self.differences, squares)
 
 
 def _pair(weight: Weight) -> Tensor:
@@ -81,6 +95,7 @@ class InFlight:
     Args:
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
         decay: factor of the residuals after an exchange.
+        restore_length: see :class:`hvd_compress.LocalSteps`.
     """
 
     def __init__(
@@ -92,9 +107,11 @@ class InFlight:
         gradients: OwnGradients,
         delay: int,
         decay: float,
+        restore_length: bool,
     ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
         self._calls, self._gradients = calls, gradients
+        self._lengths = Lengths(engine) if restore_length else None
         self._exchange: _Exchange | None = None
         #: Calls until the parameters change.
         self._left = 0
@@ -113,7 +130,7 @@ class InFlight:
         fragment, engine = self._turns.next, self._engine
         age = self._turns.ages[fragment.number]
         with self._dropped_on_failure():
-            self._exchange = _Exchange(self._common, fragment, age, keep=self._delay > 0)
+            self._exchange = _Exchange(self._common, fragment, age, self._delay > 0, self._lengths)
             rounds, self._turns.ages[fragment.number], self._left = self._turns.rounds, 0, self._delay
             engine.begin_step(fragment.works, rounds)
             self._calls.begin(Row("step()", age, number, self._gradients.taken()))
@@ -152,7 +169,7 @@ class InFlight:
             self.check()
             exchange.finish(self._engine)
             self._exchange = None
-            self._common.move(exchange.fragment.weights, exchange.differences)
+            self._common.move(exchange.fragment.weights, exchange.differences, exchange.factors)
             self._end(exchange)
             if self._decay != 1.0:
                 scale_residuals(exchange.fragment.works, self._decay)
