@@ -30,7 +30,7 @@ NUMBERS = {
 }
 FLAGS = {
     *("block_means", "layerwise", "prediction", "error_feedback", "warm_start", "sign", "stochastic", "filters"),
-    "watch_weights",
+    *("restore_length", "watch_weights"),
     *("ordered", "in_turn"),
 }
 #: Objects and names; ``nodes`` and ``orthogonal`` have tests below.
