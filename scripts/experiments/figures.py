@@ -82,7 +82,7 @@ def races(results: Path) -> pd.DataFrame:
     """Seconds to a target: a row for each race and rate, a column for each method."""
     rows: dict[str, dict[str, float]] = {}
     for folder, (name, target) in RACES.items():
-        for rate, found in race.read(f"{results / folder}:{target}")[2].items():
+        for rate, found in race.read(results / folder).items():
             times = {label: race.reached(found[method], target) for method, label in RACERS.items() if method in found}
             rows[f"{name}\n{LINKS[rate]}"] = {label: there[1] for label, there in times.items() if there}
     return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=list(RACERS.values()))
