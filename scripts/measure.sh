@@ -22,9 +22,7 @@
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
 #   exchange-hsdp    FSDP2 on two hosts of two ranks                exchange-pause     computing is a pause; local steps, fragments
-# Time to an accuracy, on four hosts with slow links (root; DATA_DIR for the images):
-#   race-resnet20, race-vgg11
-# Others:
+# Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
 #   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
 set -euo pipefail
@@ -34,7 +32,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,27s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -293,7 +291,6 @@ case $experiment in
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer adamw "${images[@]}")
     simulate none 5e-4,1e-3,3e-3,6e-3 "" "" "${training[@]}"
     simulate demo 1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
-    simulate demo@orthogonal 1e-3,2e-3,4e-3 1/32 "--dense-values fp16 --orthogonal" "${training[@]}"
     report "$out"
     ;;
   vit-muon)

@@ -152,8 +152,7 @@ def estimate(
     for one in found:
         numbers = [1e3 * one.compress, 1e3 * one.exchange, 1e3 * one.step]
         cells = [f"{one.bytes / 1e6:,.2f}", *(f"{number:,.1f}" for number in numbers), model_of.rate(one.break_even)]
-        name = f"{one.method}, {one.local_steps} steps" if one.local_steps > 1 else one.method
-        name += "" if one.allowed else " *"
+        name = one.method if one.allowed else f"{one.method} *"
         table.add_row(name, *cells, style="bold" if one is best else "" if one.allowed else "dim")
     parameters = sum(math.prod(shape) for shape in sizes)
     where = f"{ranks} ranks" + (f" on {nodes} nodes" if ranks_per_node > 1 else "")
@@ -162,6 +161,9 @@ def estimate(
     if ranks_per_node > 1:
         milliseconds = 1e3 * max(one.inside for one in found)
         console.print(f"A step of a method spends {milliseconds:,.1f} ms of its exchange inside the nodes.")
+    if several := [one for one in found if one.local_steps > 1]:
+        who = several[0].method if len(several) == 1 else "all but dense and fp16"
+        console.print(f"{who}: one exchange in {several[0].local_steps} steps, means over these", style="dim")
     if optimizer != "sgd":
         console.print(f"* not advised with {optimizer} (docs/choosing.md)", style="dim")
     console.print(model_of.verdict(found, optimizer, not compute_ms), highlight=False)

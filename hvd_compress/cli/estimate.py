@@ -118,7 +118,7 @@ def estimates(
                 method,
                 sent(sends[method], networks[method].ranks) / period,
                 work,
-                total - model.compute - work,
+                max(0.0, total - model.compute - work),
                 total,
                 None if method in BASELINES else break_even(method),
                 optimizer in METHODS[method].optimizers,

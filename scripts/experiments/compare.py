@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare methods with the same data, model, epochs and seeds and, if asked for, the same bytes; tables and plots.
+"""Compare methods with the same data, model, epochs and seeds and, if asked for, the same bytes; tables.
 
     compare.py --methods none,fp16,iwp,topk --seeds 0,1,2 --ranks 4 --out results/compare-digits \\
         --data digits --model cnn --epochs 12 --budgets 1/64,1/16 --momentum-correction -- --batch-size 16 --lr 0.1
@@ -13,7 +13,7 @@ of its own: `--methods iwp,iwp@one --option 'iwp@one:--leaders 1'`; ddp-METHOD r
 A budget is a share of the dense bytes. What a step sends besides the selected entries (tensors sent dense, scales,
 padding) differs between methods and models, so the density for a budget is found by short runs. An
 interrupted call can be repeated: a run whose result lies in OUT (runs.jsonl, probes.jsonl) is not run again. OUT also
-gets table.md and quality.png.
+gets table.md.
 
 With several learning rates, each row is trained with all of them by the first seed, and by the other seeds with the
 best of these. --simulate runs the ranks of a training in one process, in turn, on one core and without Horovod. To use
@@ -239,7 +239,6 @@ class Comparison:
             *([f"Learning rates, seed {args.seeds[0]}:", table.table(tried)] if args.lrs else []),
             *([budget_text(decisions)] if args.budgets else []),
             *(f"Failed:\n\n```\n{text}\n```" for text in self.failures),
-            "![quality against wire bytes](quality.png)\n",
         ]
         return "\n\n".join(parts)
 
@@ -274,8 +273,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
     if results:
-        (args.out / "table.md").write_text(compare.page(results, tried, decisions))
-        table.plot(results, args.out / "quality.png")
+        (args.out / "table.md").write_text(compare.page(results, tried, decisions) + "\n")
         print((args.out / "table.md").read_text())
     return 1 if compare.failures else 0
 

@@ -43,7 +43,7 @@ from hvd_compress.methods import spectrum
 from hvd_compress.reference import BLOCK
 
 Gradient = list[Tensor]  # one flat float32 tensor a parameter
-RANKS = 4  # lanes need room for the sum
+ROOM = 2  # bits of a lane for the sum of four ranks
 SETTLED = 6  # exchanges
 
 
@@ -155,14 +155,9 @@ def coded(code: Code, values: Tensor, edges: Tensor) -> Tensor:
 def lanes(bits: int, stochastic: bool, values: Tensor, edges: Tensor) -> Tensor:
     moments, steps = Moments(values, edges), grid_step(2 ** (bits - 1) - 1, stochastic).double()
     scale = (moments.rms * steps[moments.kind]).clamp(1e-20, 1e20).float()
-    width = lane_width(bits)
-    words, error = torch.empty(-(-len(values) // (64 // width)), dtype=torch.int64), torch.empty_like(values)
-    ops.lanes_encode(values, scale, edges, words, error, bits, width, 1 if stochastic else -1)
+    words, error = torch.empty(-(-len(values) // (64 // (bits + ROOM))), dtype=torch.int64), torch.empty_like(values)
+    ops.lanes_encode(values, scale, edges, words, error, bits, bits + ROOM, 1 if stochastic else -1)
     return error
-
-
-def lane_width(bits: int) -> int:
-    return bits + (RANKS - 1).bit_length()
 
 
 def qsgd(bits: int, values: Tensor, bucket: int = 512) -> Tensor:
@@ -200,8 +195,8 @@ def methods() -> Iterable[tuple[str, float, Callable[[Gradient], float]]]:
     for bits in (4, 8):
         yield f"QSGD, {bits} bits", bits, quantizer(lambda v, e, b=bits: qsgd(b, v))
     for bits, stochastic in ((2, False), (4, True), (4, False)):
-        name = f"lanes{bits}, {'at N = 4' if stochastic else 'to nearest'}"
-        yield name, 64 / (64 // lane_width(bits)), quantizer(lambda v, e, b=bits, s=stochastic: lanes(b, s, v, e))
+        name, cost = f"lanes{bits}, {'at N = 4' if stochastic else 'to nearest'}", 64 / (64 // (bits + ROOM))
+        yield name, cost, quantizer(lambda v, e, b=bits, s=stochastic: lanes(b, s, v, e))
     for code in (Lloyd(2), Lloyd(4), RangeFloat(8), RangeFloat(10)):
         yield code.name, code.bits, quantizer(lambda v, e, c=code: coded(c, v, e))
     yield "lloyd4, one scale", 4, lambda g: relative(coded(Lloyd(4), v := torch.cat(g), edges_of([v])), v)

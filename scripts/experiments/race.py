@@ -147,9 +147,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"{variant.label} at {rate}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
     if results:
         text = markdown(results, args.target, args.variants[0].label)
-        for label, settings in args.environments.items():
-            if settings:
-                text += f"\n\n{label} with " + ", ".join(f"{name}={value}" for name, value in settings.items())
         print(text)
         (args.out / "race.md").write_text(text + "\n")
     return status

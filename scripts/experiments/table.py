@@ -1,7 +1,5 @@
 #!/usr/bin/env python3
-"""Markdown table and plot of what `train.py --json` wrote.
-
-    table.py docs/results/digits/runs.jsonl --plot results/accuracy.png
+"""Markdown table of what `train.py --json` wrote, and the look of figures: table.py docs/results/digits/runs.jsonl
 
 All runs are of one data set. Runs that differ only in the seed share a row: mean ± half the range.
 """
@@ -129,23 +127,6 @@ def chart(file: Path, **settings: Any) -> Iterator[Any]:
         pyplot.close(figure)
 
 
-def plot(results: Sequence[Result], file: Path) -> None:
-    """Test accuracy, or bits per byte, against the bytes that a rank has sent: a line per row of the table, the mean of
-    its seeds, and a band over them."""
-    import pandas as pd
-
-    rows, metric = grouped(results), metric_of(results[0])
-    with chart(file, xscale="log", xlabel="bytes sent per rank", ylabel=metric.label) as axes:
-        for label, runs in rows:
-            tested = [[entry for entry in run["history"] if entry[metric.key] is not None] for run in runs]
-            entries = pd.concat([pd.DataFrame(history) for history in tested])
-            tests = entries.groupby(level=0)[["wire_bytes", metric.key]].agg(["mean", "min", "max"])
-            sent, quality, share = tests["wire_bytes", "mean"], tests[metric.key], density(runs)
-            name = label if share == "1" else f"{label}, {share}"
-            (line,) = axes.plot(sent, quality["mean"], label=name)
-            axes.fill_between(sent, quality["min"], quality["max"], color=line.get_color(), alpha=0.2)
-
-
 def steps_at(run: Result, entry: dict[str, Any]) -> float:
     """The steps taken when an entry of the history was made; older runs record the epoch only."""
     return float(entry.get("step", entry["epoch"] * run["steps"] / run["epochs"]))
@@ -154,12 +135,9 @@ def steps_at(run: Result, entry: dict[str, Any]) -> float:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="accuracy, or bits per byte, against wire bytes")
     args = parser.parse_args()
     results = [run for file in args.files for run in read_runs(file).values()]
     print(table(results))
-    if args.plot:
-        plot(results, args.plot)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,6 @@ MOMENTS = 30  # a third of the training
 # Channels of `seen`; see hvd_compress.methods.predictor.fields.
 ARRIVED, SMOOTHED = 3, 4
 LARGEST = 8.0  # a target, in units of its layer
-BATCH = 128
 PHASES = ("first", "second", "last")
 
 
@@ -183,15 +182,15 @@ def predictions(predictor: Predictor, examples: Examples) -> Tensor:
     return torch.cat([predictor(part) for part in examples.seen.split(512)])
 
 
-def train(examples: Examples, held_out: Examples, epochs: int, rate: float) -> tuple[Predictor, float]:
+def train(examples: Examples, held_out: Examples, epochs: int = 10, rate: float = 3e-3) -> tuple[Predictor, float]:
     """The predictor after the last epoch, and its squared error on what was held out, relative to predicting 0."""
     predictor = Predictor()
     optimizer = torch.optim.Adam(predictor.parameters(), lr=rate)
-    steps = epochs * -(-len(examples.seen) // BATCH)
+    steps = epochs * -(-len(examples.seen) // 128)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     nothing = float(held_out.next.square().mean())
     for epoch in range(epochs):
-        for chosen in torch.randperm(len(examples.seen)).split(BATCH):
+        for chosen in torch.randperm(len(examples.seen)).split(128):
             seen, following = examples.seen[chosen], examples.next[chosen]
             # Gradients with the opposite sign are as likely.
             sign = torch.randint(0, 2, (len(chosen), 1)) * 2.0 - 1.0
@@ -243,8 +242,6 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help=f"of record: folder that holds {CIFAR_FOLDER}/")
     parser.add_argument("--held-out", default="cifar10-resnet20", metavar="DATA-NETWORK")
     parser.add_argument("--weights", type=Path, default=Path("hvd_compress/weights/predictor.safetensors"))
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.command == "record":
@@ -255,7 +252,7 @@ def main() -> None:
         parser.error(f"{args.folder} must hold {args.held_out} and something else")
     torch.manual_seed(args.seed)
     examples, held_out = load([file for file in files if file not in out]), load(out)
-    predictor, error = train(examples, held_out, args.epochs, args.rate)
+    predictor, error = train(examples, held_out)
     args.weights.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in predictor.state_dict().items()}, args.weights)
     print(

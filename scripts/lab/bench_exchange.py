@@ -2,10 +2,8 @@
 """Time whole optimizer steps, method by method, on the shapes of a well-known network: Horovod and torch DDP.
 
     bench_exchange.py --hosts 4 --rate 100mbit,1gbit --methods none,iwp --json FILE.jsonl/NAME
-    bench_exchange.py --hosts 4 --rate 1gbit --methods none,iwp,ddp-none,ddp-fp16,ddp-powersgd,ddp-iwp
     bench_exchange.py --hosts 4 --rate 1gbit --shapes gpt2 --pause-ms 350 --methods fp16,iwp@local \\
         --option 'iwp@local:--local-steps 8 --density 1 --values lloyd4'
-    bench_exchange.py --ranks 2 --methods iwp,iwp@cycle --environment 'iwp@cycle:HOROVOD_CYCLE_TIME=0.2'
     bench_exchange.py --hosts 2 --ranks-per-node 2 --methods none,iwp,iwp@nodes --option iwp@nodes:--nodes=2
 
 With --hosts, every rank, or --ranks-per-node of them, has a network namespace of its own, whose egress is shaped to

@@ -6,7 +6,7 @@
 Every host is a network namespace, whose egress is shaped to --rate (netlab.sh; root), with --ranks-per-node ranks that
 shard the model: --layers layers of a width of 512, 3.15 M parameters each. Batches are small, to time exchanges.
   native, native-bf16   fully_shard() with a mesh of two dimensions; gradients in float32, or reduced in bfloat16
-  demo, iwp, ...        register_fsdp_hooks() with that compressor and its defaults
+  demo, iwp             register_fsdp_hooks() with that compressor and its defaults
   low_bit               recipes.low_bit(), local steps; a step is the mean over a period
 Figures: the median over --steps of the slowest rank's step; bytes that leave a host in a step, by its network card.
 """
@@ -34,10 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import hvd_compress
 from hvd_compress.cli.processes import exit_on_signals, run_group
 
-COMPRESSORS = {
-    "demo": hvd_compress.DeMo, "demo-gather": lambda *a, **k: hvd_compress.DeMo(*a, exchange="gather", **k),
-    "iwp": hvd_compress.IWP, "topk": hvd_compress.TopK, "powersgd": hvd_compress.PowerSGD,
-}  # fmt: skip
+COMPRESSORS = {"demo": hvd_compress.DeMo, "iwp": hvd_compress.IWP}
 METHODS = ("native", "native-bf16", *COMPRESSORS, "low_bit")
 WIDTH = 512
 
@@ -47,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rate", type=texts, default=["100mbit", "1gbit"])
-    parser.add_argument("--methods", type=texts, default=["native", "native-bf16", "demo", "iwp", "low_bit"])
+    parser.add_argument("--methods", type=texts, default=[*METHODS])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="after which a run is killed")

@@ -97,7 +97,6 @@ def load() -> Road:
 TRIPS: dict[str, Callable[[], Road]] = {
     "a step of IWP, Horovod": lambda: step(hvd_compress.IWP, horovod),
     "a step of IWP, DDP": lambda: step(hvd_compress.IWP, ddp),
-    "a step of DeMo, DDP": lambda: step(hvd_compress.DeMo, ddp),
     "a local step that exchanges, recipes.low_bit": local_step,
     "load_state_dict, IWP": load,
 }

@@ -104,8 +104,7 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
         if "no network namespaces" in output:
             pytest.skip(output)
         assert process.returncode == 0, output
-        text = (tmp_path / "race.md").read_text()
-        assert "none (mpi)" in text and "iwp with HOROVOD_CYCLE_TIME=2" in text
+        assert "none (mpi)" in (tmp_path / "race.md").read_text()
         written = list(read_runs(tmp_path / "runs.jsonl").values())
         assert [w["config"]["compression"] for w in written] == ["none", "iwp"]
         assert [w["config"]["settings"].get("HOROVOD_CYCLE_TIME") for w in written] == [None, "2"]

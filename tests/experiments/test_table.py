@@ -1,9 +1,6 @@
 """scripts/experiments/table.py, and results of older runs."""
 
-import sys
-
 import table
-from experiment.result_file import write_run
 
 
 def result(compression="none", seed=0, accuracy=0.9, ranks=4, **config):
@@ -45,16 +42,6 @@ def test_table_names_unequal_replicas():
     bad = result(seed=1)
     bad["replicas_equal"] = False
     assert "Replicas differ: none." in table.table([result(), bad])
-
-
-def test_table_command_with_plot(tmp_path, monkeypatch, capsys):
-    for seed in range(2):
-        write_run(tmp_path / "runs.jsonl" / str(seed), result("iwp", seed=seed, density=1 / 64))
-    picture = tmp_path / "plots" / "accuracy.png"
-    monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path / "runs.jsonl"), "--plot", str(picture)])
-    table.main()
-    assert capsys.readouterr().out.count("\n") == 3
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_option_that_an_older_result_did_not_have_does_not_part_rows():

@@ -148,24 +148,6 @@ def test_tests_between_exchanges_neither_change_nor_count(given, tmp_path):
     assert once["wire_ratio"] == pytest.approx(calls, rel=1e-9) if "none" in given else once["wire_ratio"] > 40
 
 
-def test_local_steps_of_fp16_send_half_the_bytes(tmp_path):
-    found = simulated(["--compression", "fp16", "--local-steps", "2"], tmp_path / "runs.jsonl" / "result")
-    dense = 4 * found["parameters"]
-    assert found["wire_ratio"] == pytest.approx(2 * dense / (dense / 2 + CALL), rel=1e-9) and found["replicas_equal"]
-
-
-def test_local_steps_in_fragments_with_a_delay(tmp_path):
-    given = ["--compression", "iwp", "--density", "1/4", "--bucket-mb", "0.05", "--local-steps", "4"]
-    given += ["--epochs", "3", "--max-steps", "12"]
-    found = simulated([*given, "--fragments", "2"], tmp_path / "runs.jsonl" / "result")
-    at_once = simulated(given, tmp_path / "runs.jsonl" / "at_once")
-    delayed = simulated([*given, "--fragments", "2", "--delay", "2"], tmp_path / "runs.jsonl" / "delayed")
-    assert found["replicas_equal"] and delayed["replicas_equal"]
-    # One call more is compared in a period.
-    assert found["wire_bytes_per_step"] == pytest.approx(at_once["wire_bytes_per_step"] + CALL / 4)
-    assert len({run["train_loss"] for run in (found, at_once, delayed)}) == 3
-
-
 def test_weights_are_averaged_for_a_test_only():
     def body(host):
         model = torch.nn.BatchNorm1d(3)
