@@ -182,15 +182,17 @@ def predictions(predictor: Predictor, examples: Examples) -> Tensor:
     return torch.cat([predictor(part) for part in examples.seen.split(512)])
 
 
-def train(examples: Examples, held_out: Examples, epochs: int = 10, rate: float = 3e-3) -> tuple[Predictor, float]:
+def train(
+    examples: Examples, held_out: Examples, epochs: int = 10, rate: float = 3e-3, batch: int = 128
+) -> tuple[Predictor, float]:
     """The predictor after the last epoch, and its squared error on what was held out, relative to predicting 0."""
     predictor = Predictor()
     optimizer = torch.optim.Adam(predictor.parameters(), lr=rate)
-    steps = epochs * -(-len(examples.seen) // 128)
+    steps = epochs * -(-len(examples.seen) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     nothing = float(held_out.next.square().mean())
     for epoch in range(epochs):
-        for chosen in torch.randperm(len(examples.seen)).split(128):
+        for chosen in torch.randperm(len(examples.seen)).split(batch):
             seen, following = examples.seen[chosen], examples.next[chosen]
             # Gradients with the opposite sign are as likely.
             sign = torch.randint(0, 2, (len(chosen), 1)) * 2.0 - 1.0
