@@ -1,5 +1,6 @@
 """QSGD's quantization (Alistarh et al., NeurIPS 2017)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from .. import ops
 from ..engine.arguments import check_integer
 from ..engine.collectives import allgather
 from ..reference.scales import bounded, divided
-from .base import Averaged, Channel, Codec, invalidate
+from .base import Averaged, Channel, Codec, Messages, invalidate
 from .packed_channels import floats
 from .scales import Moments
 
@@ -41,6 +42,10 @@ class Levels(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _LevelsChannel(self, groups, ranks, rank, device)
+
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        runs, words = sum(-(-size // self.run) for size in sizes), -(-sum(sizes) // (64 // self.bits))
+        return [("allgather", 4 * runs + 8 * words)]
 
 
 class _LevelsChannel(Channel):

@@ -1,5 +1,6 @@
 """TernGrad's ternary quantization (Wen et al., NeurIPS 2017)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from .. import ops
 from ..engine.arguments import check_number
 from ..engine.collectives import allgather, allreduce
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, invalidate
+from .base import Averaged, Channel, Codec, Messages, invalidate
 from .packed_channels import floats
 from .scales import Moments
 
@@ -34,6 +35,10 @@ class Ternary(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _TernaryChannel(self.clip, groups, ranks, rank, device)
+
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        lanes = 64 // (2 + (ranks - 1).bit_length())
+        return [("allgather", 4 * len(sizes)), ("allreduce", 8 * -(-sum(sizes) // lanes))]
 
 
 class _TernaryChannel(Channel):

@@ -108,12 +108,6 @@ def _documented(kind: Any) -> dict[str, str]:
     }
 
 
-def about(kind: Any) -> str:
-    """A method's summary and paper, from its docstring."""
-    summary, paper = inspect.cleandoc(kind.__doc__).split("\n\n")[:2]
-    return " ".join(f"{summary} {re.findall(r'.*?[0-9]{4}[)]', paper, re.DOTALL)[0]}.".split())
-
-
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     float: lambda text: None if text == "none" else float(Fraction(text)),
     int: lambda text: None if text == "none" else int(text),
