@@ -18,12 +18,13 @@ PACKAGE = Path(hvd_compress.__file__).parent
 #: What each room may import, besides itself.
 BELOW = {
     "cli": {"", "local", "methods", "hosts", "selection", "codecs", "carriers", "engine", "ops", "reference"},
-    "": {"local", "methods", "hosts", "selection", "engine"},
+    "": {"local", "methods", "hosts", "selection", "checkpoints", "engine"},
     "local": {"methods", "hosts", "carriers", "engine", "reference"},
-    "methods": {"hosts", "selection", "codecs", "carriers", "engine", "ops", "reference"},
+    "methods": {"checkpoints", "hosts", "selection", "codecs", "carriers", "engine", "ops", "reference"},
     "hosts": {"carriers", "engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
+    "checkpoints": {"engine"},
     "carriers": {"engine"},
     "engine": {"ops", "reference"},
     "ops": {"reference"},

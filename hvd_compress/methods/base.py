@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..carriers import default_collectives
-from ..engine import checkpoint, guard
+from ..checkpoints import one_rank
+from ..checkpoints.dcp import refuse_dcp
+from ..engine import guard
 from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
@@ -23,7 +25,6 @@ from ..engine.shards import local
 from ..engine.state import Tree
 from ..engine.work import Work
 from ..hosts import host_of
-from ..hosts.dcp import refuse_dcp
 from ..hosts.ddp import DDPHost
 from ..hosts.fsdp import FSDPHost
 from ..hosts.fsdp_modules import check_resharded
@@ -272,7 +273,7 @@ class Compressor(Reporting, abc.ABC):
         :class:`~hvd_compress.DCPState`.
         """
         refuse_dcp(self.engine)
-        return checkpoint.save(self.engine)
+        return one_rank.save(self.engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes bit-exactly from the :meth:`state_dict` that the same rank of equally many ranks saved from a
@@ -284,7 +285,7 @@ class Compressor(Reporting, abc.ABC):
         value that is not finite. The message begins with the path of the item, such as
         ``per_rank.buckets.0.residual.conv1.weight.entries``.
         """
-        checkpoint.load(self.engine, state)
+        one_rank.load(self.engine, state)
 
     def reset(self) -> None:
         """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in
