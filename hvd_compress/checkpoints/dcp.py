@@ -66,7 +66,7 @@ class DCPState:
         if not isinstance(engine, Engine):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
         self._engine, self._alive = engine, compression  # an engine does not keep its compressor alive
-        if engine.nodes.inside is not None or engine.collectives.host != "ddp":
+        if engine.nodes.inside is not None or not engine.collectives.ordered:
             raise ValueError("DCPState needs a compressor of torch.distributed without nodes: save its state_dict()")
         self._parameters = dict(zip(engine.names, engine.parameters, strict=True))
         first = next(filter(is_sharded, engine.parameters), engine.parameters[0])
@@ -88,10 +88,10 @@ class DCPState:
             )
         numbers = [engine.collectives.rank] if same else range(self._saved_on[0])
         states = [one_rank.save(engine) if same else one_rank.save_converted(engine) for _ in numbers]
-        if same and one_rank.average_waits(engine):
+        if same and engine.driver.unapplied is not None:
             raise RuntimeError("save after optimizer.step(): the last average has not been applied")
         if same:
-            one_rank.check_equal_weights(engine)
+            engine.driver.check_equal_weights()
         replicas = {str(n): self._named(state.pop("owed"), fill=True) for n, state in zip(numbers, states, strict=True)}
         by_mesh: dict[str, Any] = {f"replica {number}": True for number in numbers}
         common = {key: self._named(states[0][key]) for key in _COMMON if key in states[0]}

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..engine import state as states_of
+from ..engine.driver import Unapplied
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import place_in_mesh
@@ -27,11 +28,12 @@ _CONVERT = "hvd_compress.reshard(states) converts the states of all ranks into o
 @modes_off
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
-    _begin_saving(engine)
+    engine.check_generation()
+    engine.driver.begin_saving()
     with _in_order(engine):
         values: dict[str, Any] = states_of.save(_whole(engine))
-        if average_waits(engine):
-            values = _before_average(engine, values)
+        if (average := engine.driver.unapplied) is not None:
+            values = _before_average(engine, average, values)
     return values
 
 
@@ -48,9 +50,10 @@ def load(engine: Engine, state: Any) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     converted = isinstance(state, dict) and state.get("owner", 0) is None
     states_of.check(_converted(engine) if converted else _whole(engine), state)
-    _begin_loading(engine)
+    engine.check_generation()  # or the next gradient would undo the loading
+    engine.driver.restart(same_ranks=True)
     _restore(engine, state)
-    _end_loading(engine)
+    engine.peer.changed()
 
 
 def place_of_shards(engine: Engine) -> list[int]:
@@ -58,13 +61,13 @@ def place_of_shards(engine: Engine) -> list[int]:
     return next(filter(None, map(place_in_mesh, engine.parameters)), [])
 
 
-def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
+def _before_average(engine: Engine, average: Unapplied, now: dict[str, Any]) -> dict[str, Any]:
     """The state with what the last average has sent back in the residuals, since the model that is saved with it does
     not contain that average. Leaves the engine in the state ``now``."""
-    engine.undo()
+    average.undo()
     before: dict[str, Any] = states_of.save(_whole(engine))
     # A copy: the user may modify what is returned.
-    engine.undo_by(partial(_restore, values=deepcopy(before)))
+    average.undo_by(partial(_restore, engine, deepcopy(before)))
     _restore(engine, now)
     return before
 
@@ -91,7 +94,7 @@ def _exact(engine: Engine) -> dict[str, Tree]:
     hint = f"every rank loads its own; torch.distributed.checkpoint needs hvd_compress.DCPState; {_CONVERT}"
     layout = [[piece.name for piece in work.bucket.pieces] for work in engine.works]
     body: dict[str, Tree] = {
-        "parameters": {place.piece.name: Fixed(list(place.piece.shape)) for place in engine.places},
+        "parameters": {place.piece.name: Fixed(list(place.piece.shape)) for place in engine.place_of if place},
         "layout": Fixed(layout, f"other buckets: bucket_mb and nodes must be the same, or {_CONVERT}"),
         "method_state": engine.method.state(),
         "buckets": {str(work.bucket.index): work.state() for work in engine.works},
@@ -108,7 +111,7 @@ def _common(engine: Engine, owner: Fixed) -> dict[str, Tree]:
         "owner": owner,
         "place_in_mesh": Fixed(place_of_shards(engine), "the state is of another rank of the shard group"),
         "step": engine.state(),
-        **_local_steps(engine),
+        **engine.driver.state(),
     }
 
 
@@ -119,40 +122,3 @@ def _in_order(engine: Engine) -> Iterator[None]:
         for work in engine.works:
             stack.enter_context(work.bucket.order)
         yield
-
-
-# What checkpoints ask of the step in progress, and of local steps.
-
-
-def _begin_saving(engine: Engine) -> None:
-    engine.check_generation()
-    if engine.local_steps is not None:
-        engine.local_steps.drain(to_save=True)
-    if engine.collecting:
-        raise RuntimeError(
-            "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
-        )
-    engine.undo_skipped_step()
-
-
-def average_waits(engine: Engine) -> bool:
-    """Whether there is an average that nobody has applied. Synchronises a GPU."""
-    return engine.average_waits
-
-
-def check_equal_weights(engine: Engine) -> None:
-    """Raises ``RuntimeError``, on all ranks, if local steps have made their weights differ. All ranks call it."""
-    if engine.local_steps is not None:
-        engine.local_steps.check_common()
-
-
-def _begin_loading(engine: Engine) -> None:
-    engine.begin_loading()
-
-
-def _end_loading(engine: Engine) -> None:
-    engine.forget_last_step()
-
-
-def _local_steps(engine: Engine) -> dict[str, Tree]:
-    return {} if engine.local_steps is None else {"local_steps": engine.local_steps.state()}

@@ -569,7 +569,7 @@ def failures_between_passes():
     ours.loss().backward()
     block = ours.model.blocks[0]
     block.set_requires_all_reduce(True)
-    with mock.patch.object(ours.compression.engine, "finish_step", fail), pytest.raises(ArithmeticError):
+    with mock.patch.object(ours.compression.engine, "finish", fail), pytest.raises(ArithmeticError):
         block(torch.ones(1, 6, 25), True).sum().backward()  # FSDP has completed it
     ours.optimizer.zero_grad()
     native.data.set_state(ours.data.get_state())
