@@ -75,6 +75,21 @@ def test_nothing_is_lost(methods, name, before, after):
                 torch.testing.assert_close(kept, given_in, rtol=0, atol=5e-2 if rounds else 1e-4)
 
 
+@pytest.mark.parametrize("name", ["iwp", "mipd"])
+def test_floors_are_measured_in_the_first_step_after_a_conversion(name):
+    """Else weights of 0 would have an infinite importance, or none, until the next step that measures them."""
+    world, ranks = replicas(2, TRAINED[name])
+    random_steps(world, ranks, range(5))
+    converted = reshard(states_of(ranks))
+    world, fresh = replicas(3, TRAINED[name])
+    for r in fresh:
+        r.compression.load_state_dict(converted)
+    random_steps(world, fresh, [5])
+    state = fresh[0].compression.state_dict()
+    floors = {**state["shared"]["buckets"]["0"], **state["per_rank"]["buckets"]["0"]}["floors"]["wide.weight"]
+    assert all(floor > 0 for floor in (floors.values() if isinstance(floors, dict) else [floors]))
+
+
 def test_another_compressor_gets_what_fits_it():
     """Other options, and more compressed parameters; fewer would lose a residual. At density 1 the first average is all
     that was owed."""
