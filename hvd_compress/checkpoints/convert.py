@@ -22,8 +22,9 @@ def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     What a rank, or a node, still owes (residuals, velocities, unsent block means) becomes the mean over the old ranks,
     or nodes. So this mean, which averages send in the end, is unchanged, to rounding; with equally many ranks the sum,
     too. The step stays, and so do the common weights and momentum of :class:`~hvd_compress.LocalSteps`. What is
-    measured in training (quantization scales, shares of the slots, histories, PowerSGD's Q) begins anew, and byte
-    counts stay those of the loading object. Random numbers depend on seed and step.
+    measured in training (quantization scales, shares of the slots, histories, PowerSGD's Q) begins anew, as does DeMo's
+    momentum of uncompressed matrices, and byte counts stay those of the loading object. Random numbers depend on seed
+    and step.
 
     Args:
         states: in the order of the ranks. An iterator is read one state at a time.

@@ -28,11 +28,8 @@ class DCPState:
     """A compressor's state for ``torch.distributed.checkpoint``, beside that of the model and of the optimizer.
 
     A ``Stateful``, whose methods DCP calls on all ranks. On a mesh of the shape on which it was saved, training resumes
-    bit-exactly, as with :meth:`Compressor.state_dict() <hvd_compress.Compressor.state_dict>`. On another one, each
-    replica gets the mean over the old replicas of what they still owed (residuals, velocities), which DCP divides into
-    the new shards; the step and the common weights and momentum of :class:`~hvd_compress.LocalSteps` stay. What
-    is measured in training (quantization scales, shares of the slots, histories, PowerSGD's Q) is measured anew, DeMo's
-    momentum of uncompressed matrices begins at 0, and byte counts stay those of the loading object::
+    bit-exactly, as with :meth:`Compressor.state_dict() <hvd_compress.Compressor.state_dict>`. On another one, the state
+    is converted as by :func:`hvd_compress.reshard`, and DCP divides what replicas owed into the new shards::
 
         dcp.save({"model": ..., "compression": hvd_compress.DCPState(compression)}, checkpoint_id=path)
         ...
@@ -81,7 +78,7 @@ class DCPState:
     def state_dict(self) -> dict[str, Any]:
         """What DCP saves, or loads into."""
         engine, same = self._engine, self._saved_on == self._here
-        if not same and any(map(_saves, _callers())):
+        if not same and f"{_SAVERS}saver" in _callers():
             raise RuntimeError(
                 f"saved_on={self._saved_on} is for loading, and nothing was loaded: to save on {self._here}, give DCP "
                 "hvd_compress.DCPState(compression)"
@@ -97,7 +94,8 @@ class DCPState:
         common = {key: self._named(states[0][key]) for key in _COMMON if key in states[0]}
         common["saved_on"] = "nothing (saved_on= is for loading)"
         if same:
-            by_mesh[self._key], common["saved_on"] = _written(states[0]), str(self._here)
+            torch.save(states[0], own := io.BytesIO())
+            by_mesh[self._key], common["saved_on"] = own.getvalue(), str(self._here)
         return {_BY_MESH: by_mesh, "replicas": replicas, "common": common}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,12 +129,12 @@ def refuse_dcp(engine: Engine) -> None:
     """Raises ``TypeError`` if torch.distributed.checkpoint has called the ``state_dict()`` that calls this; warns if an
     object of the user's is between them. Of what ranks give it under one key, it saves one rank's."""
     callers = _callers()
-    if _is_dcp(next(callers, "")):
+    if next(callers, "").startswith(_SAVERS):
         raise TypeError(
             "torch.distributed.checkpoint would save one rank's state for all: give it hvd_compress.DCPState("
             "compression) in place of the compressor"
         )
-    if any(map(_is_dcp, callers)):
+    if any(caller.startswith(_SAVERS) for caller in callers):
         engine.warn(
             "torch.distributed.checkpoint saves one rank's state_dict() for all, unless every rank gives it another "
             "key: use hvd_compress.DCPState(compression).state_dict(), and its load_state_dict()"
@@ -153,24 +151,10 @@ def _callers() -> Iterator[str]:
         frame = frame.f_back
 
 
-def _is_dcp(module: str) -> bool:
-    return module.startswith(_SAVERS)
-
-
-def _saves(module: str) -> bool:
-    return module == f"{_SAVERS}saver"
-
-
 def _checked(mesh: Any) -> tuple[int, ...]:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
         raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
     return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
-
-
-def _written(state: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def _local(values: Any) -> Any:

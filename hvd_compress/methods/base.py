@@ -225,8 +225,9 @@ class Compressor(Reporting, Method):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it): copies.
 
-        ``shared``: what is the same on all ranks. ``per_rank``: residuals and velocities, by bucket and name, and byte
-        counts. ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
+        ``owed``: what this rank has not sent, by parameter, which fits any ranks, nodes and buckets. ``shared``: the
+        exact state of these, where it is the same on all ranks. ``per_rank``: where it is not, and byte counts.
+        ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
 
         Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
         middle of a step, ``TypeError`` if ``torch.distributed.checkpoint`` calls it, which needs a

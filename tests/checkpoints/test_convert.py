@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, gradients, random_steps, replicas, residuals, together
+from harness import Rank, equal, gradients, random_steps, replicas, residuals, together
+from local_workers import workers
 from methods import FORGETFUL, METHODS, SMALL, TRAINED
 
-from hvd_compress import IWP, LocalSteps, SlimDP, reshard
+from hvd_compress import IWP, SlimDP, reshard
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.state import same
 
@@ -63,7 +64,7 @@ def test_nothing_is_lost(methods, name, before, after):
         given = [[g.double().clone() for g in grad] for grad in grads]
         applied = together(world, fresh, grads, shuffle=step)
         for other in applied[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(applied[0], other, strict=True))
+            assert equal(applied[0], other)
         if momentum or name in FORGETFUL:
             continue
         for number, (key, p) in enumerate(fresh[0].model.named_parameters()):
@@ -109,7 +110,10 @@ def test_another_compressor_gets_what_fits_it():
         ValueError, match=r"^owed\.residual\.wide\.weight: is not compressed here, and its residual wou"
     ):
         fewer.compression.load_state_dict(converted)
-    assert fewer.compression.step == 0
+    _, (heavy, *_) = replicas(3, IWP, momentum=0.9)
+    with pytest.raises(ValueError, match=r"^owed\.velocity: missing from the state"):
+        heavy.compression.load_state_dict(converted)
+    assert fewer.compression.step == heavy.compression.step == 0
 
 
 def test_states_of_another_layout_raise_an_error_and_load_nothing():
@@ -177,46 +181,27 @@ def test_wrong_states_raise_an_error():
 @pytest.mark.parametrize("unsent", ["weights", "buffer"])
 def test_local_steps_are_converted_after_finish_only(unsent):
     """Between exchanges each rank's parameters differ, and they are in the user's model."""
-    torch.manual_seed(0)
-
-    def steps(world, ranks, count, seed):
-        def body(i):
-            for step in range(count):
-                generator = torch.Generator().manual_seed(seed + 10 * step + i)
-                for p in ranks[i].model.parameters():
-                    p.grad = torch.randn(p.shape, generator=generator)
-                ranks[i].optimizer.step()
-                ranks[i].local.step()
-
-        world.run(body)
-
-    def local(size, model):
-        world, ranks = replicas(size, partial(SlimDP, density=1 / 8), model=model)
-        for r in ranks:
-            r.optimizer = torch.optim.SGD(r.model.parameters(), lr=0.1)
-            r.local = LocalSteps(r.compression, r.optimizer, 3, unsent=unsent, outer_momentum=0.5)
-        return world, ranks
-
-    world, ranks = local(2, torch.nn.Linear(64, 64))
-    steps(world, ranks, 4, 0)
+    options = dict(
+        build=partial(SlimDP, density=1 / 8), model=torch.nn.Linear(64, 64), unsent=unsent, outer_momentum=0.5
+    )
+    world, group = workers(2, **options)
+    world.run(lambda i: group[i].train(4))
     says = r"^local_steps.hash of the weights \(call finish\(\) before saving\): differs between rank 0 and rank 1"
     with pytest.raises(ValueError, match=says):
-        reshard(states_of(ranks))
-    world.run(lambda i: ranks[i].local.finish())
-    state = reshard(states_of(ranks))
-    held = torch.stack([r.compression.residual("weight") for r in ranks]).mean(0)
+        reshard(states_of(group))
+    world.run(lambda i: group[i].local.finish())
+    state = reshard(states_of(group))
+    held = torch.stack([worker.compression.residual("weight") for worker in group]).mean(0)
     assert held.any() == (unsent == "buffer")
 
-    world, fresh = local(3, ranks[0].model)
-    for r in fresh:
-        r.compression.load_state_dict(state)
-        torch.testing.assert_close(r.compression.residual("weight"), held, rtol=0, atol=1e-6)
-    steps(world, fresh, 5, 200)
-    common = [r.local._rounds._common.weights[0].common for r in fresh]
-    assert all(torch.equal(common[0], other) for other in common[1:])
-    assert not torch.equal(common[0], ranks[0].model.weight)
-    world.run(lambda i: fresh[i].local.finish())
-    assert all(torch.equal(fresh[0].model.weight, r.model.weight) for r in fresh)
+    world, fresh = workers(3, **{**options, "model": group[0].model})
+    for worker in fresh:
+        worker.compression.load_state_dict(state)
+        torch.testing.assert_close(worker.compression.residual("weight"), held, rtol=0, atol=1e-6)
+        assert equal(worker.common(), group[0].common())
+    world.run(lambda i: fresh[i].train(5, first=4))
+    assert all(equal(fresh[0].common(), worker.common()) for worker in fresh)
+    assert not equal(fresh[0].common(), group[0].common())
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -244,7 +229,7 @@ def test_after_an_elastic_reset_the_ranks_gather_and_convert_their_states(name):
             torch.testing.assert_close(residual, held[key] / 3, rtol=0, atol=1e-5)
     applied = random_steps(formed, everyone, range(20, 24))
     for other in applied[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(applied[0], other, strict=True))
+        assert equal(applied[0], other)
     assert [r.compression.step for r in everyone] == [4, 4, 4]
 
 
