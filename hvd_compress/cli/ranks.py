@@ -180,7 +180,7 @@ class LocalRank:
 
     def replicas(self, model: nn.Module) -> list[Tensor]:
         """Ends the training. The common weights before, and the model's after the average of all weights."""
-        common = list(self._local.state_dict()["shared"]["local_steps"]["common"].values())
+        common = list(self._local.state_dict()["local_steps"]["common"].values())
         self._local.finish(model)
         return [*common, *model.parameters()]
 

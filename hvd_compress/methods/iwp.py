@@ -122,13 +122,19 @@ class _Floors(Part):
 
     def __init__(self, bucket: Bucket, floor: float) -> None:
         self._bucket, self._floor = bucket, floor
-        self.values = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.device)
+        self.values, self._known = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.device), False
 
     def begin(self, step: Step) -> None:
-        if step.number % _FLOOR_INTERVAL == 0:
+        known, self._known = self._known, True
+        # A state of another layout has none.
+        if step.number % _FLOOR_INTERVAL == 0 or not (known or bool(self.values.any())):
             means = [piece.weight().abs().mean(dtype=torch.float32) for piece in self._bucket.pieces]
             # Weights may not be finite in this step and restored in the next.
             self.values.copy_(torch.stack(means).nan_to_num(nan=0.0, posinf=0.0) * self._floor + _TINY)
+
+    def restart(self) -> None:
+        self.values.zero_()
+        self._known = False
 
     def state(self) -> Tree:
         # A rank selects by its own; they may differ in the last bit.

@@ -118,11 +118,13 @@ class _Floors(Part):
     def __init__(self, bucket: Bucket, history: GradientHistory, floor: float) -> None:
         self._bucket, self._history, self._floor = bucket, history, floor
         memory = torch.zeros(2, len(bucket.pieces), dtype=torch.float32, device=bucket.device)
-        self.weights, self.smoothed = memory.unbind()
+        (self.weights, self.smoothed), self._known = memory.unbind(), False
 
     def begin(self, step: Step) -> None:
-        # Often at first, while the smoothed gradient changes fast.
-        if step.number & (step.number - 1) == 0 or step.number % 64 == 0:
+        known, self._known = self._known, True
+        # Often at first, while the smoothed gradient changes fast. A state of another layout has none.
+        due = step.number & (step.number - 1) == 0 or step.number % 64 == 0
+        if due or not (known or bool(self.weights.any())):
             sizes = root_mean_squares(self._bucket, flat_weights(self._bucket), self._history.smoothed)
             for floors, size in zip((self.weights, self.smoothed), sizes, strict=True):
                 torch.mul(size, self._floor, out=floors)
@@ -130,6 +132,7 @@ class _Floors(Part):
     def restart(self) -> None:
         self.weights.zero_()
         self.smoothed.zero_()
+        self._known = False
 
     def state(self) -> Tree:
         rows = zip(self._bucket.pieces, self.weights, self.smoothed, strict=True)

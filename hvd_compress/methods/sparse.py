@@ -17,7 +17,7 @@ from ..engine.bucket import Bucket, strides_of
 from ..engine.collectives import allgather, allreduce
 from ..engine.exchange import Exchange
 from ..engine.facts import Traits
-from ..engine.state import Entry, Fixed, Foreign, Tree
+from ..engine.state import Entry, Fixed, Tree
 from ..engine.work import Part
 from ..selection.base import NOT_SENT, Average, Output, marked, missing
 from ..selection.budget import SPREAD, apportion, shares
@@ -246,7 +246,7 @@ class SparseMethod(MomentumMethod):
 
     def state(self) -> dict[str, Tree]:
         made_with: Tree = {what: Fixed(value) for what, value in self.made_with().items()}
-        return {"made_with": made_with, "density": Foreign(self._density), **super().state()}
+        return {"made_with": made_with, **super().state()}
 
 
 @dataclass(frozen=True)

@@ -392,7 +392,7 @@ def test_a_damaged_state_in_flight_is_refused():
     ):
         state = copy.deepcopy(good)
         *folders, name = path
-        place = state["shared"]["local_steps"]["in_flight"]
+        place = state["local_steps"]["in_flight"]
         for folder in folders:
             place = place[folder]
         place[name] = value
