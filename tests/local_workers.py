@@ -69,12 +69,12 @@ class Worker:
         return [p.detach().clone() for p in self.model.parameters()]
 
     def common(self):
-        return [weight.common for weight in self.local._common.weights]
+        return [weight.common for weight in self.local._rounds._common.weights]
 
     @property
     def idle(self):
         """Whether nothing is in flight."""
-        return not self.local._in_flight._left
+        return not self.local._rounds._in_flight._left
 
     def with_residuals(self):
         named = self.model.named_parameters()

@@ -17,11 +17,24 @@ from hvd_compress import Compressor
 PACKAGE = Path(hvd_compress.__file__).parent
 #: What each room may import, besides itself.
 BELOW = {
-    "cli": {"", "local", "methods", "hosts", "selection", "codecs", "carriers", "engine", "ops", "reference"},
+    "cli": {
+        "",
+        "local",
+        "methods",
+        "hosts",
+        "gradients",
+        "selection",
+        "codecs",
+        "carriers",
+        "engine",
+        "ops",
+        "reference",
+    },
     "": {"local", "methods", "hosts", "selection", "engine"},
     "local": {"methods", "hosts", "carriers", "engine", "reference"},
-    "methods": {"hosts", "selection", "codecs", "carriers", "engine", "ops", "reference"},
-    "hosts": {"carriers", "engine"},
+    "methods": {"hosts", "gradients", "selection", "codecs", "carriers", "engine", "ops", "reference"},
+    "hosts": {"gradients", "carriers", "engine"},
+    "gradients": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
     "carriers": {"engine"},
@@ -39,6 +52,7 @@ FACTORIES = {
     *("arange", "range", "linspace", "logspace", "rand", "randn", "randint", "randperm", "normal"),
 }
 MOST_CLASSES_BETWEEN = 2
+MOST_NAMES = 24
 _GRAD = "the protocol of the host, which reads the gradient there"
 _SENT = "whether the payload has left the residual, which only the algorithm knows"
 #: By module and attribute, how often the package writes an attribute of an object of somebody else, and why.
@@ -48,7 +62,6 @@ WRITTEN_BY_OTHERS = {
     ("cli.synthetic", "ctx.pause"): (1, "torch's protocol: what forward keeps for backward"),
     ("hosts.ddp", "parameter.grad"): (1, _GRAD),
     ("hosts.fsdp", "p.grad"): (1, _GRAD),
-    ("hosts.fsdp", "parameter.grad"): (2, _GRAD),
     ("hosts.fsdp", "self._engine.parameters[number].grad"): (2, _GRAD),
     ("hosts.fsdp_modules", "cast(Any, module._get_fsdp_state())._hvd_compress"): (1, "lives as long as the module"),
     ("hosts.fsdp_modules", "self.group._partial_reduce_output"): (2, "FSDP2 has no call for it"),
@@ -113,6 +126,52 @@ def test_imports_go_down_only():
         if other != "_version" and room(other) not in {room(name), *BELOW[room(name)]}
     ]
     assert not wrong, wrong
+
+
+def test_the_engine_names_neither_of_its_clocks_nor_a_host():
+    """Steps of gradients and rounds of local steps are beside each other, above the engine."""
+    clocks = {"GradientStep", "GradientSteps", "Rounds", "LocalSteps", "local_steps", "scaler", "hosts", "fsdp", "ddp"}
+    for name, path in modules().items():
+        if room(name) != "engine":
+            continue
+        tree = ast.parse(path.read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        assert not names & clocks, (name, names & clocks)
+    imported = {name: {room(other) for other in imported_modules(name, path)} for name, path in modules().items()}
+    assert not any("gradients" in rooms for name, rooms in imported.items() if room(name) == "local")
+    assert not any(
+        "local" in rooms for name, rooms in imported.items() if room(name) in {"gradients", "hosts", "methods"}
+    )
+
+
+def test_no_class_of_the_package_has_many_public_names():
+    """Whoever opens one should see what it is for. Inherited names count where they were defined."""
+    counts = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                counts[f"{name}.{node.name}"] = len(public_names(node))
+    many = {name: count for name, count in counts.items() if count > MOST_NAMES}
+    assert len(counts) > 100 and not many, many
+
+
+def public_names(node: ast.ClassDef) -> set[str]:
+    """Methods, properties, class attributes, and attributes that methods give to ``self``."""
+    names = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef) and inner in node.body:
+            names.add(inner.name)
+        elif (
+            isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self"
+        ):
+            names.add(inner.attr)
+    for statement in node.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+        names |= {t.id for target in targets for t in ast.walk(target) if isinstance(t, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
 
 
 def test_there_are_no_import_cycles():

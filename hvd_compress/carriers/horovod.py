@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.collectives import Handle, HostName, Nodes, Request, allgather
+from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.registry import Peer, Registry
 from .nodes import divided, table
 from .polling import wait_until
@@ -73,7 +73,6 @@ class _HorovodHandle:
 class HorovodCollectives:
     """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
-    host: HostName = "horovod"
     ordered = False
 
     def __init__(self, process_set: Any = None) -> None:

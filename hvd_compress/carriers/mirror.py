@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..engine.collectives import HostName, Nodes, Request
+from ..engine.collectives import Nodes, Request
 from ..engine.registry import Registry
 
 
@@ -28,7 +28,6 @@ class Mirror:
     """
 
     rank, active, ordered = 0, True, False
-    host: HostName = "horovod"
 
     def __init__(self, size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.size, self.clock = size, clock

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from ..engine.arguments import check_flag, check_integer, check_number
-from ..engine.collectives import Handle, HostName, Nodes, Request
+from ..engine.collectives import Handle, Nodes, Request
 from ..engine.registry import Registry
 from .nodes import divided, groups
 
@@ -65,7 +65,6 @@ class ThreadCollectives:
         self._world, self._number, self._members = world, rank, members
         self.rank, self.size = members.index(rank), len(members)
         self.ordered, self.active = world.ordered, True
-        self.host: HostName = "ddp" if world.ordered else "horovod"
         self._started = self._checked_in = 0
 
     def generation(self) -> object:

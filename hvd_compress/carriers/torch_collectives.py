@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.collectives import Handle, HostName, Nodes, Request, allgather
+from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.registry import Registry
 from .nodes import divided, groups
 from .polling import wait_until
@@ -73,7 +73,6 @@ class _TorchHandle:
 class TorchCollectives:
     """``torch.distributed`` on a process group (default: the whole world)."""
 
-    host: HostName = "ddp"
     ordered = True
     active = True
 

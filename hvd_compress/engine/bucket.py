@@ -91,9 +91,8 @@ class Bucket:
 
     ``owner``: the rank of each node that exchanges it (``engine/nodes.py``). ``residual``: the sum of all
     gradients that has not been sent, float32, (blocks * 256,). ``table``: the operators'
-    table of pieces without slots, int64, (pieces, 4), see ``hvd_compress/reference/scatter.py``. ``originals``: by
-    piece, the tensor that the host passed in and gets back. ``gradients``: by piece, that gradient in the piece's
-    memory order, once all have arrived.
+    table of pieces without slots, int64, (pieces, 4), see ``hvd_compress/reference/scatter.py``. ``gradients``: by
+    piece, the gradient in the piece's memory order, once all have arrived.
     """
 
     def __init__(self, index: int, pieces: Sequence[Piece], device: torch.device, owner: int = 0) -> None:
@@ -134,24 +133,20 @@ class Bucket:
     # The current step.
 
     @property
-    def full(self) -> bool:
-        """Whether the gradients of all pieces have arrived."""
-        return not self._missing
-
-    @property
-    def begun(self) -> bool:
-        """Whether a gradient has arrived."""
-        return self._missing < len(self.pieces)
+    def waits(self) -> bool:
+        """Whether gradients have arrived that are not in the state: others are missing."""
+        return self._missing < len(self.pieces) and not self._collected
 
     def clear(self) -> None:
         """Prepares for the next step."""
         count = len(self.pieces)
         self.gradients: list[Tensor] = []
-        self.originals: list[Tensor | None] = [None] * count
+        # By piece, the tensor that the host passed in and gets back.
+        self._originals: list[Tensor | None] = [None] * count
         self._arrived, self._missing = bytearray(count), count
         self._versions: list[int | None] = [None] * count
-        #: Whether the gradients are being added to the state, or have been.
-        self.collected = False
+        # Whether the gradients are being added to the state, or have been.
+        self._collected = False
 
     def arrive(self, index: int, grad: Tensor) -> bool:
         """Keeps the gradient of a piece. Returns whether those of all pieces have arrived. Raises ``RuntimeError`` for
@@ -160,57 +155,53 @@ class Bucket:
             raise RuntimeError(
                 f"{self.pieces[index].name}: compressed twice in one step (after a step that failed, call reset())"
             )
-        self.originals[index], self._versions[index], self._arrived[index] = grad, grad._version, True
+        self._originals[index], self._versions[index], self._arrived[index] = grad, grad._version, True
         self._missing -= 1
         if self._on_gpu:
             self.order.note_input()
         return not self._missing
-
-    def arrived(self, index: int) -> bool:
-        """Whether the gradient of a piece has arrived in this step."""
-        return bool(self._arrived[index])
 
     def collect(self) -> None:
         """Puts the gradients that have arrived into ``gradients``, empty ones for the others. (A copy only where the
         memory order is not the piece's.)"""
         self.gradients = [
             self._empty if grad is None else in_order_of(local(piece.parameter), grad)
-            for piece, grad in zip(self.pieces, self.originals, strict=True)
+            for piece, grad in zip(self.pieces, self._originals, strict=True)
         ]
-        self._versions, self.collected = [None] * len(self.pieces), True
+        self._versions, self._collected = [None] * len(self.pieces), True
 
     def replace_gradients(self, gradients: list[Tensor]) -> None:
         """Makes these tensors :attr:`gradients`, to which averages are written: one per piece, in its memory order, or
         empty. What the host passed in stays."""
         self.gradients = gradients
 
-    def forget_changed(self) -> None:
+    def clear_changed(self) -> None:
         """Drops the gradients that somebody has written to since they arrived, or since they were last marked: they are
         no longer what they were."""
-        for index, (grad, version) in enumerate(zip(self.originals, self._versions, strict=True)):
+        for index, (grad, version) in enumerate(zip(self._originals, self._versions, strict=True)):
             if grad is not None and grad._version != version:
-                self.originals[index] = None
+                self._originals[index] = None
 
     def mark_written(self) -> None:
         """The gradients are as this package has left them: added to the state, or replaced by averages."""
-        self._versions = [None if grad is None else grad._version for grad in self.originals]
+        self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self) -> None:
         """Zeros the gradients that are left: accumulating on top of them would count them twice."""
         with self.order:
-            for grad in self.originals:
+            for grad in self._originals:
                 if grad is not None:
                     grad.zero_()
 
     def result(self, index: int) -> Tensor:
         """The tensor that the host passed in, now holding the averaged gradient. Drops the bucket's reference to it."""
-        original = self.originals[index]
+        original = self._originals[index]
         if original is None or not self.gradients:
             raise RuntimeError(
                 f"{self.pieces[index].name}: the step in which this gradient was compressed is gone (it failed and was "
                 "reset, or the result was requested twice)"
             )
-        ordered, self.originals[index], self.gradients[index] = self.gradients[index], None, self._empty
+        ordered, self._originals[index], self.gradients[index] = self.gradients[index], None, self._empty
         with self.order:  # the caller's stream waits for the exchange's
             if ordered.data_ptr() != original.data_ptr():
                 original.copy_(ordered)
@@ -219,13 +210,13 @@ class Bucket:
 
     def write_results(self) -> None:
         """Makes all tensors that the host passed in hold their averages."""
-        for index, original in enumerate(self.originals):
+        for index, original in enumerate(self._originals):
             if original is not None:
                 self.result(index)
 
     def missing(self) -> Iterator[Piece]:
         """The pieces of which no gradient has arrived."""
-        return (piece for index, piece in enumerate(self.pieces) if not self.arrived(index))
+        return (piece for index, piece in enumerate(self.pieces) if not self._arrived[index])
 
     def nothing(self) -> list[Tensor]:
         """Empty tensors, one per piece: an update that reaches no gradient."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import state as states_of
+from .driver import Unapplied
 from .engine import Engine
 from .modes import modes_off
 from .shards import place_in_mesh
@@ -26,27 +27,21 @@ _CONVERT = (
 def save(engine: Engine) -> dict[str, Any]:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
-    if engine.local_steps is not None:
-        engine.local_steps.drain(to_save=True)
-    if engine.collecting:
-        raise RuntimeError(
-            "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
-        )
-    engine.undo_skipped_step()
+    engine.driver.begin_saving()
     with _in_order(engine):
         values: dict[str, Any] = states_of.save(_description(engine))
-        if engine.average_waits:
-            values = _before_average(engine, values)
+        if (average := engine.driver.unapplied) is not None:
+            values = _before_average(engine, average, values)
     return values
 
 
-def _before_average(engine: Engine, now: dict[str, Any]) -> dict[str, Any]:
+def _before_average(engine: Engine, average: Unapplied, now: dict[str, Any]) -> dict[str, Any]:
     """The state with what the last average has sent back in the residuals, since the model that is saved with it does
     not contain that average. Leaves the engine in the state ``now``."""
-    engine.undo()
+    average.undo()
     before: dict[str, Any] = states_of.save(_description(engine))
     # A copy: the user may modify what is returned.
-    engine.undo_by(partial(_restore, values=states_of.save(_description(engine))))
+    average.undo_by(partial(_restore, engine, states_of.save(_description(engine))))
     _restore(engine, now)
     return before
 
@@ -61,9 +56,10 @@ def _restore(engine: Engine, values: dict[str, Any]) -> None:
 def load(engine: Engine, state: Any) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     states_of.check(_description(engine), _fitted(engine, state))
-    engine.begin_loading()
+    engine.check_generation()  # or the next gradient would undo the loading
+    engine.driver.restart(same_ranks=True)
     _restore(engine, state)
-    engine.forget_last_step()
+    engine.peer.changed()
 
 
 @modes_off
@@ -170,7 +166,9 @@ class _Layout(Leaf):
 
 def _description(engine: Engine) -> Tree:
     body: dict[str, Tree] = {
-        "parameters": {place.piece.name: Fixed(list(place.piece.shape)) for place in engine.places},
+        "parameters": {
+            place.piece.name: Fixed(list(place.piece.shape)) for place in engine.place_of if place is not None
+        },
         "layout": _Layout(engine),
         "method_state": engine.method.state(),
         "buckets": {str(work.bucket.index): work.state() for work in engine.works},
@@ -178,8 +176,7 @@ def _description(engine: Engine) -> Tree:
     }
     for place in filter(None, map(place_in_mesh, engine.parameters)):
         body["place_in_mesh"] = Fixed(place, "the state is of another rank of the shard group")
-    if engine.local_steps is not None:
-        body["local_steps"] = engine.local_steps.state()
+    body |= engine.driver.state()
     return {
         "format": Fixed(_FORMAT, "the state is of another version of hvd_compress"),
         "method": Fixed(type(engine.method).__name__),

@@ -14,8 +14,6 @@ import torch
 from .profiling import Stage
 from .registry import Registry
 
-#: Who passes gradients in.
-HostName = Literal["horovod", "ddp"]
 Verb = Literal["allreduce", "allgather", "alltoall", "reduce", "broadcast"]
 Kind = Literal["values", "indices", "dense_tensor", "budget"]
 #: ``between``: across the network, between nodes or, without them, all ranks. ``inside``: within a node.
@@ -109,12 +107,9 @@ class Collectives(Protocol):
         """Whether gradients are exchanged at all: Horovod's optimizer skips the exchange with one process."""
 
     @property
-    def host(self) -> HostName:
-        """Who passes the gradients in."""
-
-    @property
     def ordered(self) -> bool:
-        """Whether collectives are matched by the order of the calls (torch.distributed) and not by name (Horovod)."""
+        """Whether collectives are matched by the order of the calls (torch.distributed) and not by name (Horovod). The
+        hosts are those of the same library."""
 
     def generation(self) -> object:
         """An object that is replaced when the set of ranks changes (elastic); older handles are then void."""

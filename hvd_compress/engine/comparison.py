@@ -103,7 +103,7 @@ class Comparison:
         """Whether the ranks have compared their configurations since the last change."""
         return self._done
 
-    def forget(self) -> None:
+    def changed(self) -> None:
         """Something has changed: :attr:`done` is false until the ranks have compared their configurations again."""
         self._done = False
 

@@ -109,8 +109,8 @@ class Exchanges:
             elif not self.advance():
                 self._wait_for_any()
 
-    def abandon(self) -> None:
-        """Drops the exchanges in progress, after a failure or when their handles are void."""
+    def clear(self) -> None:
+        """Ends the exchanges in progress where they are, after a failure or when their handles are void."""
         for running in self._running:
             running.exchange.close()
         self._running.clear()

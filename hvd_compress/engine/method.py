@@ -1,34 +1,14 @@
-"""What the engine and the hosts call of a method, of local steps and of a host."""
+"""A method, as far as it is more than its buckets."""
 
-from collections.abc import Mapping
+import abc
 from typing import Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .bucket import Bucket
-from .guard import Facts, Traits
+from .facts import Facts, Traits
 from .state import Tree
 from .work import Work
-
-
-class Host(Protocol):
-    """Who passes the gradients in and applies the averages."""
-
-    @property
-    def single(self) -> bool:
-        """Whether one optimizer only may step the parameters: it is the one whose gradients are passed in."""
-
-    @property
-    def detached(self) -> bool:
-        """Whether its hooks were taken away: the gradients that optimizers apply have not come from here."""
-
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises an error for an optimizer that reduces gradients in a way that does not fit, and warns of one whose
-        gradients have not come from here."""
 
 
 class Velocities(Protocol):
@@ -45,36 +25,44 @@ class Velocities(Protocol):
         """Replaces it."""
 
 
-class Method(Protocol):
-    """A method, beyond its buckets."""
+class Method(abc.ABC):
+    """What the author of a method implements, beyond its buckets; the engine and its drivers call it."""
 
-    @property
-    def traits(self) -> Traits: ...
+    #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.
+    arguments: object = None
 
-    def options(self) -> Mapping[str, object]:
-        """What must be the same on all ranks: numbers, strings, None or frozen dataclasses."""
+    @abc.abstractmethod
+    def work(self, bucket: Bucket) -> Work:
+        """One bucket of this method: its algorithm. Called when the compressor is built, for every bucket."""
 
     def compresses(self, parameter: Tensor) -> bool:
-        """Whether this parameter is compressed if it is large enough."""
+        """Whether this parameter is compressed if it is large enough (``min_numel``). Called when the compressor is
+        built."""
+        return True
 
-    def work(self, bucket: Bucket) -> Work:
-        """A bucket at work."""
+    def options(self) -> dict[str, object]:
+        """The arguments, as far as they must be the same on all ranks: numbers, strings, None or frozen dataclasses, by
+        name. They are compared before the first step, and part of this object's text."""
+        return dict(vars(self.arguments)) if self.arguments else {}
 
-    def restart(self) -> None:
-        """The set of ranks has changed, or a state will be loaded."""
+    @property
+    def traits(self) -> Traits:
+        """What the method makes of gradients, as far as hosts, optimizers and local steps have to know."""
+        return Traits()
 
     def state(self) -> dict[str, Tree]:
-        """Describes the saved state beyond the buckets', and the options that a state depends on."""
+        """Describes the saved state beyond that of the buckets (:mod:`hvd_compress.engine.state`), and the options that
+        a state depends on. Called to save, to check and to load; before loading, :meth:`restart` is called."""
+        return {}
+
+    def restart(self) -> None:
+        """Called when the set of ranks has changed (elastic), or a state will be loaded: resets what new ranks cannot
+        know."""
 
     @property
     def velocities(self) -> Velocities | None:
-        """None if the method has no momentum."""
-
-    @property
-    def host(self) -> Host: ...
-
-    def check_optimizer(self, facts: Facts) -> None:
-        """Called before each step of an optimizer. Raises ``ValueError`` if it does not fit."""
+        """The velocities kept beside the residuals, for checkpoints that fit any mesh; None without momentum."""
+        return None
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
@@ -82,32 +70,11 @@ class Method(Protocol):
     def exchanged(self) -> None:
         """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
 
+    @abc.abstractmethod
+    def check_optimizer(self, facts: Facts) -> None:
+        """Called before each step of an optimizer that applies averages. Raises ``ValueError`` if it does not fit this
+        compressor."""
 
-class LocalStepping(Protocol):
-    """Local steps, which run the exchanges instead of a host."""
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` for one that
-        takes no local steps."""
-
-    def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called after it."""
-
-    def options(self) -> Mapping[str, object]:
-        """What must be the same on all ranks."""
-
-    def restart(self, same_ranks: bool) -> None:
-        """A state will be loaded, or the set of ranks has changed: forgets what is in flight, before the step is
-        dropped. The parameters may be new already. ``same_ranks``: waits for their messages, if they still come."""
-
-    def dropped(self) -> None:
-        """The step in progress was dropped, if there was one."""
-
-    def drain(self, to_save: bool = False) -> None:
-        """Ends the step in progress, if there is one. Waits. ``to_save``: all ranks save their states."""
-
-    def check_common(self) -> None:
-        """Raises ``RuntimeError`` if the weights of ranks may differ."""
-
-    def state(self) -> Tree:
-        """Describes the saved state."""
+    def passed(self, tensor: Tensor) -> Tensor:
+        """Called by Horovod with an average that this compressor has no part in: of an unknown or a sparse tensor."""
+        return tensor

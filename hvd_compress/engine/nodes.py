@@ -4,6 +4,8 @@ Each bucket has an owner, the rank with the same place in every node. It alone h
 it is one of as many ranks as there are nodes, with the mean gradient of its node.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,11 @@ class Member(Work):
 
     def scale_residual(self, factor: float) -> None:
         """Nothing is kept."""
+
+
+def owned(works: Iterable[Work]) -> list[Work]:
+    """Those of these buckets whose state is on this rank."""
+    return [work for work in works if not isinstance(work, Member)]
 
 
 def through_owner(work: Work, nodes: Nodes) -> Exchange:

@@ -38,7 +38,7 @@ def shared(engine: Engine) -> Tree:
     method: Tree = Fixed(type(engine.method).__name__)
     tree = {"format": Fixed(_FORMAT), "method": method, "step": engine.state()}
     tree |= {key: part for key, part in engine.method.state().items() if key == "density"}
-    return tree if engine.local_steps is None else {**tree, "local_steps": engine.local_steps.state()}
+    return {**tree, **engine.driver.state()}
 
 
 @modes_off
@@ -48,13 +48,14 @@ def load(engine: Engine, replicas: Sequence[Owed], common: Any) -> None:
     description = shared(engine)
     states_of.check(description, common)
     means = {kind: _means(engine, replicas, kind, numbers) for kind, numbers, *_ in _kinds(engine)}
-    engine.begin_loading()
+    engine.check_generation()  # or the next gradient would undo the loading
+    engine.driver.restart(same_ranks=True)
     engine.restart()
     states_of.load(description, common)
     for kind, numbers, _, put in _kinds(engine):
         for number, name in numbers:
             put(number, means[kind][name])
-    engine.forget_last_step()
+    engine.peer.changed()
 
 
 def _kinds(engine: Engine) -> Iterator[_Kind]:

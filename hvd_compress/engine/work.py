@@ -1,6 +1,7 @@
 """One bucket of one method at work: the engine's side of every method."""
 
 import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -109,3 +110,10 @@ class Work(abc.ABC):
     def scale_residual(self, factor: float) -> None:
         """Multiplies the residual by ``factor``, in [0, 1]. Called between steps."""
         self.bucket.residual.mul_(factor)
+
+
+def undo(works: Iterable[Work]) -> None:
+    """What the last exchange of these buckets has sent returns to their state."""
+    for work in works:
+        with work.bucket.order:
+            work.undo()

@@ -1,4 +1,6 @@
-"""Who calls the engine: Horovod, torch DistributedDataParallel or FSDP2."""
+"""Who passes gradients in: Horovod, torch DistributedDataParallel or FSDP2."""
+
+from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded
@@ -7,8 +9,8 @@ from .fsdp import FSDPHost
 from .horovod import HorovodHost
 
 
-def host_of(engine: Engine) -> DDPHost | FSDPHost | HorovodHost:
-    """The host's side of an engine."""
+def host_of(engine: Engine, grad_scaler: Any) -> DDPHost | FSDPHost | HorovodHost:
+    """The host's side of an engine. ``grad_scaler``: a ``torch.amp.GradScaler``, or None."""
     if any(map(is_sharded, engine.parameters)):
-        return FSDPHost(engine)
-    return DDPHost(engine) if engine.collectives.host == "ddp" else HorovodHost(engine)
+        return FSDPHost(engine, grad_scaler)
+    return DDPHost(engine, grad_scaler) if engine.collectives.ordered else HorovodHost(engine, grad_scaler)

@@ -64,7 +64,7 @@ class DCPState:
         if not isinstance(engine, Engine):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
         self._engine, self._alive = engine, compression  # an engine does not keep its compressor alive
-        if self._engine.nodes.inside is not None or self._engine.collectives.host != "ddp":
+        if self._engine.nodes.inside is not None or not self._engine.collectives.ordered:
             raise ValueError("DCPState needs a compressor of torch.distributed without nodes: save its state_dict()")
         self._parameters = dict(zip(self._engine.names, self._engine.parameters, strict=True))
         first = next(filter(is_sharded, self._engine.parameters), self._engine.parameters[0])
@@ -112,10 +112,9 @@ class DCPState:
         """This rank's state, as it is."""
         engine, own = self._engine, io.BytesIO()
         torch.save(checkpoint.save(engine), own)
-        if engine.average_waits:
+        if engine.driver.unapplied is not None:
             raise RuntimeError("save after optimizer.step(): the last average has not been applied")
-        if engine.local_steps is not None:
-            engine.local_steps.check_common()
+        engine.driver.check_equal_weights()
         return own.getvalue()
 
     def _named(self, values: Any, name: str = "") -> Any:

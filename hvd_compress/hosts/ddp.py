@@ -61,8 +61,8 @@ class DDPHost(HookedHost):
 
     registration = "model.register_comm_hook(compression, hvd_compress.ddp_hook)"
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+        super().__init__(engine, grad_scaler)
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._results: list[_Result] = []
@@ -84,7 +84,7 @@ class DDPHost(HookedHost):
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
-        if not engine.comparison.done:
+        if not engine.peer.compared:
             self._look_at_model(bucket)
         if self._futures and bucket.index() <= self._index and backward != self._backward:
             self._abandon(overwritten=True)
@@ -100,7 +100,7 @@ class DDPHost(HookedHost):
         return future
 
     def _abandon(self, overwritten: bool = False) -> None:
-        self._engine.reset(overwritten)
+        self.step.reset(overwritten=overwritten)
         text = (
             "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
             "start again"
@@ -166,7 +166,7 @@ class DDPHost(HookedHost):
                 )
                 dense.append(grad)
                 continue
-            arrived = engine.arrive(number, grad)
+            arrived = self.step.arrive(number, grad)
             if isinstance(arrived, DenseGradient):
                 dense.append(arrived)
         if dense:
@@ -176,7 +176,7 @@ class DDPHost(HookedHost):
 
     def _finish(self) -> None:
         engine = self._engine
-        engine.finish_step()
+        self.step.finish()
         for gradients, handle in self._dense:
             with stage("wait"):
                 total = handle.result()

@@ -138,8 +138,8 @@ class FSDPHost(HookedHost):
 
     registration = "hvd_compress.register_fsdp_hooks(model, compression)"
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+        super().__init__(engine, grad_scaler)
         self._registered: _Registration | None = None
         #: The backward pass of the step in progress, or None.
         self._backward: int | None = None
@@ -191,7 +191,7 @@ class FSDPHost(HookedHost):
         for other in others:
             other.host.remove(other)
         if self.detached:  # what has become of the last average is not known
-            engine.forget_last_step()
+            self.step.clear()
         this, registered = weakref.ref(self), _Registration(self, engine.method, modules)
         for module in modules:
             registered.add_module(module, self._reduced, not averages)
@@ -294,15 +294,12 @@ class FSDPHost(HookedHost):
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        engine, parameter = self._engine, self._engine.parameters[number]
         with self._inside():
-            current, earlier = parameter.grad, self._partial.pop(number, None)
+            earlier = self._partial.pop(number, None)
             if earlier is not None:
                 local(earlier).add_(local(self._grads[number]))
                 self._grads[number] = earlier
-            parameter.grad = self._before.get(number)  # the engine looks for the last average there
-            arrived = engine.arrive(number, local(self._grads[number]))
-            parameter.grad = current
+            arrived = self.step.arrive(number, local(self._grads[number]), self._before.get(number))
             if isinstance(arrived, DenseGradient):
                 self._dense.append(arrived)
 
@@ -334,7 +331,7 @@ class FSDPHost(HookedHost):
         engine = self._engine
         payloads = [gradient.payload for gradient in self._dense]
         averaging = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.dense")
-        engine.finish_step()
+        self.step.finish()
         for gradient, average in zip(self._dense, averaging.results(), strict=True):
             gradient.store(average)
             engine.method.dense_averaged(gradient.number, gradient.grad)
@@ -353,7 +350,7 @@ class FSDPHost(HookedHost):
     def _abandon(self) -> None:
         """``.grad`` is again as it was before the backward pass. What earlier passes have kept apart is dropped:
         the step begins again; a part of it may have been passed on."""
-        self._engine.reset()
+        self.step.reset()
         for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
         for hook in self._registered.hooks if self._registered is not None else ():

@@ -15,6 +15,7 @@ from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.profiling import stage
+from ..gradients.step import GradientStep
 from .lookup import GradientLookup
 
 
@@ -22,11 +23,11 @@ class HorovodHost:
     """``compress`` and ``decompress`` of ``horovod.torch.DistributedOptimizer`` for one engine."""
 
     #: Horovod's optimizer and the one that it wraps count as one.
-    single, detached = True, False
+    single, detached, versions = True, False, True
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lookup = GradientLookup(engine.parameters)
+    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+        self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
+        self._used: GradientLookup | None = None
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._references: list[Tensor] = []
 
@@ -38,7 +39,7 @@ class HorovodHost:
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
-            arrived = engine.arrive(number, as_real(tensor.resolve_conj()))
+            arrived = self.step.arrive(number, as_real(tensor.resolve_conj()))
             if isinstance(arrived, DenseGradient):
                 payload = arrived.payload.detach()
                 self._references.append(second_reference(payload))
@@ -49,9 +50,9 @@ class HorovodHost:
         """See :meth:`hvd_compress.Compressor.decompress`."""
         engine = self._engine
         with engine.entered:
-            if engine.collecting:
-                engine.finish_step()
-                self._lookup.forget()
+            if self.step.collecting:
+                self.step.finish()
+                self._lookup.clear()
                 self._references.clear()
             if isinstance(ctx, Place):
                 return ctx.work.bucket.result(ctx.index)
@@ -65,6 +66,13 @@ class HorovodHost:
             # Horovod keeps a lazy conjugation of p.grad, which copy_() follows.
             given = parameter.grad
             return given.copy_(average) if given is not None and given.is_conj() else average
+
+    @property
+    def _lookup(self) -> GradientLookup:
+        """Built when it is used: its hooks on all parameters cost time."""
+        if self._used is None:
+            self._used = GradientLookup(self._engine.parameters)
+        return self._used
 
     def _nothing(self, device: torch.device) -> Tensor:
         """Horovod must reduce something under a gradient's name: an empty tensor."""
@@ -88,7 +96,7 @@ class HorovodHost:
             self._engine.collectives.check_optimizer(optimizer)
         if given and not self._engine.method.traits.linear:
             self._check_synchronized(optimizer)
-        if not given and self._engine.watch.bypassed_by(optimizer):
+        if not given and self.step.bypassed_by(optimizer):
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
             )
@@ -98,7 +106,7 @@ class HorovodHost:
         if not getattr(optimizer, "_synchronized", False) or not optimizer._should_synchronize:
             return
         grads = [p.grad for p in self._engine.parameters if p.grad is not None]
-        if not self._lookup.accumulated and any(bool(grad.any()) for grad in grads):
+        if self._used is not None and not self._used.accumulated and any(bool(grad.any()) for grad in grads):
             raise RuntimeError(
                 "this step would exchange the last averages again, and with "
                 f"{type(self._engine.method).__name__} they would count twice: after optimizer.synchronize(), step "
@@ -111,12 +119,12 @@ class HorovodHost:
         engine = self._engine
         if self._lookup.is_parameter(tensor):
             engine.warn("Adasum passes parameters, not gradients: they are sent uncompressed")
-        elif engine.collecting:
+        elif self.step.collecting:
             engine.warn(
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"
             )
-            engine.count_dense(tensor.numel(), tensor.nbytes)
+            engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.collectives.size, engine.nodes.ranks)
 
 
 def was_given(optimizer: Optimizer, compression: object) -> bool | None:

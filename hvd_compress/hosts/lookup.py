@@ -24,7 +24,7 @@ class GradientLookup:
         self._number_by_id: dict[int, int] = {}
         self._latest = -1
         self._copied: set[int] = set()
-        #: Whether a gradient was accumulated since :meth:`forget`.
+        #: Whether a gradient was accumulated since :meth:`clear`.
         self.accumulated = False
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         # The hooks live as long as the model and must not keep the compressor alive.
@@ -39,7 +39,7 @@ class GradientLookup:
     def record(self, number: int) -> None:
         """The gradient of parameter ``number`` is complete."""
         if len(self._number_by_id) > 2 * len(self._parameters):
-            self.forget()  # with one process no step ever begins or ends
+            self.clear()  # with one process no step ever begins or ends
         self.accumulated = True
         self._number_by_id[id(self._parameters[number].grad)] = number
         self._latest = number
@@ -59,7 +59,7 @@ class GradientLookup:
                 return number
         return self._find_dense_copy(grad)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drops the records of gradients that no longer exist. Called at the end of every step."""
         self._copied.clear()
         self.accumulated = False

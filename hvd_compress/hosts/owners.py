@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine.optimizer_watch import parameters_of
+from ..engine.optimizers import parameters_of
 from ..engine.shards import is_sharded
 from .fsdp import hooked
 from .fsdp_modules import sharded_modules

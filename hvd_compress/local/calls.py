@@ -99,7 +99,7 @@ class Calls:
         self.begin(row)
         return self.check()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Nobody waits for the answers any more."""
         self._handle = None
 

@@ -72,19 +72,19 @@ class CommonWeights:
             weight.common.copy_(weight.own)
             if weight.velocity is not None:
                 weight.velocity.zero_()
-        self._forget_unsent()
+        self._clear_unsent()
 
     def replace(self, average: Iterable[Tensor]) -> None:
         """Makes the average of all ranks' weights the common weights, where it is usable, and the parameters."""
         for weight, mean in zip(self.weights, average, strict=True):
             weight.common.copy_(torch.where(usable(mean), mean, weight.common))
             weight.own.copy_(mean)
-        self._forget_unsent()
+        self._clear_unsent()
 
-    def differences(self, weights: Sequence[Weight]) -> list[Tensor]:
+    def progress(self, weights: Sequence[Weight]) -> list[Tensor]:
         """How far each parameter has come since the last exchange. Until :meth:`end`, compressors that select by
         weights see the common weights, which are the same on all ranks."""
-        differences = []
+        found = []
         for weight in weights:
             p, wide = weight.own, weight.common.dtype
             with weight.order:
@@ -92,8 +92,8 @@ class CommonWeights:
                 if weight.place is not None:
                     difference = difference.to(p.dtype)  # as a compressed gradient
                     weight.place.piece.let_stand_in(weight.common.to(p.dtype))
-            differences.append(difference)
-        return differences
+            found.append(difference)
+        return found
 
     def end(self, weights: Sequence[Weight]) -> None:
         """Ends an exchange, or what became of it."""
@@ -101,26 +101,29 @@ class CommonWeights:
             if weight.place is not None:
                 weight.place.piece.let_stand_in(None)
 
-    def move(self, weights: Sequence[Weight], averages: Sequence[Tensor]) -> None:
-        """Moves the common weights by the averaged differences, of which usable ones become 0. All operations are
-        rounded by IEEE 754: the result is the same on all processors."""
-        for weight, average in zip(weights, averages, strict=True):
+    def move(self, weights: Sequence[Weight], averages: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
+        """Adds the averages times ``factors`` to the common weights, through the outer optimizer. On return
+        ``averages`` holds what was not added: 0, or the entries that are not finite. All operations are rounded by IEEE
+        754: the result is the same on all processors."""
+        for weight, average, factor in zip(weights, averages, factors, strict=True):
             with weight.order:
                 # Free on the CPU; a GPU would be synchronised.
                 whole = average.is_cpu and all_usable(average)
                 applied = average if whole else average.masked_fill(~usable(average), 0.0)
                 step = applied.to(weight.common.dtype)
+                if factor is not None:
+                    step = step * factor.to(step.dtype)
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
                 average.sub_(applied)
 
-    def write_after(self, weight: Weight, rest: Tensor, out: Tensor) -> None:
-        """Writes this rank's weights: the common weights, the part of the difference that was not sent, and ``rest``.
-        So all ranks see what is not finite, and the next exchange is valid again if the user restores the
-        parameters."""
-        torch.add(self._start(weight), rest, out=out)
+    def write_after(self, weight: Weight, left: Tensor, out: Tensor) -> None:
+        """Writes this rank's weights: the common weights, the part of the progress that was not sent, and what is
+        ``left`` of the averages. So all ranks see what is not finite, and the next exchange is valid again if the user
+        restores the parameters."""
+        torch.add(self._start(weight), left, out=out)
 
     def applied(self) -> bool:
         """Whether the parameters are the common weights. Synchronises a GPU."""
@@ -149,7 +152,7 @@ class CommonWeights:
         unsent: Tensor = weight.place.work.held(weight.place.piece)
         return weight.common + unsent
 
-    def _forget_unsent(self) -> None:
+    def _clear_unsent(self) -> None:
         """Drops the residual: the parameters have changed and do not contain it."""
         if self._unsent == "weights":
             scale_residuals(self._engine.works, 0.0)

@@ -28,7 +28,7 @@ class Turns:
     Args:
         engine: of the compressor.
         weights: in the order of the parameters.
-        period: calls of ``LocalSteps.step()`` between two exchanges of one weight, a multiple of ``count``.
+        period: calls of ``LocalSteps.step()`` between two exchanges of one weight.
         count: of fragments.
 
     Raises:
@@ -73,7 +73,7 @@ class Turns:
         """A call of ``LocalSteps.step()``."""
         self.ages[:] = [age + 1 for age in self.ages]
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """All weights are the common weights. The turn stays."""
         self.ages[:] = [0] * len(self.ages)
 
@@ -117,7 +117,7 @@ def _units(engine: Engine, weights: Sequence[Weight]) -> list[list[Weight]]:
 
 
 def _too_few(engine: Engine, units: int, count: int) -> str:
-    pieces = [place.piece for place in engine.places]
+    pieces = [place.piece for place in engine.place_of if place is not None]
     if len(pieces) < count:
         what = "compressed tensors: a bucket (bucket_mb) has one at least" if pieces else "tensors"
         return f"fragments must be at most {len(pieces) or units}, the number of {what}; got {count}"

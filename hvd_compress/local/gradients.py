@@ -7,8 +7,8 @@ import torch
 
 from ..engine.agreement import hash_of
 from ..engine.engine import Engine
-from ..engine.last_average import spread
 from ..engine.shards import local
+from ..engine.spread import spread
 from ..hosts.owners import averages
 from .calls import Different, Row
 from .common_weights import Weight

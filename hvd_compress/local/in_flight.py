@@ -1,4 +1,4 @@
-"""What is in flight between local steps: one exchange at most, whose averages reach the parameters some calls later."""
+"""What is in flight between local steps: one round at most, whose averages reach the parameters some calls later."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,81 +6,27 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.state import Entry, OptionalTensor, Tree
 from .calls import Calls, Different, Row
-from .common_weights import CommonWeights, Weight, scale_residuals
-from .fragments import Fragment, Turns
+from .common_weights import CommonWeights, scale_residuals
+from .fragments import Turns
 from .gradients import OwnGradients
-
-
-class _Exchange:
-    """The differences of one fragment on their way through the compressor, which replaces them by their averages as far
-    as it sends them.
-
-    Args:
-        age: local steps that the differences are of.
-        keep: whether to keep the parameters as they are now.
-    """
-
-    def __init__(self, common: CommonWeights, fragment: Fragment, age: int, keep: bool) -> None:
-        self.fragment, self.age = fragment, age
-        self.differences = common.differences(fragment.weights)
-        self.pairs = [_pair(weight) if keep else None for weight in fragment.weights]
-        self._dense: list[DenseGradient] = []
-
-    def begin(self, engine: Engine) -> None:
-        # The last parameters first: their buckets come first.
-        for weight, difference in reversed(list(zip(self.fragment.weights, self.differences, strict=True))):
-            arrived = engine.arrive(weight.number, difference)
-            if isinstance(arrived, DenseGradient):
-                self._dense.append(arrived)
-        count_gradients(engine, self.fragment, self.age - 1)  # arrive() has counted one
-        label = f"{engine.exchanges.label}.local.{self.fragment.number}"
-        self._averaging = Averaging(engine.collectives, [gradient.payload for gradient in self._dense], label)
-
-    def finish(self, engine: Engine) -> None:
-        """Waits."""
-        engine.finish_step()
-        engine.keep_step()
-        for gradient, average in zip(self._dense, self._averaging.results(), strict=True):
-            gradient.store(average)
-            engine.method.dense_averaged(gradient.number, gradient.grad)
-        for work in self.fragment.works:
-            work.bucket.write_results()
-            work.bucket.clear()  # or it would hold the differences until its next exchange
-
-
-def _pair(weight: Weight) -> Tensor:
-    """w0, the weight as it is now, and the place of w': float32 or wider, (2, *shape), both in its memory order."""
-    common = weight.common
-    shape, strides = (2, *common.shape), (common.numel(), *common.stride())
-    with weight.order:
-        pair = torch.empty_strided(shape, strides, dtype=common.dtype, device=common.device)
-        pair[0].copy_(weight.own)
-    return pair
-
-
-def count_gradients(engine: Engine, fragment: Fragment, steps: int) -> None:
-    """In the statistics: a dense exchange of the gradients of so many steps. In nodes, this rank's share of it."""
-    nodes = engine.nodes
-    for weight in fragment.weights:
-        owner = None if weight.place is None else weight.place.work.bucket.owner
-        share = 1.0 / nodes.ranks if owner is None else float(owner == nodes.rank)
-        engine.stats.count_gradient(steps * weight.own.numel(), engine.collectives.size, share)
+from .lengths import Lengths
+from .round import Round
 
 
 class InFlight:
-    """An exchange of the fragment whose turn it is, without a thread: each call of ``LocalSteps.step()`` resumes it.
+    """A round of the fragment whose turn it is, without a thread: each call of ``LocalSteps.step()`` resumes it.
 
     Its averages reach the parameters ``delay`` calls after it has begun. Parameters then keep the progress that they
-    have made meanwhile: w += w' - w0, with the weights w0 at the beginning of the exchange and w' that an exchange
-    without delay would have made of them.
+    have made meanwhile: w += w' - w(0), with the weights w(0) at the beginning of the round and w' that a round without
+    delay would have made of them.
 
     Args:
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
-        decay: factor of the residuals after an exchange.
+        decay: factor of the residuals after a round.
+        lengths: restores the length of averages, or None.
     """
 
     def __init__(
@@ -92,48 +38,49 @@ class InFlight:
         gradients: OwnGradients,
         delay: int,
         decay: float,
+        lengths: Lengths | None,
     ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
-        self._calls, self._gradients = calls, gradients
-        self._exchange: _Exchange | None = None
+        self._calls, self._gradients, self._lengths = calls, gradients, lengths
+        self._round: Round | None = None
         #: Calls until the parameters change.
         self._left = 0
-        #: Of weights whose averages have arrived and wait, by name, w0 and w': float32 or wider, (2, *shape).
+        #: Of weights whose averages have arrived and wait, by name, w(0) and w': float32 or wider, (2, *shape).
         self._waiting: dict[str, Tensor] = {}
 
     @property
     def waits(self) -> bool:
         """Whether averages have still to arrive."""
-        return self._exchange is not None
+        return self._round is not None
 
     def begin(self, number: int) -> bool:
-        """Begins the next exchange, in the call of ``LocalSteps.step()`` with this number. Returns whether it has
-        ended: without delay."""
+        """Begins the next round, in the call of ``LocalSteps.step()`` with this number. Returns whether it has ended:
+        without delay."""
         self.finish()
         fragment, engine = self._turns.next, self._engine
         age = self._turns.ages[fragment.number]
-        with self._dropped_on_failure():
-            self._exchange = _Exchange(self._common, fragment, age, keep=self._delay > 0)
+        with self._reset_on_failure():
+            self._round = Round(engine, self._common, fragment, age, self._delay > 0, self._lengths)
             rounds, self._turns.ages[fragment.number], self._left = self._turns.rounds, 0, self._delay
-            engine.begin_step(fragment.works, rounds)
+            engine.begin(fragment.works, rounds)
             self._calls.begin(Row("step()", age, number, self._gradients.taken()))
             if not self._delay:  # or a rank would wait here for the slowest one
                 self.check()
-            self._exchange.begin(engine)
+            self._round.send()
         if not self._delay:
             self.finish()
         return not self._delay
 
     def called(self) -> bool:
-        """A call of ``LocalSteps.step()``: resumes the exchange. Returns whether it has ended."""
+        """A call of ``LocalSteps.step()``: resumes the exchange. Returns whether the round has ended."""
         if not self._left:
             return False
         self._left -= 1
         if not self._left:
             self.finish()
             return True
-        if self._exchange is not None:
-            with self._dropped_on_failure():
+        if self._round is not None:
+            with self._reset_on_failure():
                 if self._calls.due:
                     self.check()
                 self._engine.exchanges.take_turns()
@@ -143,23 +90,21 @@ class InFlight:
         """Raises ``RuntimeError``, on all ranks, if they are in different calls, or their gradients are averages."""
         self._gradients.check(self._calls.check())
 
-    def drain(self) -> None:
+    def wait(self) -> None:
         """Waits for the averages. The parameters change when it is time."""
-        exchange = self._exchange
-        if exchange is None:
+        if self._round is None:
             return
-        with self._dropped_on_failure():
+        with self._reset_on_failure():
             self.check()
-            exchange.finish(self._engine)
-            self._exchange = None
-            self._common.move(exchange.fragment.weights, exchange.differences)
-            self._end(exchange)
+            self._round.receive()
+            ended, self._round = self._round, None
+            self._waiting |= ended.land(received=True)
             if self._decay != 1.0:
-                scale_residuals(exchange.fragment.works, self._decay)
+                scale_residuals(ended.fragment.works, self._decay)
 
     def finish(self) -> None:
         """Waits for the averages, and changes the parameters."""
-        self.drain()
+        self.wait()
         self._left = 0
         for weight in self._common.weights:
             if (waiting := self._waiting.pop(weight.name, None)) is not None:
@@ -167,37 +112,37 @@ class InFlight:
                 with weight.order:
                     torch.add(torch.sub(weight.own, before, out=before), now, out=weight.own)
 
-    def dropped(self) -> None:
-        """The exchange has failed. What was compressed is in the residual, and zero among the differences."""
-        exchange, self._exchange = self._exchange, None
-        self._calls.forget()
-        if exchange is not None:
-            self._turns.ages[exchange.fragment.number] += exchange.age
-            self._end(exchange)
+    def reset(self) -> None:
+        """The exchange has failed. What was compressed is in the residual, and zero in the round."""
+        failed, self._round = self._round, None
+        self._calls.clear()
+        if failed is not None:
+            self._turns.ages[failed.fragment.number] += failed.age
+            self._waiting |= failed.land(received=False)
             self.finish()
 
     def discard(self, wait: bool) -> None:
-        """Forgets what is in flight: the parameters are other ones. ``wait``: for its messages, or the next exchange
-        would start those again that another rank has not started yet."""
-        exchange, self._exchange, self._left = self._exchange, None, 0
+        """The parameters are other ones: what is in flight is not applied to them. ``wait``: for its messages, or the
+        next exchange would start those again that another rank has not started yet."""
+        discarded, self._round, self._left = self._round, None, 0
         self._waiting.clear()
-        if exchange is None:
+        if discarded is None:
             return
         try:
             if wait:
                 with self._engine.entered:
                     self._calls.check()
-                    exchange.finish(self._engine)
+                    discarded.receive()
         except Different:
             raise
         except Exception:  # ranks may have failed
             pass
         finally:
-            self._calls.forget()
-            self._common.end(exchange.fragment.weights)
+            self._calls.clear()
+            discarded.clear()
 
     def state(self) -> Tree:
-        """The saved state, after :meth:`drain`."""
+        """The saved state, after :meth:`wait`."""
         waiting: dict[str, Tree] = {}
         for weight in self._common.weights:
             waiting[weight.name] = OptionalTensor(
@@ -205,22 +150,11 @@ class InFlight:
             )
         return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), "waiting": waiting}
 
-    def _end(self, exchange: _Exchange) -> None:
-        """Makes the weights that follow from what the exchange has done: they are written to the parameters, or
-        wait."""
-        weights = exchange.fragment.weights
-        self._common.end(weights)
-        for weight, rest, pair in zip(weights, exchange.differences, exchange.pairs, strict=True):
-            with weight.order:
-                self._common.write_after(weight, rest, weight.own if pair is None else pair[1])
-            if pair is not None:
-                self._waiting[weight.name] = pair
-
     @contextmanager
-    def _dropped_on_failure(self) -> Iterator[None]:
+    def _reset_on_failure(self) -> Iterator[None]:
         with self._engine.entered:
             try:
                 yield
             except BaseException:
-                self._engine.reset()  # calls dropped()
+                self._engine.driver.reset()  # calls reset() here
                 raise

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..engine.optimizer_watch import parameters_of, share_parameters
+from ..engine.optimizers import parameters_of, share_parameters
 from ..hosts.horovod import is_distributed_optimizer
 
 # After so many steps of an optimizer without LocalSteps.step(), and so many calls of that without a step of an

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.bucket import is_dense
-from ..engine.last_average import spread
-from ..engine.optimizer_watch import parameters_of
+from ..engine.optimizers import parameters_of
 from ..engine.shards import local
+from ..engine.spread import spread
 from .common_weights import Weight
 
 # So many weights are looked at, and so many entries of each.
@@ -72,7 +72,7 @@ class OutsideChanges:
         if held[1]:
             self._samples[held[1]] = self._sampled([self._probes[row] for row in held[1]])
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The next weights are compared with nothing."""
         self._counters = self._samples = None
 

@@ -1,27 +1,24 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
-import abc
 import weakref
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..carriers import default_collectives
-from ..engine import checkpoint, guard
+from ..engine import checkpoint
 from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
-from ..engine.guard import Facts, Traits
-from ..engine.method import Velocities
+from ..engine.facts import Facts
+from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.place import Place
 from ..engine.shards import local
-from ..engine.state import Tree
-from ..engine.work import Work
+from ..gradients import guard
 from ..hosts import host_of
 from ..hosts.dcp import refuse_dcp
 from ..hosts.ddp import DDPHost
@@ -31,7 +28,7 @@ from ..hosts.horovod import HorovodHost
 from .reporting import Reporting
 
 
-class Compressor(Reporting, abc.ABC):
+class Compressor(Reporting, Method):
     """Base class of all methods.
 
     Give an instance to ``horovod.torch.DistributedOptimizer(compression=...)``, to
@@ -118,71 +115,29 @@ class Compressor(Reporting, abc.ABC):
             min_numel=min_numel,
             bucket_mb=bucket_mb,
             dense_values=dense_values,
-            grad_scaler=grad_scaler,
             start_timeout=start_timeout,
         )
         self._common = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
-        self.host = host_of(self.engine)
-        self.engine.watch.start()
+        #: Who passes gradients in, unless local steps use this compressor.
+        self.host, self.grad_scaler, self.seed = host_of(self.engine, grad_scaler), grad_scaler, seed
+        self.engine.drive(self.host.step)
+        self.engine.optimizers.watch()
 
-    # What a method implements.
-
-    @abc.abstractmethod
-    def work(self, bucket: Bucket) -> Work:
-        """One bucket of this method: its algorithm. Called by this class's constructor, for every bucket."""
-
-    def compresses(self, parameter: Tensor) -> bool:
-        """Whether this parameter is compressed if it is large enough (``min_numel``). Called by this class's
-        constructor."""
-        return True
-
-    #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.
-    arguments: object = None
+    # What a method may override, see Method.
 
     def options(self) -> dict[str, object]:
-        """The arguments, as far as they must be the same on all ranks: numbers, strings, None or frozen dataclasses, by
-        name. They are compared before the first step, and part of this object's text."""
-        return {**(vars(self.arguments) if self.arguments else {}), **self._common}
-
-    @property
-    def traits(self) -> Traits:
-        """What the method makes of gradients, as far as hosts, optimizers and local steps have to know."""
-        return Traits()
-
-    def state(self) -> dict[str, Tree]:
-        """Describes the saved state beyond that of the buckets (:mod:`hvd_compress.engine.state`), and the options that
-        a state depends on. Called to save, to check and to load; before loading, :meth:`restart` is called."""
-        return {}
-
-    def restart(self) -> None:
-        """Called when the set of ranks has changed (elastic), or a state will be loaded: resets what new ranks cannot
-        know."""
-
-    @property
-    def velocities(self) -> Velocities | None:
-        """The velocities kept beside the residuals, for checkpoints that fit any mesh; None without momentum."""
-        return None
-
-    def dense_averaged(self, number: int, grad: Tensor) -> None:
-        """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
-
-    def exchanged(self) -> None:
-        """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
+        return {**super().options(), **self._common}
 
     def check_optimizer(self, facts: Facts) -> None:
-        """Called before each step of an optimizer. Raises ``ValueError`` if it does not fit this compressor."""
         guard.check(facts, self.traits, self.engine.warn)
-
-    def passed(self, tensor: Tensor) -> Tensor:
-        """Called by Horovod with an average that this compressor has no part in: of an unknown or a sparse tensor."""
-        return tensor
 
     def __repr__(self) -> str:
         engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
-        entries, buckets = sum(place.piece.numel for place in engine.places), len(engine.works)
+        entries, buckets = sum(bucket.numel for bucket in self.buckets), len(engine.works)
+        tensors = sum(place is not None for place in engine.place_of)
         total = sum(local(p).numel() for p in engine.parameters)
         return (
-            f"{type(self).__name__}({options}; {len(engine.places)} of {len(engine.parameters)} tensors compressed "
+            f"{type(self).__name__}({options}; {tensors} of {len(engine.parameters)} tensors compressed "
             f"({entries:,} of {total:,} entries), {buckets} bucket{'s' * (buckets != 1)})"
         )
 
@@ -235,8 +190,13 @@ class Compressor(Reporting, abc.ABC):
             raise RuntimeError("this compressor's parameters are not sharded: build it after fully_shard()")
         return self.host
 
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether local steps use this compressor, and not a host."""
+        return self.engine.driver is not self.host.step
+
     def _refuse_local_steps(self) -> None:
-        if self.engine.local_steps is not None:
+        if self.takes_local_steps:
             raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
 
     def _horovod(self) -> HorovodHost:
@@ -259,7 +219,8 @@ class Compressor(Reporting, abc.ABC):
         averages since the last step, only the last returns. Does nothing if there is none, or with
         :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle of a step.
         """
-        self.engine.discard_step()
+        if not self.takes_local_steps:
+            self.host.step.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it): copies.
@@ -290,10 +251,7 @@ class Compressor(Reporting, abc.ABC):
         """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in
         this step returns to the residuals, and the gradients that were compressed become zero. With ``nodes``, those
         that the node had not summed are lost. What local steps have in flight is waited for, unless that has failed."""
-        if self.engine.local_steps is not None:
-            with suppress(Exception):
-                self.engine.local_steps.drain()
-        self.engine.reset()
+        self.engine.driver.reset(wait=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(

@@ -16,7 +16,7 @@ from ..engine.arguments import NamedParameters, check_flag, check_number, find_n
 from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
-from ..engine.guard import Facts, Traits
+from ..engine.facts import Facts, Traits
 from ..engine.method import Velocities
 from ..engine.place import is_large
 from ..engine.shards import local, shards
@@ -173,7 +173,7 @@ class DeMo(SparseMethod):
             )
         self._dense = DenseVelocity(self.engine)
         self._sharded = self._sharded_matrices()
-        used = sorted({place.piece.name for place in self.engine.places} & self._orthogonal)
+        used = sorted({place.piece.name for place in self.engine.place_of if place is not None} & self._orthogonal)
         checksum = zlib.crc32("\n".join(used).encode())
         text = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
         # Made once: options() is called in every step.
@@ -207,10 +207,10 @@ class DeMo(SparseMethod):
     # Averages of shards.
 
     def _sharded_matrices(self) -> ShardedMatrices | None:
-        engine = self.engine
+        engine, smallest = self.engine, cast(int, self._common["min_numel"])
         named = enumerate(zip(engine.names, engine.parameters, strict=True))
         found = [(number, name, p) for number, (name, p) in named if name in self._orthogonal and p.requires_grad]
-        found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, engine.min_numel)]
+        found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, smallest)]
         group = shard_group(p for *_, p in found)
         return None if group is None else ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
 
@@ -255,7 +255,7 @@ class DeMo(SparseMethod):
     def check_optimizer(self, facts: Facts) -> None:
         super().check_optimizer(facts)
         # An average that no optimizer has used: Horovod's optimizer calls this before it has one.
-        if not self._written.seen and self.engine.undoable:
+        if not self._written.seen and self.host.step.undoable:
             self._check_signs()
 
     def _check_signs(self) -> None:

@@ -17,11 +17,13 @@ from ..engine.arguments import NamedParameters, check_number
 from ..engine.dense import Averaging, as_real
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
-from ..engine.guard import Facts, check_complete, check_momentum, momentum_of
+from ..engine.facts import Facts, momentum_of
 from ..engine.method import Velocities
 from ..engine.modes import modes_off
+from ..engine.nodes import owned
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
+from ..gradients.guard import check_complete, check_momentum
 from .base import Compressor
 from .feedback import FeedbackWork
 
@@ -54,8 +56,6 @@ class MomentumCorrection:
     @modes_off
     def take(self, optimizer: Optimizer) -> float:
         """See :meth:`MomentumMethod.take_momentum`."""
-        if self._engine.local_steps is not None:
-            raise ValueError("take_momentum: with LocalSteps, momentum stays in the optimizer")
         if not isinstance(optimizer, torch.optim.SGD):
             raise TypeError(f"take_momentum knows the momentum of torch.optim.SGD, not of {type(optimizer).__name__}")
         found: set[float | None] = {group.get("momentum") for group in optimizer.param_groups}
@@ -73,7 +73,7 @@ class MomentumCorrection:
                 f"take_momentum: this compressor has a momentum of {self.value:g} already, and the optimizer's is "
                 f"{momentum:g}; take equal ones"
             )
-        check_complete(self._engine.unknown_parameters(optimizer))
+        check_complete(self._engine.optimizers.unknown(optimizer))
         self._check_between_steps()
         if not self._engine.collectives.active:
             self.value, self._left = 0.0, momentum
@@ -141,7 +141,7 @@ class MomentumCorrection:
                     f"{type(facts.optimizer).__name__}; set the optimizer's to 0, or call "
                     "compression.take_momentum(optimizer) before training instead of momentum="
                 )
-        self._check_arrived(held)
+        self._check_arrived(held, facts.arrived)
 
     def _owes_any(self, parameters: Iterable[Tensor]) -> bool:
         owed = {id(self._engine.parameters[number]) for number in self._owed.values()}
@@ -191,11 +191,11 @@ class MomentumCorrection:
     def _state(self, optimizer: Optimizer, number: int) -> dict[str, Any]:
         """The state of a parameter in the optimizer that steps: Horovod's shares parameter groups with the one that it
         wraps, but not the state."""
-        state: dict[str, Any] = self._engine.watch.stepping(optimizer).state[self._engine.parameters[number]]
+        state: dict[str, Any] = self._engine.optimizers.stepping(optimizer).state[self._engine.parameters[number]]
         return state
 
     def _check_between_steps(self) -> None:
-        if self._engine.average_waits:
+        if self._engine.driver.unapplied is not None:
             raise ValueError(
                 "the momentum must not move between an average and the step that applies it: call take_momentum() or "
                 "return_momentum() after optimizer.step()"
@@ -244,17 +244,20 @@ class MomentumCorrection:
         for number in numbers:
             velocity = self.get(number)
             found.append(velocity if engine.place_of[number] is None else velocity * engine.nodes.ranks)
-        with engine.outside_steps():
+        with engine.entered:
+            engine.peer.compare()
+            engine.stats.begin_step()
             payloads = [velocity.flatten() for velocity in found]
             means = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.velocity").results()
+            engine.stats.end_step()
         return [mean.view(velocity.shape) for mean, velocity in zip(means, found, strict=True)]
 
-    def _check_arrived(self, held: Iterable[str]) -> None:
+    def _check_arrived(self, held: Iterable[str], arrived: Sequence[int] | None) -> None:
         """Raises ``ValueError`` for a parameter whose gradients bypass the compressor."""
         engine = self._engine
-        if not self._awaited or not engine.undoable:
+        if not self._awaited or arrived is None:
             return
-        self._awaited = {name: number for name, number in self._awaited.items() if not engine.arrived[number]}
+        self._awaited = {name: number for name, number in self._awaited.items() if not arrived[number]}
         for number in (self._awaited[name] for name in held if name in self._awaited):
             grad = engine.parameters[number].grad
             if grad is not None and bool(local(grad).any()):
@@ -278,7 +281,7 @@ class MomentumMethod(Compressor):
     def __init__(self, named_parameters: NamedParameters, *, momentum: float, **common: Any) -> None:
         momentum = check_number("momentum", momentum, at_least=0, below=1)
         super().__init__(named_parameters, **common)
-        self.works = cast(Any, self.engine.owned)  # of this method
+        self.works = cast(Any, owned(self.engine.works))  # of this method
         self.momentum = MomentumCorrection(self.engine, self.works, momentum)
 
     def options(self) -> dict[str, object]:
@@ -323,6 +326,8 @@ class MomentumMethod(Compressor):
                 not given to this compressor and would lose their momentum; in the optimizer's step, parameters whose
                 gradients bypass this compressor.
         """
+        if self.takes_local_steps:
+            raise ValueError("take_momentum: with LocalSteps, momentum stays in the optimizer")
         return self.momentum.take(optimizer)
 
     def return_momentum(self, optimizer: Optimizer) -> float:

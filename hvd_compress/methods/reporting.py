@@ -44,7 +44,7 @@ class Reporting:
         in the compressor without waiting.
         """
         norms = []
-        for place in self.engine.places:
+        for place in filter(None, self.engine.place_of):
             with place.work.bucket.order:
                 norms.append(place.work.held(place.piece).norm())
         norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0

@@ -16,7 +16,7 @@ from ..engine.arguments import NamedParameters, check_flag, check_fraction, chec
 from ..engine.bucket import Bucket, strides_of
 from ..engine.collectives import allgather, allreduce
 from ..engine.exchange import Exchange
-from ..engine.guard import Traits
+from ..engine.facts import Traits
 from ..engine.state import Entry, Fixed, Foreign, Tree
 from ..engine.work import Part
 from ..selection.base import NOT_SENT, Average, Output, marked, missing
@@ -236,7 +236,7 @@ class SparseMethod(MomentumMethod):
 
     def made_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
-        strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.places}
+        strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.place_of if p is not None}
         return {
             "strides (use the same memory_format)": strides if self._ordered else None,
             "values": self._codec.name,

@@ -9,9 +9,9 @@ inside nodes, or with all ranks in one process, in turn, which needs none of the
     bash scripts/run.sh 4 scripts/experiments/train.py --compression iwp --local-steps 16 --optimizer adamw
 
 Data is images, tested by accuracy, or text: the source files of Python's standard library as bytes, a tenth of the
-files held out, tested by bits per byte. Or text-tags: whether a byte is a part of a keyword, a name, a comment and so
-on, tested by accuracy. An epoch of text is 100 steps. The learning rate rises and falls within the steps that are run,
-as --epochs and --max-steps say.
+files held out, tested by bits per byte. Or shakespeare: the file that nanoGPT trains on, in --data-dir. Or text-tags:
+whether a byte is a part of a keyword, a name, a comment and so on, tested by accuracy. An epoch of text is 100 steps.
+The learning rate rises and falls within the steps that are run, as --epochs and --max-steps say.
 
 Fine-tuning begins with the weights of another task:
 
@@ -44,6 +44,7 @@ from experiment.files import plain, script_parser
 from experiment.images import CIFAR_FOLDER
 from experiment.local_training import LocalTraining
 from experiment.result_file import run_path, write_run
+from experiment.text import SHAKESPEARE
 from torch.profiler import record_function
 
 EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
@@ -61,7 +62,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     parser.add_argument("--ranks", type=int, help="of --host threads; other hosts' launchers know them (default: 4)")
     parser.add_argument("--nodes", type=int, help="of equally many ranks each: compressors work between them")
     parser.add_argument("--data", choices=datasets.DATASETS, default="digits")
-    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/")
+    parser.add_argument("--data-dir", type=Path, help=f"folder that holds {CIFAR_FOLDER}/ or {SHAKESPEARE}")
     parser.add_argument("--context", type=int, default=64, help="bytes of text that a model reads")
     parser.add_argument("--model", choices=models.MODELS, default="cnn")
     parser.add_argument("--from", dest="pretrained", type=Path, metavar="FILE", help="weights that --save has written")

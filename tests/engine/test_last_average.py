@@ -10,7 +10,8 @@ from methods import METHODS, SMALL, TRAINED
 from torch import Tensor
 
 from hvd_compress import DeMo
-from hvd_compress.engine.last_average import _PROBES, spread
+from hvd_compress.engine.spread import spread
+from hvd_compress.gradients.last_average import _PROBES
 
 ALL = {**METHODS, "demo-sign": DeMo, **{f"{name}-momentum": method for name, method in TRAINED.items()}}
 

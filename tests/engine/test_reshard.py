@@ -231,7 +231,7 @@ def test_local_steps_are_converted_after_finish_only(unsent):
         r.compression.load_state_dict(state)
         torch.testing.assert_close(r.compression.residual("weight"), held, rtol=0, atol=1e-6)
     steps(world, fresh, 5, 200)
-    common = [r.local._common.weights[0].common for r in fresh]
+    common = [r.local._rounds._common.weights[0].common for r in fresh]
     assert all(torch.equal(common[0], other) for other in common[1:])
     assert not torch.equal(common[0], ranks[0].model.weight)
     world.run(lambda i: fresh[i].local.finish())

@@ -189,7 +189,7 @@ def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host
     after = [residuals(r) for r in ranks]
     for rank in ranks:
         assert rank.compression.state_dict()["step"] == 2  # may undo
-        rank.compression.engine.undo_skipped_step()  # as the next step's first gradient
+        rank.compression.host.step.undo_if_skipped()  # as the next step's first gradient
     assert all(equal(a.values(), residuals(r).values()) for a, r in zip(after, ranks, strict=True))
     assert name.startswith(WITHOUT_RESIDUAL) or not equal(held[0].values(), after[0].values())
 
@@ -219,7 +219,7 @@ def test_a_step_that_a_fused_optimizer_skips_takes_nothing_either(make, fused):
             scaler.update()
         if number == 1:
             for r, was, mine in zip(ranks, before, given, strict=True):
-                assert r.compression.engine.scaler.get_scale() == 2.0
+                assert r.compression.grad_scaler.get_scale() == 2.0
                 r.compression.state_dict()  # undoes the skipped step
                 torch.testing.assert_close(residuals(r)[name], was + mine, rtol=0, atol=1e-4)
 

@@ -130,9 +130,18 @@ def test_muon_made_anew_from_its_groups_moves_the_same_matrices():
 
 def test_options_of_local_steps_have_defaults_only_with_them():
     without, local = (vars(train.parse(given)) for given in ([], ["--local-steps", "4", "--outer-lr", "0.7"]))
-    names = ("local_steps", "unsent", "buffer_decay", "outer_lr", "outer_momentum", "fragments", "delay")
-    assert [without[name] for name in names] == [None] * 7
-    assert [local[name] for name in names] == [4, "weights", 1.0, 0.7, 0.0, 1, 0]
+    names = (
+        "local_steps",
+        "unsent",
+        "buffer_decay",
+        "outer_lr",
+        "outer_momentum",
+        "restore_length",
+        "fragments",
+        "delay",
+    )
+    assert [without[name] for name in names] == [None] * 8
+    assert [local[name] for name in names] == [4, "weights", 1.0, 0.7, 0.0, False, 1, 0]
 
 
 def test_dgc_without_momentum_correction_fits_adamw():
@@ -140,7 +149,7 @@ def test_dgc_without_momentum_correction_fits_adamw():
     model = models.build("mlp", 1, 8, 10)
     optimizer = torch.optim.AdamW(model.parameters())
     built = compressors.METHODS["dgc"].build(args, model, optimizer, collectives=ThreadWorld(1).collectives(0))
-    built.engine.before_optimizer_step(optimizer)
+    built.engine.driver.before_optimizer_step(optimizer)
 
 
 def test_methods_of_both_hosts_are_named():

@@ -66,7 +66,7 @@ def test_an_older_result_has_the_options_it_ran_with():
     assert runs.complete({"compression": "mipd", "whole_model": True})["layerwise"] is False
     before = {"extrapolate": None, "host": "horovod", "optimizer": "sgd", "context": 64, "ranks": None}
     names = ("local_steps", "unsent", "buffer_decay", "outer_lr", "outer_momentum", "fragments", "delay", "nodes")
-    before |= dict.fromkeys(names)
+    before |= dict.fromkeys((*names, "restore_length"))
     assert runs.complete({"compression": "none"}) == {"compression": "none", **before}
     local = runs.complete({"compression": "none", "local_steps": 4})
-    assert (local["fragments"], local["delay"]) == (1, 0)
+    assert (local["restore_length"], local["fragments"], local["delay"]) == (False, 1, 0)

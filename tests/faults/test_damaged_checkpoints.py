@@ -134,18 +134,18 @@ def trained(build: Any) -> tuple[ThreadWorld, list[Rank]]:
 
 def go_on(world: ThreadWorld, ranks: list[Rank], steps: range) -> list[Tensor]:
     """More steps: the first rank's averages, or its parameters with local steps."""
-    if ranks[0].compression.engine.local_steps is None:
+    if not ranks[0].compression.takes_local_steps:
         return random_steps(world, ranks, steps)[0]
 
     def body(i: int) -> None:
-        local = ranks[i].compression.engine.local_steps
+        rounds = ranks[i].compression.engine.driver
         for step in steps:
             for number, p in enumerate(ranks[i].model.parameters()):
                 generator = torch.Generator().manual_seed(100 * step + 10 * i + number)
                 p.grad = torch.randn(p.shape, generator=generator)
-            for optimizer in local._optimizers._all:
+            for optimizer in rounds._optimizers._all:
                 optimizer.step()
-            local.step()
+            rounds.count()
 
     world.run(body)
     return list(ranks[0].model.parameters())

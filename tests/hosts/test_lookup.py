@@ -45,10 +45,10 @@ def test_equal_copies_of_sparse_gradients_are_told_apart():
     word = torch.tensor([1])
     (tables[1](word) + tables[0](word)).sum().backward()
     assert sorted(found) == [0, 1]
-    lookup.forget()
+    lookup.clear()
     late = [lookup.find(table.weight.grad.to_dense()) for table in tables]
     assert sorted(late) == [0, 1]
-    lookup.forget()
+    lookup.clear()
     nearly = tables[0].weight.grad.to_dense() * (1 + 1e-6)  # a GPU sums rows in any order
     assert lookup.find(nearly) is not None and lookup.find(nearly * 2) is None
 

@@ -45,7 +45,7 @@ def names_of(fragment):
 def test_buckets_and_what_lies_beside_them_are_divided():
     _, (worker,) = workers(1, build=SMALL_SPARSE, **IN_TURN)
     # Last layers first; a bias is with its layer.
-    assert [names_of(fragment) for fragment in worker.local._turns.fragments] == [
+    assert [names_of(fragment) for fragment in worker.local._rounds._turns.fragments] == [
         ["wide.weight", "wide.bias", "deep.weight"],
         ["first.weight", "first.bias", "norm.weight", "norm.bias", "conv.weight", "conv.bias"],
     ]
@@ -63,11 +63,11 @@ def test_sizes_are_divided_into_parts_of_about_the_same(sizes):
 
 def test_each_fragment_is_exchanged_once_in_a_period():
     world, group = workers(2, build=SMALL_SPARSE, **IN_TURN)
-    first, second = group[0].local._turns.fragments
+    first, second = group[0].local._rounds._turns.fragments
     before = group[0].weights()
     for changed in (first, second, first):
         assert world.run(lambda i: group[i].train(2)) == [[False, True]] * 2
-        weights = group[0].local._common.weights
+        weights = group[0].local._rounds._common.weights
         moved = [w.name for w, b in zip(weights, before, strict=True) if not torch.equal(w.common, b)]
         assert moved == names_of(changed)
         before = copy.deepcopy(group[0].common())
@@ -126,7 +126,7 @@ def test_too_few_buckets_raise_an_error_with_a_size_that_fits():
             workers(1, model=model, period=24, fragments=fragments)
         fits = float(re.search(r"bucket_mb, such as (\S+)", str(error.value))[1])
         _, (worker,) = workers(1, build=partial(SPARSE, bucket_mb=fits), model=model, period=24, fragments=fragments)
-        assert len(worker.local._turns.fragments) == fragments
+        assert len(worker.local._rounds._turns.fragments) == fragments
     with pytest.raises(ValueError, match="fragments must be at most 3, the number of compressed tensors"):
         workers(1, period=4, fragments=4)
 
@@ -161,7 +161,7 @@ def test_local_sgd_with_fragments_and_delay_by_hand(mode, ordered):
     world, group = workers(2, build=partial(TopK, density=1.0, **SMALL), ordered=ordered, **mode)
     ended = world.run(lambda i: group[i].train(13))
     alone = [alone_at(rank) for rank in range(2)]
-    numbers = [[weight.number for weight in fragment.weights] for fragment in group[0].local._turns.fragments]
+    numbers = [[weight.number for weight in fragment.weights] for fragment in group[0].local._rounds._turns.fragments]
     begun, turn = {}, 0
     for step in range(1, 14):
         for worker in alone:

@@ -64,8 +64,8 @@ def test_ddp_has_one_allreduce_for_each_of_its_buckets():
     """Each starts in its bucket's hook."""
     world, ranks = replicas(2, NoCompression, host="ddp")
     random_steps(world, ranks, [0])
-    seen, finish, after = spy(ranks[0]), ranks[0].compression.engine.finish_step, []
-    ranks[0].compression.engine.finish_step = lambda: after.append(len(seen)) or finish()
+    seen, finish, after = spy(ranks[0]), ranks[0].compression.engine.finish, []
+    ranks[0].compression.engine.finish = lambda: after.append(len(seen)) or finish()
     buckets = len(ranks[0].buckets(gradients(ranks[0].model, 0), shuffle=1))
     random_steps(world, ranks, [1])
     assert len(seen) == buckets > 2 and after == [buckets]
@@ -195,7 +195,7 @@ def test_a_method_says_which_parameters_it_compresses():
             return parameter.shape[0] == parameter.shape[1]
 
     world, ranks = replicas(2, Square)
-    assert [place.piece.name for place in ranks[0].compression.engine.places] == ["deep.weight"]
+    assert [piece.name for bucket in ranks[0].compression.buckets for piece in bucket.pieces] == ["deep.weight"]
     grads = [gradients(r.model, seed=r.rank) for r in ranks]
     want = averages(grads, torch.float32)
     for (name, _), got, mean in zip(

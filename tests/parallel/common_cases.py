@@ -14,6 +14,7 @@ from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from optimizers import muon_and_adamw
 
 import hvd_compress
+from hvd_compress.engine.nodes import owned
 
 CASES: Cases = {}
 
@@ -261,7 +262,7 @@ class LocalJob:
         self.made = [m + now - b for m, now, b in zip(self.made, self.weights(), before, strict=True)]
 
     def common(self):
-        return [weight.common for weight in self.local._common.weights]
+        return [weight.common for weight in self.local._rounds._common.weights]
 
     def with_residuals(self):
         names = (name for name, _ in self.model.named_parameters())
@@ -342,7 +343,7 @@ def nodes():
         engine, last = trained.compression.engine, trained.compression.stats()["last"]
         assert (engine.nodes.between.size, engine.nodes.ranks, engine.nodes.rank) == (2, 2, job.host.rank() % 2)
         assert last["inside_bytes"] > 0 and last["wire_bytes"] > 0
-        assert 0 < len(engine.owned) < len(engine.works)
+        assert 0 < len(owned(engine.works)) < len(engine.works)
     try:
         Job(nodes=3)
         raise AssertionError("no error for three nodes of four ranks")

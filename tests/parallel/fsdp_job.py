@@ -193,7 +193,7 @@ class Job:
     def owed(self) -> dict[str, Tensor]:
         """The means over replicas of whole residuals, and of velocities. All ranks call it."""
         velocities = self.compression.velocities
-        outer = {w.name: w.velocity for w in self.local._common.weights} if self.local else {}
+        outer = {w.name: w.velocity for w in self.local._rounds._common.weights} if self.local else {}
         found = {}
         for number, (parameter_name, p) in enumerate(self.model.named_parameters()):
             parts = {"residual": self.compression.residual(parameter_name), "outer velocity": outer.get(parameter_name)}

@@ -17,6 +17,7 @@ DATASETS = {
     "cifar10": "images",
     "synthetic": "images",
     "text": "text",
+    "shakespeare": "text",
     "text-tags": "tagged text",
 }
 
@@ -50,9 +51,13 @@ class Data(Protocol):
 
 @functools.cache  # ranks in one process share it
 def load(name: str, folder: Path | None = None, context: int = 64) -> Data:
-    """``folder`` is for cifar10 only, ``context``, the bytes that a model reads, for text."""
+    """``folder`` is for cifar10 and shakespeare, ``context``, the bytes that a model reads, for text."""
     if name == "text":
         return text.standard_library(context)
+    if name == "shakespeare":
+        if folder is None:
+            raise ValueError(f"--data shakespeare needs --data-dir, the folder that holds {text.SHAKESPEARE}")
+        return text.shakespeare(folder, context)
     if name == "text-tags":
         return tags.standard_library(context)
     if name == "cifar10":

@@ -16,6 +16,7 @@ OPTIONS: dict[str, Any] = {
     "buffer_decay": 1.0,
     "outer_lr": 1.0,
     "outer_momentum": 0.0,
+    "restore_length": False,
     "fragments": 1,
     "delay": 0,
 }
@@ -33,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--buffer-decay", type=float, help="of the buffer, after each exchange; SparseLoCo: 0.95")
     group.add_argument("--outer-lr", type=float, help="of the averaged differences; DiLoCo: 0.7")
     group.add_argument("--outer-momentum", type=float, help="Nesterov's, of the common weights; DiLoCo: 0.9")
+    group.add_argument(
+        "--restore-length",
+        action="store_true",
+        default=None,
+        help="scale the averaged differences to the length of the ranks' own",
+    )
     group.add_argument(
         "--fragments", type=int, help="parts of the weights, one exchanged every PERIOD / FRAGMENTS steps"
     )
@@ -80,6 +87,7 @@ class LocalTraining:
             decay=args.buffer_decay,
             outer_lr=args.outer_lr,
             outer_momentum=args.outer_momentum,
+            restore_length=args.restore_length,
             fragments=args.fragments,
             delay=args.delay,
         )

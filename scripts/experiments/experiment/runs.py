@@ -37,7 +37,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     before["nodes"] = None
     before |= dict.fromkeys(("local_steps", *local_training.OPTIONS))
     if config.get("local_steps"):
-        before |= {"fragments": 1, "delay": 0}
+        before |= {"restore_length": False, "fragments": 1, "delay": 0}
     if compressors.METHODS[method].kind:
         before |= {**compressors.METHODS[method].defaults(), "dense_values": "fp32", "bucket_mb": 16.0}
     if method == "iwp":

@@ -1,0 +1,141 @@
+"""The steps of the optimizers that hold an engine's parameters; hosts tell a compressor nothing of them."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .driver import Driver
+from .peer import EnginePeer
+from .shards import local
+
+
+class Watched(Protocol):
+    """An engine, as far as its optimizers matter."""
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]: ...
+
+    @property
+    def driver(self) -> Driver: ...
+
+    @property
+    def peer(self) -> EnginePeer: ...
+
+    def check_generation(self) -> bool: ...
+
+
+class Optimizers:
+    """Tells the driver of an engine of the steps of optimizers. Keeps no strong reference.
+
+    In the first step of another optimizer, raises ``ValueError`` if only one may step the parameters: their residuals
+    would mix.
+    """
+
+    def __init__(self, engine: Watched, method: object) -> None:
+        self._ids = {id(parameter) for parameter in engine.parameters}
+        # The frames of an exception may keep the engine longer than the method, its owner.
+        self._engine, self._method = weakref.ref(engine), weakref.ref(method)
+        #: The one that has begun a step last.
+        self._seen: weakref.ref[Optimizer] | None = None
+        self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
+        #: The number of parameters of the optimizer whose groups changed most recently, or None.
+        self.regrouped: int | None = None
+
+    def watch(self) -> None:
+        """From now on steps are observed. (Optimizers may step in other threads meanwhile.)"""
+        _register(self)
+
+    def stepping(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that steps the parameters of ``optimizer``: itself, or Horovod's, which wraps it."""
+        seen = self._seen() if self._seen is not None else None
+        return seen if seen is not None and share_parameters(optimizer, seen) else optimizer
+
+    def unknown(self, optimizer: Optimizer) -> int:
+        """How many trained parameters of the optimizer the engine was not given."""
+        return sum(p.requires_grad and id(p) not in self._ids for g in optimizer.param_groups for p in g["params"])
+
+    def applies_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether this step applies gradients. One that only creates the optimizer's state does not:
+        ``torch.distributed.checkpoint`` takes one with gradients and learning rate 0,
+        ``hvd.broadcast_optimizer_state()`` with gradients 0. Synchronises a GPU."""
+        return any(
+            group.get("lr") != 0
+            and any(id(p) in self._ids and p.grad is not None and local(p.grad).any() for p in group["params"])
+            for group in optimizer.param_groups
+        )
+
+    def restart(self) -> None:
+        """The set of ranks is another one."""
+        self.regrouped = None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        engine = self._engine()
+        if engine is None or self._method() is None:
+            return
+        driver, seen = engine.driver, self._seen() if self._seen is not None else None
+        if optimizer is not seen:
+            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+                driver.before_other_step(optimizer)
+                return
+            if driver.single and seen is not None and not share_parameters(optimizer, seen):
+                raise ValueError(
+                    f"this compressor serves a {type(seen).__name__} already and a second optimizer "
+                    f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
+                    "from that optimizer's own named parameters"
+                )
+            self._seen = weakref.ref(optimizer)
+        # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
+        # does not use an older average.
+        engine.check_generation()
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
+            self._sizes[optimizer] = self.regrouped = size
+            engine.peer.changed()
+        driver.before_optimizer_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        seen, engine = self._seen() if self._seen is not None else None, self._engine()
+        if seen is None or engine is None or self._method() is None:
+            return
+        if optimizer is seen or share_parameters(optimizer, seen):  # one that wraps the other steps after it
+            engine.driver.after_optimizer_step(optimizer, counts=optimizer is seen)
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ids of what optimizers hold."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def share_parameters(one: Optimizer, other: Optimizer) -> bool:
+    """Whether two optimizers are Horovod's and the one that it wraps: different objects with the same parameter
+    lists."""
+    return any(a["params"] is b["params"] for a in one.param_groups for b in other.param_groups)
+
+
+_watching: tuple[weakref.ref[Optimizers], ...] = ()
+
+
+def _register(optimizers: Optimizers) -> None:
+    """Registers the global hooks, once. They serve all engines and are never removed: removing one while torch iterates
+    over its hooks would raise an error."""
+    global _watching
+    if not _watching:  # once: from now on the tuple always holds at least the newest one
+        register_optimizer_step_pre_hook(_before_any_step)
+        register_optimizer_step_post_hook(_after_any_step)
+    _watching = (*(other for other in _watching if other() is not None), weakref.ref(optimizers))
+
+
+def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for reference in _watching:
+        if (alive := reference()) is not None:
+            alive.before_step(optimizer)
+
+
+def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for reference in _watching:
+        if (alive := reference()) is not None:
+            alive.after_step(optimizer)

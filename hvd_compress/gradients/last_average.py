@@ -1,0 +1,173 @@
+"""What becomes of an average after a step: an optimizer applies it, and it does not come back as a gradient.
+
+================================================  ======================================================
+after an average                                  what follows
+================================================  ======================================================
+an optimizer steps                                it was applied: ``stepped()``
+a ``GradScaler`` lets the optimizer skip          it was not: ``called``, but not ``stepped()``
+nobody steps, ``.grad`` stays, no weight changes  it ``waits()``: a state that is saved now is without it
+nobody stepped after the average before, either   the user applies averages: it does not wait
+backward adds to ``.grad``                        the gradient ``arrives()`` with the average in it
+``.grad`` is zeroed, or another tensor            it does not
+================================================  ======================================================
+"""
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import unserializable_hook
+
+from ..engine.optimizers import parameters_of
+from ..engine.shards import local
+from ..engine.spread import spread
+
+# So many parameters are looked at, evenly spread: a hook costs microseconds.
+_PROBES = 32
+
+
+class LastAverage:
+    """Looks at some of the ``parameters`` and their ``.grad`` after an average was written there, and at the steps of
+    their optimizers.
+
+    A gradient that is accumulated on top of an average (a second backward pass without ``no_sync()`` and without zeroed
+    gradients) contains it, and would be exchanged with it. Only a hook before the accumulation can see this.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._probes = spread([number for number, p in enumerate(parameters) if p.requires_grad], _PROBES)
+        self._hooked = False
+        #: By probe whose ``.grad`` may hold the last average, that tensor when the average was written.
+        self._written: dict[int, weakref.ref[Tensor] | None] = {}
+        #: Of those of them to which a gradient was added, ``.grad`` before; ``.grad`` and its version when an optimizer
+        #: stepped.
+        self._added: dict[int, weakref.ref[Tensor]] = {}
+        self._applied: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._versions: list[int] = []
+        # Whether the average before was followed by no optimizer's step: the user's own code applies averages.
+        self._own_updates = False
+        #: Of each step of an optimizer since the average was written, the tensor that tells whether it was skipped.
+        self._steps: list[Tensor | None] = []
+        #: The optimizers that have stepped, ever and since then; the ids of what they hold, None until somebody asks.
+        self._steppers, self._stepped = weakref.WeakSet[Optimizer](), weakref.WeakSet[Optimizer]()
+        self._trained: set[int] | None = None
+        self._held: set[int] | None = None
+
+    def written(self) -> None:
+        """Called when averages have been written to the gradients."""
+        if not self._hooked:
+            self._hook()
+        self._own_updates = bool(self._versions) and not self.called
+        self.clear()
+        for number in self._probes:
+            grad = self._parameters[number].grad
+            self._written[number] = None if grad is None else weakref.ref(grad)
+        self._versions = [self._parameters[number]._version for number in self._probes]
+        self._steps.clear()
+        self._stepped.clear()
+        self._trained = self._held = None  # groups may be added
+
+    def clear(self) -> None:
+        """Called when there is no average any more."""
+        self._written.clear()
+        self._added.clear()
+        self._applied.clear()
+        self._versions.clear()
+
+    def before_optimizer_step(self) -> None:
+        """Called when an optimizer that holds some of the parameters is about to step."""
+        for number in self._written:
+            grad = self._parameters[number].grad
+            if grad is not None:
+                self._applied[number] = weakref.ref(grad), grad._version
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called when it has stepped, or skipped the step."""
+        # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._steps.append(None if found_inf is None else found_inf.detach().clone())
+        self._steppers.add(optimizer)
+        self._stepped.add(optimizer)
+        self._trained = self._held = None
+
+    def before_accumulation(self, number: int) -> None:
+        """Called when a gradient is about to be added to parameter ``number``'s, or only to be returned
+        (``autograd.grad``)."""
+        if number not in self._written:
+            return
+        grad = self._parameters[number].grad
+        if grad is not None and self._remains(number, grad):
+            self._added[number] = weakref.ref(grad)
+        else:
+            del self._written[number]
+
+    def arrives(self, number: int, *before: Tensor | None) -> bool:
+        """Whether the gradient of parameter ``number``, which is passed in, contains the last average. ``before``:
+        what the last average would be in, if not the parameter's ``.grad``."""
+        if number not in self._written:
+            return False
+        grad = before[0] if before else self._parameters[number].grad
+        written, added = self._written.pop(number), self._added.get(number)
+        if grad is None:
+            return False
+        if added is not None:
+            return added() is grad and bool(local(grad).any())
+        # Nothing was accumulated: it may be the average itself, or, without an optimizer, a gradient of the user's own.
+        same = written is not None and written() is grad
+        return same and bool(self._steppers) and self._remains(number, grad)
+
+    @property
+    def called(self) -> bool:
+        """Whether an optimizer's step was called since the average was written, also if it was skipped."""
+        return bool(self._steps)
+
+    def stepped(self) -> bool:
+        """Whether an optimizer has changed the parameters since the average was written. May synchronise a GPU."""
+        return any(found_inf is None or not bool(found_inf) for found_inf in self._steps)
+
+    def waits(self) -> bool:
+        """Whether nobody has applied the last average so far: no optimizer has stepped, as it did after the average
+        before, no probe has changed, and gradients are there still. (An average that is not finite has sent nothing.)
+        Synchronises a GPU."""
+        if (
+            self._own_updates
+            or self.stepped()
+            or self._versions != [self._parameters[n]._version for n in self._probes]
+        ):
+            return False
+        grads = [local(p.grad) for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
+        return any(bool(grad.any()) for grad in grads) and all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _hook(self) -> None:
+        self._hooked = True
+        # The hooks live as long as the model and must not keep the compressor alive.
+        this = weakref.ref(self)
+        hooks = []
+        for number in self._probes:
+            if self._parameters[number].requires_grad:
+                hook = unserializable_hook(partial(_before_accumulation, this, number))  # type: ignore[no-untyped-call]
+                hooks.append(self._parameters[number].register_hook(hook))  # type: ignore[no-untyped-call]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    def _remains(self, number: int, grad: Tensor) -> bool:
+        """Whether the average is still in the gradient. Synchronises a GPU, but not if an optimizer has stepped and the
+        gradient was zeroed."""
+        parameter = self._parameters[number]
+        if self._held is None:
+            self._held, self._trained = parameters_of(self._stepped), parameters_of(self._steppers)
+        if id(parameter) in self._held:
+            applied, version = self._applied.get(number, (None, 0))
+            if applied is None or applied() is not grad or grad._version != version:
+                return False
+        elif self._trained and id(parameter) not in self._trained:  # no optimizer applies its gradients
+            return False
+        return bool(local(grad).any())
+
+
+def _before_accumulation(average: "weakref.ref[LastAverage]", number: int, grad: Tensor) -> None:
+    if (alive := average()) is not None:
+        alive.before_accumulation(number)

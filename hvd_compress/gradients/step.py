@@ -1,0 +1,279 @@
+"""One training step: gradients arrive, averages are written, an optimizer applies them, or they are taken back.
+
+::
+
+    IDLE ──► COLLECTING ──► AVERAGED ──► applied by an optimizer, or by the user's own update
+      ▲          │             │
+      │  reset() │             │ undo(): discard_step(), or a GradScaler has skipped the optimizer's step
+      └──────────┘             ▼
+                           TAKEN_BACK: what was sent is in the residuals again
+
+All states but COLLECTING end when the next gradient arrives. That an average was applied is not a state: nobody tells,
+:class:`~hvd_compress.gradients.last_average.LastAverage` looks. What "it did not happen" is called:
+
+``reset``
+    the step in progress has failed: what has arrived and what was sent stay in the residuals.
+``discard``
+    the user does not apply the last average.
+``undo``
+    what an exchange has sent returns to the residuals; of a step, a bucket, and each part of one.
+``restart``
+    other ranks, or another state: forgets what belongs to the old ones.
+``clear``
+    empties a container.
+"""
+
+import weakref
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..engine.dense import DenseGradient
+from ..engine.engine import Engine
+from ..engine.facts import Facts
+from ..engine.modes import modes_off
+from ..engine.place import Place, check_gradient
+from ..engine.state import Tree
+from ..engine.work import undo as undo_works
+from .last_average import LastAverage
+
+
+class Host(Protocol):
+    """Who passes the gradients in and applies the averages."""
+
+    @property
+    def single(self) -> bool:
+        """Whether one optimizer only may step the parameters: it is the one whose gradients are passed in."""
+
+    @property
+    def detached(self) -> bool:
+        """Whether its hooks were taken away: the gradients that optimizers apply have not come from here."""
+
+    @property
+    def versions(self) -> bool:
+        """Whether each gradient has a version counter of its own."""
+
+    def given(self, optimizer: Optimizer) -> bool | None:
+        """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises an error for an optimizer that reduces gradients in a way that does not fit, and warns of one whose
+        gradients have not come from here."""
+
+
+class _State(Enum):
+    IDLE = auto()
+    COLLECTING = auto()
+    AVERAGED = auto()
+    TAKEN_BACK = auto()
+
+
+class GradientStep:
+    """The steps of one compressor whose gradients a host passes in. Drives the engine unless local steps do.
+
+    Args:
+        host: owns this object: only a weak reference is kept.
+        grad_scaler: a ``torch.amp.GradScaler``, or None.
+    """
+
+    comes_first = True
+
+    def __init__(self, engine: Engine, host: Host, grad_scaler: Any) -> None:
+        self._engine, self._host, self._scaler = engine, weakref.ref(host), grad_scaler
+        self._state = _State.IDLE
+        #: Whether the gradients may hold an average that was taken back.
+        self._discarded = False
+        #: Undoes the last exchange in place of the engine.
+        self._undo: Callable[[], None] | None = None
+        #: By parameter, whether its gradient has arrived in the current step, or the last one.
+        self._arrived = bytearray(len(engine.parameters))
+        self._last_average = LastAverage(engine.parameters)
+        # False after the first gradient in this process, and after bypassed_by() has been true.
+        self._may_be_bypassed = True
+
+    @property
+    def host(self) -> Host:
+        found = self._host()
+        assert found is not None, "the compressor no longer exists"
+        return found
+
+    # What hosts call.
+
+    @property
+    def collecting(self) -> bool:
+        """Whether a step is in progress: after its first gradient, before :meth:`finish`."""
+        return self._state is _State.COLLECTING
+
+    def arrive(self, number: int, grad: Tensor, *before: Tensor | None) -> Place | DenseGradient:
+        """Takes the gradient of parameter ``number``, as :meth:`~hvd_compress.engine.engine.Engine.arrive`, whose
+        errors it raises. ``before``: the parameter's ``.grad``, if the gradient is kept elsewhere.
+
+        Raises:
+            RuntimeError: the gradient contains the last average.
+        """
+        engine = self._engine
+        check_gradient(engine.names[number], grad, engine.place_of[number])
+        engine.check_generation()
+        contains = self._last_average.arrives(number, *before)
+        if self._state is not _State.COLLECTING:
+            self._begin()
+        if contains:
+            self._refuse_last_average(number)
+        self._arrived[number] = True
+        return engine.arrive(number, grad)
+
+    def finish(self) -> None:
+        """Runs the step's exchanges to their ends; every gradient of the step must have arrived on this rank. Waits."""
+        if self._state is _State.COLLECTING:
+            self._engine.finish()
+            self._state, self._discarded = _State.AVERAGED, False
+            self._last_average.written()
+
+    def bypassed_by(self, optimizer: Optimizer) -> bool:
+        """Whether this step of the optimizer applies gradients although the compressor has received none in this
+        process. True at most once. Synchronises a GPU until then, or until the first gradient arrives."""
+        if not self._may_be_bypassed or not self._engine.optimizers.applies_gradients(optimizer):
+            return False
+        self._may_be_bypassed = False
+        return True
+
+    # What did not happen.
+
+    def reset(self, wait: bool = False, overwritten: bool = False) -> None:
+        """The step in progress has failed, see :meth:`hvd_compress.Compressor.reset`. ``overwritten``: the memory of
+        its gradients holds others now. Nothing is waited for."""
+        with self._engine.entered:
+            if self._state is _State.COLLECTING:
+                self._state = _State.IDLE
+            self._engine.reset(self.host.versions, overwritten)
+
+    @modes_off
+    def discard(self) -> None:
+        """The last average is not applied, see :meth:`hvd_compress.Compressor.discard_step`."""
+        with self._engine.entered:
+            if self._state is _State.COLLECTING:
+                raise RuntimeError(
+                    "discard_step() in the middle of a step: with Horovod call optimizer.synchronize() first, after a "
+                    "failure reset() instead"
+                )
+            if self._state is _State.AVERAGED:
+                self._state, self._discarded = _State.TAKEN_BACK, True
+                self.undo()
+
+    def undo_if_skipped(self) -> float:
+        """Takes the last average back if the ``GradScaler`` has lowered its scale and this optimizer has not stepped.
+        (An average that no optimizer has used may be in use elsewhere, such as by the user's own update.)
+
+        Returns the current loss scale. May synchronise a GPU.
+        """
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        if scale < self._engine.scale and not self._last_average.stepped():
+            self.discard()
+        return scale
+
+    def undo(self) -> None:
+        """What the last average has sent returns to the residuals."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+        else:
+            undo_works(self._engine.works)
+
+    def undo_by(self, restore: Callable[[], None]) -> None:
+        """Lets ``restore``, which loads the state before the last average, undo that: the methods' own means to do so
+        are used up."""
+        self._undo = restore
+
+    def restart(self, same_ranks: bool) -> None:
+        if not (same_ranks or self._state is _State.COLLECTING):
+            self.undo_if_skipped()
+        self.reset()
+        self.clear()
+
+    def clear(self) -> None:
+        """There is no last average any more, and the ranks are compared again."""
+        self._state, self._undo = _State.IDLE, None
+        self._last_average.clear()
+        self._engine.peer.changed()
+
+    # What the engine calls, see Driver.
+
+    @property
+    def single(self) -> bool:
+        return self.host.single
+
+    @property
+    def unapplied(self) -> "GradientStep | None":
+        return self if self.undoable and self._last_average.waits() else None
+
+    @property
+    def undoable(self) -> bool:
+        """Whether the last average may still be taken back."""
+        return self._state is _State.AVERAGED
+
+    def options(self) -> dict[str, object]:
+        return {"grad_scaler": self._scaler is not None}
+
+    def state(self) -> dict[str, Tree]:
+        return {}
+
+    def begin_saving(self) -> None:
+        if self._state is _State.COLLECTING:
+            raise RuntimeError(
+                "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
+            )
+        self.undo_if_skipped()
+
+    def check_equal_weights(self) -> None:
+        """All ranks apply the same averages."""
+
+    @modes_off
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._last_average.before_optimizer_step()
+        engine, host = self._engine, self.host
+        if host.detached:
+            return
+        active, given = engine.collectives.active, host.given(optimizer)
+        if active:
+            host.check_optimizer(optimizer)
+        ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
+        arrived = self._arrived if self.undoable else None
+        engine.method.check_optimizer(Facts(optimizer, given, ours, active, unknown, arrived))
+
+    def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
+        if counts:
+            self._last_average.after_optimizer_step(optimizer)
+
+    def before_other_step(self, optimizer: Optimizer) -> None:
+        if self.host.given(optimizer):
+            raise ValueError(
+                "this optimizer holds none of its compressor's parameters; build the compressor from the named "
+                "parameters of the model that is trained (not of one that was copied afterwards)"
+            )
+
+    def _begin(self) -> None:
+        engine = self._engine
+        scale = self.undo_if_skipped()
+        if self._state is _State.AVERAGED:
+            self._state = _State.IDLE
+        self._undo = None
+        self._arrived = bytearray(len(engine.parameters))
+        engine.begin(engine.works, engine.step, scale)
+        self._state, self._may_be_bypassed = _State.COLLECTING, False
+
+    def _refuse_last_average(self, number: int) -> None:
+        """Raises ``RuntimeError``, unless it does no harm: a gradient contains the last average."""
+        method = self._engine.method
+        if method.traits.linear and not self._discarded:
+            return
+        self.reset()
+        raise RuntimeError(
+            f"{self._engine.names[number]}: the gradient contains the last average, to which a second backward pass "
+            f"has added: with {type(method).__name__} it would count twice. Run all but the last forward and backward "
+            "pass of a step in no_sync() (FSDP2: after set_requires_gradient_sync(False)), or call backward() once on "
+            "the sum of the losses; and zero all gradients after every average, also of parameters that the next pass "
+            "does not use (Horovod: after synchronize(), step within skip_synchronize())"
+        )

@@ -1,0 +1,392 @@
+"""The clock of local steps: counts them, begins rounds, and knows which weights are whose.
+
+::
+
+    taken ──► begun ──► a call that is due ──► in flight ──► landed
+      ▲         ▲    (all ranks compare calls)     │            │
+      │         └──────────────────────────────────┴── reset ◄──┘
+      └── restart: other ranks, or another state
+
+``taken``: the common weights are the parameters. ``begun``: a local step has followed. What fails in flight is reset:
+it is local progress again, or in the error-feedback buffer, and the next round sends it.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from ..carriers import shard_groups
+from ..engine.arguments import check_integer, plain_names
+from ..engine.dense import Averaging, dense_gradient
+from ..engine.engine import Engine
+from ..engine.modes import modes_off
+from ..engine.state import Entry, Fixed, Tree
+from ..hosts.horovod import is_distributed_optimizer
+from ..hosts.owners import Owners
+from .buffers import Buffers, refresh_spectral_norms
+from .calls import Calls, Row
+from .common_weights import CommonWeights, scale_residuals
+from .fragments import Turns
+from .gradients import OwnGradients
+from .in_flight import InFlight
+from .lengths import Lengths
+from .optimizers import LocalOptimizers
+from .outside import OutsideChanges
+from .round import count_gradients
+
+# Where in a training loop weights are looked at, for errors.
+_AFTER_STEP, _AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of :class:`hvd_compress.LocalSteps` that must be the same on all ranks, beside the period."""
+
+    unsent: str
+    decay: float
+    outer_lr: float
+    outer_momentum: float
+    restore_length: bool
+    fragments: int
+    delay: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether the outer optimizer adds averages to the common weights as they are."""
+        return self.outer_lr == 1.0 and not self.outer_momentum
+
+
+class Rounds:
+    """Drives an engine by local steps. Methods without a docstring: see :class:`~hvd_compress.engine.driver.Driver`.
+
+    Args:
+        optimizers: as the user has given them.
+        model: of the parameters, if it is known.
+        watches: whether weights that were replaced are an error.
+    """
+
+    comes_first, single, unapplied = False, False, None
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        period: int,
+        optimizers: Optimizer | Sequence[Optimizer],
+        model: torch.nn.Module | None,
+        watches: bool,
+    ) -> None:
+        self._engine, self._settings, self._watches = engine, settings, watches
+        self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum)
+        weights = self._common.weights
+        self._turns = Turns(engine, weights, self._checked(period), settings.fragments)
+        # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
+        self._exact = (
+            settings.plain
+            and not settings.restore_length
+            and not settings.delay
+            and not engine.works
+            and engine.method.options().get("dense_values") == "fp32"
+        )
+        self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
+        self._in_flight = InFlight(
+            engine,
+            self._common,
+            self._turns,
+            self._calls,
+            self._gradients,
+            settings.delay,
+            settings.decay,
+            Lengths(engine) if settings.restore_length else None,
+        )
+        self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
+        self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)
+        held = [weight for weight in weights if id(weight.parameter) in self._optimizers.held]
+        self._outside = OutsideChanges(held, engine.warn)
+        #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
+        self._taken, self._begun = False, False
+        #: Optimizers that have taken a local step, until then.
+        self._applied = weakref.WeakSet[Optimizer]()
+        #: Calls of count() in this process; whether an optimizer has stepped since the last one; and whether finish()
+        #: or take_weights() was called since the last of its steps.
+        self._number, self._stepped, self._finished = 0, False, False
+        _living.add(self)
+
+    # What LocalSteps calls.
+
+    def count(self) -> bool:
+        """A local step was taken. Returns whether a round has ended."""
+        self._begin()
+        if self._watching and self._stepped:
+            self._outside.check(_AFTER_STEP)
+        self._optimizers.counted()
+        self._begun, self._stepped = True, False
+        self._applied.clear()
+        self._number += 1
+        self._turns.count()
+        if not self._exchanging:
+            ended = self._turns.due()
+            if ended:
+                self._turns.restart()
+        else:
+            with self._engine.entered:
+                self._engine.peer.compare()
+            ended = self._in_flight.called()
+            if self._turns.due():
+                self._check()
+                ended = self._in_flight.begin(self._number) or ended
+            if ended:
+                self._owners.reshard()
+                self._note()
+        return ended
+
+    @property
+    def period(self) -> int:
+        """Local steps between two rounds of one weight."""
+        return self._turns.period
+
+    def change_period(self, period: int) -> None:
+        """Makes the period another one."""
+        self._turns.change_period(self._checked(period))
+
+    def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str]) -> None:
+        """Averages all weights, and the buffers of ``model``."""
+        self._begin()
+        self._check()
+        chosen = None
+        if model is not None:
+            self._check_model(model)
+            chosen = Buffers(model, buffers)
+        if not self._exchanging:
+            return
+        if self._watching:
+            self._outside.check(_AFTER_STEP if self._stepped else _AFTER_CALL, routine=False)
+        self._in_flight.finish()
+        engine = self._engine
+        with engine.entered:
+            engine.peer.compare()
+            engine.stats.begin_step()
+            self._calls.compare(Row("finish()"))
+            label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
+            levels = [engine.collectives, *shard_groups(engine.parameters)]
+            if chosen is not None:
+                chosen.check_same(levels, label, device)
+            self._average_weights()
+            if chosen is not None:
+                chosen.exchange(levels, label, device, engine.stats.count_request)
+            if model is not None:
+                refresh_spectral_norms(model)
+            engine.stats.end_step()
+        self._owners.reshard()
+        self._turns.restart()
+        self._finished = True
+        self._note()
+
+    def _average_weights(self) -> None:
+        engine = self._engine
+        whole = [
+            dense_gradient(weight.number, weight.parameter, weight.own.to(weight.common.dtype, copy=True), False, 1.0)
+            for weight in self._common.weights
+        ]
+        payloads = [weight.payload for weight in whole]
+        for payload in payloads:
+            engine.stats.count_dense(0, payload.nbytes, engine.collectives.size, engine.nodes.ranks)
+        for fragment, age in zip(self._turns.fragments, self._turns.ages, strict=True):
+            count_gradients(engine, fragment, age)
+        averages = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results()
+        for weight, average in zip(whole, averages, strict=True):
+            weight.store(average)
+        self._common.replace(weight.grad for weight in whole)
+
+    def take_weights(self) -> None:
+        """Makes the parameters the common weights; nothing is kept of before."""
+        self._engine.check_generation()
+        self._check()
+        self._in_flight.discard(wait=True)
+        self._common.take(self._common.ids)
+        scale_residuals(self._engine.works, 0.0)
+        self._taken = True
+        self._turns.restart()
+        if self._exchanging:
+            with self._engine.entered:
+                self._calls.compare(Row("take_weights()", must_equal=self._common.hash()))
+        self._stepped, self._finished = False, True
+        self._note()
+
+    # What the engine calls.
+
+    @modes_off
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
+        ``RuntimeError`` if the weights were replaced."""
+        if not self._optimizers.given(optimizer):
+            if any(optimizer in other for other in _living if other is not self):
+                return  # of a later training of the same parameters
+            raise ValueError(
+                f"{type(optimizer).__name__} steps parameters of this compressor, and LocalSteps was not given it: "
+                "build LocalSteps(compression, [first, second], period) with all optimizers"
+            )
+        if is_distributed_optimizer(optimizer) and self._exchanging:
+            raise ValueError(
+                "Horovod's DistributedOptimizer averages the gradients in every step, and LocalSteps exchanges weights "
+                "beside that, which saves nothing: step the plain optimizer"
+            )
+        self._begin()
+        if self._watching and self._begun and not self._stepped:
+            self._outside.check(_AFTER_CALL, routine=not self._finished)
+        self._stepped, self._finished = True, False
+        self._optimizers.stepping(optimizer)
+        if self._exchanging and self._turns.due(calls=1):
+            self._gradients.look()
+        if self._begun:
+            return
+        if self._outside.changed() > 0.0:
+            self._applied.clear()
+        if optimizer not in self._applied:
+            # Again before each step up to the first one with gradients, and after a change from outside:
+            # hvd.broadcast_optimizer_state() may step before the parameters are broadcast. Not those that another
+            # optimizer may have changed already.
+            self._common.take(self._optimizers.may_change(optimizer))
+            if self._engine.optimizers.applies_gradients(optimizer):
+                self._applied.add(optimizer)
+
+    def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
+        if self._noting:
+            self._outside.note_step(optimizer)
+
+    def before_other_step(self, optimizer: Optimizer) -> None:
+        """Other parameters do not matter."""
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return self._optimizers.given(optimizer)
+
+    def reset(self, wait: bool = False) -> None:
+        if wait:
+            with suppress(Exception):
+                self._in_flight.wait()
+        with self._engine.entered:
+            self._engine.reset(versions=True)
+            if self._in_flight.waits:
+                self._in_flight.reset()
+                self._note()
+
+    def restart(self, same_ranks: bool) -> None:
+        """The parameters before the next local step become the common weights. What is in flight is not applied to
+        them; in an error-feedback buffer it stays."""
+        self._in_flight.discard(wait=same_ranks)
+        self._outside.clear()
+        self._taken = self._begun = False
+        self._turns.restart()
+        with self._engine.entered:
+            self._engine.reset(versions=True)
+        self._engine.peer.changed()
+
+    def begin_saving(self) -> None:
+        """What is in flight is saved, and the parameters change when it is time."""
+        if not self._in_flight.waits:
+            return
+        # First what the others will start in any case, wherever they are.
+        self._in_flight.check()
+        with self._calls.meeting(Row("state_dict()")):
+            self._in_flight.wait()
+        with self._engine.entered:
+            self._calls.compare(Row("state_dict()"))
+
+    def check_equal_weights(self) -> None:
+        differs = self._taken and not self._common.applied()
+        if self._exchanging:
+            with self._engine.entered:
+                rows = self._calls.compare(Row("DCPState.state_dict()", extra=int(differs)))
+            differs = any(row.extra for row in rows)
+        if differs:
+            raise RuntimeError("the ranks' weights differ between exchanges: call finish() before saving")
+
+    def options(self) -> dict[str, object]:
+        compared = {
+            "period": self.period,
+            **asdict(self._settings),
+            "steps since the last exchange": " ".join(map(str, self._turns.ages)),
+            "hash of the weights before the first step (were they broadcast?)": self._common.hash(),
+        }
+        return {f"LocalSteps: {name}": value for name, value in compared.items()}
+
+    def state(self) -> dict[str, Tree]:
+        own: Tree = {
+            **self._common.state(),
+            "fragments": Fixed(self._settings.fragments),
+            "since": self._turns.state(),
+            "in_flight": self._in_flight.state(),
+            "taken": Entry(vars(self), "_taken", bool),
+            "begun": Entry(vars(self), "_begun", bool),
+        }
+        return {"local_steps": own}
+
+    @property
+    def _exchanging(self) -> bool:
+        """Whether there is anything to exchange: the plain average of one rank is what it has."""
+        collectives = self._engine.collectives
+        return collectives.active and not (collectives.size == 1 and self._settings.plain)
+
+    @property
+    def _watching(self) -> bool:
+        """Whether weights that were replaced would be mixed with others."""
+        return self._watches and self._exchanging and not self._exact
+
+    @property
+    def _noting(self) -> bool:
+        """Whether somebody will compare the weights with those of now: before the first call, too, see
+        :meth:`before_optimizer_step`."""
+        return self._watching or (self._exchanging and not self._begun)
+
+    def _note(self) -> None:
+        if self._noting:
+            self._outside.note()
+
+    def _begin(self) -> None:
+        self._engine.check_generation()
+        if not self._taken:
+            self._common.take(self._common.ids)
+            self._taken = True
+
+    def _check(self) -> None:
+        """Raises ``ValueError`` if the optimizers or the model have other parameters now."""
+        self._owners.reshard()
+        self._owners.check()
+        self._optimizers.check()
+
+    def _checked(self, period: int) -> int:
+        """The period, if it fits the other settings."""
+        fragments, delay = self._settings.fragments, self._settings.delay
+        calls = check_integer("period", period, 1)
+        if calls % fragments:
+            raise ValueError(f"period must be a multiple of fragments, got {calls} and {fragments}")
+        if delay > calls // fragments:
+            raise ValueError(
+                f"delay must lie in 0 to period / fragments = {calls // fragments}, got {delay}: the period must be at "
+                f"least fragments * delay = {fragments * delay}"
+            )
+        return calls
+
+    def _check_model(self, model: torch.nn.Module) -> None:
+        named = dict(model.named_parameters())
+        held = {id(p) for p in named.values()}
+        if held and held.isdisjoint(self._common.ids):
+            raise ValueError(
+                "finish(model): this model has none of the parameters that the compressor was given (a copy, another "
+                "model, or one after load_state_dict(assign=True)?)"
+            )
+        theirs = dict(zip(plain_names(list(named)), named.values(), strict=True))
+        for weight in self._common.weights:
+            if id(weight.parameter) not in held and weight.name in theirs:
+                raise ValueError(
+                    f"finish(model): the model has another parameter {weight.name} than the compressor was given "
+                    "(load_state_dict(assign=True)?): build the compressor, the optimizer and LocalSteps after that"
+                )
+
+
+#: All of this process.
+_living = weakref.WeakSet[Rounds]()
