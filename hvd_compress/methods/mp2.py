@@ -46,8 +46,8 @@ class MP2(SparseMethod):
     attention and max pooling, trained beforehand on recorded trainings, where training shows that it is good. Ours:
     which entries are sent (with prediction those that were predicted badly more often, since only their errors are
     sent); the residual, so that over all steps nothing is lost; the predictor's inputs, sizes and training
-    (``docs/predictor.md``); the measure of the gate; a step predicts a ninth of the windows, the others keep their
-    prediction until their turn.
+    (``docs/shared_selection.md``); the measure of the gate; a step predicts a ninth of the windows, the others keep
+    their prediction until their turn.
 
     Every rank computes the predictions itself, so all ranks need the same type of processor and number of threads. They
     compare a checksum every ``check_interval`` steps.
@@ -67,7 +67,7 @@ class MP2(SparseMethod):
             training oscillate; random ones do not.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         prediction: predict what is not sent. Off by default: it costs time, and the shipped predictor gains little
-            (docs/mp2.md).
+            (docs/shared_selection.md).
         gate: the smallest cosine at which predictions are used, in [-1, 1].
         smoothing: weight of the past in smoothed gradients, in [0, 1).
         floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""All figures of the documentation, and README's table of steps, from the results in docs/results.
+"""All figures of the documentation, and docs/benchmarks.md's table of steps, from the results in docs/results.
 
 One style for all; at most six curves, or six bars a group. Where results are missing, that is an error.
 """
@@ -48,7 +48,7 @@ TEXT = {
 }
 
 BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
-#: What README's table of steps stands between.
+#: What the table of steps stands between, in docs/benchmarks.md.
 MARK, END = "<!-- steps: written by scripts/experiments/figures.py -->", "<!-- end -->"
 #: Words in labels, of which the first that fits counts, and positions in the lists of colours and the like in table.py.
 LOOKS = ("Muon", "orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
@@ -184,8 +184,8 @@ FIGURE: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def readme(page: str, results: Path) -> str:
-    """README with the table of steps as the results are now."""
+def benchmarks(page: str, results: Path) -> str:
+    """docs/benchmarks.md with the table of steps as the results are now."""
     times = steps(results)
     rows = [
         {"links": links, **{label: f"{ms:,.0f}" for label, ms in row.items()}}
@@ -198,8 +198,8 @@ def readme(page: str, results: Path) -> str:
 
 def main() -> None:
     script_parser(__doc__).parse_args()
-    page = ROOT / "README.md"
-    page.write_text(readme(page.read_text(), RESULTS))
+    page = ROOT / "docs" / "benchmarks.md"
+    page.write_text(benchmarks(page.read_text(), RESULTS))
     for name, draw in FIGURE.items():
         draw(RESULTS, FIGURES / f"{name}.png")
 
