@@ -22,7 +22,7 @@ from ..engine.place import is_large
 from ..engine.shards import local, shards
 from ..engine.state import Tree
 from ..engine.work import Step
-from ..selection.base import Output, Scoring, signs
+from ..selection.base import Output, signs
 from ..selection.deciders import Decider
 from ..selection.schedule import Density
 from .basis import Hadamard
@@ -97,8 +97,6 @@ class DeMo(SparseMethod):
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
             ``"lloyd4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
         exchange: ``"ring"`` or ``"gather"``.
-        leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
-        explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
         decay: of each rank's momentum, in (0, 1]; None for 0.95 with ``orthogonal="matrices"``, else 0.999.
         subtract: the share of what is sent that leaves the momentum, in (0, 1]; None for 0.2 with
             ``orthogonal="matrices"``, else 1.
@@ -135,8 +133,6 @@ class DeMo(SparseMethod):
         *,
         values: str | Codec | None = None,
         exchange: str = "ring",
-        leaders: int | None = None,
-        explore: float = 0.0,
         decay: float | None = None,
         subtract: float | None = None,
         sign: bool = True,
@@ -147,7 +143,7 @@ class DeMo(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        leading = Leading(exchange, leaders, explore)
+        leading = Leading(exchange)
         if decay is None:
             decay = 0.95 if orthogonal == "matrices" else 0.999
         if subtract is None:
@@ -292,9 +288,8 @@ class _DeMoWork(SparseWork):
         #: Averages of this rank's rows of orthogonal matrices, by name.
         self.divided = dict[str, Tensor]()
         self._orthogonal = {piece.name for piece in bucket.pieces} & orthogonal
-        basis, scoring = Hadamard(bucket), Scoring(arguments.leading.explore)
         sign, decay = arguments.sign, arguments.decay
-        super().__init__(bucket, sending, basis=basis, finds_idle=sign, decay=decay, scoring=scoring)
+        super().__init__(bucket, sending, basis=Hadamard(bucket), finds_idle=sign, decay=decay)
 
     def begin(self, step: Step) -> None:
         super().begin(step)

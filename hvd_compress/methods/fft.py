@@ -6,7 +6,6 @@ from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..selection.base import Scoring
 from ..selection.deciders import Decider
 from ..selection.schedule import Density
 from .basis import Fourier
@@ -23,7 +22,7 @@ class FFT(SparseMethod):
 
         U_i = momentum U_i + F g_i                    with momentum, else F g_i
         A_i = R_i + U_i
-        S   = union over this step's leaders of their largest |A_i|, m of every 256
+        S   = union over all ranks of their largest |A_i|, m of every 256
         g   = F^-1 (mean_i Q(A_i[S]) on S, 0 elsewhere)             Q: the codec
         R_i = A_i - Q(A_i[S]) on S, A_i elsewhere;  U_i[S] = 0
 
@@ -50,8 +49,6 @@ class FFT(SparseMethod):
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
             ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
         exchange: ``"ring"`` or ``"gather"``.
-        leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
-        explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
             equal.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
@@ -69,14 +66,12 @@ class FFT(SparseMethod):
         *,
         values: str | Codec | None = None,
         exchange: str = "ring",
-        leaders: int | None = None,
-        explore: float = 0.0,
         budget_interval: int = 100,
         warmup_steps: int = 0,
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        self.arguments = Leading(exchange, leaders, explore)
+        self.arguments = Leading(exchange)
         # What trained best at equal bytes (docs/benchmarks.md); the paper's.
         values = self.arguments.codec(values, ring="lanes4", gather="range10-gather")
         common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
@@ -88,7 +83,7 @@ class FFT(SparseMethod):
 
 class _FFTWork(SparseWork):
     def __init__(self, bucket: Bucket, sending: Sending, leading: Leading) -> None:
-        super().__init__(bucket, sending, basis=Fourier(bucket), scoring=Scoring(leading.explore))
+        super().__init__(bucket, sending, basis=Fourier(bucket))
         self._leading = leading
 
     def decide(self, slots: list[int]) -> Decider:

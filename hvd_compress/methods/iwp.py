@@ -13,7 +13,7 @@ from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..selection.base import Scoring
 from ..selection.deciders import Leaders, check_leaders
-from ..selection.pickers import Blocks, Exact
+from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .sparse import Sending, SparseMethod, SparseWork
 
@@ -21,7 +21,6 @@ from .sparse import Sending, SparseMethod, SparseWork
 _TINY = 1e-12
 # Steps between measurements of mean|w|, which changes slowly.
 _FLOOR_INTERVAL = 100
-_PICKERS = {"block": Blocks, "topk": Exact}
 
 
 class IWP(SparseMethod):
@@ -60,8 +59,6 @@ class IWP(SparseMethod):
         density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`). Where two
             leaders select the same entry, fewer different entries are sent.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
-        selection: ``"block"`` (m of every 256, one byte an index) or ``"topk"`` (exact within a parameter, four bytes,
-            slow).
         leaders: how many ranks, on average, select the entries of one block; None for all.
         explore: share of the blocks in which entries are drawn at random in proportion to importance, in [0, 1].
         block_means: send the mean of every block in each step, one more value per 256 entries (``docs/iwp.md``).
@@ -83,7 +80,6 @@ class IWP(SparseMethod):
         density: float | Density = 1 / 32,
         *,
         values: str | Codec = "lanes4",
-        selection: str = "block",
         leaders: int | None = None,
         explore: float = 0.05,
         floor: float = 0.5,
@@ -93,12 +89,10 @@ class IWP(SparseMethod):
         momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if selection not in _PICKERS:
-            raise ValueError(f"selection must be one of {', '.join(sorted(_PICKERS))}, got {selection!r}")
         leaders, explore = check_leaders(leaders), check_fraction("explore", explore)
         floor, block_means = check_number("floor", floor, above=0), check_flag("block_means", block_means)
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        self.arguments, self._ordered = _Arguments(selection, leaders, explore, floor, block_means), block_means
+        self.arguments, self._ordered = _Arguments(leaders, explore, floor, block_means), block_means
         super().__init__(named_parameters, density, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
@@ -110,7 +104,6 @@ class IWP(SparseMethod):
 
 @dataclass(frozen=True)
 class _Arguments:
-    selection: str
     leaders: int | None
     explore: float
     floor: float
@@ -143,7 +136,7 @@ class _IWPWork(SparseWork):
         super().__init__(bucket, sending, scoring=Scoring(a.explore, floors.values), means=a.block_means, floors=floors)
 
     def decide(self, slots: list[int]) -> Leaders:
-        return self.leaders(_PICKERS[self._arguments.selection](self.bucket, slots), self._arguments.leaders)
+        return self.leaders(Blocks(self.bucket, slots), self._arguments.leaders)
 
     def exchange(self) -> Exchange:
         importance = self.due_importance()

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction, check_integer, check_number
+from ..engine.arguments import NamedParameters, check_fraction, check_integer
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
@@ -33,7 +33,7 @@ class SlimDP(SparseMethod):
     smoothed average gradient e (per step) are equal on all ranks::
 
         a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
-        s   = |w| / rms(w) + gradient_weight |e| / rms(e)       every ``reselect`` steps
+        s   = |w| / rms(w) + |e| / rms(e)                       every ``reselect`` steps
         C   = the largest s of every 256: a share ``core`` of their slots
         E   = random others of the 256 in the remaining slots, drawn in each step
         S   = C + E
@@ -62,7 +62,6 @@ class SlimDP(SparseMethod):
         core: the core's share of them (the paper's beta / alpha), in [0, 1].
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         reselect: steps between selections of the core.
-        gradient_weight: weight of the gradient in the significance; 0 uses the parameters only.
         smoothing: weight of the past in e, in [0, 1).
         budget_interval: exchanges between updates of the parameters' shares of a bucket's slots by significance; 0
             keeps them equal.
@@ -81,7 +80,6 @@ class SlimDP(SparseMethod):
         core: float = 0.5,
         values: str | Codec = "lanes4",
         reselect: int = 20,
-        gradient_weight: float = 1.0,
         smoothing: float = 0.9,
         budget_interval: int = 0,
         warmup_steps: int = 0,
@@ -89,9 +87,8 @@ class SlimDP(SparseMethod):
         **common: Any,
     ) -> None:
         core, reselect = check_fraction("core", core), check_integer("reselect", reselect, 1)
-        gradient_weight = check_number("gradient_weight", gradient_weight, at_least=0)
         smoothing = check_smoothing(smoothing)
-        self.arguments = _Arguments(core, reselect, gradient_weight, smoothing)
+        self.arguments = _Arguments(core, reselect, smoothing)
         common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
         super().__init__(named_parameters, density, **common)
 
@@ -103,7 +100,6 @@ class SlimDP(SparseMethod):
 class _Arguments:
     core: float
     reselect: int
-    gradient_weight: float
     smoothing: float
 
 
@@ -143,7 +139,7 @@ class _SlimDPWork(SparseWork):
         scores = []
         for index, (piece, weight) in enumerate(zip(bucket.pieces, weights, strict=True)):
             gradient = piece.of(smoothed)[: piece.numel].abs() / of_gradients[index]
-            scores.append(weight.abs() / of_weights[index] + gradient * self._arguments.gradient_weight)
+            scores.append(weight.abs() / of_weights[index] + gradient)
         return scores
 
     def importance(self) -> Tensor:

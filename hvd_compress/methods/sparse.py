@@ -12,7 +12,7 @@ from torch import Tensor
 from ..codecs import Codec, codec, gather_codec
 from ..codecs.base import invalidate
 from ..codecs.packed_channels import GatherChannel
-from ..engine.arguments import NamedParameters, check_flag, check_fraction, check_integer
+from ..engine.arguments import NamedParameters, check_flag, check_integer
 from ..engine.bucket import Bucket, strides_of
 from ..engine.collectives import allgather, allreduce
 from ..engine.exchange import Exchange
@@ -21,7 +21,7 @@ from ..engine.state import Entry, Fixed, Foreign, Tree
 from ..engine.work import Part
 from ..selection.base import NOT_SENT, Average, Output, marked, missing
 from ..selection.budget import SPREAD, apportion, shares
-from ..selection.deciders import Decider, EachRank, Leaders, check_leaders, run_length
+from ..selection.deciders import Decider, EachRank, Leaders, run_length
 from ..selection.pickers import Blocks, Everything, Picker
 from ..selection.schedule import Density, WarmUp, check_density
 from .feedback import FeedbackWork, Wire
@@ -254,19 +254,14 @@ class Leading:
     """Who picks m of every 256 entries.
 
     ``exchange``: ``"ring"``: leaders pick entries that all ranks send; ``"gather"``: every rank picks its own and sends
-    them to all. ``leaders``: how many ranks, on average, share a block; None for all. ``explore``: the share of the
-    blocks in which entries are drawn at random, in [0, 1]. Raises ``ValueError`` or ``TypeError``.
+    them to all. Raises ``ValueError``.
     """
 
     exchange: str
-    leaders: int | None
-    explore: float
 
     def __post_init__(self) -> None:
         if self.exchange not in ("ring", "gather"):
             raise ValueError(f"exchange must be one of gather, ring, got {self.exchange!r}")
-        object.__setattr__(self, "leaders", check_leaders(self.leaders))
-        object.__setattr__(self, "explore", check_fraction("explore", self.explore))
 
     def codec(self, values: str | Codec | None, ring: str, gather: str) -> Codec:
         """The codec, by default that of the exchange. Raises ``ValueError`` for one that does not fit."""
@@ -277,4 +272,4 @@ class Leading:
     def decide(self, work: SparseWork, slots: list[int]) -> Decider:
         """See :meth:`SparseWork.decide`."""
         picker = Blocks(work.bucket, slots)
-        return work.each_rank(picker) if self.exchange == "gather" else work.leaders(picker, self.leaders)
+        return work.each_rank(picker) if self.exchange == "gather" else work.leaders(picker, None)

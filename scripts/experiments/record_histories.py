@@ -54,8 +54,7 @@ class Recorder(MP2):
         self.done: list[dict[str, Any]] = []
         self.wanted = False
         self.random = torch.Generator().manual_seed(0)
-        # This gate is always open.
-        super().__init__(*args, prediction=True, gate=-1.0, values="fp32", check_interval=0, **options)
+        super().__init__(*args, prediction=True, values="fp32", **options)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         work: Any = super().sparse_work(bucket, sending)
@@ -66,6 +65,7 @@ class Recorder(MP2):
             accumulate()
 
         work.prediction.predict, work.accumulate = partial(self._predict, work), recorded
+        work.prediction.opened = lambda: [True] * len(bucket.pieces)
         return work
 
     def _predict(self, work: Any, index: int, windows: Tensor, seen: Tensor) -> Tensor:
