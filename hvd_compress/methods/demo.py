@@ -92,7 +92,7 @@ class DeMo(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule
+        density: coefficients sent in a step as a share of the entries, in (0, 1], or a function of the step
             (:mod:`hvd_compress.schedule`).
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
             ``"lloyd4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.

@@ -27,7 +27,7 @@ class FFT(SparseMethod):
         R_i = A_i - Q(A_i[S]) on S, A_i elsewhere;  U_i[S] = 0
 
     The paper's: the largest coefficients; range-based floats (their definition is ours); a density that diminishes with
-    the learning rate (:class:`~hvd_compress.schedule.Diminishing`); ``exchange="gather"``, where every rank selects its
+    the learning rate (:func:`hvd_compress.schedule.diminishing`); ``exchange="gather"``, where every rank selects its
     own frequencies and sends them to all, with a bitmap of indices where that is shorter, so that the bytes grow with
     the ranks. Ours: the residual in the frequency domain; real and imaginary parts selected separately, which at equal
     bytes keeps more energy than pairs; interior bins times sqrt(2), so that the transform preserves the norm; leaders
@@ -44,8 +44,8 @@ class FFT(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule:
-            :class:`~hvd_compress.schedule.Diminishing` is the paper's.
+        density: coefficients sent in a step as a share of the entries, in (0, 1], or a function of the step:
+            :func:`hvd_compress.schedule.diminishing` is the paper's.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
             ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
         exchange: ``"ring"`` or ``"gather"``.

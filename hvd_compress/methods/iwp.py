@@ -56,8 +56,8 @@ class IWP(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`). Where two
-            leaders select the same entry, fewer different entries are sent.
+        density: slots as a share of the entries, in (0, 1], or a function of the step
+            (:mod:`hvd_compress.schedule`). Where two leaders select the same entry, fewer different entries are sent.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         leaders: how many ranks, on average, select the entries of one block; None for all.
         explore: share of the blocks in which entries are drawn at random in proportion to importance, in [0, 1].

@@ -56,8 +56,8 @@ class MIPD(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;
-            just below 1/2, a layer sends at most as many entries as its smaller half has.
+        density: entries sent in a step as a share of all, in (0, 1], or a function of the step. Above 1/2 there are no
+            halves; just below 1/2, a layer sends at most as many entries as its smaller half has.
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`). Lanes and Lloyd-Max
             codebooks fit each layer's distribution.
         layerwise: encode each layer by its own distribution; False encodes a bucket by one (the paper's baseline).

@@ -58,7 +58,7 @@ class SlimDP(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.
+        density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a function of the step.
         core: the core's share of them (the paper's beta / alpha), in [0, 1].
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         reselect: steps between selections of the core.

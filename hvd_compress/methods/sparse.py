@@ -17,13 +17,13 @@ from ..engine.bucket import Bucket, strides_of
 from ..engine.collectives import allgather, allreduce
 from ..engine.exchange import Exchange
 from ..engine.guard import Traits
-from ..engine.state import Entry, Fixed, Foreign, Tree
+from ..engine.state import Entry, Fixed, Tree
 from ..engine.work import Part
 from ..selection.base import NOT_SENT, Average, Output, marked, missing
 from ..selection.budget import SPREAD, apportion, shares
 from ..selection.deciders import Decider, EachRank, Leaders, run_length
 from ..selection.pickers import Blocks, Everything, Picker
-from ..selection.schedule import Density, WarmUp, check_density
+from ..selection.schedule import Density, check_density, warm_up
 from .feedback import FeedbackWork, Wire
 from .momentum import MomentumMethod
 
@@ -175,7 +175,7 @@ class SparseMethod(MomentumMethod):
     """A method that sends a few entries of the residual; a subclass says which.
 
     Args:
-        density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
+        density: slots as a share of the entries, in (0, 1], or a function of the step (:mod:`hvd_compress.schedule`).
         values: a codec's name or a codec (:mod:`hvd_compress.codecs`).
         layerwise: one quantization scale per parameter, or one per bucket.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots; 0 keeps them equal.
@@ -202,11 +202,16 @@ class SparseMethod(MomentumMethod):
         warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
         budget_interval = check_integer("budget_interval", budget_interval, 0)
         layerwise = check_flag("layerwise", layerwise)
-        if isinstance(density, Density) and warmup_steps:
-            raise ValueError("warmup_steps goes with a density that is a number, not with a schedule")
-        if not isinstance(density, Density | Real) or isinstance(density, type):
-            raise TypeError(f"density must be a number or a schedule (hvd_compress.schedule), got {density!r:.80}")
-        self._density = density if isinstance(density, Density) else WarmUp(density, warmup_steps)
+        if isinstance(density, type) or not (callable(density) or isinstance(density, Real)):
+            raise TypeError(f"density must be a number or a function of the step, got {density!r:.80}")
+        if not callable(density):
+            density = check_density(density)
+        elif warmup_steps:
+            raise ValueError("warmup_steps goes with a density that is a number, not with a function")
+        # A function is compared between ranks by its name; what it returns, in each step by the selection.
+        text = getattr(density, "__qualname__", type(density).__name__) if callable(density) else density
+        self._density = density if callable(density) else warm_up(density, warmup_steps)
+        self._density_options = {"density": text, "warmup_steps": warmup_steps}
         self._codec, self._layerwise, self._budget_interval = codec(values), layerwise, budget_interval
         super().__init__(named_parameters, momentum=momentum, **common)
 
@@ -219,20 +224,13 @@ class SparseMethod(MomentumMethod):
         """One bucket of this method."""
 
     def options(self) -> dict[str, object]:
-        given, density = self._density, dict[str, object](density=self._density)
-        if isinstance(given, WarmUp):
-            density = {"density": given.density, "warmup_steps": given.steps}
         own = {"values": self._codec, "layerwise": self._layerwise, "budget_interval": self._budget_interval}
-        return {**density, **own, **super().options()}
+        return {**self._density_options, **own, **super().options()}
 
     @property
     def traits(self) -> Traits:
         momentum = self.momentum.value
         return Traits(linear=not momentum, momentum=momentum, sparse=any(work.sparse for work in self.works))
-
-    def restart(self) -> None:
-        super().restart()
-        self._density.restart()
 
     def made_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
@@ -241,12 +239,11 @@ class SparseMethod(MomentumMethod):
             "strides (use the same memory_format)": strides if self._ordered else None,
             "values": self._codec.name,
             "layerwise": self._layerwise,
-            "density schedule": type(self._density).__name__,
         }
 
     def state(self) -> dict[str, Tree]:
         made_with: Tree = {what: Fixed(value) for what, value in self.made_with().items()}
-        return {"made_with": made_with, "density": Foreign(self._density), **super().state()}
+        return {"made_with": made_with, **super().state()}
 
 
 @dataclass(frozen=True)

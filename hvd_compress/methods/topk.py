@@ -42,7 +42,8 @@ class TopK(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
+        density: k as a share of a parameter's entries, in (0, 1], or a function of the step
+            (:mod:`hvd_compress.schedule`).
         values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
         warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
 
@@ -92,7 +93,7 @@ class DGC(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: k as a share of a parameter's entries, in (0, 1], or a schedule; the paper's is 1/1000.
+        density: k as a share of a parameter's entries, in (0, 1], or a function of the step; the paper's is 1/1000.
         momentum: of the correction, in [0, 1).
         sample: the share of a parameter's entries from which the threshold is estimated, in (0, 1]; the paper's is 0.1
             to 1 %. At least 64 entries are sampled. The entries above the threshold are then sorted exactly.

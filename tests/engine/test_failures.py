@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Scheduled, gradients, random_steps, replicas, residuals, together
+from harness import gradients, random_steps, replicas, residuals, together
 from methods import FORGETFUL, METHODS
 
 from hvd_compress import IWP, MIPD, MP2, QSGD, SlimDP, TernGrad
@@ -56,7 +56,7 @@ def test_a_step_that_cannot_begin_undoes_nothing(name):
             raise KeyError("no such rate")
         return 1 / 16
 
-    world, (rank,) = replicas(1, METHODS[name], density=Scheduled(density), bucket_mb=0.08)
+    world, (rank,) = replicas(1, METHODS[name], density=density, bucket_mb=0.08)
     random_steps(world, [rank], range(3))
     before, state["fails"] = residuals(rank), True
     p = rank.model.wide.weight

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Scheduled, equal, mixed_model, set_collectives
+from harness import equal, mixed_model, set_collectives
 from local_workers import (
     CALL,
     DELAYED,
@@ -76,8 +76,11 @@ def test_each_fragment_is_exchanged_once_in_a_period():
 
 def test_schedules_and_random_numbers_count_the_exchanges_of_each_bucket():
     seen = []
-    density = Scheduled(lambda step: seen.append(step) or 1 / (8 + step))
-    world, group = workers(2, build=partial(IWP, density=density, budget_interval=3, **SMALL), **IN_TURN)
+    world, group = workers(
+        2,
+        build=partial(IWP, density=lambda step: seen.append(step) or 1 / (8 + step), budget_interval=3, **SMALL),
+        **IN_TURN,
+    )
     world.run(lambda i: group[i].train(11))
     assert sorted(seen) == [0] * 4 + [1] * 4 + [2] * 2
     assert [work.step.number for work in group[0].compression.engine.works] == [2, 1]

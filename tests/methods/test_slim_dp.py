@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from harness import Scheduled, random_steps, replicas
+from harness import random_steps, replicas
 
 from hvd_compress import SlimDP
 from hvd_compress.reference import BLOCK, flat_positions
@@ -76,8 +76,7 @@ def test_no_indices_are_sent():
 
 
 def test_the_explorer_is_drawn_after_the_density_falls_from_one():
-    density = Scheduled(lambda step: 1.0 if step < 3 else 1 / 32)
-    world, ranks = replicas(2, partial(SlimDP, density=density, reselect=50))
+    world, ranks = replicas(2, partial(SlimDP, density=lambda step: 1.0 if step < 3 else 1 / 32, reselect=50))
     random_steps(world, ranks, range(4))
     indices = ranks[0].compression.works[0].decider.picker.indices
     assert int(indices.max()) > 100, "drawn at random, not the first of every block"

@@ -91,7 +91,7 @@ class Method:
 
 
 def _option_type(hint: Any) -> Any:
-    """The type of the option for an annotation such as ``float | Density`` or ``Literal["fp16", "fp32"]``."""
+    """The type of the option for an annotation such as ``float | None`` or ``Literal["fp16", "fp32"]``."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_args(hint) else (hint,)
     if typing.get_origin(hint) is typing.Literal:
         return str
