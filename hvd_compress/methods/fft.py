@@ -1,15 +1,17 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange
 from ..selection.deciders import Decider
+from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .basis import Fourier
-from .sparse import Leading, Sending, SparseMethod, SparseWork
+from .sparse import SparseMethod, exchanged_codec
+from .sparse_work import Sending, SparseWork
 
 
 class FFT(SparseMethod):
@@ -44,19 +46,14 @@ class FFT(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: coefficients sent in a step as a share of the entries, in (0, 1], or a function of the step:
-            :func:`hvd_compress.schedule.diminishing` is the paper's.
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
-            ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
+        density: coefficients sent in a step as a share of the entries.
+        values: None for ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the
+            gather.
         exchange: ``"ring"`` or ``"gather"``.
-        budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
-            equal.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
-    arguments: Leading
     _ordered = True
 
     def __init__(
@@ -67,29 +64,22 @@ class FFT(SparseMethod):
         values: str | Codec | None = None,
         exchange: str = "ring",
         budget_interval: int = 100,
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        self.arguments = Leading(exchange)
         # What trained best at equal bytes (docs/benchmarks.md); the paper's.
-        values = self.arguments.codec(values, ring="lanes4", gather="range10-gather")
-        common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, values=values, **common)
+        values = exchanged_codec(exchange, values, ring="lanes4", gather="range10-gather")
+        self.arguments = SimpleNamespace(exchange=exchange)
+        super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _FFTWork(bucket, sending, self.arguments)
+        return _FFTWork(bucket, sending, self.arguments.exchange == "gather")
 
 
 class _FFTWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, leading: Leading) -> None:
+    def __init__(self, bucket: Bucket, sending: Sending, gathers: bool) -> None:
+        self._gathers = gathers
         super().__init__(bucket, sending, basis=Fourier(bucket))
-        self._leading = leading
 
     def decide(self, slots: list[int]) -> Decider:
-        return self._leading.decide(self, slots)
-
-    def exchange(self) -> Exchange:
-        importance = self.due_importance()
-        yield from self.send()
-        yield from self.share_slots(importance)
+        picker = Blocks(self.bucket, slots)
+        return self.each_rank(picker) if self._gathers else self.leaders(picker)

@@ -1,6 +1,6 @@
 """Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork, totals
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork, totals
 
 # Weight of the past in the smoothed gradient, and the constants under |w| and |e| in units of their root mean square.
 _SMOOTHING, _FLOOR = 0.9, 0.5
@@ -56,21 +57,15 @@ class MIPD(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all, in (0, 1], or a function of the step. Above 1/2 there are no
-            halves; just below 1/2, a layer sends at most as many entries as its smaller half has.
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`). Lanes and Lloyd-Max
-            codebooks fit each layer's distribution.
-        layerwise: encode each layer by its own distribution; False encodes a bucket by one (the paper's baseline).
+        density: entries sent in a step as a share of all. Above 1/2 there are no halves; just below 1/2, a layer sends
+            at most as many entries as its smaller half has.
+        values: how values are encoded. Lanes and Lloyd-Max codebooks fit each layer's distribution, unless
+            ``layerwise`` is False (the paper's baseline).
         compensation: the share of the smoothed gradient that is applied where nothing was sent, in [0, 1].
         explore: share of the blocks in which entries are drawn at random in proportion to significance, in [0, 1].
-        budget_interval: steps between updates of the parameters' shares of a bucket's slots by significance (each
-            within 1/4 and 4 times the density); 0 keeps the shares equal.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
-
-    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -78,27 +73,18 @@ class MIPD(SparseMethod):
         density: float | Density = 1 / 64,
         *,
         values: str | Codec = "lanes4",
-        layerwise: bool = True,
         compensation: float = 0.0,
         explore: float = 0.05,
         budget_interval: int = 100,
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        compensation, explore = check_fraction("compensation", compensation), check_fraction("explore", explore)
-        self.arguments = _Arguments(compensation, explore)
-        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, layerwise=layerwise, **common)
+        self.arguments = SimpleNamespace(
+            compensation=check_fraction("compensation", compensation), explore=check_fraction("explore", explore)
+        )
+        super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _MIPDWork(bucket, sending, self.arguments)
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    compensation: float
-    explore: float
 
 
 class _Floors(Part):
@@ -157,14 +143,13 @@ class _Compensation(Part):
 
 
 class _MIPDWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._arguments = arguments
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+        self._explore = arguments.explore
         self._history = GradientHistory(bucket, _SMOOTHING)
         self._floors = _Floors(bucket, self._history)
         self._compensation = _Compensation(bucket, self._history, arguments.compensation)
         # The history is undone first: the compensation then finds the smoothed gradients that it was made of.
-        parts: dict[str, Part] = {"floors": self._floors, "compensation": self._compensation, "history": self._history}
-        super().__init__(bucket, sending, **parts)
+        super().__init__(bucket, sending, floors=self._floors, compensation=self._compensation, history=self._history)
 
     def decide(self, slots: list[int]) -> Shared:
         return self.shared(Blocks(self.bucket, slots, halves=self.density <= 0.5))
@@ -184,18 +169,17 @@ class _MIPDWork(SparseWork):
     def importance(self) -> Tensor:
         return totals(self.significance(index, whole(piece)) for index, piece in enumerate(self.bucket.pieces))
 
-    def exchange(self) -> Exchange:
-        importance, picker, compensation = self.due_importance(), self.decider.picker, self._compensation
+    def send(self) -> Exchange:
+        picker, compensation = self.decider.picker, self._compensation
         ranges = picker.ranges
         if picker.scored:
-            picker.pick_by([self.significance(i, part) for i, part in enumerate(ranges)], self._arguments.explore)  # S
-        yield from self.decider.agree(self.scoring)
+            picker.pick_by([self.significance(i, part) for i, part in enumerate(ranges)], self._explore)  # S
+        yield from self.agree()
         smoothed = picker.read(self._history.smoothed)
         prediction = smoothed * compensation.share  # p
-        mean, error = yield from self.average(self.picked() - prediction)
+        mean, error = yield from self.average(prediction)
         if compensation.share:
             compensation.apply(ranges, self.bucket.gradients, mean[:1].isfinite(), self.step.scale)
-        self.apply(mean + prediction, error, self.output())
+        self.apply(mean + prediction, error, self.bucket.gradients)
         share = 0.5 if picker.halves else 1.0
         self._history.update(picker, mean, self.step.number, smoothed * (share * compensation.share))
-        yield from self.share_slots(importance)

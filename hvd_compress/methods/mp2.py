@@ -1,6 +1,6 @@
 """Entries that are not sent are predicted (MP2: Liu et al., Computer Networks 255, 2024)."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from ..engine.agreement import all_equal
 from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..engine.work import Part
 from ..reference import BLOCK
 from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, check_smoothing, flat_weights
 from ..selection.pickers import Blocks
 from ..selection.schedule import check_density
 from .prediction import Prediction
-from .sparse import Sending, SparseMethod, SparseWork
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork
 
 _TINY = 1e-12
 _PRIME = 1048573  # the largest below agreement.LIMIT
@@ -61,21 +61,17 @@ class MP2(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all, in (0, 1].
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
+        density: entries sent in a step as a share of all; a number.
         prediction: predict what is not sent. Off by default: it costs time, and the shipped predictor gains little
             (docs/mp2.md).
         smoothing: weight of the past in smoothed gradients, in [0, 1).
         floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.
-        momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
 
     Raises:
         RuntimeError: the ranks' predictions or weights differ.
     """
-
-    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -86,14 +82,14 @@ class MP2(SparseMethod):
         prediction: bool = False,
         smoothing: float = 0.7,
         floor: float = 0.5,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        density = check_density(density)
-        floor = check_number("floor", floor, above=0)
-        smoothing, prediction = check_smoothing(smoothing), check_flag("prediction", prediction)
-        self.arguments = _Arguments(prediction, smoothing, floor)
-        super().__init__(named_parameters, density, values=values, momentum=momentum, **common)
+        self.arguments = SimpleNamespace(
+            prediction=check_flag("prediction", prediction),
+            smoothing=check_smoothing(smoothing),
+            floor=check_number("floor", floor, above=0),
+        )
+        super().__init__(named_parameters, check_density(density), values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _MP2Work(bucket, sending, self.arguments)
@@ -102,20 +98,13 @@ class MP2(SparseMethod):
         return {**super().made_with(), "prediction": self.arguments.prediction}
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    prediction: bool
-    smoothing: float
-    floor: float
-
-
 class _MP2Work(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._arguments = a = arguments
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+        self._floor, smoothing = arguments.floor, arguments.smoothing
         self.period = max(1, round(1 / sending.density(0)))
-        self._history = GradientHistory(bucket, a.smoothing)
-        self.prediction = Prediction(bucket, self.period, a.smoothing) if a.prediction else None
-        parts: dict[str, Part] = {} if self.prediction is None else {"prediction": self.prediction}
+        self._history = GradientHistory(bucket, smoothing)
+        self.prediction = Prediction(bucket, self.period, smoothing) if arguments.prediction else None
+        parts: dict[str, Any] = {} if self.prediction is None else {"prediction": self.prediction}
         # Where pieces begin and end in the bucket's flat memory.
         ends = [0, *((piece.first_block + piece.blocks) * BLOCK for piece in bucket.pieces)]
         self._ends = torch.tensor(ends, dtype=torch.int64, device=bucket.device)
@@ -127,17 +116,17 @@ class _MP2Work(SparseWork):
             self.prediction.lay_out(picker)
         return self.shared(picker)
 
-    def exchange(self) -> Exchange:
+    def send(self) -> Exchange:
         picker, history, prediction, step = self.decider.picker, self._history, self.prediction, self.step
         if picker.scored:
             picker.pick_by(self.significance(), 1.0)  # S
-        yield from self.decider.agree(self.scoring)
-        mean, error = yield from self.average(self.picked())
+        yield from self.agree()
+        mean, error = yield from self.average()
         if prediction is not None and self.sparse:
             prediction.follow(picker, mean, history.last_sent, step.number)
             prediction.apply(self.bucket.gradients, step.scale)  # h
             prediction.sent(picker)
-        self.apply(mean, error, self.output())
+        self.apply(mean, error, self.bucket.gradients)
         history.update(picker, mean, step.number)
         if prediction is not None and step.every(_CHECK_INTERVAL):
             yield from self._compare(prediction)
@@ -148,7 +137,7 @@ class _MP2Work(SparseWork):
         smoothed = self._history.smoothed
         units = Moments(smoothed, self._ends).rms.float() + _TINY
         pairs = zip(self.bucket.pieces, units, strict=True)
-        return [piece.of(smoothed)[: piece.numel].abs() + self._arguments.floor * unit for piece, unit in pairs]
+        return [piece.of(smoothed)[: piece.numel].abs() + self._floor * unit for piece, unit in pairs]
 
     def _compare(self, prediction: Prediction) -> Exchange:
         """Raises ``RuntimeError``, on every rank, if their predictions or weights differ."""

@@ -1,6 +1,6 @@
 """Explore and exploit: a core of significant entries, and random ones of the others (Sun et al., arXiv 1709.09393)."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,8 @@ from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, check_smoothing, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork, totals
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork, totals
 
 # Entries are drawn in proportion to their chance. With this one an entry is always drawn: a draw divides by a number
 # between 2**-33 and 23.
@@ -58,19 +59,13 @@ class SlimDP(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a function of the step.
+        density: entries sent in a step as a share of all (the paper's alpha).
         core: the core's share of them (the paper's beta / alpha), in [0, 1].
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         reselect: steps between selections of the core.
         smoothing: weight of the past in e, in [0, 1).
-        budget_interval: exchanges between updates of the parameters' shares of a bucket's slots by significance; 0
-            keeps them equal.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
-
-    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -81,26 +76,17 @@ class SlimDP(SparseMethod):
         values: str | Codec = "lanes4",
         reselect: int = 20,
         smoothing: float = 0.9,
-        budget_interval: int = 0,
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        core, reselect = check_fraction("core", core), check_integer("reselect", reselect, 1)
-        smoothing = check_smoothing(smoothing)
-        self.arguments = _Arguments(core, reselect, smoothing)
-        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, **common)
+        self.arguments = SimpleNamespace(
+            core=check_fraction("core", core),
+            reselect=check_integer("reselect", reselect, 1),
+            smoothing=check_smoothing(smoothing),
+        )
+        super().__init__(named_parameters, density, values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _SlimDPWork(bucket, sending, self.arguments)
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    core: float
-    reselect: int
-    smoothing: float
 
 
 class _Core(Part):
@@ -123,7 +109,7 @@ class _Core(Part):
 
 
 class _SlimDPWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
         self._arguments = arguments
         self._core, self._history = _Core(bucket), GradientHistory(bucket, arguments.smoothing)
         super().__init__(bucket, sending, core=self._core, history=self._history)
@@ -158,11 +144,10 @@ class _SlimDPWork(SparseWork):
             core.pick_by(self.significance(), 0.0)
             self._core.choose(core)
 
-    def exchange(self) -> Exchange:
-        importance, picker = self.due_importance(), self.decider.picker
+    def send(self) -> Exchange:
+        picker = self.decider.picker
         if picker.scored:
             # S: all drawn at random, without replacement, in proportion to the chance.
             picker.pick_by([piece.of(self._core.chance)[: piece.numel] for piece in self.bucket.pieces], 1.0)
-        yield from self.send()
+        yield from super().send()
         self._history.update(picker, self.values.channel.mean, self.step.number)
-        yield from self.share_slots(importance)

@@ -28,7 +28,7 @@ from torch import Tensor
 from hvd_compress import MP2
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.bucket import Bucket, Piece
-from hvd_compress.methods.sparse import Sending, SparseWork
+from hvd_compress.methods.sparse_work import Sending, SparseWork
 
 RUNS = [
     # data, model, momentum, batch, epochs, learning rate

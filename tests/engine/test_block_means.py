@@ -104,28 +104,6 @@ def test_no_entry_is_lost_when_the_density_changes():
             )
 
 
-def test_the_velocity_of_means_is_that_of_the_optimizer_after_the_momentum_was_returned():
-    world, ranks = replicas(2, IWP, density=1 / 64, values="fp32")
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1, momentum=0.9) for r in ranks]
-
-    def step(value):
-        gradient = together(world, ranks, [like(r.model, value) for r in ranks])[0][compressed(ranks[0].model)[0]]
-        assert gradient.std() < 1e-5
-        return gradient.mean().item()
-
-    assert step(1.0) == pytest.approx(1.0)
-    for rank, optimizer in zip(ranks, optimizers, strict=True):
-        rank.compression.take_momentum(optimizer)
-    assert step(0.0) == pytest.approx(0.0, abs=1e-6), "the step before had no momentum"
-    assert [step(1.0), step(0.0)] == pytest.approx([1.0, 0.9])
-    world.run(lambda i: ranks[i].compression.return_momentum(optimizers[i]))
-    assert optimizers[0].state[ranks[0].model.wide.weight]["momentum_buffer"].mean() == pytest.approx(0.9)
-    for rank, optimizer in zip(ranks, optimizers, strict=True):
-        optimizer.state.clear()
-        rank.compression.take_momentum(optimizer)
-    assert step(0.0) == pytest.approx(0.0, abs=1e-6)
-
-
 def test_the_means_of_a_failed_step_are_sent_in_the_next():
     """Also with a checkpoint between them."""
     _, (rank,) = replicas(1, IWP, density=1 / 64, values="fp32", momentum=0.9)
