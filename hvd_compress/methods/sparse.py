@@ -70,7 +70,7 @@ class SparseMethod(Compressor):
             shown = check_density(density)
             self._density = warm_up(shown, warmup_steps)
         self._sending: dict[str, Any] = {
-            "codec": codec(values),
+            "values": codec(values),
             "layerwise": check_flag("layerwise", layerwise),
             "budget_interval": check_integer("budget_interval", budget_interval, 0),
         }
@@ -100,7 +100,7 @@ class SparseMethod(Compressor):
         strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.places}
         return {
             "strides (use the same memory_format)": strides if self._ordered else None,
-            "values": self._sending["codec"].name,
+            "values": self._sending["values"].name,
             "layerwise": self._sending["layerwise"],
         }
 

@@ -34,7 +34,7 @@ class Sending:
     """How many entries a method sends, and how: the arguments of :class:`~hvd_compress.methods.sparse.SparseMethod`."""
 
     density: Density
-    codec: Codec
+    values: Codec
     layerwise: bool
     budget_interval: int
     collectives: Collectives
@@ -81,7 +81,7 @@ class SparseWork(Work):
             Agreement(bucket.device),
         )
         groups = (len(bucket.pieces) if sending.layerwise else 1) + len(self.means.sizes)
-        self.values = Values(bucket, sending.codec, groups, sending.collectives)
+        self.values = Values(bucket, sending.values, groups, sending.collectives)
         self.velocity, self.shares = Velocity(bucket, self._basis, self.means), Shares(bucket)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
         #: What the selection was built from.
