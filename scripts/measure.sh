@@ -176,7 +176,6 @@ case $experiment in
     one mp2-half mp2 "${ours[@]}" --density 1/2
     one mp2-9 mp2 "${ours[@]}"
     one mp2-9-prediction mp2 "${ours[@]}" --prediction
-    one mp2-9-rotation mp2 "${ours[@]}" --choice rotation
     ;;
   cifar10-vgg11)
     ranks=2
