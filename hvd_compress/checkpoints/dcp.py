@@ -12,6 +12,7 @@ from torch import Tensor
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local, mesh_of, whole
+from ..engine.state import Saved, State
 from . import one_rank
 from .owed import mean_of, zeros
 
@@ -75,7 +76,7 @@ class DCPState:
         #: Of this rank's own state. The same on all meshes, of which one with fewer ranks finds its keys.
         self._key = f"rank {number}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """What DCP saves, or loads into."""
         engine, same = self._engine, self._saved_on == self._here
         if not same and f"{_SAVERS}saver" in _callers():
@@ -90,7 +91,7 @@ class DCPState:
         if same:
             engine.driver.check_equal_weights()
         replicas = {str(n): self._named(state.pop("owed"), fill=True) for n, state in zip(numbers, states, strict=True)}
-        by_mesh: dict[str, Any] = {f"replica {number}": True for number in numbers}
+        by_mesh: State = {f"replica {number}": True for number in numbers}
         common = {key: self._named(states[0][key]) for key in _COMMON if key in states[0]}
         common["saved_on"] = "nothing (saved_on= is for loading)"
         if same:
@@ -98,7 +99,7 @@ class DCPState:
             by_mesh[self._key], common["saved_on"] = own.getvalue(), str(self._here)
         return {_BY_MESH: by_mesh, "replicas": replicas, "common": common}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Loads what DCP has read into :meth:`state_dict`."""
         engine, common = self._engine, dict(state["common"])
         if (mesh := common.pop("saved_on")) != str(self._saved_on):
@@ -116,7 +117,7 @@ class DCPState:
             one_rank.load(engine, {**_local(common), **here, "owed": owed})
             self._saved_on = self._here
 
-    def _named(self, values: Any, name: str = "", fill: bool = False) -> Any:
+    def _named(self, values: Saved, name: str = "", fill: bool = False) -> Saved:
         """Nested values with tensors by parameter name, as DTensors in which DCP finds this rank's shards. ``fill``:
         with zeros in place of None."""
         if isinstance(values, dict):
@@ -151,13 +152,13 @@ def _callers() -> Iterator[str]:
         frame = frame.f_back
 
 
-def _checked(mesh: Any) -> tuple[int, ...]:
+def _checked(mesh: Saved) -> tuple[int, ...]:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
         raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
     return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
 
 
-def _local(values: Any) -> Any:
+def _local(values: Saved) -> Saved:
     """Nested values with this rank's shards of DTensors."""
     if isinstance(values, dict):
         return {key: _local(value) for key, value in values.items()}

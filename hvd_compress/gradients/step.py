@@ -26,7 +26,7 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 import weakref
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,6 +39,12 @@ from ..engine.place import Place, check_gradient
 from ..engine.state import Tree
 from ..engine.work import undo as undo_works
 from .last_average import LastAverage
+
+
+class GradScaler(Protocol):
+    """A ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float: ...
 
 
 class Host(Protocol):
@@ -81,7 +87,7 @@ class GradientStep:
 
     comes_first = True
 
-    def __init__(self, engine: Engine, host: Host, grad_scaler: Any) -> None:
+    def __init__(self, engine: Engine, host: Host, grad_scaler: GradScaler | None) -> None:
         self._engine, self._host, self._scaler = engine, weakref.ref(host), grad_scaler
         self._state = _State.IDLE
         #: Whether the gradients may hold an average that was taken back.

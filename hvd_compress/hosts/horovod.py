@@ -15,7 +15,7 @@ from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.profiling import stage
-from ..gradients.step import GradientStep
+from ..gradients.step import GradientStep, GradScaler
 from .lookup import GradientLookup
 
 
@@ -25,7 +25,7 @@ class HorovodHost:
     #: Horovod's optimizer and the one that it wraps count as one.
     single, detached, versions = True, False, True
 
-    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+    def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
         self._used: GradientLookup | None = None
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
