@@ -4,8 +4,6 @@ Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that dif
 only after every gradient of the step has passed through ``compress``. Nothing in ``compress`` may wait.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -101,9 +99,9 @@ class HorovodHost:
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
             )
 
-    def _check_synchronized(self, optimizer: Any) -> None:
+    def _check_synchronized(self, optimizer: Optimizer) -> None:
         """Horovod itself warns of this. The averages may be other tensors now, such as clipped ones."""
-        if not getattr(optimizer, "_synchronized", False) or not optimizer._should_synchronize:
+        if not getattr(optimizer, "_synchronized", False) or not getattr(optimizer, "_should_synchronize", True):
             return
         grads = [p.grad for p in self._engine.parameters if p.grad is not None]
         if self._used is not None and not self._used.accumulated and any(bool(grad.any()) for grad in grads):
