@@ -105,7 +105,6 @@ def low_bit(
         compression,
         optimizers,
         period,
-        unsent="buffer",
         restore_length=restore_length,
         fragments=fragments,
         delay=delay,
@@ -224,4 +223,4 @@ def sparseloco(
         decay: of the buffer, after each exchange.
     """
     compression = TopK(model, density, **options)
-    return LocalSteps(compression, optimizers, period, unsent="buffer", decay=decay, fragments=fragments, delay=delay)
+    return LocalSteps(compression, optimizers, period, decay=decay, fragments=fragments, delay=delay)

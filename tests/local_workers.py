@@ -32,7 +32,7 @@ class Worker:
         self.compression = build(self.model.named_parameters(), collectives=world.collectives(rank))
         given = optimizer(self.model.parameters())
         self.optimizers = given if isinstance(given, list) else [given]
-        self.local = LocalSteps(self.compression, given, **{"period": 3, **options})
+        self.local = LocalSteps(self.compression, given, **{"period": 3, "unsent": "weights", **options})
         #: What the optimizers have made of the weights that all ranks began with.
         self.made = [p.detach().double() for p in self.model.parameters()]
 

@@ -20,21 +20,20 @@ class LocalSteps:
 
     Implements local SGD (Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019) with the selection,
     codec and exchange of any compressor; with ``outer_lr`` and ``outer_momentum``, DiLoCo (Douillard et al., arXiv
-    2311.08105); with ``unsent="buffer"``, SparseLoCo's error feedback (Sarfi et al., arXiv 2508.15706). A are the
-    common weights, w_i the weights of rank i after its local steps, r_i the compressor's residual::
+    2311.08105). What was not sent stays in an error-feedback buffer (SparseLoCo, Sarfi et al., arXiv 2508.15706). A are
+    the common weights, w_i the weights of rank i after its local steps, r_i the compressor's residual::
 
-        d_i = w_i - (A + r_i)             the local progress: to the compressor, a gradient
-        a_i = r_i + d_i                   = w_i - A
-        u   = mean_i Q(a_i[S])            on the entries S that the compressor selects, 0 elsewhere; Q: its codec
-        r_i = a_i - what was sent
-        A   = A + u
-        w_i = A + r_i                     what was not sent stays in the rank's own weights
-
-    With ``unsent="buffer"``::
-
-        d_i = w_i - A
+        d_i = w_i - A                     the local progress: to the compressor, a gradient
+        u   = mean_i Q((r_i + d_i)[S])    on the entries S that the compressor selects, 0 elsewhere; Q: its codec
         r_i = decay (r_i + d_i - what was sent)
+        A   = A + u
         w_i = A
+
+    With ``unsent="weights"``, Slim-DP's form, it stays in the rank's own weights::
+
+        d_i = w_i - (A + r_i)
+        r_i = w_i - A - what was sent
+        w_i = A + r_i
 
     With ``outer_lr`` and ``outer_momentum``::
 
@@ -53,10 +52,8 @@ class LocalSteps:
 
         w_i = w_i + w_i' - w_i(0)         at its end: the progress that was made meanwhile is kept
 
-    With the defaults, the mean of the ranks' weights is the same before and after an exchange. Ours: what was not sent
-    stays in the rank's own weights (Slim-DP's idea), any compressor, complete averages of what it does not compress,
-    common weights in the place of the rank's own for methods that select by weights, and progress in flight that is
-    kept in full (Streaming DiLoCo mixes it in by a factor). Of differences that are not finite, all ranks see NaN in
+    Ours: any compressor, complete averages of what it does not compress, common weights in the place of the rank's own
+    for methods that select by weights, and progress in flight that is kept in full (Streaming DiLoCo mixes it in by a factor). Of differences that are not finite, all ranks see NaN in
     their weights, and A keeps its value: once the weights are restored, the next exchange is valid.
 
     Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer
@@ -69,7 +66,7 @@ class LocalSteps:
 
     Example::
 
-        local = hvd_compress.LocalSteps(hvd_compress.Quantized(model, bits=2), optimizer, period=3, unsent="buffer")
+        local = hvd_compress.LocalSteps(hvd_compress.Quantized(model, bits=2), optimizer, period=3)
         for inputs, targets in batches:
             optimizer.zero_grad()
             loss_function(model(inputs), targets).backward()
@@ -85,10 +82,9 @@ class LocalSteps:
             averaged, too. Accelerate's and Lightning's wrappers are removed.
         period: calls of :meth:`step` between two exchanges, at least 1. It can be changed in training
             (:attr:`period`).
-        unsent: where the part of the difference stays that was not sent: in the rank's own ``"weights"``, or in an
-            error-feedback ``"buffer"``, so that all ranks have the same weights after an exchange.
-        decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95. Only with
-            ``unsent="buffer"``.
+        unsent: where the part of the difference stays that was not sent: in an error-feedback ``"buffer"``, so that all
+            ranks have the same weights after an exchange, or in the rank's own ``"weights"``.
+        decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95.
         outer_lr: factor of the averaged difference, above 0; 1 is plain averaging, DiLoCo's is 0.7.
         outer_momentum: Nesterov momentum of the common weights, in [0, 1); DiLoCo's is 0.9.
         restore_length: whether the averaged difference of each tensor is scaled to the length of the ranks' own. Only
@@ -119,7 +115,7 @@ class LocalSteps:
         optimizer: Optimizer | Sequence[Optimizer],
         period: int,
         *,
-        unsent: str = "weights",
+        unsent: str = "buffer",
         decay: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,

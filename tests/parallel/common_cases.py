@@ -210,7 +210,7 @@ class LocalJob:
         self.model = Branches().to(DEVICE)
         self.compression = job.build(self.model.named_parameters(), density=1 / 8, bucket_mb=0.02)
         self.optimizers = optimizers(self.model.parameters())
-        self.local = hvd_compress.LocalSteps(self.compression, self.optimizers, 4, **options)
+        self.local = hvd_compress.LocalSteps(self.compression, self.optimizers, 4, **{"unsent": "weights", **options})
         self.data = torch.Generator().manual_seed(job.host.rank())
         #: What the optimizers have made of the first weights.
         self.made = self.weights()
