@@ -195,6 +195,23 @@ def test_the_state_of_other_parameters_another_method_version_or_momentum_raises
             other.load_state_dict(given)
 
 
+def test_a_state_fits_whatever_is_frozen_at_present():
+    """A layer that is trained later is not compressed, and has a velocity then."""
+    models = [mixed_model() for _ in range(2)]
+    for model in models:
+        model.deep.requires_grad_(False)
+    one, other = (single(model, momentum=0.9) for model in models)
+    frozen = one.state_dict()
+    models[0].deep.requires_grad_(True)
+    trained = one.state_dict()
+    kept = [state["owed"]["velocity"]["deep.weight"] is not None for state in (frozen, trained)]
+    assert kept == [False, True]
+    for each in (one, other):
+        for state in (frozen, trained):
+            each.load_state_dict(state)
+            each.load_state_dict(reshard([state]))
+
+
 def test_the_state_of_a_contiguous_model_loads_into_a_channels_last_one():
     model = mixed_model().to(memory_format=torch.contiguous_format)
     world, ranks = replicas(1, IWP, model=model, density=1 / 16, block_means=False)
