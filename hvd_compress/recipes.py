@@ -74,6 +74,7 @@ def low_bit(
     period: int = 3,
     *,
     bits: int = 2,
+    restore_length: bool = False,
     fragments: int = 1,
     delay: int = 0,
     **options: Any,
@@ -96,11 +97,19 @@ def low_bit(
         period: steps between two exchanges. Few steps in few bits train better than many steps in more bits at the same
             bytes.
         bits: of an entry, 1 to 8 (:class:`~hvd_compress.Quantized`).
-        fragments, delay: see :class:`~hvd_compress.LocalSteps`.
+        restore_length, fragments, delay: see :class:`~hvd_compress.LocalSteps`.
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, **{"dense_values": "fp16", **options})
-    return LocalSteps(compression, optimizers, period, unsent="buffer", fragments=fragments, delay=delay)
+    return LocalSteps(
+        compression,
+        optimizers,
+        period,
+        unsent="buffer",
+        restore_length=restore_length,
+        fragments=fragments,
+        delay=delay,
+    )
 
 
 @_in_order

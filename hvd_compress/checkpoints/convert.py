@@ -1,16 +1,15 @@
 """The states of all ranks of one job become one for every rank of another."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from ..engine.modes import modes_off
-from ..engine.state import described, joined, refuse, same
+from ..engine.state import Saved, State, described, joined, refuse, same
 from .one_rank import FORMAT
 from .owed import mean_of
 
 
 @modes_off
-def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def reshard(states: Iterable[State]) -> State:
     """Converts the states of all ranks into one for every rank of a job of any size, with or without nodes.
 
     For resuming on another number of ranks, in other nodes or with another ``bucket_mb``, from the
@@ -34,14 +33,14 @@ def reshard(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
             something that cannot be averaged: with :class:`~hvd_compress.LocalSteps` the ranks' parameters, unless
             ``finish()`` was called before saving.
     """
-    common: dict[str, Any] = {}
+    common: State = {}
     mean = mean_of(_of_all_ranks(states, common))
     return {**common, "owner": None, "owed": mean}
 
 
-def _of_all_ranks(states: Iterable[Any], common: dict[str, Any]) -> Iterator[Any]:
+def _of_all_ranks(states: Iterable[Saved], common: State) -> Iterator[Saved]:
     """What each rank owes. Fills ``common`` with what belongs to no rank."""
-    first: dict[str, Any] = {}
+    first: State = {}
     count = 0
     for count, state in enumerate(states, 1):
         path = f"states[{count - 1}]"
@@ -64,7 +63,7 @@ def _of_all_ranks(states: Iterable[Any], common: dict[str, Any]) -> Iterator[Any
         raise ValueError(f"reshard needs the states of all {first.get('ranks', '')} ranks, got {count or 'none'}")
 
 
-def _check_same(one: Any, other: Any, path: str, rank: int) -> None:
+def _check_same(one: Saved, other: Saved, path: str, rank: int) -> None:
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {**one, **other}:
             _check_same(one.get(key), other.get(key), joined(path, key), rank)

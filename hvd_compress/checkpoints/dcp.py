@@ -12,6 +12,7 @@ from torch import Tensor
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local, mesh_of, whole
+from ..engine.state import Saved, State
 from . import one_rank
 from .owed import mean_of, owed, zeros
 
@@ -75,7 +76,7 @@ class DCPState:
         #: Of this rank's own state. The same on all meshes, of which one with fewer ranks finds its keys.
         self._key = f"rank {number}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """What DCP saves, or loads into."""
         engine, same = self._engine, self._saved_on == self._here
         if not same and f"{_SAVERS}saver" in _callers():
@@ -90,7 +91,7 @@ class DCPState:
         if same:
             engine.driver.check_equal_weights()
         replicas = {str(n): self._trained(state.pop("owed")) for n, state in zip(numbers, states, strict=True)}
-        by_mesh: dict[str, Any] = {f"replica {number}": True for number in numbers}
+        by_mesh: State = {f"replica {number}": True for number in numbers}
         common = {key: self._named(states[0][key]) for key in _COMMON if key in states[0]}
         common["saved_on"] = "nothing (saved_on= is for loading)"
         if same:
@@ -98,7 +99,7 @@ class DCPState:
             by_mesh[self._key], common["saved_on"] = own.getvalue(), str(self._here)
         return {_BY_MESH: by_mesh, "replicas": replicas, "common": common}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Loads what DCP has read into :meth:`state_dict`."""
         engine, common = self._engine, dict(state["common"])
         if (mesh := common.pop("saved_on")) != str(self._saved_on):
@@ -120,19 +121,16 @@ class DCPState:
             one_rank.load(engine, {**_local(common), **here, "owed": mean})
             self._saved_on = self._here
 
-    def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> Any:
+    def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:
         """What is owed of trained parameters, with zeros in place of None: another rank may keep something."""
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in owed}
+        for kind, tensors in owed.items():
+            for name, held in tensors.items():
+                if (p := self._parameters[name]).requires_grad:
+                    found[kind][name] = whole(zeros(p) if held is None else held, p)
+        return found
 
-        def filled(name: str, held: Tensor | None) -> Tensor:
-            return zeros(self._parameters[name]) if held is None else held
-
-        trained = {
-            kind: {n: filled(n, held) for n, held in tensors.items() if self._parameters[n].requires_grad}
-            for kind, tensors in owed.items()
-        }
-        return self._named(trained)
-
-    def _named(self, values: Any, name: str = "") -> Any:
+    def _named(self, values: Saved, name: str = "") -> Saved:
         """Nested values with tensors by parameter name, as DTensors in which DCP finds this rank's shards."""
         if isinstance(values, dict):
             return {key: self._named(value, key) for key, value in values.items()}
@@ -165,13 +163,13 @@ def _callers() -> Iterator[str]:
         frame = frame.f_back
 
 
-def _checked(mesh: Any) -> tuple[int, ...]:
+def _checked(mesh: Saved) -> tuple[int, ...]:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
         raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
     return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
 
 
-def _local(values: Any) -> Any:
+def _local(values: Saved) -> Saved:
     """Nested values with this rank's shards of DTensors."""
     if isinstance(values, dict):
         return {key: _local(value) for key, value in values.items()}

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 from ..engine import state as states_of
 from ..engine.driver import Unapplied
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import place_in_mesh
-from ..engine.state import Fixed, Tree
+from ..engine.state import Fixed, Saved, State, Tree
 from .owed import owed
 
 #: Increased when a state of an older version can no longer be loaded.
@@ -26,27 +25,27 @@ _CONVERT = "hvd_compress.reshard(states) converts the states of all ranks into o
 
 
 @modes_off
-def save(engine: Engine) -> dict[str, Any]:
+def save(engine: Engine) -> State:
     """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
     engine.driver.begin_saving()
     with _in_order(engine):
-        values: dict[str, Any] = states_of.save(_whole(engine))
+        values: State = states_of.save(_whole(engine))
         if (average := engine.driver.unapplied) is not None:
             values = _before_average(engine, average, values)
     return values
 
 
 @modes_off
-def save_converted(engine: Engine) -> dict[str, Any]:
+def save_converted(engine: Engine) -> State:
     """What fits any layout, also in the middle of a step."""
     with _in_order(engine):
-        values: dict[str, Any] = states_of.save(_converted(engine))
+        values: State = states_of.save(_converted(engine))
     return values
 
 
 @modes_off
-def load(engine: Engine, state: Any) -> None:
+def load(engine: Engine, state: Saved) -> None:
     """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     converted = isinstance(state, dict) and state.get("owner", 0) is None
     states_of.check(_converted(engine) if converted else _whole(engine), state)
@@ -61,18 +60,18 @@ def place_of_shards(engine: Engine) -> list[int]:
     return next(filter(None, map(place_in_mesh, engine.parameters)), [])
 
 
-def _before_average(engine: Engine, average: Unapplied, now: dict[str, Any]) -> dict[str, Any]:
+def _before_average(engine: Engine, average: Unapplied, now: State) -> State:
     """The state with what the last average has sent back in the residuals, since the model that is saved with it does
     not contain that average. Leaves the engine in the state ``now``."""
     average.undo()
-    before: dict[str, Any] = states_of.save(_whole(engine))
+    before: State = states_of.save(_whole(engine))
     # A copy: the user may modify what is returned.
     average.undo_by(partial(_restore, engine, deepcopy(before)))
     _restore(engine, now)
     return before
 
 
-def _restore(engine: Engine, values: dict[str, Any]) -> None:
+def _restore(engine: Engine, values: State) -> None:
     with _in_order(engine):
         engine.restart()
         # A restart may replace the memory that an earlier description refers to.

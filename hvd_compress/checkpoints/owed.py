@@ -7,14 +7,14 @@ an exact state has, such as quantization scales, shares of the slots and histori
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.shards import local
-from ..engine.state import Copies, Leaf, TensorLeaf, Tree, described, memory_of, refuse
+from ..engine.state import Copies, Leaf, Saved, State, TensorLeaf, Tree, described, memory_of, refuse
 
 _Get: TypeAlias = Callable[[], Tensor]
 _Put: TypeAlias = Callable[[Tensor], None]
@@ -49,7 +49,7 @@ def zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(local(parameter), dtype=wide, requires_grad=False)
 
 
-def mean_of(ranks: Iterable[Any]) -> dict[str, dict[str, Tensor | None]]:
+def mean_of(ranks: Iterable[Saved]) -> dict[str, dict[str, Tensor | None]]:
     """The mean of what ranks owe, computed in float64, over those that keep it. An iterator is read one rank at a time.
     Raises ``ValueError`` if they differ in names or shapes."""
     found: dict[str, dict[str, _Sum | None]] = {}
@@ -69,7 +69,7 @@ def mean_of(ranks: Iterable[Any]) -> dict[str, dict[str, Tensor | None]]:
     }
 
 
-def _added(total: _Sum | None, tensor: Any, path: str) -> _Sum | None:
+def _added(total: _Sum | None, tensor: Saved, path: str) -> _Sum | None:
     if tensor is None:
         return total
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -98,7 +98,7 @@ class _Owed(Leaf):
         copy = copies.get(memory_of(held)) if held.dtype == dtype else None
         return held.to(dtype, copy=True) if copy is None else copy
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         if value is None:
             return
         TensorLeaf(zeros(self._parameter)).check(value, path)
@@ -111,6 +111,6 @@ class _Owed(Leaf):
             self._put(mine if value is None else mine.copy_(value))
 
 
-def _names(owed: dict[str, Any]) -> set[str]:
+def _names(owed: State) -> set[str]:
     """Of the kinds, and of the tensors of each."""
     return {*owed, *(f"{kind}.{name}" for kind, tensors in owed.items() for name in tensors)}

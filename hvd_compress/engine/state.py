@@ -16,6 +16,11 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+#: A value of a saved state: of any type until it was checked.
+Saved: TypeAlias = Any
+#: A state as the user holds it.
+State: TypeAlias = dict[str, Saved]
+
 
 class Leaf(abc.ABC):
     """One value of a state. A saved value is a copy, and consists of what ``torch.load(weights_only=True)`` accepts."""
@@ -23,13 +28,13 @@ class Leaf(abc.ABC):
     per_rank = False
 
     @abc.abstractmethod
-    def save(self, copies: "Copies") -> Any: ...
+    def save(self, copies: "Copies") -> Saved: ...
 
     @abc.abstractmethod
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         """Raises ``ValueError``, with ``path``, if :meth:`load` would not take ``value``. Changes nothing."""
 
-    def load(self, value: Any) -> None:
+    def load(self, value: Saved) -> None:
         """Does nothing if there is nothing to load."""
 
 
@@ -38,13 +43,13 @@ Tree: TypeAlias = Leaf | dict[str, "Tree"]
 Copies: TypeAlias = dict[Any, Tensor]
 
 
-def save(tree: Tree, copies: Copies | None = None) -> Any:
+def save(tree: Tree, copies: Copies | None = None) -> Saved:
     """The values of a description, in nested dicts. ``copies``: those made so far."""
     copies = {} if copies is None else copies
     return tree.save(copies) if isinstance(tree, Leaf) else {key: save(part, copies) for key, part in tree.items()}
 
 
-def check(tree: Tree, value: Any, path: str = "") -> None:
+def check(tree: Tree, value: Saved, path: str = "") -> None:
     """Raises ``ValueError``, with the path of the first bad item, unless ``value`` fits the description completely."""
     if isinstance(tree, Leaf):
         tree.check(value, path)
@@ -60,7 +65,7 @@ def check(tree: Tree, value: Any, path: str = "") -> None:
         raise ValueError("; ".join(filter(None, parts)))
 
 
-def load(tree: Tree, value: Any) -> None:
+def load(tree: Tree, value: Saved) -> None:
     """Loads a ``value`` that :func:`check` has accepted."""
     if isinstance(tree, Leaf):
         tree.load(value)
@@ -93,7 +98,7 @@ class TensorLeaf(Leaf):
     def save(self, copies: Copies) -> Tensor:
         return copies.setdefault(memory_of(self._tensor), self._tensor.detach().clone())
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         strided = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
         if not strided or value.shape != self._tensor.shape or value.dtype != self._tensor.dtype:
             refuse(path, f"must be {described(self._tensor)}, got {described(value)}")
@@ -116,7 +121,7 @@ class OptionalTensor(Leaf):
     def save(self, copies: Copies) -> Tensor | None:
         return None if self._key not in self._container else self._container[self._key].clone()
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         if value is not None:
             TensorLeaf(self._like).check(value, path)
 
@@ -131,8 +136,8 @@ class Entry(Leaf):
 
     def __init__(
         self,
-        container: Any,
-        key: Any,
+        container: Saved,
+        key: Saved,
         kind: type,
         low: float = -math.inf,
         high: float = math.inf,
@@ -142,17 +147,17 @@ class Entry(Leaf):
         self._container, self._key, self._kind = container, key, kind
         self._low, self._high, self.per_rank = low, high, per_rank
 
-    def save(self, copies: Copies) -> Any:
+    def save(self, copies: Copies) -> Saved:
         return self._container[self._key]
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         allowed = (int, float) if self._kind is float else (self._kind,)
         if type(value) not in allowed or not math.isfinite(value):
             refuse(path, f"must be a finite {self._kind.__name__}, got {described(value)}")
         if not self._low <= value <= self._high:
             refuse(path, f"must lie in {self._low:g} to {self._high:g}, got {value}")
 
-    def load(self, value: Any) -> None:
+    def load(self, value: Saved) -> None:
         self._container[self._key] = self._kind(value)
 
 
@@ -160,13 +165,13 @@ class Fixed(Leaf):
     """An option that a state depends on, in numbers, strings, lists and dicts: saved, and required to be the same.
     ``hint``: what to do otherwise."""
 
-    def __init__(self, value: Any, hint: str = "") -> None:
+    def __init__(self, value: Saved, hint: str = "") -> None:
         self._value, self._hint = value, hint
 
-    def save(self, copies: Copies) -> Any:
+    def save(self, copies: Copies) -> Saved:
         return copy.deepcopy(self._value)
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         if not same(value, self._value):
             hint = f" ({self._hint})" if self._hint else ""
             refuse(path, f"the state was made with {described(value)}, this compressor has {self._value!r:.200}{hint}")
@@ -181,12 +186,12 @@ class Recorded(Leaf):
     def save(self, copies: Copies) -> int:
         return self._compute()
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         if type(value) is not int or value < 0:
             refuse(path, f"must be an int of 0 or more, got {described(value)}")
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: Saved, other: Saved) -> bool:
     """Whether two values are of the same types and bit-equal."""
     if type(one) is not type(other):
         return False
@@ -201,12 +206,12 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def memory_of(tensor: Tensor) -> Any:
+def memory_of(tensor: Tensor) -> Saved:
     """Equal for tensors that are one view of one memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def described(value: Any) -> str:
+def described(value: Saved) -> str:
     """What a value is, for an error message."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
@@ -217,11 +222,11 @@ def refuse(path: str, text: str) -> NoReturn:
     raise ValueError(f"{path or 'the state'}: {text}")
 
 
-def joined(path: str, key: Any) -> str:
+def joined(path: str, key: Saved) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _paths(path: str, keys: Iterable[Any]) -> str:
+def _paths(path: str, keys: Iterable[Saved]) -> str:
     names = sorted(joined(path, key) for key in keys)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

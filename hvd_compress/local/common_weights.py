@@ -101,16 +101,18 @@ class CommonWeights:
             if weight.place is not None:
                 weight.place.piece.let_stand_in(None)
 
-    def move(self, weights: Sequence[Weight], averages: Sequence[Tensor]) -> None:
-        """Adds the averages to the common weights, through the outer optimizer. On return ``averages`` holds what was
-        not added: 0, or the entries that are not finite. All operations are rounded by IEEE 754: the result is the same
-        on all processors."""
-        for weight, average in zip(weights, averages, strict=True):
+    def move(self, weights: Sequence[Weight], averages: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
+        """Adds the averages times ``factors`` to the common weights, through the outer optimizer. On return
+        ``averages`` holds what was not added: 0, or the entries that are not finite. All operations are rounded by IEEE
+        754: the result is the same on all processors."""
+        for weight, average, factor in zip(weights, averages, factors, strict=True):
             with weight.order:
                 # Free on the CPU; a GPU would be synchronised.
                 whole = average.is_cpu and all_usable(average)
                 applied = average if whole else average.masked_fill(~usable(average), 0.0)
                 step = applied.to(weight.common.dtype)
+                if factor is not None:
+                    step = step * factor.to(step.dtype)
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum

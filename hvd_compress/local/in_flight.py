@@ -12,6 +12,7 @@ from .calls import Calls, Different, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
 from .gradients import OwnGradients
+from .lengths import Lengths
 from .round import Round
 
 
@@ -25,6 +26,7 @@ class InFlight:
     Args:
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
         decay: factor of the residuals after a round.
+        lengths: restores the length of averages, or None.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class InFlight:
         gradients: OwnGradients,
         delay: int,
         decay: float,
+        lengths: Lengths | None,
     ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
-        self._calls, self._gradients = calls, gradients
+        self._calls, self._gradients, self._lengths = calls, gradients, lengths
         self._round: Round | None = None
         #: Calls until the parameters change.
         self._left = 0
@@ -57,7 +60,7 @@ class InFlight:
         fragment, engine = self._turns.next, self._engine
         age = self._turns.ages[fragment.number]
         with self._reset_on_failure():
-            self._round = Round(engine, self._common, fragment, age, keep=self._delay > 0)
+            self._round = Round(engine, self._common, fragment, age, self._delay > 0, self._lengths)
             rounds, self._turns.ages[fragment.number], self._left = self._turns.rounds, 0, self._delay
             engine.begin(fragment.works, rounds)
             self._calls.begin(Row("step()", age, number, self._gradients.taken()))

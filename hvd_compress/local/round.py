@@ -1,5 +1,7 @@
 """One round of one fragment of the weights: its progress goes to the compressor, and averages come back."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from ..engine.engine import Engine
 from ..engine.place import check_gradient
 from .common_weights import CommonWeights, Weight
 from .fragments import Fragment
+from .lengths import Lengths
 
 
 class Round:
@@ -24,11 +27,24 @@ class Round:
     Args:
         age: local steps that the progress is of.
         keep: whether the parameters keep the progress that they make meanwhile.
+        lengths: restores the length of the averages, or None.
     """
 
-    def __init__(self, engine: Engine, common: CommonWeights, fragment: Fragment, age: int, keep: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        common: CommonWeights,
+        fragment: Fragment,
+        age: int,
+        keep: bool,
+        lengths: Lengths | None,
+    ) -> None:
         self._engine, self._common, self.fragment, self.age = engine, common, fragment, age
         self._tensors = common.progress(fragment.weights)
+        self._lengths = lengths
+        self._squares = [] if lengths is None else [lengths.squares(fragment.weights, self._tensors)]
+        # By weight, what its average is to be multiplied by; None: nothing.
+        self._factors: Sequence[Tensor | None] = [None] * len(fragment.weights)
         # By weight, w(0) and the place of w'.
         self._pairs = [_pair(weight) if keep else None for weight in fragment.weights]
         self._dense: list[DenseGradient] = []
@@ -45,19 +61,26 @@ class Round:
                 self._dense.append(arrived)
         count_gradients(engine, self.fragment, self.age - 1)  # arrive() has counted one
         label = f"{engine.exchanges.label}.local.{self.fragment.number}"
-        self._averaging = Averaging(engine.collectives, [gradient.payload for gradient in self._dense], label)
+        for squares in self._squares:
+            engine.stats.count_dense(0, squares.nbytes, engine.collectives.size, engine.nodes.ranks)
+        payloads = [*(gradient.payload for gradient in self._dense), *self._squares]
+        self._averaging = Averaging(engine.collectives, payloads, label)
 
     def receive(self) -> None:
         """Waits for the averages."""
         engine = self._engine
         engine.finish()
         assert self._averaging is not None
-        for gradient, average in zip(self._dense, self._averaging.results(), strict=True):
+        averages = self._averaging.results()
+        squares = averages.pop() if self._squares else None
+        for gradient, average in zip(self._dense, averages, strict=True):
             gradient.store(average)
             engine.method.dense_averaged(gradient.number, gradient.grad)
         for work in self.fragment.works:
             work.bucket.write_results()
             work.bucket.clear()  # or it would hold the averages until its next exchange
+        if self._lengths is not None and squares is not None:
+            self._factors = self._lengths.factors(self.fragment.weights, self._tensors, squares)
 
     def land(self, received: bool) -> dict[str, Tensor]:
         """Moves the common weights by the averages, if they were ``received``, and makes the new weights of this rank.
@@ -65,7 +88,7 @@ class Round:
         wider, (2, *shape)."""
         weights, waiting = self.fragment.weights, dict[str, Tensor]()
         if received:
-            self._common.move(weights, self._tensors)
+            self._common.move(weights, self._tensors, self._factors)
         self._common.end(weights)
         for weight, left, pair in zip(weights, self._tensors, self._pairs, strict=True):
             with weight.order:

@@ -33,6 +33,7 @@ from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
 from .gradients import OwnGradients
 from .in_flight import InFlight
+from .lengths import Lengths
 from .optimizers import LocalOptimizers
 from .outside import OutsideChanges
 from .round import count_gradients
@@ -49,6 +50,7 @@ class Settings:
     decay: float
     outer_lr: float
     outer_momentum: float
+    restore_length: bool
     fragments: int
     delay: int
 
@@ -83,15 +85,18 @@ class Rounds:
         weights = self._common.weights
         self._turns = Turns(engine, weights, self._checked(period), settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
-        self._exact = (
-            settings.plain
-            and not settings.delay
-            and not engine.works
-            and engine.method.options().get("dense_values") == "fp32"
-        )
+        rounded = bool(engine.works) or "fp16" in engine.method.options().values()
+        self._exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
         self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
         self._in_flight = InFlight(
-            engine, self._common, self._turns, self._calls, self._gradients, settings.delay, settings.decay
+            engine,
+            self._common,
+            self._turns,
+            self._calls,
+            self._gradients,
+            settings.delay,
+            settings.decay,
+            Lengths(engine) if settings.restore_length else None,
         )
         self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
         self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)

@@ -11,6 +11,7 @@ from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
 from ..hosts.fsdp import FSDPHost, check_sharded, hooked
 from ..methods.base import Compressor
+from ..methods.sparse import SparseMethod
 from .rounds import Rounds, Settings
 
 
@@ -39,6 +40,11 @@ class LocalSteps:
 
         v   = outer_momentum v + u
         A   = A + outer_lr (u + outer_momentum v)
+
+    With ``restore_length``, RDA's length (arXiv 2604.21428; of N ranks, in each tensor): the mean of differences that
+    point apart is shorter than they are, and the common weights would move as with a smaller learning rate::
+
+        u   = min(sqrt(N), sqrt(mean_i |d_i|^2) / |u|) u
 
     With ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments of the weights,
     contiguous groups of the compressor's buckets with the uncompressed tensors beside them, are exchanged in turn, and
@@ -85,6 +91,8 @@ class LocalSteps:
             ``unsent="buffer"``.
         outer_lr: factor of the averaged difference, above 0; 1 is plain averaging, DiLoCo's is 0.7.
         outer_momentum: Nesterov momentum of the common weights, in [0, 1); DiLoCo's is 0.9.
+        restore_length: whether the averaged difference of each tensor is scaled to the length of the ranks' own. Only
+            with compressors that send all entries. Eight bytes a tensor are exchanged for it.
         fragments: parts of the weights that are exchanged in turn, one every ``period / fragments`` calls of
             :meth:`step`, which must be an integer. The compressor must have at least as many buckets
             (``bucket_mb=``). The bytes of one exchange are divided by it.
@@ -96,10 +104,10 @@ class LocalSteps:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
             ``period``, ``fragments`` or ``delay`` no integer.
         ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, with local steps
-            already, or with ``nodes`` and ``unsent="weights"``; an optimizer with unknown parameters, with parameters
-            of another one, or Horovod's; FSDP2 shards over whose ranks the compressor averages, or gradients that hooks
-            average; in training, an optimizer of the compressor's parameters that is not one of these, or a model that
-            has other parameters now.
+            already, with ``nodes`` and ``unsent="weights"``, or of few entries and ``restore_length``; an optimizer
+            with unknown parameters, with parameters of another one, or Horovod's; FSDP2 shards over whose ranks the
+            compressor averages, or gradients that hooks average; in training, an optimizer of the compressor's
+            parameters that is not one of these, or a model that has other parameters now.
         RuntimeError: in training, on all ranks, ranks in different calls, or gradients that are averaged already;
             weights that were replaced without :meth:`take_weights`.
     """
@@ -115,6 +123,7 @@ class LocalSteps:
         decay: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        restore_length: bool = False,
         fragments: int = 1,
         delay: int = 0,
         watch_weights: bool = True,
@@ -132,10 +141,11 @@ class LocalSteps:
             raise ValueError('decay is of the error-feedback buffer: it goes with unsent="buffer"')
         outer_lr = check_number("outer_lr", outer_lr, above=0)
         outer_momentum = check_number("outer_momentum", outer_momentum, at_least=0, below=1)
-        _check_fits(compression, unsent)
+        restore_length = check_flag("restore_length", restore_length)
+        _check_fits(compression, unsent, restore_length)
         _check_gradients_are_own(compression)
         self.compression, engine = compression, compression.engine
-        settings = Settings(unsent, decay, outer_lr, outer_momentum, fragments, delay)
+        settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
         engine.drive(self._rounds)
@@ -215,7 +225,7 @@ class LocalSteps:
         self.compression.load_state_dict(state)
 
 
-def _check_fits(compression: Compressor, unsent: str) -> None:
+def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> None:
     """Raises ``ValueError`` for a compressor with which local steps cannot work."""
     engine = compression.engine
     if compression.takes_local_steps:
@@ -227,6 +237,11 @@ def _check_fits(compression: Compressor, unsent: str) -> None:
         raise ValueError(
             "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
             "with momentum=0 and without grad_scaler"
+        )
+    if restore_length and isinstance(compression, SparseMethod):
+        raise ValueError(
+            f"{type(compression).__name__} sends few entries, whose length is not that of the differences: "
+            "restore_length=True goes with compressors that send all, such as Quantized and NoCompression"
         )
     if traits.signs:
         raise ValueError("local steps move the weights by averages, not by signs: build the compressor with sign=False")

@@ -117,7 +117,7 @@ class Compressor(Reporting, Method):
             dense_values=dense_values,
             start_timeout=start_timeout,
         )
-        self._common = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
+        self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
         #: Who passes gradients in, unless local steps use this compressor.
         self.host, self.grad_scaler, self.seed = host_of(self.engine, grad_scaler), grad_scaler, seed
         self.engine.drive(self.host.step)

@@ -1,7 +1,5 @@
 #!/usr/bin/env python3
-"""All figures of the documentation, and README's table of steps, from the results in docs/results.
-
-    figures.py [--results docs/results] [--out docs/figures]
+"""All figures of the documentation, and docs/benchmarks.md's table of steps, from the results in docs/results.
 
 One style for all; at most six curves, or six bars a group. Where results are missing, that is an error.
 """
@@ -50,7 +48,7 @@ TEXT = {
 }
 
 BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
-#: What README's table of steps stands between.
+#: What the table of steps stands between, in docs/benchmarks.md.
 MARK, END = "<!-- steps: written by scripts/experiments/figures.py -->", "<!-- end -->"
 #: Words in labels, of which the first that fits counts, and positions in the lists of colours and the like in table.py.
 LOOKS = ("Muon", "orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
@@ -82,7 +80,7 @@ def races(results: Path) -> pd.DataFrame:
     """Seconds to a target: a row for each race and rate, a column for each method."""
     rows: dict[str, dict[str, float]] = {}
     for folder, (name, target) in RACES.items():
-        for rate, found in race.read(f"{results / folder}:{target}")[2].items():
+        for rate, found in race.read(results / folder).items():
             times = {label: race.reached(found[method], target) for method, label in RACERS.items() if method in found}
             rows[f"{name}\n{LINKS[rate]}"] = {label: there[1] for label, there in times.items() if there}
     return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=list(RACERS.values()))
@@ -186,8 +184,8 @@ FIGURE: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def readme(page: str, results: Path) -> str:
-    """README with the table of steps as the results are now."""
+def benchmarks(page: str, results: Path) -> str:
+    """docs/benchmarks.md with the table of steps as the results are now."""
     times = steps(results)
     rows = [
         {"links": links, **{label: f"{ms:,.0f}" for label, ms in row.items()}}
@@ -199,14 +197,11 @@ def readme(page: str, results: Path) -> str:
 
 
 def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, default=FIGURES)
-    args = parser.parse_args()
-    page = ROOT / "README.md"
-    page.write_text(readme(page.read_text(), args.results))
+    script_parser(__doc__).parse_args()
+    page = ROOT / "docs" / "benchmarks.md"
+    page.write_text(benchmarks(page.read_text(), RESULTS))
     for name, draw in FIGURE.items():
-        draw(args.results, args.out / f"{name}.png")
+        draw(RESULTS, FIGURES / f"{name}.png")
 
 
 if __name__ == "__main__":

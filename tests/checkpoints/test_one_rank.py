@@ -20,7 +20,7 @@ from harness import (
     together,
     waiting_average,
 )
-from methods import METHODS, SMALL, TRAINED, fitting
+from methods import METHODS, SMALL, TRAINED, Guessing, fitting
 
 from hvd_compress import FFT, IWP, MIPD, MP2, Quantized, SlimDP, reshard
 from hvd_compress.engine.state import same
@@ -62,7 +62,7 @@ def test_a_checkpoint_resumes_bit_exactly(name, size, host, momentum, tmp_path):
 @pytest.mark.parametrize(
     "build",
     [
-        partial(MP2, prediction=True, gate=-1.0, density=1 / 9),
+        partial(Guessing, density=1 / 9),
         *(partial(method, values="lloyd4", density=1 / 9) for method in (MP2, MIPD, SlimDP)),
     ],
 )

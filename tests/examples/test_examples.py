@@ -18,7 +18,7 @@ DRIVER = str(Path(__file__).with_name("resume.py"))
 #: Launches: packages, and the examples that need each.
 LAUNCHES = {
     "two_ranks": {
-        "torch": ["ddp_sgd", "gpt_demo", "muon_ddp", "custom_method"],
+        "torch": ["local_muon", "ddp_sgd", "gpt_demo", "muon_ddp", "custom_method"],
         "lightning": ["lightning_callback"],
         "accelerate": ["accelerate_loop"],
         "transformers": ["transformers_trainer"],

@@ -66,17 +66,12 @@ def test_options_are_the_arguments_of_the_method():
         "--host fsdp --nodes 2 --compression fp16",
         "--host fsdp --nodes 2 --optimizer muon",
         "--host fsdp --nodes 2 --save file",
-        "--host threads --trace file",
         "--eval-every 0",
         "--data text",
         "--model gpt",
         "--data text --model gpt-tagger",
         "--data text --model gpt --channels-last",
         "--optimizer adamw --momentum 0.9",
-        "--optimizer muon --dion-rank 4",
-        "--optimizer dion --compression iwp",
-        "--optimizer dion --local-steps 4",
-        "--optimizer dion --dion-rank 0",
         "--ranks 2",
         "--host threads --ranks 0",
         "--host threads --compression ddp-powersgd",
@@ -84,7 +79,6 @@ def test_options_are_the_arguments_of_the_method():
         "--local-steps 0",
         "--unsent buffer",
         "--local-steps 4 --unsent nowhere",
-        "--local-steps 4 --extrapolate line",
         "--local-steps 4 --compression dgc",
         "--local-steps 4 --host ddp --compression ddp-powersgd",
     ],
@@ -130,9 +124,18 @@ def test_muon_made_anew_from_its_groups_moves_the_same_matrices():
 
 def test_options_of_local_steps_have_defaults_only_with_them():
     without, local = (vars(train.parse(given)) for given in ([], ["--local-steps", "4", "--outer-lr", "0.7"]))
-    names = ("local_steps", "unsent", "buffer_decay", "outer_lr", "outer_momentum", "fragments", "delay")
-    assert [without[name] for name in names] == [None] * 7
-    assert [local[name] for name in names] == [4, "weights", 1.0, 0.7, 0.0, 1, 0]
+    names = (
+        "local_steps",
+        "unsent",
+        "buffer_decay",
+        "outer_lr",
+        "outer_momentum",
+        "restore_length",
+        "fragments",
+        "delay",
+    )
+    assert [without[name] for name in names] == [None] * 8
+    assert [local[name] for name in names] == [4, "weights", 1.0, 0.7, 0.0, False, 1, 0]
 
 
 def test_dgc_without_momentum_correction_fits_adamw():

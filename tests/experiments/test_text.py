@@ -29,6 +29,18 @@ def test_text_is_source_code_split_by_files(library):
     assert torch.equal(again.train, library.train) and torch.equal(again.held_out, library.held_out)
 
 
+def test_shakespeare_is_a_file_whose_end_is_held_out(tmp_path):
+    with pytest.raises(ValueError, match="shakespeare needs --data-dir"):
+        datasets.load("shakespeare")
+    with pytest.raises(FileNotFoundError, match=r"there is no .*tinyshakespeare\.txt"):
+        datasets.load("shakespeare", tmp_path, 32)
+    content = bytes(range(101)) * 10
+    (tmp_path / text.SHAKESPEARE).write_bytes(content)
+    found = datasets.load("shakespeare", tmp_path, 8)
+    assert bytes(found.train.tolist()) == content[:909] and bytes(found.held_out.tolist()) == content[909:]
+    assert found.shape == (256, 8)
+
+
 def test_windows_predict_the_next_byte_and_do_not_depend_on_the_ranks(library):
     def first(batch_size, rank, ranks, seed=0, epoch=1):
         return next(library.train_batches(batch_size, rank, ranks, seed, epoch))
@@ -39,13 +51,6 @@ def test_windows_predict_the_next_byte_and_do_not_depend_on_the_ranks(library):
     assert torch.equal(torch.stack(parts, 1).flatten(0, 1), inputs)
     assert not torch.equal(first(8, 0, 1, seed=1)[0], inputs) and not torch.equal(first(8, 0, 1, epoch=2)[0], inputs)
     assert len(list(library.train_batches(1, 0, 2, 0, 1))) == library.steps_per_epoch(1, 2) == 100
-
-
-def test_text_is_tested_on_the_same_windows_whatever_the_ranks(library):
-    alone = torch.cat([targets for _, targets in library.test_batches(50, 0, 1)])
-    shared = [torch.cat([targets for _, targets in library.test_batches(50, rank, 3)]) for rank in range(3)]
-    assert alone.numel() == text.TESTED and sum(map(len, shared)) == len(alone)
-    assert all(torch.equal(part, alone[rank::3]) for rank, part in enumerate(shared))
 
 
 def test_bits_per_byte_are_cross_entropy_to_the_base_two():

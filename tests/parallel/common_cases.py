@@ -93,11 +93,6 @@ def orthogonal():
 
 
 @register(CASES, once=True)
-def topk():
-    Job(density=1 / 64, selection="topk").train().assert_equal_replicas()
-
-
-@register(CASES, once=True)
 def one_leader():
     Job(density=1 / 64, leaders=1).train().assert_equal_replicas()
 

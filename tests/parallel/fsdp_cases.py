@@ -258,6 +258,25 @@ def local_steps():
 
 
 @register(CASES, once=True)
+def restored_lengths():
+    """Of whole tensors, not of each shard: replicas have the length of their differences."""
+    plain, build = partial(torch.optim.SGD, lr=0.05), EXACT["none"]
+    ours, alone = (
+        Job(build=build, optimizer=plain, local=local)
+        for local in ({"period": 1, "restore_length": True}, {"period": 100})
+    )
+    start = alone.full()
+    ours.train(1).assert_equal_replicas()
+    own = {name: weight - start[name] for name, weight in alone.train(1).full().items()}
+    for name, weight in ours.full().items():
+        differences = gather(own[name], ours.mesh.get_group("replicate"))
+        mean, length = differences.mean(0), differences.flatten(1).norm(dim=1).square().mean().sqrt()
+        factor = (length / mean.norm()).clamp(max=2**0.5)
+        assert factor > 1.01, name
+        torch.testing.assert_close(weight - start[name], mean * factor, rtol=1e-3, atol=2e-7)
+
+
+@register(CASES, once=True)
 def local_muon_steps():
     """Muon makes whole matrices of the shards inside the shard group."""
 

@@ -119,8 +119,8 @@ MODELS: dict[str, Model] = {
     "gpt-70k": Model(partial(GPT, width=48, layers=2, heads=2), reads="text"),  # 0.07 M
     "gpt": Model(partial(GPT, width=96, layers=2, heads=4), reads="text"),  # 0.26 M
     "gpt-tagger": Model(partial(GPTTagger, width=96, layers=2, heads=4), reads="tagged text"),
+    "nanogpt": Model(partial(GPT, width=128, layers=4, heads=4), reads="text"),  # 0.83 M, as its README on a CPU
     "gpt-1m": Model(partial(GPT, width=160, layers=3, heads=4), reads="text"),  # 0.97 M
-    "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }
 
 

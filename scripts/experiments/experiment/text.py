@@ -1,4 +1,4 @@
-"""Text as bytes: the source files of Python's standard library, which every machine has."""
+"""Text as bytes: the source files of Python's standard library, which every machine has, or Shakespeare's plays."""
 
 import hashlib
 import os
@@ -16,6 +16,8 @@ from experiment.seeds import generator
 
 #: Folders that are left out: installed packages, tests, and tables of characters and of help texts.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+#: All plays in one file, as published with char-rnn and used by nanoGPT.
+SHAKESPEARE = "tinyshakespeare.txt"
 #: Windows are drawn at random, so an epoch has no natural length.
 STEPS_PER_EPOCH = 100
 #: A test predicts at most so many bytes.
@@ -82,6 +84,16 @@ def standard_library(context: int) -> Text:
         torch.from_numpy(np.frombuffer(b"".join((root / name).read_bytes() for name in part), np.uint8).copy())
         for part in ([n for n in names if not is_held_out(n)], [n for n in names if is_held_out(n)])
     )
+    return Text(train, held_out, context)
+
+
+def shakespeare(folder: Path, context: int) -> Text:
+    """Held out is the last tenth, as in nanoGPT. ``FileNotFoundError`` if the folder has no such file."""
+    file = folder / SHAKESPEARE
+    if not file.is_file():
+        raise FileNotFoundError(f"--data shakespeare: there is no {file}")
+    whole = torch.from_numpy(np.frombuffer(file.read_bytes(), np.uint8).copy())
+    train, held_out = whole.split([len(whole) * 9 // 10, len(whole) - len(whole) * 9 // 10])
     return Text(train, held_out, context)
 
 
