@@ -14,7 +14,7 @@ from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local, mesh_of, whole
 from ..engine.state import Saved, State
 from . import one_rank
-from .owed import mean_of, zeros
+from .owed import mean_of, owed, zeros
 
 # The keys that depend on the mesh, before all others. DCP looks for all keys before it reads anything, and its error
 # contains the first one that is missing. Replica 0 and the mesh are in every checkpoint: load_state_dict() compares it.
@@ -90,7 +90,7 @@ class DCPState:
             raise RuntimeError("save after optimizer.step(): the last average has not been applied")
         if same:
             engine.driver.check_equal_weights()
-        replicas = {str(n): self._named(state.pop("owed"), fill=True) for n, state in zip(numbers, states, strict=True)}
+        replicas = {str(n): self._trained(state.pop("owed")) for n, state in zip(numbers, states, strict=True)}
         by_mesh: State = {f"replica {number}": True for number in numbers}
         common = {key: self._named(states[0][key]) for key in _COMMON if key in states[0]}
         common["saved_on"] = "nothing (saved_on= is for loading)"
@@ -107,23 +107,34 @@ class DCPState:
             raise ValueError(
                 f"DCPState: saved_on must be the mesh that saved, {mesh}, and is {self._saved_on}{default}"
             )
-        replicas = {number: _local(owed) for number, owed in state["replicas"].items()}
+        frozen = {kind: dict.fromkeys(cast(dict[str, Any], tensors)) for kind, tensors in owed(engine).items()}
+        replicas = {
+            number: {kind: {**frozen[kind], **tensors} for kind, tensors in _local(replica).items()}
+            for number, replica in state["replicas"].items()
+        }
         if self._saved_on == self._here:
             own = torch.load(io.BytesIO(state[_BY_MESH][self._key]), map_location="cpu", weights_only=True)
             one_rank.load(engine, {**own, "owed": replicas[str(engine.collectives.rank)]})
         else:
             here = {"owner": None, "place_in_mesh": one_rank.place_of_shards(engine)}
-            owed = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
-            one_rank.load(engine, {**_local(common), **here, "owed": owed})
+            mean = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
+            one_rank.load(engine, {**_local(common), **here, "owed": mean})
             self._saved_on = self._here
 
-    def _named(self, values: Saved, name: str = "", fill: bool = False) -> Saved:
-        """Nested values with tensors by parameter name, as DTensors in which DCP finds this rank's shards. ``fill``:
-        with zeros in place of None."""
+    def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:
+        """What is owed of trained parameters, with zeros in place of None: another rank may keep something."""
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in owed}
+        for kind, tensors in owed.items():
+            for name, held in tensors.items():
+                if (p := self._parameters[name]).requires_grad:
+                    found[kind][name] = whole(zeros(p) if held is None else held, p)
+        return found
+
+    def _named(self, values: Saved, name: str = "") -> Saved:
+        """Nested values with tensors by parameter name, as DTensors in which DCP finds this rank's shards."""
         if isinstance(values, dict):
-            return {key: self._named(value, key, fill) for key, value in values.items()}
-        found = zeros(self._parameters[name]) if fill and values is None else values
-        return whole(found, self._parameters[name]) if isinstance(found, Tensor) else found
+            return {key: self._named(value, key) for key, value in values.items()}
+        return whole(values, self._parameters[name]) if isinstance(values, Tensor) else values
 
 
 def refuse_dcp(engine: Engine) -> None:

@@ -1,8 +1,8 @@
 """What a rank owes, by parameter and in the shape of its shard: the part of a state that fits any layout.
 
 ``residual``, and ``velocity`` with momentum: by parameter name a tensor of float32, or wider as the parameter, or None
-where the rank keeps nothing: the parameter is not compressed, or another rank of the node has its bucket. The rest of
-an exact state, such as quantization scales, shares of the slots and histories, belongs to one layout and begins anew.
+where the rank keeps nothing: the parameter is not compressed, or frozen, or another rank of the node has it. What else
+an exact state has, such as quantization scales, shares of the slots and histories, is of one layout and begins anew.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,20 +23,20 @@ _Sum: TypeAlias = tuple[Tensor, int, torch.dtype]
 
 
 def owed(engine: Engine) -> dict[str, Tree]:
-    """Describes it, for all trained parameters that a rank may compress, or have a velocity of: the same names on all
-    ranks, whatever part of the parameters a rank has."""
+    """Describes it, for all parameters that a rank may compress, or have a velocity of: the names are those of the
+    model, whatever part of it a rank has, and whether or not it is trained at present."""
     velocities = engine.method.velocities
     residual, velocity = dict[str, Tree](), dict[str, Tree]()
     for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
-        if not p.requires_grad or not p.is_floating_point():
+        if not p.is_floating_point():
             continue
         matrix, place = p.dim() >= 2, engine.place_of[number]
-        here = place is None or place.work.bucket.owner == engine.nodes.rank
-        if matrix and place is None:
-            residual[name] = _Owed(p, None, None, here)
-        elif place is not None:
+        here = p.requires_grad if place is None else place.work.bucket.owner == engine.nodes.rank
+        if place is not None:
             held, hold = partial(place.work.held, place.piece), partial(place.work.hold, place.piece)
             residual[name] = _Owed(p, held, hold, here)
+        elif matrix:
+            residual[name] = _Owed(p, None, None, here)
         if velocities is not None and (velocities.of_compressed or not matrix):
             get, put = partial(velocities.get, number), partial(velocities.set, number)
             velocity[name] = _Owed(p, get, put, here)

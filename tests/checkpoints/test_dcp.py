@@ -98,6 +98,18 @@ def test_a_state_is_of_the_compressor_or_of_its_local_steps(tmp_path):
     assert same(states[0], states[1]) and same(states[0], states[2])
 
 
+def test_frozen_parameters_are_not_in_the_checkpoint(tmp_path):
+    models = [mixed_model() for _ in range(2)]
+    for model in models:
+        model.deep.requires_grad_(False)
+    states = [DCPState(alone(model=model, momentum=0.9)) for model in models]
+    for kind in ("residual", "velocity"):
+        names = states[0].state_dict()["replicas"]["0"][kind]
+        assert "wide.weight" in names and "deep.weight" not in names
+    dcp.save({"compression": states[0]}, checkpoint_id=tmp_path)
+    dcp.load({"compression": states[1]}, checkpoint_id=tmp_path)
+
+
 @pytest.mark.parametrize(
     "make",
     [

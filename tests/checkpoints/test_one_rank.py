@@ -20,7 +20,7 @@ from harness import (
     together,
     waiting_average,
 )
-from methods import METHODS, SMALL, TRAINED, fitting
+from methods import METHODS, SMALL, TRAINED, Guessing, fitting
 
 from hvd_compress import FFT, IWP, MIPD, MP2, Quantized, SlimDP, reshard
 from hvd_compress.engine.state import same
@@ -62,7 +62,7 @@ def test_a_checkpoint_resumes_bit_exactly(name, size, host, momentum, tmp_path):
 @pytest.mark.parametrize(
     "build",
     [
-        partial(MP2, prediction=True, gate=-1.0, density=1 / 9),
+        partial(Guessing, density=1 / 9),
         *(partial(method, values="lloyd4", density=1 / 9) for method in (MP2, MIPD, SlimDP)),
     ],
 )
@@ -193,6 +193,23 @@ def test_the_state_of_other_parameters_another_method_version_or_momentum_raises
     ):
         with pytest.raises(ValueError, match=says):
             other.load_state_dict(given)
+
+
+def test_a_state_fits_whatever_is_frozen_at_present():
+    """A layer that is trained later is not compressed, and has a velocity then."""
+    models = [mixed_model() for _ in range(2)]
+    for model in models:
+        model.deep.requires_grad_(False)
+    one, other = (single(model, momentum=0.9) for model in models)
+    frozen = one.state_dict()
+    models[0].deep.requires_grad_(True)
+    trained = one.state_dict()
+    kept = [state["owed"]["velocity"]["deep.weight"] is not None for state in (frozen, trained)]
+    assert kept == [False, True]
+    for each in (one, other):
+        for state in (frozen, trained):
+            each.load_state_dict(state)
+            each.load_state_dict(reshard([state]))
 
 
 def test_the_state_of_a_contiguous_model_loads_into_a_channels_last_one():
