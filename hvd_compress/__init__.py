@@ -2,8 +2,8 @@
 
 from . import recipes, schedule
 from ._version import __version__
-from .engine.checkpoint import reshard
-from .hosts.dcp import DCPState
+from .checkpoints.convert import reshard
+from .checkpoints.dcp import DCPState
 from .hosts.ddp import ddp_hook
 from .hosts.fsdp import register_fsdp_hooks
 from .local.steps import LocalSteps

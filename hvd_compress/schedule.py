@@ -1,3 +1,5 @@
 """Density schedules, for ``density=``."""
 
-from .selection.schedule import Density, Diminishing, WarmUp
+from .selection.schedule import diminishing, warm_up
+
+__all__ = ["diminishing", "warm_up"]

@@ -20,12 +20,9 @@
 #   gpt-fsdp         DeMo on FSDP2 under torchrun, and simulated with nodes
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
-#   exchange-ddp     torch DDP's hooks and ours, beside Horovod     exchange-buckets   IWP with other bucket sizes
-#   exchange-nodes   two hosts of two ranks, flat and on two levels exchange-pause     computing is a pause; local steps, fragments
-#   exchange-hsdp    FSDP2 on two hosts of two ranks: native HSDP and compressors
-# Time to an accuracy, on four hosts with slow links (root; DATA_DIR for the images):
-#   race-resnet20, race-vgg11
-# Others:
+#   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
+#   exchange-hsdp    FSDP2 on two hosts of two ranks                exchange-pause     computing is a pause; local steps, fragments
+# Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
 #   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
 set -euo pipefail
@@ -35,7 +32,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,30s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,27s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -179,7 +176,6 @@ case $experiment in
     one mp2-half mp2 "${ours[@]}" --density 1/2
     one mp2-9 mp2 "${ours[@]}"
     one mp2-9-prediction mp2 "${ours[@]}" --prediction
-    one mp2-9-rotation mp2 "${ours[@]}" --choice rotation
     ;;
   cifar10-vgg11)
     ranks=2
@@ -192,8 +188,6 @@ case $experiment in
     for seed in 0 1 2; do
       common=(--data digits --model cnn --epochs 10 --batch-size 16 --lr 0.1 --seed "$seed")
       one "none-$seed" none
-      one "wnn-$seed" none --extrapolate wnn
-      one "line-$seed" none --extrapolate line
       one "mp2-$seed" mp2 "${ours[@]}"
       one "mp2-prediction-$seed" mp2 "${ours[@]}" --prediction
       one "topk-$seed" topk "${ours[@]}"
@@ -229,7 +223,6 @@ case $experiment in
     optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
-    optimizer=dion gpt none@dion 1e-3,2e-3,4e-3,8e-3,1.6e-2 "" ""
     optimizer=muon gpt topk@sparseloco 2e-3,3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
     optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
     gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
@@ -297,7 +290,6 @@ case $experiment in
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer adamw "${images[@]}")
     simulate none 5e-4,1e-3,3e-3,6e-3 "" "" "${training[@]}"
     simulate demo 1e-3,2e-3,4e-3 1/32 "--dense-values fp16" "${training[@]}"
-    simulate demo@orthogonal 1e-3,2e-3,4e-3 1/32 "--dense-values fp16 --orthogonal" "${training[@]}"
     report "$out"
     ;;
   vit-muon)
@@ -338,10 +330,6 @@ case $experiment in
     export "${sleep[@]}"
     for method in none fp16; do having "$method" "${ring[@]}"; done
     steps_by_rate --methods none,fp16,iwp,demo
-    ;;
-  exchange-ddp)
-    export "${sleep[@]}"
-    steps_by_rate --methods none,fp16,iwp,ddp-none,ddp-fp16,ddp-powersgd,ddp-iwp
     ;;
   exchange-methods)
     export "${sleep[@]}"
@@ -402,14 +390,14 @@ case $experiment in
       --target "${target[$experiment]}" --out "$out" -- "${resnet20[@]}" "${training[@]}" --eval-every 0.25
     ;;
   gradients)
-    bash scripts/run.sh 4 scripts/experiments/record_gradients.py --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \
+    bash scripts/run.sh 4 scripts/experiments/gradient_errors.py record --data digits --model cnn --epochs 12 --batch-size 16 --lr 0.1 \
       --out "$out/digits"
-    bash scripts/run.sh 4 scripts/experiments/record_gradients.py "${resnet20[@]}" --epochs 3 --lr 0.3 --out "$out/cifar10"
-    "$python" scripts/experiments/gradient_errors.py "$out"/{cifar10,digits}
-    "$python" scripts/experiments/record_gradients.py --host threads --data text --model gpt --optimizer muon --lr 3e-3 \
+    bash scripts/run.sh 4 scripts/experiments/gradient_errors.py record "${resnet20[@]}" --epochs 3 --lr 0.3 --out "$out/cifar10"
+    "$python" scripts/experiments/gradient_errors.py errors "$out"/{cifar10,digits}
+    "$python" scripts/experiments/gradient_errors.py record --host threads --data text --model gpt --optimizer muon --lr 3e-3 \
       --epochs 15 --batch-size 8 --local-steps 8 --max-steps 480 --moments 0.4 --count 20 --out "$out/muon"
-    "$python" scripts/experiments/feedback_errors.py "$out/muon"
-    "$python" scripts/experiments/feedback_errors.py "$out/muon" --transform --runs 512
+    "$python" scripts/experiments/gradient_errors.py feedback "$out/muon"
+    "$python" scripts/experiments/gradient_errors.py feedback "$out/muon" --transform --runs 512
     ;;
 esac
 # Trainings by `one` end with their table.

@@ -57,25 +57,6 @@ def gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> list[Ten
     return [torch.empty_like(p).copy_(value) for p, value in zip(model.parameters(), values, strict=True)]
 
 
-class Scheduled:
-    """A density schedule without state: a function of the step."""
-
-    def __init__(self, density: Callable[[int], float]) -> None:
-        self.density = density
-
-    def __call__(self, step: int) -> float:
-        return self.density(step)
-
-    def restart(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 class Rank:
     """One rank: its replica, its compressor, and a step as Horovod takes it."""
 

@@ -24,13 +24,28 @@ SMALL = dict(bucket_mb=0.08)
 # Nothing is forgotten: methods/test_demo.py has the decay and the sign.
 _LINEAR = dict(decay=1.0, sign=False)
 
+
+class Guessing(MP2):
+    """MP2 with predictions whose gate is always open; ``guess`` replaces the predictor."""
+
+    def __init__(self, *args, guess=None, **options):
+        self._guess = guess
+        super().__init__(*args, prediction=True, **options)
+
+    def sparse_work(self, bucket, sending):
+        work = super().sparse_work(bucket, sending)
+        work.prediction.opened = lambda: [True] * len(bucket.pieces)
+        if self._guess is not None:
+            work.prediction.predict = lambda index, windows, seen: self._guess(seen)
+        return work
+
+
 METHODS = {
     "iwp": partial(IWP, density=1 / 64),
     "iwp-fp16": partial(IWP, density=1 / 64, values="fp16"),
     "iwp-fp32": partial(IWP, density=1 / 64, values="fp32"),
     "iwp-one-leader": partial(IWP, density=1 / 16, leaders=1),
     "iwp-no-means": partial(IWP, density=1 / 32, block_means=False),
-    "iwp-topk": partial(IWP, density=1 / 64, selection="topk"),
     "iwp-sparse": partial(IWP, density=1 / 1000, explore=0.5),
     "iwp-half": partial(IWP, density=0.5, leaders=2),
     "iwp-dense-fp16": partial(IWP, density=1 / 64, dense_values="fp16"),
@@ -43,23 +58,19 @@ METHODS = {
     "iwp-lloyd4": partial(IWP, density=1 / 16, values="lloyd4", budget_interval=3),
     "iwp-fp16-gather": partial(IWP, density=1 / 16, values="fp16-gather"),
     "fft": partial(FFT, density=1 / 32),
-    "fft-range10": partial(FFT, density=1 / 16, values="range10", leaders=1, budget_interval=3, explore=0.1),
+    "fft-range10": partial(FFT, density=1 / 16, values="range10", budget_interval=3),
     "fft-gather": partial(FFT, density=1 / 32, exchange="gather"),
     "fft-gather-bitmap": partial(FFT, density=0.15, exchange="gather", values="fp32-gather"),
     "demo": partial(DeMo, **_LINEAR),
-    "demo-range8": partial(DeMo, density=1 / 64, values="range8", leaders=1, budget_interval=3, explore=0.1, **_LINEAR),
+    "demo-range8": partial(DeMo, density=1 / 64, values="range8", budget_interval=3, **_LINEAR),
     "demo-gather": partial(DeMo, exchange="gather", **_LINEAR),
     "mipd": partial(MIPD, density=1 / 16),
     "mipd-compensated": partial(MIPD, density=1 / 16, values="lloyd4", compensation=0.5, budget_interval=3),
-    "mipd-fisher": partial(MIPD, density=1 / 64, values="fp32", significance="fisher"),
     "mipd-whole": partial(MIPD, density=0.6, layerwise=False),
     "slimdp": partial(SlimDP, density=1 / 32),
     "slimdp-fp32": partial(SlimDP, density=1 / 20, values="fp32", core=0.8, reselect=2, budget_interval=3),
     "mp2": partial(MP2, prediction=True),
-    "mp2-rotation": partial(MP2, density=1 / 7, choice="rotation"),
-    "mp2-guessing": partial(
-        MP2, prediction=True, density=1 / 4, choice="rotation", gate=-1.0, values="fp32", check_interval=3
-    ),
+    "mp2-guessing": partial(Guessing, density=1 / 4, values="fp32"),
     "mp2-silent": partial(MP2),
     "topk": partial(TopK, density=1 / 64),
     "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
@@ -70,9 +81,9 @@ METHODS = {
     "quantized-8": partial(Quantized, bits=8, run=100),
     "quantized-forgetful": partial(Quantized, bits=2, error_feedback=False),
     "qsgd": partial(QSGD),
-    "qsgd-feedback": partial(QSGD, bits=8, norm="max", error_feedback=True),
+    "qsgd-feedback": partial(QSGD, bits=8, error_feedback=True),
     "terngrad": partial(TernGrad),
-    "terngrad-feedback": partial(TernGrad, clip=None, error_feedback=True),
+    "terngrad-feedback": partial(TernGrad, clip=10.0, error_feedback=True),
     "powersgd": partial(PowerSGD, rank=2, values="fp16"),
     "powersgd-cold": partial(PowerSGD, rank=3, values="fp32", warm_start=False),
     "none": partial(NoCompression),
@@ -83,7 +94,7 @@ METHODS = {
 KINDS = {
     name: METHODS[name]
     for name in (
-        *("iwp", "iwp-fp16", "iwp-topk", "iwp-lloyd4", "iwp-range10-gather", "fft-range10", "fft-gather-bitmap"),
+        *("iwp", "iwp-fp16", "iwp-lloyd4", "iwp-range10-gather", "fft-range10", "fft-gather-bitmap"),
         *("demo", "mipd-compensated", "slimdp-fp32", "mp2", "mp2-guessing", "topk", "dgc-clipped"),
         *("quantized-1", "quantized-8", "qsgd-feedback", "terngrad", "powersgd", "powersgd-cold", "none-fp16"),
     )
@@ -106,6 +117,7 @@ _UNKNOWN = {
     TopK: {"budget_interval"},
     DGC: {"budget_interval"},
     MP2: _NO_DENSITY,
+    Guessing: _NO_DENSITY,
     Quantized: {*_NO_DENSITY, "momentum", "values"},
     QSGD: {*_NO_DENSITY, "momentum", "values"},
     TernGrad: {*_NO_DENSITY, "momentum", "values"},
@@ -128,7 +140,7 @@ TRAINED = {
     "demo": partial(DeMo, budget_interval=50, **_LONG, **_LINEAR),
     "mipd": partial(MIPD, budget_interval=50, **_LONG),
     "slimdp": partial(SlimDP, budget_interval=50, **_LONG),
-    "mp2": partial(MP2, prediction=True, gate=-1.0, momentum=0.9),
+    "mp2": partial(Guessing, momentum=0.9),
     "topk": partial(TopK, **_LONG),
     "dgc": partial(DGC, **_LONG),
     "quantized": partial(Quantized),

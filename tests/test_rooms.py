@@ -30,13 +30,14 @@ BELOW = {
         "ops",
         "reference",
     },
-    "": {"local", "methods", "hosts", "selection", "engine"},
+    "": {"local", "methods", "hosts", "selection", "checkpoints", "engine"},
     "local": {"methods", "hosts", "carriers", "engine", "reference"},
-    "methods": {"hosts", "gradients", "selection", "codecs", "carriers", "engine", "ops", "reference"},
+    "methods": {"checkpoints", "hosts", "gradients", "selection", "codecs", "carriers", "engine", "ops", "reference"},
     "hosts": {"gradients", "carriers", "engine"},
     "gradients": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
+    "checkpoints": {"engine"},
     "carriers": {"engine"},
     "engine": {"ops", "reference"},
     "ops": {"reference"},
@@ -45,7 +46,7 @@ BELOW = {
 #: Rooms that may import torch.distributed; only carriers import Horovod.
 DISTRIBUTED = {"hosts", "carriers"}
 #: Modules of other rooms that may import both: they start ranks of their own.
-RANKS = {"cli.ranks", "cli.transport"}
+RANKS = {"cli.ranks"}
 #: torch's functions that make a tensor of the default dtype or on the default device, unless they are given both.
 FACTORIES = {
     *("empty", "zeros", "ones", "full", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),
@@ -54,7 +55,6 @@ FACTORIES = {
 MOST_CLASSES_BETWEEN = 2
 MOST_NAMES = 24
 _GRAD = "the protocol of the host, which reads the gradient there"
-_SENT = "whether the payload has left the residual, which only the algorithm knows"
 #: By module and attribute, how often the package writes an attribute of an object of somebody else, and why.
 WRITTEN_BY_OTHERS = {
     ("cli.kernels", "parameter.grad"): (1, "gradients of its own sample, as backward would leave them"),
@@ -66,9 +66,7 @@ WRITTEN_BY_OTHERS = {
     ("hosts.fsdp_modules", "cast(Any, module._get_fsdp_state())._hvd_compress"): (1, "lives as long as the module"),
     ("hosts.fsdp_modules", "self.group._partial_reduce_output"): (2, "FSDP2 has no call for it"),
     ("local.buffers", "part.training"): (2, "train() may be the user's own"),
-    ("methods.feedback", "self.values.sent"): (1, _SENT),
     ("methods.predictor", "owner.*"): (1, "torch's settings of precision, for a while"),
-    ("methods.sparse", "self.values.sent"): (1, _SENT),
 }
 
 

@@ -170,7 +170,7 @@ class HorovodCollectives:
                 return found
         return self._hvd.add_process_set(ranks)
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: object) -> None:
         """Raises ``ValueError`` unless Horovod's optimizer averages over the same ranks."""
         op, own = getattr(optimizer, "op", self._hvd.Average), getattr(optimizer, "process_set", self._set)
         if op != self._hvd.Average:

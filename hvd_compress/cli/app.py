@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -26,12 +25,8 @@ app = typer.Typer(
 )
 console = Console()
 _COLUMNS = ("sent MB", "compress ms", "exchange ms", "step ms", "break-even")
-_MEASURED = ("step ms", "compress ms", "sent MB", "speed-up", "replicas")
 
-
-Model = Annotated[
-    str, typer.Option(help="The model: resnet50, vgg16, bert-base, gpt2, or PATH.py:FUNCTION, which returns yours.")
-]
+Model = Annotated[str, typer.Option(help="The model: resnet50, gpt2, or PATH.py:FUNCTION, which returns yours.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of a host; above 1, compressors get nodes=.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="File to write all figures to, as JSON.")]
 
@@ -105,8 +100,8 @@ def estimate(
     bandwidth: Annotated[str, typer.Option(help="Rate of each host's link, as 100mbit or 10gbit; none: unlimited.")],
     latency: Annotated[str, typer.Option(help="Time of a message from one host to the next, as 50us.")] = "50us",
     optimizer: Annotated[
-        Literal["sgd", "adamw"],
-        typer.Option(help="Your optimizer. Only methods that train well with it are recommended."),
+        Literal["sgd", "adamw", "muon"],
+        typer.Option(help="Your optimizer. Only methods that train well with it, or in its place, are recommended."),
     ] = "sgd",
     compute_ms: Annotated[
         float,
@@ -115,24 +110,22 @@ def estimate(
         ),
     ] = 0,
     local_steps: Annotated[
-        int, typer.Option(min=1, help="Steps between two exchanges of a method (docs/local_steps.md).")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Steps between two exchanges of every method; by default 3 of low_bit, otherwise 1."),
+    ] = None,
     ranks_per_node: RanksPerNode = 1,
     inside: Annotated[
         str, typer.Option(help="Rate of each rank's connection inside a host, as 200gbit; none: unlimited.")
     ] = "none",
-    hosts_share_cores: Annotated[
-        bool, typer.Option(help="All ranks run on this machine's cores, as with scripts/lab/netlab.sh.")
-    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Step time of dense, fp16 and every method: does compression help on this network, and which?
 
     With --ranks-per-node, methods work on two levels (docs/quickstart_nodes.md): sent are the bytes of a host's link.
-    Computation is measured now, on this machine's CPU; the network is a model. Exchange is by Gloo.
+    Computation is measured now, on this machine's CPU; the network is a model of its links.
     """
     from . import estimate as model_of
-    from . import network, shapes, transport
+    from . import network, shapes
     from .kernels import Kernels
     from .wire import METHODS
 
@@ -146,17 +139,16 @@ def estimate(
         raise typer.BadParameter("--inside is of the connection between the ranks of a host: give --ranks-per-node")
     _make_folder(json_file)
     sizes = [shape for _, shape in named]
-    cores = len(os.sched_getaffinity(0)) if hosts_share_cores else None
-    kernels, measured, nodes = Kernels(sizes, min(cores or 1, ranks)), {}, _nodes(ranks, ranks_per_node)
-    with console.status("measuring Gloo") as status:
-        net = network.Network(nodes, bits, seconds, transport.measure(), cores, ranks_per_node, inside_bits)
-        # Local steps take no signs, which DeMo gives in AdamW's place.
-        for method in (method for method in METHODS if local_steps == 1 or not method.startswith("DeMo")):
+    kernels, measured, nodes = Kernels(sizes), {}, _nodes(ranks, ranks_per_node)
+    net = network.Network(nodes, bits, seconds, ranks_per_node, inside_bits)
+    with console.status("measuring") as status:
+        # Local steps take no signs, which DeMo gives.
+        for method in (method for method in METHODS if not local_steps or not method.startswith("DeMo")):
             status.update(f"measuring {method}")
             measured[method] = kernels.seconds(method, nodes, ranks_per_node)
     found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer, local_steps)
     table = Table("method", *(Column(text, justify="right") for text in _COLUMNS))
-    best = model_of.winner(found)
+    best = model_of.winner(found, optimizer)
     for one in found:
         numbers = [1e3 * one.compress, 1e3 * one.exchange, 1e3 * one.step]
         cells = [f"{one.bytes / 1e6:,.2f}", *(f"{number:,.1f}" for number in numbers), model_of.rate(one.break_even)]
@@ -169,9 +161,12 @@ def estimate(
     if ranks_per_node > 1:
         milliseconds = 1e3 * max(one.inside for one in found)
         console.print(f"A step of a method spends {milliseconds:,.1f} ms of its exchange inside the nodes.")
-    if optimizer == "adamw":
-        console.print("* trains badly with AdamW (docs/choosing.md)", style="dim")
-    console.print(model_of.verdict(found, optimizer, not compute_ms, local_steps), highlight=False)
+    if several := [one for one in found if one.local_steps > 1]:
+        who = several[0].method if len(several) == 1 else "all but dense and fp16"
+        console.print(f"{who}: one exchange in {several[0].local_steps} steps, means over these", style="dim")
+    if optimizer != "sgd":
+        console.print(f"* not advised with {optimizer} (docs/choosing.md)", style="dim")
+    console.print(model_of.verdict(found, optimizer, not compute_ms), highlight=False)
     if json_file:
         rows = [asdict(one) for one in found]
         json_file.write_text(json.dumps({"winner": best.method, "rows": rows}, indent=1) + "\n")
@@ -184,8 +179,12 @@ def bench(
         int, typer.Option(min=2, help="Number of ranks. Ignored if --launcher is a command: the command sets it.")
     ] = 2,
     methods: Annotated[
-        str, typer.Option(help="Methods to measure, by their names in the table of estimate, joined by semicolons.")
-    ] = "dense;fp16;IWP;DeMo;FFT",
+        str,
+        typer.Option(
+            help="Methods to measure, by their names in the table of estimate, joined by semicolons. low_bit needs one "
+            "rank a node."
+        ),
+    ] = "",
     launcher: Annotated[
         str,
         typer.Option(
@@ -217,9 +216,11 @@ def bench(
     from .processes import Failed
     from .wire import METHODS
 
-    names = methods.split(";")
+    names = (methods or ("dense;fp16;low_bit;DeMo;IWP" if ranks_per_node == 1 else "dense;fp16;DeMo;IWP")).split(";")
     if unknown := [name for name in names if name not in METHODS]:
         raise typer.BadParameter(f"unknown method {unknown[0]!r}; known: {'; '.join(METHODS)}")
+    if ranks_per_node > 1 and "low_bit" in names:
+        raise typer.BadParameter("low_bit is measured with --ranks-per-node 1: a node then is what a rank is")
     if hosts and launcher != "mpirun":
         raise typer.BadParameter("--hosts is for --launcher mpirun")
     try:
@@ -233,29 +234,25 @@ def bench(
     try:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=len(names))
-            first, rows = measurement.measure(
-                model, names, ranks, launcher, host, hosts, steps, timeout=timeout, per_node=ranks_per_node,
-                progress=lambda done: bar.update(task, completed=done, description=[*names, "closing"][done]),
+            rows = measurement.measure(
+                model, names, ranks, launcher, host, hosts, steps, timeout, ranks_per_node,
+                lambda done: bar.update(task, completed=done, description=[*names, "closing"][done]),
             )  # fmt: skip
     except (Failed, OSError) as error:
         console.print(f"[red]failed:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
-    table = Table("method", *(Column(text, justify="right") for text in _MEASURED))
-    for row in rows:
-        low, high = row["step_ms_spread"]
-        numbers = [f"{row['step_ms']:,.1f} ({low:,.1f} to {high:,.1f})", f"{row['compress_ms']:,.1f}"]
-        speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
-        state = "[green]ok[/]" if row["replicas_equal"] else "[red]wrong[/]"
-        table.add_row(row["method"], *numbers, f"{row['sent_bytes'] / 1e6:,.2f}", speedup, state)
-    console.print(
-        f"{model}, {first['ranks']} ranks of {host} by {launcher}; without exchange {first['alone_ms']:.1f} ms"
-    )
+    shown = [measurement.cells(row) for row in rows]
+    table = Table(*(Column(name, justify="left" if name == "method" else "right") for name in shown[0]))
+    for row in shown:
+        table.add_row(*row.values(), style="red" if row["replicas"] != "ok" else "")
+    about = f"{model}, {rows[0]['ranks']} ranks of {host}"
+    console.print(f"{about} by {launcher}; without exchange {rows[0]['alone_ms']:.1f} ms")
     console.print(table)
     if json_file:
-        json_file.write_text(json.dumps({**first, "model": model, "host": host, "rows": rows}, indent=1) + "\n")
+        json_file.write_text(json.dumps({"model": model, "host": host, "rows": rows}, indent=1) + "\n")
     if plot_file:
         try:
-            measurement.plot(rows, f"{model}, {first['ranks']} ranks of {host}", plot_file)
+            measurement.plot(rows, about, plot_file)
         except ModuleNotFoundError:
             pip = f"{shlex.quote(sys.executable)} -m pip"
             console.print(f"No figure without matplotlib: {pip} install matplotlib", highlight=False)

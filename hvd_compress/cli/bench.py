@@ -1,11 +1,16 @@
-"""``hvd-compress bench``: whole steps measured on real ranks, all methods in one launch."""
+"""``hvd-compress bench``: whole steps measured on real ranks, all methods in one launch; the rows of its table, which
+are those of ``scripts/lab/bench_exchange.py`` too."""
 
 import json
+import math
+import shlex
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..engine.collectives import ring_bytes
 from . import launchers
 from .processes import Failed, exit_on_signals, last_lines, run_group
 from .ranks import serve_store
@@ -23,11 +28,10 @@ def measure(
     host: str,
     hosts: str = "",
     steps: int = 7,
-    seconds: float = 60.0,
     timeout: float = 1800.0,
     per_node: int = 1,
     progress: Callable[[int], None] = lambda done: None,
-) -> tuple[dict[str, Any], list[Row]]:
+) -> list[Row]:
     """Launches the ranks and waits for them.
 
     Args:
@@ -37,52 +41,40 @@ def measure(
         launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
         host: ``"ddp"`` or ``"horovod"``.
         hosts: of mpirun, as ``a:1,b:1``; rank 0 must run on this machine, or share its folder for temporary files.
-        steps: number of measured steps of each method, fewer if they take more than ``seconds``.
+        steps: number of measured steps of each method, fewer if they take more than a minute.
         timeout: seconds after which the launch is killed.
         per_node: ranks of a node; above 1, compressors get ``nodes``.
         progress: called with the number of methods that are measured.
 
     Returns:
-        ``ranks``, ``alone_ms`` (backward and update without exchange) and ``alone_processor_ms``, and a row per method
-        (:meth:`hvd_compress.cli.bench_rank.Bench.measure`), with ``speedup``, over the faster of dense and fp16 if both
-        were measured, else None.
+        A row per method (:func:`summary`, :func:`compared`).
 
     Raises:
         Failed: the launch failed, took too long, or wrote no complete result.
     """
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         result, log = Path(folder) / "result.jsonl", Path(folder) / "log"
-        options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "seconds": seconds}
+        options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "result": result}
         options |= {"ranks-per-node": per_node} if per_node > 1 else {}
         store: Any = None
         if launcher not in LAUNCHERS and host == "ddp":
             store, options["store"] = serve_store()
         module = "hvd_compress.cli.bench_rank", *(f"--{name}={value}" for name, value in options.items())
-        command, environment = _command(launcher, ranks, hosts, *module, f"--result={result}")
+        command, environment = _command(launcher, ranks, hosts, *module)
 
-        def lines() -> list[dict[str, Any]]:
+        def lines() -> list[Row]:
             text = result.read_text() if result.exists() else ""
             return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-        run_group(
-            command,
-            timeout,
-            log,
-            environment,
-            "the launch",
-            watch=lambda: progress(max(0, len(lines()) - 1)),
-        )
+        run_group(command, timeout, log, environment, "the launch", watch=lambda: progress(len(lines())))
         del store  # served until here
-        first, *rows = lines() or [{}]
-        if len(rows) != len(methods):
+        if len(found := lines()) != len(methods):
             raise Failed(
-                f"the launch ended with status 0 and results of {len(rows)} of {len(methods)} methods. It must start "
+                f"the launch ended with status 0 and results of {len(found)} of {len(methods)} methods. It must start "
                 "ranks, and rank 0 must run on this machine or share its folder for temporary files.\n"
                 f"{last_lines(log)}"
             )
-    steps_of = {row["method"]: row["step_ms"] for row in rows}
-    base = min(steps_of[name] for name in BASELINES) if set(BASELINES) <= set(steps_of) else None
-    return first, [{**row, "speedup": base and base / row["step_ms"]} for row in rows]
+    return compared([{"method": row["method"], **summary([row])} for row in found])
 
 
 def _command(launcher: str, ranks: int, hosts: str, *module: str) -> tuple[list[str], dict[str, str]]:
@@ -92,7 +84,63 @@ def _command(launcher: str, ranks: int, hosts: str, *module: str) -> tuple[list[
         return launchers.mpirun(ranks, *module, hosts=hosts)
     if launcher == "horovodrun":
         return launchers.horovodrun(ranks, *module)
-    return launchers.given(launcher, *module)
+    return [*shlex.split(launcher), "-m", *module], {}
+
+
+def summary(runs: Sequence[Row]) -> Row:
+    """A row from runs of a method (:meth:`hvd_compress.cli.bench_rank.Bench.measure`), in ms: medians over their steps,
+    with the fastest and the slowest; ``exchange_ms``, what a step takes beyond backward and update alone; and
+    ``break_even_gbit_s``, the bandwidth below which the saved bytes are worth the compressor's time without any
+    overlap; None where none are saved."""
+    steps = [ms for run in runs for ms in run["steps_ms"]]
+    step = statistics.median(steps)
+    found = {key: statistics.median(run[key] for run in runs) for key in ("longest_ms", "alone_ms", "compress_ms")}
+    sent = statistics.mean(run["sent_bytes"] for run in runs)
+    dense = ring_bytes("allreduce", 4 * runs[0]["entries"], runs[0]["ranks"])
+    return {
+        "ranks": runs[0]["ranks"],
+        "steps": len(steps),
+        "step_ms": step,
+        "step_ms_spread": [min(steps), max(steps)],
+        "step_ms_runs": [statistics.median(run["steps_ms"]) for run in runs],
+        **found,
+        "exchange_ms": step - found["alone_ms"],
+        "sent_bytes": sent,
+        "inside_bytes": runs[0]["inside_bytes"],
+        "wire_ratio": dense / sent,
+        "break_even_gbit_s": break_even(dense - sent, found["compress_ms"]),
+        "replicas_equal": all(run["replicas_equal"] for run in runs),
+    }
+
+
+def break_even(saved: float, milliseconds: float) -> float | None:
+    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so long; None where none are saved."""
+    return 8e-6 * saved / milliseconds if milliseconds > 0 and saved > 0 else None
+
+
+def compared(
+    rows: Iterable[Row], baselines: Sequence[str] = BASELINES, name: Callable[[str], str] = lambda method: method
+) -> list[Row]:
+    """With ``speedup``, over the fastest row of ``baselines``; None unless all of them were measured. ``name``: the
+    method of a row's label."""
+    rows, fastest = list(rows), dict[str, float]()
+    for row in rows:
+        method = name(row["method"])
+        fastest[method] = min(row["step_ms"], fastest.get(method, math.inf))
+    base = min(fastest[method] for method in baselines) if fastest.keys() >= {*baselines} else None
+    return [{**row, "speedup": base and base / row["step_ms"]} for row in rows]
+
+
+def cells(row: Row) -> dict[str, str]:
+    """A row as it is printed."""
+    return {
+        "method": row["method"],
+        "step ms": "{:,.1f} ({:,.1f} to {:,.1f})".format(row["step_ms"], *row["step_ms_spread"]),
+        "compress ms": f"{row['compress_ms']:,.1f}",
+        "sent MB": f"{row['sent_bytes'] / 1e6:,.2f}",
+        "speed-up": "-" if row["speedup"] is None else f"{row['speedup']:.2f}",
+        "replicas": "ok" if row["replicas_equal"] else "wrong",
+    }
 
 
 def plot(rows: Sequence[Row], title: str, file: Path) -> None:

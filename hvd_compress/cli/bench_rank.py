@@ -12,26 +12,15 @@ from typing import Any
 
 import torch
 
+from .. import recipes
 from . import shapes
-from .ranks import HOSTS, Horovod, nodes_of, start
+from .ranks import HOSTS, Horovod, LocalRank, nodes_of, start
 from .shapes import Named
 from .synthetic import Synthetic
 from .wire import BASELINES, METHODS, messages, sent
 
 WARMUP = 2
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--host", choices=HOSTS, required=True)
-    parser.add_argument("--store", default="", help="HOST:PORT at which DDP ranks meet, if the launcher names none")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--methods", type=lambda text: text.split(";"), required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for the steps of a method, but at least 3")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="above 1, compressors get nodes=")
-    parser.add_argument("--result", type=Path, required=True)
-    return parser.parse_args()
+SECONDS = 60.0  # for the steps of a method, but at least 3
 
 
 class Bench:
@@ -43,7 +32,6 @@ class Bench:
         steps: number of measured steps, fewer if they take more than ``seconds``, but at least 3.
         seconds: for the steps of a method.
         pause: of the model, in seconds (:class:`.synthetic.Synthetic`).
-        period: steps between two exchanges. They are measured as one: each figure of a step is the mean over a period.
         per_node: ranks of a node, which share its link.
     """
 
@@ -52,22 +40,21 @@ class Bench:
         ranks: Horovod,
         named: Sequence[Named],
         steps: int,
-        seconds: float,
+        seconds: float = SECONDS,
         *,
         pause: float = 0.0,
-        period: int = 1,
         per_node: int = 1,
     ) -> None:
         self.ranks, self.named, self.steps, self.seconds = ranks, named, steps, seconds
-        self.pause, self.period, self.per_node = pause, period, per_node
+        self.pause, self.per_node = pause, per_node
 
     def replica(self, momentum: float = 0.0) -> tuple[Synthetic, torch.optim.Optimizer]:
         """A model and its optimizer."""
         model = Synthetic(self.named, self.ranks.rank, pause=self.pause)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
 
-    def alone(self, momentum: float = 0.0) -> dict[str, float]:
-        """Backward and update without exchange: of the slowest rank, and the processor's time, in ms."""
+    def alone(self, momentum: float = 0.0) -> float:
+        """Backward and update without exchange, of the slowest rank, in ms."""
         model, optimizer = self.replica(momentum)
 
         def step() -> None:
@@ -75,22 +62,23 @@ class Bench:
             optimizer.step()
             optimizer.zero_grad()
 
-        found = self.timed(step)
-        cpu = self.ranks.gather(statistics.median(cpu for _, cpu in found))
-        return {
-            "alone_ms": statistics.median(self._slowest([seconds for seconds, _ in found])),
-            "alone_processor_ms": 1e3 * statistics.mean(cpu),
-        }
+        return statistics.median(self._slowest(self.timed(step)))
 
     def measure(
-        self, model: Synthetic, optimizer: Any, compression: Any, coupling: Horovod | None = None
+        self,
+        model: Synthetic,
+        optimizer: Any,
+        compression: Any,
+        coupling: Horovod | LocalRank | None = None,
+        period: int = 1,
     ) -> dict[str, Any]:
-        """One method's figures, in ms: the steps of the slowest rank, and the longest of a period; the processor's time
-        of a step, and that in the compressor, means over ranks.
+        """One method's figures, in ms: the steps of the slowest rank, and the longest of a period; the time in the
+        compressor without waiting, the mean over ranks. Bytes are those of the link of rank 0's node.
 
         Args:
             compression: see :meth:`hvd_compress.cli.ranks.Horovod.wrap`.
             coupling: what has the host's methods from ``wrap`` to ``replicas``, if it is not the host.
+            period: steps between two exchanges. They are measured as one: each figure is the mean over a period.
         """
         host, coupling = self.ranks, coupling or self.ranks
         module, optimizer = coupling.wrap(model, optimizer, compression)
@@ -101,85 +89,76 @@ class Bench:
             coupling.update(optimizer)
             optimizer.zero_grad()
 
-        found = self.timed(step)
-        stats = compression.stats() if hasattr(compression, "stats") else None
+        single = self._slowest(self.timed(step, period))
+        stats: Any = compression.stats() if hasattr(compression, "stats") else {"compress_ms": 0.0, "last": {}}
         # Not by numpy(), which torch does not require.
         weights = [zlib.crc32(ctypes.string_at(p.data_ptr(), p.nbytes)) for p in coupling.replicas(model)]
-        processor, last = statistics.median(self._per_period([cpu for _, cpu in found])), stats["last"] if stats else {}
-        sent_of_rank = last.get("wire_bytes", 0.0), last.get("inside_bytes", 0.0)
-        everyone = host.gather((weights, processor, stats and stats["compress_ms"], sent_of_rank))
-        # Of the link of rank 0's node, and of rank 0 itself.
-        sent_bytes = sum(theirs[0] for *_, theirs in everyone[: self.per_node])
-        single = self._slowest([seconds for seconds, _ in found])
-        steps = self._per_period(single)
+        last = stats["last"]
+        mine = weights, stats["compress_ms"] or 0.0, last.get("wire_bytes", 0.0), last.get("inside_bytes", 0.0)
+        all_weights, compress, wire, inside = zip(*host.gather(mine), strict=True)
+        periods = [single[i : i + period] for i in range(0, len(single), period)]
         return {
-            "step_ms": statistics.median(steps),
-            "step_ms_spread": [min(steps), max(steps)],
-            "steps_ms": steps,
-            "longest_ms": statistics.median(map(max, self._periods(single))),
-            "processor_ms": 1e3 * statistics.mean(cpu for _, cpu, *_ in everyone),
-            "compress_ms": statistics.mean(ms or 0.0 for _, _, ms, _ in everyone) / self.period,
-            "sent_bytes": stats and sent_bytes / self.period,
-            "inside_bytes": sent_of_rank[1] / self.period,
-            "replicas_equal": all(theirs == weights for theirs, *_ in everyone),
+            "ranks": host.size,
+            "entries": model.numel,
+            "steps_ms": list(map(statistics.fmean, periods)),
+            "longest_ms": statistics.median(map(max, periods)),
+            "compress_ms": statistics.fmean(compress) / period,
+            "sent_bytes": sum(wire[: self.per_node]) / period,
+            "inside_bytes": inside[0] / period,
+            "replicas_equal": all(theirs == weights for theirs in all_weights),
         }
 
-    def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
-        """Seconds, and seconds of the processor, of each step after the warm-up."""
-        found, begin, warmup = [], time.monotonic(), self.warmup
-        for number in range(warmup + self.steps * self.period):
-            if number % self.period == 0:  # within a period, ranks do not meet
-                late = number >= warmup + 3 * self.period and time.monotonic() - begin > self.seconds
+    def timed(self, step: Callable[[], None], period: int = 1) -> list[float]:
+        """Seconds of each step after the warm-up, which is of whole periods."""
+        found, begin, warmup = [], time.monotonic(), max(WARMUP, period)
+        for number in range(warmup + self.steps * period):
+            if number % period == 0:  # within a period, ranks do not meet
+                late = number >= warmup + 3 * period and time.monotonic() - begin > self.seconds
                 if any(self.ranks.gather(late)):  # also a barrier
                     break
-            clock, cpu = time.perf_counter(), time.process_time()
+            clock = time.perf_counter()
             step()
-            found.append((time.perf_counter() - clock, time.process_time() - cpu))
+            found.append(time.perf_counter() - clock)
         return found[warmup:]
-
-    @property
-    def warmup(self) -> int:
-        """Steps before the first that is measured: whole periods."""
-        return max(WARMUP, self.period)
-
-    def _periods(self, steps: list[float]) -> list[list[float]]:
-        """The steps of each period."""
-        return [steps[i : i + self.period] for i in range(0, len(steps), self.period)]
-
-    def _per_period(self, steps: list[float]) -> list[float]:
-        """The mean over each period."""
-        return list(map(statistics.fmean, self._periods(steps)))
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """The steps of the slowest rank, in ms."""
         return [1e3 * max(ranks) for ranks in zip(*self.ranks.gather(seconds), strict=True)]
 
 
+def measure(bench: Bench, method: str, nodes: int | bool) -> dict[str, Any]:
+    """The figures of a method of :data:`hvd_compress.cli.wire.METHODS`."""
+    model, optimizer = bench.replica()
+    known, ranks = METHODS[method], bench.ranks.size
+    if method in BASELINES:
+        found = bench.measure(model, optimizer, method if method == "fp16" else None)
+        return {**found, "sent_bytes": sent(messages(method, [shape for _, shape in bench.named], ranks), ranks)}
+    if known.local_steps > 1:
+        local = recipes.low_bit(model, optimizer, known.local_steps)
+        return bench.measure(model, optimizer, local.compression, LocalRank(lambda *_: local), known.local_steps)
+    return bench.measure(model, optimizer, known.build(model.named_parameters(), nodes=nodes))
+
+
 def main() -> None:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", choices=HOSTS, required=True)
+    parser.add_argument("--store", default="", help="HOST:PORT at which DDP ranks meet, if the launcher names none")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--methods", type=lambda text: text.split(";"), required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="above 1, compressors get nodes=")
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
     torch.set_num_threads(1)
     host = start(args.host, args.store, nodes=args.ranks_per_node > 1)
-    bench = Bench(host, shapes.named(args.model), args.steps, args.seconds, per_node=args.ranks_per_node)
-    nodes = nodes_of(host.size, args.ranks_per_node)
-    lines: list[dict[str, Any]] = [{"ranks": host.size, **bench.alone()}]
+    bench = Bench(host, shapes.named(args.model), args.steps, per_node=args.ranks_per_node)
+    alone, nodes = bench.alone(), nodes_of(host.size, args.ranks_per_node)
     for method in args.methods:
-        _append(args.result, host, lines.pop())
-        model, optimizer = bench.replica()
-        compression: Any = method if method == "fp16" else None
-        if method not in BASELINES:
-            compression = METHODS[method].build(model.named_parameters(), nodes=nodes)
-        row = {"method": method, **bench.measure(model, optimizer, compression)}
-        if method in BASELINES:
-            row["sent_bytes"] = sent(messages(method, [shape for _, shape in bench.named], None, host.size), host.size)
-        lines.append(row)
-    _append(args.result, host, lines.pop())
+        row = {"method": method, "alone_ms": alone, **measure(bench, method, nodes)}
+        if host.rank == 0:
+            with args.result.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
     host.close()
-
-
-def _append(file: Path, host: Horovod, line: dict[str, Any]) -> None:
-    if host.rank == 0:
-        with file.open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

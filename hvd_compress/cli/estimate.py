@@ -1,8 +1,8 @@
 """``hvd-compress estimate``: step times by method, from kernels measured here and a model of the network.
 
-A step takes the user's own computation, the compressor's, and the exchange. While a link is busy and the processor is
-not, the processor computes: the exchange of one bucket hides half of the compressor's work on the others, and of
-backward what is not needed for the last bucket.
+A step takes the user's own computation, the compressor's, and the exchange. While a link is busy, the processor
+computes: the exchange of one bucket hides half of the compressor's work on the others, and of backward what is not
+needed for the last bucket. What the transport itself costs the processor is not counted.
 """
 
 import inspect
@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..codecs.base import Messages
 from ..methods.base import Compressor
 from .kernels import Shape
 from .network import Network
-from .wire import BASELINES, METHODS, Messages, is_compressed, messages, sent
+from .wire import ADVISED, BASELINES, METHODS, is_compressed, messages, sent
 
 #: The default bucket_mb, in bytes.
 BUCKET = int(inspect.signature(Compressor.__init__).parameters["bucket_mb"].default * 2**20)
@@ -28,7 +29,8 @@ class Estimate:
     """One method. ``bytes``: sent by a host in a step. Seconds: of the compressor, of the exchange beyond it, of a
     step. ``break_even``: the bandwidth in bits per second below which it beats dense and fp16; 0 if it is slower than
     they are at every bandwidth, infinity if it is faster at every bandwidth, None for dense and fp16. ``allowed``:
-    trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange."""
+    trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange. All are means over the
+    ``local_steps`` between two exchanges."""
 
     method: str
     bytes: float
@@ -38,6 +40,7 @@ class Estimate:
     break_even: float | None
     allowed: bool
     inside: float = 0.0
+    local_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,23 +59,19 @@ class Model:
         return max(1, math.ceil(4 * self.compressed / BUCKET))
 
     def messages(self, method: str, ranks: int) -> Messages:
-        return messages(method, [tuple(s) for s in self.shapes], METHODS[method].density, ranks)
+        return messages(method, self.shapes, ranks)
 
 
 def step_seconds(
     model: Model, network: Network, sent_messages: Messages, compress: float, local_steps: int = 1
 ) -> float:
-    """Of a step whose compressor takes ``compress`` seconds of a core. With ``local_steps``, one in so many steps
-    exchanges, after its backward, and inside a host gradients are summed in every step."""
-    work, buckets = compress * network.ranks_per_core, model.buckets()
-    busy = network.processor(sent_messages)
-    exchange = max(network.wire(sent_messages), busy) + buckets * network.hops(sent_messages)
-    idle = exchange - busy
+    """Of a step whose compressor takes ``compress`` seconds. With ``local_steps``, one in so many steps exchanges,
+    after its backward, and inside a host gradients are summed in every step."""
+    buckets = model.buckets()
+    exchange = network.wire(sent_messages) + buckets * network.hops(sent_messages)
     behind_backward = BACKWARD * model.compute * (1 - 1 / buckets) if local_steps == 1 else 0.0
-    hidden = min(idle, min(work, idle) / 2 + behind_backward)
-    turns = buckets * network.turns(sent_messages)
-    inside = inside_seconds(model, network, local_steps)
-    return model.compute + (work + exchange - hidden + turns) / local_steps + inside
+    hidden = min(exchange, min(compress, exchange) / 2 + behind_backward)
+    return model.compute + (compress + exchange - hidden) / local_steps + inside_seconds(model, network, local_steps)
 
 
 def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
@@ -82,13 +81,14 @@ def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
 
 
 def estimates(
-    model: Model, network: Network, kernels: Mapping[str, float], optimizer: str, local_steps: int = 1
+    model: Model, network: Network, kernels: Mapping[str, float], optimizer: str, local_steps: int | None = None
 ) -> list[Estimate]:
-    """Of every method in ``kernels`` (seconds of its computation), fastest first. Dense and fp16 know no two levels,
-    and exchange in every step; the others once in ``local_steps``."""
+    """Of every method in ``kernels`` (seconds of its computation): first what docs/choosing.md advises for the
+    optimizer, in its order, then what trains well with it, fastest first, then the others. Dense and fp16 know no two
+    levels, and exchange in every step; the others once in ``local_steps``, by default their own."""
     networks = {method: network.flat if method in BASELINES else network for method in kernels}
     sends = {method: model.messages(method, on.ranks) for method, on in networks.items()}
-    periods = {method: 1 if method in BASELINES else local_steps for method in kernels}
+    periods = {method: 1 if method in BASELINES else local_steps or METHODS[method].local_steps for method in kernels}
 
     def step(method: str, bits: float) -> float:
         on = replace(networks[method], bits=bits)
@@ -112,42 +112,59 @@ def estimates(
     found = []
     for method, seconds in kernels.items():
         period = periods[method]
-        total, work = step(method, network.bits), seconds * network.ranks_per_core / period
+        total, work = step(method, network.bits), seconds / period
         found.append(
             Estimate(
                 method,
                 sent(sends[method], networks[method].ranks) / period,
                 work,
-                total - model.compute - work,
+                max(0.0, total - model.compute - work),
                 total,
                 None if method in BASELINES else break_even(method),
-                optimizer == "sgd" or METHODS[method].adam,
+                optimizer in METHODS[method].optimizers,
                 inside_seconds(model, networks[method], period),
+                period,
             )
         )
-    return sorted(found, key=lambda one: one.step)
+    advised = ADVISED[optimizer]
+
+    def place(one: Estimate) -> int:
+        return advised.index(one.method) if one.method in advised else len(advised) + (not one.allowed)
+
+    return sorted(found, key=lambda one: (place(one), one.step))
 
 
-def winner(found: Sequence[Estimate]) -> Estimate:
-    """The fastest of those that train well with the optimizer."""
-    return min((one for one in found if one.allowed), key=lambda one: one.step)
+def baseline(found: Sequence[Estimate]) -> Estimate:
+    """The faster of dense and fp16."""
+    return min((one for one in found if one.method in BASELINES), key=lambda one: one.step)
 
 
-def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False, local_steps: int = 1) -> str:
+def winner(found: Sequence[Estimate], optimizer: str) -> Estimate:
+    """The first that docs/choosing.md advises and that is worth it; without one, the fastest that trains well with the
+    optimizer."""
+    limit = baseline(found).step / WORTH
+    worth = [one for one in found if one.method in ADVISED[optimizer] and one.step <= limit]
+    return worth[0] if worth else min((one for one in found if one.allowed), key=lambda one: one.step)
+
+
+def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False) -> str:
     """Which method to use, or that none is recommended. ``exchange_only``: no computation was given, so that speed-ups
     are upper bounds."""
-    best, base = winner(found), min((one for one in found if one.method in BASELINES), key=lambda one: one.step)
+    best, base = winner(found, optimizer), baseline(found)
     if best.step * WORTH > base.step:
         faster = f"{best.method} would be {base.step / best.step:.2f} times as fast" if best is not base else ""
         tail = f" ({faster}; less than {WORTH:g} times is not recommended)" if faster else ""
         return f"Do not use compression here: {base.method} is enough{tail}."
     bound = "at most " if exchange_only else ""
-    steps = f" in {local_steps} local steps" if local_steps > 1 and best.method not in BASELINES else ""
+    steps = f" in {best.local_steps} local steps" if best.local_steps > 1 else ""
     text = f"Use {best.method}{steps}: {bound}{base.step / best.step:.1f} times as fast as {base.method}"
     if best.break_even is not None and best.break_even < math.inf:
         text += f", worth it below {rate(best.break_even)}"
-    if best.method.startswith("DeMo") and optimizer == "adamw":
-        text += "; with torch.optim.SGD in place of AdamW, docs/demo.md"
+    fastest = min((one for one in found if one.allowed), key=lambda one: one.step)
+    if fastest.step * WORTH < best.step:
+        text += f" ({fastest.method}: {base.step / fastest.step:.1f} times)"
+    if best.method.startswith("DeMo"):
+        text += "; with torch.optim.SGD without momentum in place of your optimizer, docs/demo.md"
     if exchange_only:
         text += ". This is an upper bound: the step has no computation without --compute-ms"
     return text + "."

@@ -3,8 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import torch
 
@@ -41,21 +40,19 @@ def _cut(shape: Shape, most: int) -> Shape:
 
 
 class Kernels:
-    """Measures methods on the compressed tensors of a model.
+    """Measures methods on the compressed tensors of a model. ``shapes``: of all parameters."""
 
-    Args:
-        shapes: of all parameters.
-        cores: that compute at once, each a rank of one thread: they share the memory's bandwidth.
-    """
-
-    def __init__(self, shapes: Sequence[Shape], cores: int = 1) -> None:
+    def __init__(self, shapes: Sequence[Shape]) -> None:
         chosen, self._factor = sample(shapes)
         self._total = sum(map(math.prod, shapes))
-        self._ranks = [_Rank(chosen) for _ in range(cores)] if chosen else []
-        self._cores = cores
+        generator = torch.Generator("cpu").manual_seed(0)
+        self._parameters = [torch.nn.Parameter(normal(shape, 0.02, generator)) for shape in chosen]
+        self._noise = normal((max(map(math.prod, chosen), default=0) + SLACK,), 0.01, generator)
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
     def seconds(self, method: str, ranks: int, per_node: int = 1) -> float:
-        """Of one rank's computation in a step, without network, on a core of its own: the method's, and the copy of all
+        """Of one rank's computation in a step, without network, on one core: the method's, and the copy of all
         gradients into and out of a host's buffers. Processor time, so that other programs disturb it little.
 
         ``per_node``: ranks of a node. Each computes its share of the method, and copies all gradients once more into
@@ -63,38 +60,20 @@ class Kernels:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            host = self._together(lambda _: _copies(min(self._total, MOST), method)) * self._total
-            host /= min(self._total, MOST)
-            if method in BASELINES or not self._ranks:
+            size = min(self._total, MOST)
+            host = _copies(size, method) * self._total / size
+            if method in BASELINES or not self._parameters:
                 return host
-            host *= 1 if per_node == 1 else 2
-            few = self._together(lambda i: self._ranks[i].seconds(method, min(ranks, MOST_RANKS))) * self._factor
-            if ranks <= MOST_RANKS:
-                return host + few / per_node
-            half = self._together(lambda i: self._ranks[i].seconds(method, MOST_RANKS // 2)) * self._factor
-            growth = (few - half) / (MOST_RANKS - MOST_RANKS // 2)
-            return host + (few + max(0.0, growth) * (ranks - MOST_RANKS)) / per_node
+            few = self._compressor(method, min(ranks, MOST_RANKS))
+            if ranks > MOST_RANKS:
+                growth = (few - self._compressor(method, MOST_RANKS // 2)) / (MOST_RANKS - MOST_RANKS // 2)
+                few += max(0.0, growth) * (ranks - MOST_RANKS)
+            return host * (1 if per_node == 1 else 2) + few / per_node
         finally:
             torch.set_num_threads(threads)
 
-    def _together(self, measure: Callable[[int], list[float]]) -> float:
-        """The median of what is measured on all cores at once."""
-        with ThreadPoolExecutor(self._cores) as pool:
-            return statistics.median(x for found in pool.map(measure, range(self._cores)) for x in found)
-
-
-class _Rank:
-    """The parameters of one rank."""
-
-    def __init__(self, shapes: Sequence[Shape]) -> None:
-        generator = torch.Generator("cpu").manual_seed(0)
-        self._parameters = [torch.nn.Parameter(normal(shape, 0.02, generator)) for shape in shapes]
-        self._noise = normal((max(map(math.prod, shapes)) + SLACK,), 0.01, generator)
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
-
-    def seconds(self, method: str, ranks: int) -> list[float]:
-        """Of each step."""
+    def _compressor(self, method: str, ranks: int) -> float:
+        """The median over some steps, for the whole model."""
         mirror = Mirror(ranks, time.thread_time)
         named = [(str(number), parameter) for number, parameter in enumerate(self._parameters)]
         compression = METHODS[method].build(named, collectives=mirror)
@@ -108,10 +87,10 @@ class _Rank:
             for payload, context in [compression.compress(grad) for grad in reversed(grads)]:
                 compression.decompress(payload, context)
             found.append(time.thread_time() - begin - (mirror.seconds - idle))
-        return found[WARMUP:]
+        return statistics.median(found[WARMUP:]) * self._factor
 
 
-def _copies(size: int, method: str) -> list[float]:
+def _copies(size: int, method: str) -> float:
     """Seconds for what DDP and Horovod do with ``size`` entries in every step: copy them and divide; with float16, cast
     them there and back."""
     source, found = torch.ones(size, dtype=torch.float32, device="cpu"), list[float]()
@@ -122,4 +101,4 @@ def _copies(size: int, method: str) -> list[float]:
         if method == "fp16":
             target.copy_(target.half().div_(2))
         found.append(time.thread_time() - begin)
-    return found[WARMUP:]
+    return statistics.median(found[WARMUP:])

@@ -1,7 +1,6 @@
 """The commands that start ranks of a module of this package: torchrun, mpirun, horovodrun."""
 
 import os
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -36,8 +35,3 @@ def horovodrun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
     """The same for Horovod by Gloo."""
     command = [program("horovodrun") or "horovodrun", "-np", str(ranks), "--gloo", "--network-interfaces", "lo"]
     return [*command, sys.executable, "-m", *module], ENVIRONMENT
-
-
-def given(launcher: str, *module: str) -> tuple[list[str], dict[str, str]]:
-    """The same by the user's own command, which takes the arguments of a Python, as ``srun -n 8 python``."""
-    return [*shlex.split(launcher), "-m", *module], {}

@@ -12,7 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Signals that end this program, and their handlers before it sets its own.
+SIGNALS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 #: Seconds from SIGTERM to SIGKILL. mpirun and torchrun need them to end their ranks.
 GRACE = 10.0
 
@@ -34,9 +39,8 @@ def run_group(
     check: bool = True,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs a command as the leader of a process group, and ends the group when the leader has ended.
-
-    Ctrl-C, SIGTERM and SIGHUP end the group; then this program handles them.
+    """Runs a command as the leader of a process group, and ends the group when the leader has ended, or when an
+    exception leaves, such as those of :func:`exit_on_signals`.
 
     Args:
         timeout: seconds after which the group is killed.
@@ -49,7 +53,8 @@ def run_group(
     Raises:
         Failed: it took too long, or ended with another status than 0.
     """
-    with log.open("w") as stream, deferred_signals() as arrived:
+    end = time.monotonic() + timeout
+    with log.open("w") as stream:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -59,13 +64,15 @@ def run_group(
             start_new_session=True,
         )
         try:
-            status = _wait(process, timeout, watch, arrived)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"{name} was killed after {timeout:g} s\n{last_lines(log)}") from None
+            while process.poll() is None:
+                if time.monotonic() > end:
+                    raise Failed(f"{name} was killed after {timeout:g} s\n{last_lines(log)}")
+                watch()
+                time.sleep(0.1)
         finally:  # the child leads its own session, which receives neither Ctrl-C nor this program's SIGTERM
             end_group(process)
-    if check and status:
-        raise Failed(f"{name} ended with status {status}\n{last_lines(log)}")
+    if check and process.returncode:
+        raise Failed(f"{name} ended with status {process.returncode}\n{last_lines(log)}")
 
 
 def inherited() -> dict[str, str]:
@@ -80,8 +87,8 @@ def exit_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit, and Ctrl-C KeyboardInterrupt, so that ``finally`` and ``with`` clean up.
     Further ones are ignored meanwhile. A signal that is ignored (SIGHUP under nohup) or handled by the program stays
     so. Threads other than the main one cannot set handlers: there it does nothing."""
-    defaults = {number: signal.SIG_DFL for number in SIGNALS} | {signal.SIGINT: signal.default_int_handler}
-    before = {n: handler for n, handler in defaults.items() if _in_main_thread() and signal.getsignal(n) is handler}
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: handler for number, handler in SIGNALS.items() if main and signal.getsignal(number) is handler}
 
     def leave(number: int, frame: FrameType | None) -> None:
         for each in before:
@@ -97,41 +104,6 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def deferred_signals() -> Iterator[list[int]]:
-    """The list of signals that have arrived. Their handlers run when the block is left, so that no exception of theirs
-    interrupts it. Like :func:`exit_on_signals`, it leaves ignored signals and other threads as they are."""
-    arrived: list[int] = []
-    found = ((number, signal.getsignal(number)) for number in SIGNALS if _in_main_thread())
-    handlers = {n: handler for n, handler in found if handler is not None and handler is not signal.SIG_IGN}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: arrived.append(number))
-    try:
-        yield arrived
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for each in arrived:
-            signal.raise_signal(each)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _wait(process: subprocess.Popen[bytes], timeout: float, watch: Callable[[], None], arrived: list[int]) -> int:
-    """The exit status; minus a signal that has arrived here."""
-    end = time.monotonic() + timeout
-    while not arrived:
-        watch()
-        try:
-            return process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            if time.monotonic() > end:
-                raise
-    return -arrived[0]
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

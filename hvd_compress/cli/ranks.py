@@ -6,6 +6,7 @@ import pickle
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ..carriers.polling import wait_until
 from ..hosts.ddp import ddp_hook
+from ..local.steps import LocalSteps
 
 HOSTS = ("ddp", "horovod")
 #: The variables in which a launcher gives a process its rank and the number of ranks. torchrun's come first: they are
@@ -156,6 +158,31 @@ class Ddp(Horovod):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+class LocalRank:
+    """Local steps, in the place of a host's averages of gradients. ``build``: of the model, the optimizer and the
+    compressor, the :class:`hvd_compress.LocalSteps`."""
+
+    def __init__(self, build: Callable[[nn.Module, Any, Any], LocalSteps]) -> None:
+        self._build = build
+
+    def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
+        self._local = self._build(model, optimizer, compression)
+        return model, optimizer
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Gradients are not averaged."""
+
+    def update(self, optimizer: Any) -> None:
+        optimizer.step()
+        self._local.step()
+
+    def replicas(self, model: nn.Module) -> list[Tensor]:
+        """Ends the training. The common weights before, and the model's after the average of all weights."""
+        common = list(self._local.state_dict()["local_steps"]["common"].values())
+        self._local.finish(model)
+        return [*common, *model.parameters()]
 
 
 def _rank_and_size() -> tuple[int, int]:

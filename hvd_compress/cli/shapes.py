@@ -29,32 +29,6 @@ def resnet50() -> Iterator[Named]:
     yield from _affine("linear", 1000, inputs)
 
 
-def vgg16() -> Iterator[Named]:
-    """VGG-16 for ImageNet: 138 M parameters in 32 tensors."""
-    inputs = 3
-    for number, width in enumerate((64, 64, 128, 128, 256, 256, 256, *[512] * 6)):
-        yield from _affine(f"conv{number}", width, inputs, 3, 3)
-        inputs = width
-    for number, (inputs, width) in enumerate(((25088, 4096), (4096, 4096), (4096, 1000))):
-        yield from _affine(f"linear{number}", width, inputs)
-
-
-def bert_base() -> Iterator[Named]:
-    """BERT-base, uncased (Devlin et al. 2019), with its pooler: 109 M parameters in 199 tensors."""
-    width = 768
-    yield "words", (30522, width)
-    yield "positions", (512, width)
-    yield "types", (2, width)
-    yield from _affine("norm", width)
-    for number in range(12):
-        for name, *shape in (
-            ("query", width, width), ("key", width, width), ("value", width, width), ("output", width, width),
-            ("norm1", width), ("up", 4 * width, width), ("down", width, 4 * width), ("norm2", width),
-        ):  # fmt: skip
-            yield from _affine(f"layer{number}.{name}", *shape)
-    yield from _affine("pooler", width, width)
-
-
 def gpt2() -> Iterator[Named]:
     """GPT-2 small (Radford et al. 2019); the head is the word embedding: 124 M."""
     width = 768
@@ -81,9 +55,7 @@ def tiny() -> Iterator[Named]:
         yield from _affine(name, *shape)
 
 
-SHAPES: dict[str, Callable[[], Iterator[Named]]] = {
-    "resnet50": resnet50, "vgg16": vgg16, "bert-base": bert_base, "gpt2": gpt2, "tiny": tiny,
-}  # fmt: skip
+SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "gpt2": gpt2, "tiny": tiny}
 
 
 def named(model: str) -> list[Named]:

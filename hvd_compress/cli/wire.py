@@ -1,14 +1,12 @@
-"""What every method sends in a step, by formula: any number of ranks, without running it.
+"""The methods of ``estimate`` and ``bench``, and what each sends in a step: any number of ranks, without running it.
 
 ``scripts/lab/scaling.py`` and ``tests/lab/test_scaling.py`` compare the formulas with counted bytes.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from .. import (
     DGC,
@@ -26,31 +24,17 @@ from .. import (
     TernGrad,
     TopK,
 )
+from ..codecs import Codec, codec
+from ..codecs.base import Messages
+from ..codecs.qsgd import Levels
 from ..codecs.scaled_ring import ScaledRing
-from ..engine.collectives import Verb, ring_bytes
-
-Sum = Literal["fp32", "fp16", "int64", "bytes"]
-
-
-@dataclass(frozen=True)
-class Message:
-    """A collective to which each rank contributes ``size`` bytes of a type."""
-
-    verb: Verb
-    size: float
-    type: Sum = "bytes"
-
-    def sent(self, ranks: int) -> float:
-        """Bytes that a rank sends."""
-        return ring_bytes(self.verb, self.size, ranks)  # type: ignore[arg-type]
+from ..codecs.ternary import Ternary
+from ..engine.collectives import ring_bytes
 
 
-Messages = list[Message]
-
-
-def sent(messages: Iterable[Message], ranks: int) -> float:
+def sent(messages: Messages, ranks: int) -> float:
     """Bytes that a rank sends."""
-    return sum(message.sent(ranks) for message in messages)
+    return sum(ring_bytes(verb, size, ranks) for verb, size in messages)
 
 
 def is_compressed(shape: Sequence[int]) -> bool:
@@ -58,119 +42,138 @@ def is_compressed(shape: Sequence[int]) -> bool:
     return len(shape) >= 2 and math.prod(shape) >= 1024
 
 
-class Wire:
-    """What one of ``n`` ranks sends in a step of a model with these ``shapes`` that fits into one bucket, term by term.
-    ``density``: the share of entries sent, or None."""
+class Sizes:
+    """A model that fits into one bucket: ``large``, the shapes of the compressed parameters; ``pieces``, their entries
+    in whole blocks of 256, in the bucket's order; ``kept``, the entries that a method of this density sends."""
 
-    def __init__(self, shapes: Sequence[Sequence[int]], density: float | None, n: int) -> None:
+    def __init__(self, shapes: Iterable[Sequence[int]], density: float | None, ranks: int) -> None:
+        shapes, self.ranks = list(shapes), ranks
         self.large = [shape for shape in shapes if is_compressed(shape)]
-        sizes = [math.prod(shape) for shape in self.large]
-        self.n, self.tensors, self.entries = n, len(sizes), sum(sizes)
-        self.all = sum(math.prod(shape) for shape in shapes)
-        self.pieces = [-(-size // 256) * 256 for size in sizes]  # whole blocks of 256
-        self.padded = sum(self.pieces)
-        self.runs = sum(-(-size // 512) for size in sizes)  # of QSGD, which have a norm each
-        self.k = max(1, round((density or 1.0) * self.entries))
+        entries = sum(map(math.prod, self.large))
+        self.all = sum(map(math.prod, shapes))
+        self.uncompressed = self.all - entries
+        self.pieces = [-(-math.prod(shape) // 256) * 256 for shape in self.large[::-1]]
+        self.kept = max(1, round((density or 1.0) * entries))
 
-    def ring(self, size: float, type: Sum) -> Messages:
-        return [Message("allreduce", size, type)]
+    def groups(self, means: bool = False) -> list[int]:
+        """The kept entries as groups of values, a parameter each. How they are divided does not change the bytes.
+        ``means``: one more value of each block, in one more group of each parameter."""
+        groups, more = len(self.pieces), sum(self.pieces) // 256
+        return [self.kept + more, *[0] * (2 * groups - 1)] if means else [self.kept, *[0] * (groups - 1)]
 
-    def gather(self, size: float) -> Messages:
-        return [Message("allgather", size)]
 
-    def dense(self, width: int) -> Messages:
-        return self.ring(width * self.all, "fp16" if width == 2 else "fp32")
+Sends = Callable[[Sizes], Messages]
 
-    def rest(self) -> Messages:  # norms, biases, small tensors: uncompressed
-        return self.ring(4 * (self.all - self.entries), "fp32")
 
-    def lanes(self, count: int, bits: int) -> int:  # integers in words of 64 bits, with room for the sum of n
-        return 8 * math.ceil(count / (64 // (bits + math.ceil(math.log2(self.n)))))
+def _leaders(values: str, flags: bool = False, means: bool = False) -> Sends:
+    """Each rank's share of the indices, one byte each, after a header, and a flag of each parameter; values."""
 
-    def with_means(self) -> "Wire":  # one more value per block, in one more group per tensor; indices are unchanged
-        more = copy.copy(self)
-        more.k, more.tensors = self.k + self.padded // 256, 2 * self.tensors
-        return more
+    def sends(model: Sizes) -> Messages:
+        head = 4 + (len(model.pieces) if flags else 0)
+        indices = head + math.ceil(model.kept / model.ranks)
+        return [("allgather", indices), *codec(values).messages(model.groups(means), model.ranks)]
 
-    def lanes4(self) -> Messages:  # values; a word for invalid ranks; the scales of two groups per word
-        return self.ring(self.lanes(self.k, 4) + 8 + 8 * math.ceil(self.tensors / 2), "int64")
+    return sends
 
-    def lloyd4(
-        self,
-    ) -> Messages:  # 4 bits a value to its owner, in whole bytes; back, with two scales a group
-        part = 4 * math.ceil(self.k / (8 * self.n))
-        return [Message("alltoall", self.n * part), *self.gather(8 * self.tensors + part)]
 
-    def leaders(self, flags: int = 0) -> Messages:  # each rank's share of the indices, one byte each, after a header
-        return self.gather(4 + flags + math.ceil(self.k / self.n))
+def _agreed(values: Codec, every_entry: bool = False) -> Sends:
+    """No indices, but a hash to compare: three float64; values."""
 
-    def agreed(self) -> Messages:  # no indices, but a hash to compare: three float64
-        return self.ring(24, "fp32")
+    def sends(model: Sizes) -> Messages:
+        groups = model.pieces if every_entry else model.groups()
+        return [("allreduce", 24), *values.messages(groups, model.ranks)]
 
-    def frequencies(self, flags: int = 0) -> Messages:  # header, a byte an index or a bitmap; scales, 10 bits a value
-        return self.gather(4 + flags + min(self.k, self.padded // 8) + 4 * self.tensors + 10 * math.ceil(self.k / 8))
+    return sends
 
-    def per_rank(self) -> Messages:  # header, four bytes an index; scales, four bytes a value
-        return self.gather(4 + 4 * self.k + 4 * self.tensors + 4 * self.k)
 
-    def scaled(self, bits: int) -> Messages:  # to each entry's owner and back: codes, and a scale a run
-        size = ScaledRing(bits, 512).message_size(self.pieces[::-1], self.n)  # a bucket begins with the last piece
-        return [Message("alltoall", self.n * size), *self.gather(size)]
+def _gathered(values: str, flags: bool, indices: Callable[[Sizes], int]) -> Sends:
+    """Every rank's own entries, in one message: a header and flags; indices; values."""
 
-    def levels(self) -> Messages:  # 4 bits an entry, and a norm a run
-        return self.gather(8 * math.ceil(self.padded / 16) + 4 * self.runs)
+    def sends(model: Sizes) -> Messages:
+        ((verb, size),) = codec(values).messages(model.groups(), model.ranks)
+        return [(verb, 4 + (len(model.pieces) if flags else 0) + indices(model) + size)]
 
-    def ternary(self) -> Messages:  # every rank's scale of each tensor to all; 2 bits an entry
-        return [*self.gather(4 * self.tensors), *self.ring(self.lanes(self.padded, 2), "int64")]
+    return sends
 
-    def factors(self, rank: int) -> Messages:  # P and matrices that would not get smaller, after a flag; Q
+
+def _byte_or_bitmap(model: Sizes) -> int:
+    return min(model.kept, sum(model.pieces) // 8)
+
+
+def _four_bytes(model: Sizes) -> int:
+    return 4 * model.kept
+
+
+def _factors(rank: int) -> Sends:
+    """Float16: P and matrices that would not get smaller, after a flag; Q."""
+
+    def sends(model: Sizes) -> Messages:
         first, second = 1, 0
-        for shape in self.large:
+        for shape in model.large:
             n, m = shape[0], math.prod(shape[1:])
             r = min(rank, n, m)
             small = r * (n + m) < n * m
             first, second = first + (r * n if small else n * m), second + (r * m if small else 0)
-        return [*self.ring(2 * first, "fp16"), *self.ring(2 * second, "fp16")]
+        return [("allreduce", 2 * first), ("allreduce", 2 * second)]
+
+    return sends
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a method is built, with its defaults; its default density, if it has one; what it sends; and whether it
-    trains well with AdamW, or in its place (docs/choosing.md)."""
+    """A method with its defaults.
+
+    Args:
+        build: of named parameters and the arguments of a :class:`hvd_compress.Compressor`.
+        density: by default, if it has one.
+        sends: what an exchange sends of the compressed parameters; None: everything is sent as it is.
+        optimizers: with which it trains well, or in whose place (docs/choosing.md).
+        local_steps: steps between two exchanges.
+        width: bytes of an uncompressed entry.
+    """
 
     build: Callable[..., Compressor]
-    density: float | None
-    messages: Callable[[Wire], Messages]
-    adam: bool = False
+    density: float | None = None
+    sends: Sends | None = None
+    optimizers: tuple[str, ...] = ("sgd",)
+    local_steps: int = 1
+    width: int = 4
 
 
-_lloyd4 = partial(IWP, values="lloyd4")
-_gathered = partial(FFT, exchange="gather")
-_demo = partial(DeMo, exchange="gather")
-_two_bits = partial(Quantized, bits=2)
+OPTIMIZERS = ("sgd", "adamw", "muon")
+_ANY, _ADAM = OPTIMIZERS, ("sgd", "adamw")
+_low_bit = partial(Quantized, bits=2, dense_values="fp16")
 METHODS: dict[str, Method] = {
-    "dense": Method(NoCompression, None, lambda w: w.dense(4), adam=True),
-    "fp16": Method(partial(NoCompression, values="fp16"), None, lambda w: w.dense(2), adam=True),
-    "IWP": Method(IWP, 1 / 32, lambda w: w.leaders() + w.with_means().lanes4() + w.rest()),
-    "IWP, lloyd4": Method(_lloyd4, 1 / 32, lambda w: w.leaders() + w.with_means().lloyd4() + w.rest()),
-    "FFT": Method(FFT, 1 / 32, lambda w: w.leaders() + w.lanes4() + w.rest()),
-    "DeMo": Method(DeMo, 1 / 16, lambda w: w.leaders(w.tensors) + w.lloyd4() + w.rest(), adam=True),
-    "MIPD": Method(MIPD, 1 / 64, lambda w: w.agreed() + w.lanes4() + w.rest()),
-    "SlimDP": Method(SlimDP, 1 / 32, lambda w: w.agreed() + w.lanes4() + w.rest()),
-    "MP2": Method(MP2, 1 / 9, lambda w: w.agreed() + w.lanes4() + w.rest()),
-    "FFT, gather": Method(_gathered, 1 / 32, lambda w: w.frequencies() + w.rest()),
-    "DeMo, gather": Method(_demo, 1 / 64, lambda w: w.frequencies(w.tensors) + w.rest(), adam=True),
-    "TopK": Method(TopK, 1 / 256, lambda w: w.per_rank() + w.rest()),
-    "DGC": Method(DGC, 1 / 1000, lambda w: w.per_rank() + w.rest()),
-    "PowerSGD": Method(PowerSGD, None, lambda w: w.factors(4) + w.rest()),
-    "Quantized": Method(Quantized, None, lambda w: w.agreed() + w.scaled(4) + w.rest(), adam=True),
-    "Quantized, 2 bits": Method(_two_bits, None, lambda w: w.agreed() + w.scaled(2) + w.rest(), adam=True),
-    "QSGD": Method(QSGD, None, lambda w: w.agreed() + w.levels() + w.rest(), adam=True),
-    "TernGrad": Method(TernGrad, None, lambda w: w.agreed() + w.ternary() + w.rest(), adam=True),
+    "low_bit": Method(_low_bit, None, _agreed(ScaledRing(2, 512), every_entry=True), _ANY, local_steps=3, width=2),
+    "DeMo": Method(DeMo, 1 / 16, _leaders("lloyd4", flags=True), _ADAM),
+    "IWP": Method(IWP, 1 / 32, _leaders("lanes4", means=True)),
+    "IWP, lloyd4": Method(partial(IWP, values="lloyd4"), 1 / 32, _leaders("lloyd4", means=True)),
+    "FFT": Method(FFT, 1 / 32, _leaders("lanes4")),
+    "MIPD": Method(MIPD, 1 / 64, _agreed(codec("lanes4"))),
+    "SlimDP": Method(SlimDP, 1 / 32, _agreed(codec("lanes4"))),
+    "MP2": Method(MP2, 1 / 9, _agreed(codec("lanes4"))),
+    "FFT, gather": Method(partial(FFT, exchange="gather"), 1 / 32, _gathered("range10-gather", False, _byte_or_bitmap)),
+    "DeMo, gather": Method(
+        partial(DeMo, exchange="gather"), 1 / 64, _gathered("range10-gather", True, _byte_or_bitmap), _ADAM
+    ),
+    "TopK": Method(TopK, 1 / 256, _gathered("fp32-gather", False, _four_bytes)),
+    "DGC": Method(DGC, 1 / 1000, _gathered("fp32-gather", False, _four_bytes)),
+    "PowerSGD": Method(PowerSGD, None, _factors(4)),
+    "Quantized": Method(Quantized, None, _agreed(ScaledRing(4, 512), every_entry=True), _ADAM),
+    "QSGD": Method(QSGD, None, _agreed(Levels(4), every_entry=True), _ADAM),
+    "TernGrad": Method(TernGrad, None, _agreed(Ternary(2.5), every_entry=True), _ADAM),
+    "dense": Method(NoCompression, optimizers=_ANY),
+    "fp16": Method(partial(NoCompression, values="fp16"), optimizers=_ANY, width=2),
 }
 BASELINES = ("dense", "fp16")
+#: What docs/choosing.md recommends for each optimizer, the first choice first.
+ADVISED = {"muon": ("low_bit",), "adamw": ("low_bit", "DeMo"), "sgd": ("DeMo", "IWP")}
 
 
-def messages(method: str, shapes: Sequence[Sequence[int]], density: float | None, ranks: int) -> Messages:
-    """The collectives of a step."""
-    return METHODS[method].messages(Wire(shapes, density, ranks))
+def messages(method: str, shapes: Iterable[Sequence[int]], ranks: int, density: float | None = None) -> Messages:
+    """The collectives of an exchange. ``density``: if it is not the method's default."""
+    known = METHODS[method]
+    model = Sizes(shapes, density or known.density, ranks)
+    if known.sends is None:
+        return [("allreduce", known.width * model.all)]
+    return [*known.sends(model), ("allreduce", known.width * model.uncompressed)]

@@ -1,16 +1,18 @@
 """The interfaces of codecs and of their channels."""
 
 import abc
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..engine.collectives import Request
+from ..engine.collectives import Request, Verb
 from ..engine.state import Tree
 from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
+#: Collectives, and the bytes that each rank contributes to one.
+Messages = list[tuple[Verb, int]]
 
 # The most steps in which a value beyond a dtype's range is sent.
 _PATIENCE = 64
@@ -40,6 +42,10 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "Channel":
         """A channel for ``groups`` groups of values; each group has its own scale."""
+
+    @abc.abstractmethod
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        """What an average of groups of so many values sends, after the first step."""
 
 
 class Channel(abc.ABC):

@@ -1,5 +1,6 @@
 """Codecs whose codes cannot be summed: ranks decode and average them, with an alltoall or an allgather."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, invalidate
+from .base import Averaged, Channel, Codec, Messages, invalidate
 from .packed import Code
 from .scales import Moments, Scales
 
@@ -31,6 +32,10 @@ class CodedRing(Codec):
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _RingChannel(self.code, groups, ranks, rank, device)
 
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        part = self.code.size(-(-sum(sizes) // (8 * ranks)) * 8)
+        return [("alltoall", ranks * part), ("allgather", 8 * len(sizes) + part)]
+
 
 @dataclass(frozen=True)
 class CodedGather(Codec):
@@ -44,6 +49,9 @@ class CodedGather(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "GatherChannel":
         return GatherChannel(self.code, groups, ranks, rank, device)
+
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        return [("allgather", 4 * len(sizes) + self.code.size(sum(sizes)))]
 
 
 class _RingChannel(Channel):

@@ -1,5 +1,6 @@
 """QSGD's quantization (Alistarh et al., NeurIPS 2017)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from .. import ops
 from ..engine.arguments import check_integer
 from ..engine.collectives import allgather
 from ..reference.scales import bounded, divided
-from .base import Averaged, Channel, Codec, invalidate
+from .base import Averaged, Channel, Codec, Messages, invalidate
 from .packed_channels import floats
 from .scales import Moments
 
@@ -22,25 +23,25 @@ class Levels(Codec):
     Args:
         bits: bits per value, 2 to 8, sign included. The paper's Elias code is shorter if most values are 0.
         run: entries that share a norm (the paper's "bucket"); the last run of a parameter may be shorter.
-        norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
     """
 
     bits: int
     run: int = 512
-    norm: str = "l2"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_integer("bits", self.bits, 2, 8))
         object.__setattr__(self, "run", check_integer("run", self.run, 1))
-        if self.norm not in ("l2", "max"):
-            raise ValueError(f"norm must be 'l2' or 'max', got {self.norm!r}")
 
     @property
     def name(self) -> str:
-        return f"{self.bits} bits of {self.norm} of {self.run}"
+        return f"{self.bits} bits, a norm for {self.run} values"
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _LevelsChannel(self, groups, ranks, rank, device)
+
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        runs, words = sum(-(-size // self.run) for size in sizes), -(-sum(sizes) // (64 // self.bits))
+        return [("allgather", 4 * runs + 8 * words)]
 
 
 class _LevelsChannel(Channel):
@@ -61,9 +62,7 @@ class _LevelsChannel(Channel):
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         bits = self.codec.bits
-        moments = Moments(values, self.runs)
-        norm = moments.peak if self.codec.norm == "max" else moments.square.sqrt()
-        norm = bounded(norm).float()
+        norm = bounded(Moments(values, self.runs).square.sqrt()).float()
         ops.lanes_encode(values, self._step(norm), self.runs, self.words, self.quantization_error, bits, bits, key)
         header = norm.masked_fill(invalid != 0, float("nan"))
         gathered = yield allgather(torch.cat([header.view(torch.uint8), self.words.view(torch.uint8)]), "values")

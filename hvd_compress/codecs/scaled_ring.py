@@ -1,5 +1,6 @@
 """A coded ring for all entries of a bucket: every message carries the scales of its own short runs of values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..engine.arguments import check_integer
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, invalidate
+from .base import Averaged, Channel, Codec, Messages, invalidate
 from .codebooks import codebook
 from .packed import Lloyd
 from .scales import Moments
@@ -42,6 +43,10 @@ class ScaledRing(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _ScaledRingChannel(self, groups, ranks, rank, device)
+
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        size = self.message_size(list(sizes), ranks)
+        return [("alltoall", ranks * size), ("allgather", size)]
 
     def message_size(self, sizes: list[int], ranks: int) -> int:
         """The bytes that a rank sends to one other in each of both collectives, for groups of so many values."""

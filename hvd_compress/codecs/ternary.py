@@ -1,5 +1,6 @@
 """TernGrad's ternary quantization (Wen et al., NeurIPS 2017)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from .. import ops
 from ..engine.arguments import check_number
 from ..engine.collectives import allgather, allreduce
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, invalidate
+from .base import Averaged, Channel, Codec, Messages, invalidate
 from .packed_channels import floats
 from .scales import Moments
 
@@ -22,22 +23,25 @@ class Ternary(Codec):
     scaler sharing). s costs an allgather of 4 bytes per group; a lane has ``2 + ceil(log2(N))`` bits for N ranks.
     """
 
-    clip: float | None
+    clip: float
 
     def __post_init__(self) -> None:
-        if self.clip is not None:
-            object.__setattr__(self, "clip", check_number("clip", self.clip, above=0, other="None"))
+        object.__setattr__(self, "clip", check_number("clip", self.clip, above=0))
 
     @property
     def name(self) -> str:
-        return f"ternary clipped at {self.clip:g} sigma" if self.clip is not None else "ternary"
+        return f"ternary clipped at {self.clip:g} sigma"
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _TernaryChannel(self.clip, groups, ranks, rank, device)
 
+    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
+        lanes = 64 // (2 + (ranks - 1).bit_length())
+        return [("allgather", 4 * len(sizes)), ("allreduce", 8 * -(-sum(sizes) // lanes))]
+
 
 class _TernaryChannel(Channel):
-    def __init__(self, clip: float | None, groups: int, ranks: int, rank: int, device: torch.device) -> None:
+    def __init__(self, clip: float, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
         self.clip = clip
         self.width = 2 + (ranks - 1).bit_length()
@@ -48,19 +52,16 @@ class _TernaryChannel(Channel):
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         moments = Moments(values, self.edges)
-        scale, clipped = moments.peak, values
-        if self.clip is not None:
-            scale = torch.minimum(scale, moments.rms * self.clip)
-            limit = torch.repeat_interleave(scale.float(), self.edges.diff(), output_size=self.count)
-            clipped = torch.minimum(torch.maximum(values, -limit), limit)
+        scale = torch.minimum(moments.peak, moments.rms * self.clip)
+        limit = torch.repeat_interleave(scale.float(), self.edges.diff(), output_size=self.count)
+        clipped = torch.minimum(torch.maximum(values, -limit), limit)
         scale = bounded(scale).masked_fill(invalid != 0, float("nan")).float()
         gathered = yield allgather(scale.view(torch.uint8), "values", then="encode")
         theirs = floats(gathered).view(self.ranks, -1)
         step = bounded(theirs.nan_to_num(nan=0.0).amax(0)).float()
         # Integers of 2 bits are -1, 0 and 1.
         ops.lanes_encode(clipped, step, self.edges, self.words, self.quantization_error, 2, self.width, key)
-        if clipped is not values:
-            self.quantization_error.add_(values - clipped)
+        self.quantization_error.add_(values - clipped)
         total = yield allreduce(self.words)
         ops.lanes_decode(total, step, self.edges, self.mean, self.width, 1.0 / self.ranks)
         invalidate(self.mean, theirs.isnan().any())

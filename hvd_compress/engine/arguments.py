@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: ``(name, parameter)`` pairs, or a model, whose named parameters they are.
+#: What a user has given as an argument: of any type.
+Given: TypeAlias = Any
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 
 # Parts of names that torch.compile, activation checkpointing, FSDP1 and Lightning Fabric insert, and that are not in
@@ -23,7 +25,7 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 
 
-def check_integer(name: str, value: Any, low: int | None = None, high: int | None = None, *, other: str = "") -> int:
+def check_integer(name: str, value: Given, low: int | None = None, high: int | None = None, *, other: str = "") -> int:
     """``value`` as an int, in [low, high].
 
     Args:
@@ -49,7 +51,7 @@ def check_integer(name: str, value: Any, low: int | None = None, high: int | Non
 
 def check_number(
     name: str,
-    value: Any,
+    value: Given,
     *,
     above: float | None = None,
     at_least: float | None = None,
@@ -94,12 +96,12 @@ def check_number(
     return number
 
 
-def check_fraction(name: str, value: Any) -> float:
+def check_fraction(name: str, value: Given) -> float:
     """:func:`check_number` in [0, 1]."""
     return check_number(name, value, at_least=0, at_most=1)
 
 
-def check_flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Given) -> bool:
     """``value`` as a bool. Raises ``TypeError`` if it is neither a bool nor 0 or 1: the string ``"False"`` is true."""
     try:
         known = value in {False, True}

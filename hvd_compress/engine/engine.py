@@ -11,6 +11,7 @@ seconds.
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class Engine:
         self.stats = WireStats()
         # Gradients of a model on several GPUs arrive from several threads.
         lock = threading.RLock()
-        self.peer = EnginePeer(self, lock, Engine._configuration, start_timeout)
+        self.peer = EnginePeer(self, lock, partial(_configuration, weakref.ref(self)), start_timeout)
         self.exchanges = Exchanges(nodes, self.stats, self.peer.label, self.peer.advance_others)
         #: The context of all calls that exchange.
         self.entered = Entered(lock, self.exchanges, self.stats)
@@ -251,29 +252,6 @@ class Engine:
         """The saved state, beside that of the method and of the buckets."""
         return Entry(vars(self), "step", int, low=0)
 
-    def _configuration(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
-        parameters = {}
-        for number, (name, p) in enumerate(zip(self.names, self.parameters, strict=True)):
-            place = self.place_of[number]
-            where = "uncompressed" if place is None else f"in bucket {place.work.bucket.index}"
-            state = "trained" if p.requires_grad else "frozen"
-            weight = local(p)
-            layout = f"shape {tuple(weight.shape)}, strides {strides_of(weight)}, {p.dtype}"
-            text = f"number {number}, {layout}, {state}, {where}"
-            parameters[f"parameter {name}"] = text
-        return {
-            "version of hvd_compress": __version__,
-            "method": type(self.method).__name__,
-            **self.method.options(),
-            **self.driver.options(),
-            "seed": self._seed,
-            "nodes, ranks of a node": f"{self.nodes.between.size}, {self.nodes.ranks}",
-            "step": self.step,
-            "parameters in changed groups": self.optimizers.regrouped,
-            **parameters,
-        }
-
     def warn(self, text: str) -> None:
         """Warns once per text."""
         if text not in self._warned:
@@ -293,3 +271,29 @@ def _accumulate(work: Work) -> None:
 def _whole_exchange(work: Work) -> Exchange:
     yield from work.exchange()
     work.bucket.mark_written()
+
+
+def _configuration(reference: "weakref.ref[Engine]") -> dict[str, object]:
+    """What of an engine must be the same on all ranks."""
+    engine = reference()
+    assert engine is not None, "the engine no longer exists"
+    parameters = {}
+    for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
+        place = engine.place_of[number]
+        where = "uncompressed" if place is None else f"in bucket {place.work.bucket.index}"
+        state = "trained" if p.requires_grad else "frozen"
+        weight = local(p)
+        layout = f"shape {tuple(weight.shape)}, strides {strides_of(weight)}, {p.dtype}"
+        text = f"number {number}, {layout}, {state}, {where}"
+        parameters[f"parameter {name}"] = text
+    return {
+        "version of hvd_compress": __version__,
+        "method": type(engine.method).__name__,
+        **engine.method.options(),
+        **engine.driver.options(),
+        "seed": engine._seed,
+        "nodes, ranks of a node": f"{engine.nodes.between.size}, {engine.nodes.ranks}",
+        "step": engine.step,
+        "parameters in changed groups": engine.optimizers.regrouped,
+        **parameters,
+    }

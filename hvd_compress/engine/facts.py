@@ -1,6 +1,6 @@
 """What others have to know of a method and of an optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ class Facts:
     ``given``: whether Horovod's optimizer was given this compressor; None if it is not Horovod's. ``ours``: whether
     the gradients that it applies have come from this compressor. ``active``: whether this process exchanges gradients
     at all. ``unknown``: how many of its trained parameters the compressor was not given.
-    ``arrived``: by parameter, whether its gradient is in the last average; None if that cannot be taken back any more.
     """
 
     optimizer: Optimizer
@@ -40,7 +39,6 @@ class Facts:
     ours: bool
     active: bool
     unknown: int
-    arrived: Sequence[int] | None
 
     @property
     def momentum(self) -> float:

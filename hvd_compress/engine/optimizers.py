@@ -49,11 +49,6 @@ class Optimizers:
         """From now on steps are observed. (Optimizers may step in other threads meanwhile.)"""
         _register(self)
 
-    def stepping(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer that steps the parameters of ``optimizer``: itself, or Horovod's, which wraps it."""
-        seen = self._seen() if self._seen is not None else None
-        return seen if seen is not None and share_parameters(optimizer, seen) else optimizer
-
     def unknown(self, optimizer: Optimizer) -> int:
         """How many trained parameters of the optimizer the engine was not given."""
         return sum(p.requires_grad and id(p) not in self._ids for g in optimizer.param_groups for p in g["params"])

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -35,7 +35,7 @@ class EnginePeer:
 
     Args:
         lock: of the engine.
-        configuration: returns what of it must be the same on all ranks.
+        configuration: returns what of the engine must be the same on all ranks; keeps no strong reference either.
         timeout: seconds to wait for the other ranks.
     """
 
@@ -43,11 +43,11 @@ class EnginePeer:
         self,
         engine: Compared,
         lock: "threading.RLock",
-        configuration: Callable[[Any], dict[str, object]],
+        configuration: Callable[[], dict[str, object]],
         timeout: float,
     ) -> None:
         self._engine: weakref.ref[Compared] = weakref.ref(engine)
-        self._lock, self._timeout, self._of = lock, timeout, configuration
+        self._lock, self._timeout, self._configuration = lock, timeout, configuration
         collectives = engine.collectives
         self._registry = collectives.registry()
         self._number = self._registry.add(self)
@@ -61,9 +61,6 @@ class EnginePeer:
         found = self._engine()
         assert found is not None, "the engine no longer exists"
         return found
-
-    def _configuration(self) -> dict[str, object]:
-        return self._of(self._alive)
 
     @property
     def compared(self) -> bool:

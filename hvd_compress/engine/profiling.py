@@ -1,7 +1,7 @@
 """Named ranges in a profile that a user records with ``torch.profiler``: ``hvd_compress.select`` and others."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 from torch.autograd import profiler
 
@@ -11,7 +11,7 @@ Stage = Literal["accumulate", "select", "encode", "reduce", "apply", "exchange",
 _NOTHING = nullcontext()
 
 
-def stage(name: Stage) -> AbstractContextManager[Any]:
+def stage(name: Stage) -> AbstractContextManager[object]:
     """The range ``hvd_compress.<name>``. Without a running profiler it costs a look-up: record_function alone costs
     microseconds, and this is used for every gradient."""
     if getattr(profiler, "_is_profiler_enabled", True):

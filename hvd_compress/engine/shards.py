@@ -1,5 +1,6 @@
 """Sharded parameters (DTensors): what a rank keeps of them. Recognised without importing torch.distributed."""
 
+import math
 from typing import Any, cast
 
 from torch import Tensor
@@ -15,11 +16,26 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
+def mesh_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the mesh of a DTensor; of any other tensor ()."""
+    return tuple(cast(Any, tensor).device_mesh.shape) if is_sharded(tensor) else ()
+
+
 def shards(tensor: Tensor) -> int:
     """Into how many shards a DTensor is divided; 1 for any other tensor."""
-    return int(cast(Any, tensor).device_mesh.size()) if is_sharded(tensor) else 1
+    return math.prod(mesh_of(tensor))
 
 
 def place_in_mesh(tensor: Tensor) -> list[int]:
     """The coordinates of this rank's shard in the mesh of a DTensor; of any other tensor []."""
     return list(cast(Any, tensor).device_mesh.get_coordinate()) if is_sharded(tensor) else []
+
+
+def whole(shard: Tensor, like: Tensor) -> Tensor:
+    """The DTensor of which ``shard`` is this rank's, divided as ``like``; ``shard`` itself if that is no DTensor."""
+    if not is_sharded(like):
+        return shard
+    parameter: Any = like.detach()
+    mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    found: Tensor = type(parameter).from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
+    return found

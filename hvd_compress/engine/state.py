@@ -4,8 +4,7 @@ A description is built when it is needed and refers to the objects that hold the
 
     {"count": Entry(vars(self), "count", int, low=0), "floors": {"conv.weight": TensorLeaf(floor, low=0.0)}}
 
-A leaf with ``per_rank`` differs between ranks and is a sum of gradients, or another quantity whose mean over ranks is
-meaningful; the others are the same on all ranks.
+A leaf with ``per_rank`` differs between ranks; the others are the same on all ranks.
 """
 
 import abc
@@ -17,6 +16,11 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+#: A value of a saved state: of any type until it was checked.
+Saved: TypeAlias = Any
+#: A state as the user holds it.
+State: TypeAlias = dict[str, Saved]
+
 
 class Leaf(abc.ABC):
     """One value of a state. A saved value is a copy, and consists of what ``torch.load(weights_only=True)`` accepts."""
@@ -24,59 +28,44 @@ class Leaf(abc.ABC):
     per_rank = False
 
     @abc.abstractmethod
-    def save(self) -> Any: ...
+    def save(self, copies: "Copies") -> Saved: ...
 
     @abc.abstractmethod
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         """Raises ``ValueError``, with ``path``, if :meth:`load` would not take ``value``. Changes nothing."""
 
-    @abc.abstractmethod
-    def load(self, value: Any) -> None: ...
+    def load(self, value: Saved) -> None:
+        """Does nothing if there is nothing to load."""
 
 
 Tree: TypeAlias = Leaf | dict[str, "Tree"]
+#: By :func:`memory_of` a tensor that the description refers to, its copy in the saved values.
+Copies: TypeAlias = dict[Any, Tensor]
 
 
-def save(tree: Tree) -> Any:
-    """The values of a description, in nested dicts."""
-    return tree.save() if isinstance(tree, Leaf) else {key: save(part) for key, part in tree.items()}
+def save(tree: Tree, copies: Copies | None = None) -> Saved:
+    """The values of a description, in nested dicts. ``copies``: those made so far."""
+    copies = {} if copies is None else copies
+    return tree.save(copies) if isinstance(tree, Leaf) else {key: save(part, copies) for key, part in tree.items()}
 
 
-def check(tree: Tree, value: Any, path: str = "") -> None:
-    """Raises ``ValueError``, with the path of the first bad item, unless ``value`` fits the description completely.
-    Options come first: where one differs, much else does."""
-    _check_options(tree, value, path)
-    _check(tree, value, path)
-
-
-def _check_options(tree: Tree, value: Any, path: str) -> None:
-    if _only_options(tree):
-        _check(tree, value, path)
-    elif isinstance(tree, dict) and isinstance(value, dict):
-        for key in tree:
-            if key in value:
-                _check_options(tree[key], value[key], joined(path, key))
-
-
-def _only_options(tree: Tree) -> bool:
-    return isinstance(tree, Fixed) if isinstance(tree, Leaf) else bool(tree) and all(map(_only_options, tree.values()))
-
-
-def _check(tree: Tree, value: Any, path: str) -> None:
+def check(tree: Tree, value: Saved, path: str = "") -> None:
+    """Raises ``ValueError``, with the path of the first bad item, unless ``value`` fits the description completely."""
     if isinstance(tree, Leaf):
         tree.check(value, path)
         return
     if not isinstance(value, dict):
         refuse(path, f"must be a dict, got {described(value)}")
+    # What is there comes first: where an option differs, other items are missing.
+    for key in filter(value.__contains__, tree):
+        check(tree[key], value[key], joined(path, key))
     missing, unknown = (_paths(path, keys) for keys in (tree.keys() - value.keys(), value.keys() - tree.keys()))
     if missing or unknown:
         parts = [missing and f"{missing}: missing from the state", unknown and f"{unknown}: not of this compressor"]
         raise ValueError("; ".join(filter(None, parts)))
-    for key, part in tree.items():
-        _check(part, value[key], joined(path, key))
 
 
-def load(tree: Tree, value: Any) -> None:
+def load(tree: Tree, value: Saved) -> None:
     """Loads a ``value`` that :func:`check` has accepted."""
     if isinstance(tree, Leaf):
         tree.load(value)
@@ -94,36 +83,28 @@ def part_of(tree: Tree, per_rank: bool) -> Tree:
 
 
 class TensorLeaf(Leaf):
-    """A tensor that is loaded in place, from any device.
+    """A finite tensor that is loaded in place, from any device.
 
     Args:
         tensor: the memory of the state, of which shape and dtype are required.
         low, high: the range of its entries.
-        finite: refuse NaN and infinities.
     """
 
     def __init__(
-        self,
-        tensor: Tensor,
-        low: float = -math.inf,
-        high: float = math.inf,
-        *,
-        finite: bool = True,
-        per_rank: bool = False,
+        self, tensor: Tensor, low: float = -math.inf, high: float = math.inf, *, per_rank: bool = False
     ) -> None:
-        self._tensor, self._low, self._high, self._finite, self.per_rank = tensor, low, high, finite, per_rank
+        self._tensor, self._low, self._high, self.per_rank = tensor, low, high, per_rank
 
-    def save(self) -> Tensor:
-        return self._tensor.detach().clone()
+    def save(self, copies: Copies) -> Tensor:
+        return copies.setdefault(memory_of(self._tensor), self._tensor.detach().clone())
 
-    def check(self, value: Any, path: str) -> None:
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta or value.is_quantized:
+    def check(self, value: Saved, path: str) -> None:
+        strided = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+        if not strided or value.shape != self._tensor.shape or value.dtype != self._tensor.dtype:
             refuse(path, f"must be {described(self._tensor)}, got {described(value)}")
-        if value.shape != self._tensor.shape or value.dtype != self._tensor.dtype:
-            refuse(path, f"must be {described(self._tensor)}, got {described(value)}")
-        if self._finite and not bool(value.isfinite().all()):
+        if not bool(value.isfinite().all()):
             refuse(path, "must be finite, has NaN or infinity")
-        if not bool(((value >= self._low) & (value <= self._high) | value.isnan()).all()):
+        if not bool(((value >= self._low) & (value <= self._high)).all()):
             low, high = value.aminmax()
             refuse(path, f"must lie in {self._low:g} to {self._high:g}, has {low:g} to {high:g}")
 
@@ -137,10 +118,10 @@ class OptionalTensor(Leaf):
     def __init__(self, container: MutableMapping[str, Tensor], key: str, like: Tensor) -> None:
         self._container, self._key, self._like = container, key, like
 
-    def save(self) -> Tensor | None:
+    def save(self, copies: Copies) -> Tensor | None:
         return None if self._key not in self._container else self._container[self._key].clone()
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         if value is not None:
             TensorLeaf(self._like).check(value, path)
 
@@ -155,9 +136,9 @@ class Entry(Leaf):
 
     def __init__(
         self,
-        container: Any,
-        key: Any,
-        kind: type[bool | int | float],
+        container: Saved,
+        key: Saved,
+        kind: type,
         low: float = -math.inf,
         high: float = math.inf,
         *,
@@ -166,17 +147,17 @@ class Entry(Leaf):
         self._container, self._key, self._kind = container, key, kind
         self._low, self._high, self.per_rank = low, high, per_rank
 
-    def save(self) -> Any:
+    def save(self, copies: Copies) -> Saved:
         return self._container[self._key]
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         allowed = (int, float) if self._kind is float else (self._kind,)
         if type(value) not in allowed or not math.isfinite(value):
             refuse(path, f"must be a finite {self._kind.__name__}, got {described(value)}")
         if not self._low <= value <= self._high:
             refuse(path, f"must lie in {self._low:g} to {self._high:g}, got {value}")
 
-    def load(self, value: Any) -> None:
+    def load(self, value: Saved) -> None:
         self._container[self._key] = self._kind(value)
 
 
@@ -184,19 +165,16 @@ class Fixed(Leaf):
     """An option that a state depends on, in numbers, strings, lists and dicts: saved, and required to be the same.
     ``hint``: what to do otherwise."""
 
-    def __init__(self, value: Any, hint: str = "") -> None:
+    def __init__(self, value: Saved, hint: str = "") -> None:
         self._value, self._hint = value, hint
 
-    def save(self) -> Any:
+    def save(self, copies: Copies) -> Saved:
         return copy.deepcopy(self._value)
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         if not same(value, self._value):
             hint = f" ({self._hint})" if self._hint else ""
             refuse(path, f"the state was made with {described(value)}, this compressor has {self._value!r:.200}{hint}")
-
-    def load(self, value: Any) -> None:
-        """Does nothing: there is nothing to load."""
 
 
 class Recorded(Leaf):
@@ -205,43 +183,15 @@ class Recorded(Leaf):
     def __init__(self, compute: Callable[[], int]) -> None:
         self._compute = compute
 
-    def save(self) -> int:
+    def save(self, copies: Copies) -> int:
         return self._compute()
 
-    def check(self, value: Any, path: str) -> None:
+    def check(self, value: Saved, path: str) -> None:
         if type(value) is not int or value < 0:
             refuse(path, f"must be an int of 0 or more, got {described(value)}")
 
-    def load(self, value: int) -> None:
-        """Does nothing: there is nothing to load."""
 
-
-class Foreign(Leaf):
-    """An object of the user's with ``state_dict()`` and ``load_state_dict()``. It is checked by loading it and
-    restoring what was there before."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-
-    def save(self) -> Any:
-        return copy.deepcopy(self._owner.state_dict())
-
-    def check(self, value: Any, path: str) -> None:
-        before = self.save()
-        if not isinstance(value, dict):
-            refuse(path, f"must be a dict, got {described(value)}")
-        try:
-            self.load(value)
-        except Exception as error:
-            raise ValueError(f"{path}: {type(self._owner).__name__} cannot load it: {error!r}") from error
-        finally:
-            self.load(before)
-
-    def load(self, value: Any) -> None:
-        self._owner.load_state_dict(copy.deepcopy(value))
-
-
-def same(one: Any, other: Any) -> bool:
+def same(one: Saved, other: Saved) -> bool:
     """Whether two values are of the same types and bit-equal."""
     if type(one) is not type(other):
         return False
@@ -256,7 +206,12 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def described(value: Any) -> str:
+def memory_of(tensor: Tensor) -> Saved:
+    """Equal for tensors that are one view of one memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def described(value: Saved) -> str:
     """What a value is, for an error message."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
@@ -267,11 +222,11 @@ def refuse(path: str, text: str) -> NoReturn:
     raise ValueError(f"{path or 'the state'}: {text}")
 
 
-def joined(path: str, key: Any) -> str:
+def joined(path: str, key: Saved) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _paths(path: str, keys: Iterable[Any]) -> str:
+def _paths(path: str, keys: Iterable[Saved]) -> str:
     names = sorted(joined(path, key) for key in keys)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

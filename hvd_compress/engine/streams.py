@@ -1,7 +1,6 @@
 """CUDA stream order for the work on one bucket, which hooks, exchanges and the user may launch on different streams."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ class StreamOrder(AbstractContextManager[None]):
         """An input was made on the current stream: the next piece of work waits for it."""
         self._inputs.add(torch.cuda.current_stream(self._device))
 
-    def exchange_stream(self) -> AbstractContextManager[Any]:
+    def exchange_stream(self) -> AbstractContextManager[object]:
         """The stream of all of the bucket's exchanges. Tensors that live from one stage of an exchange to the next then
         belong to one stream, and exchanges are not queued behind the backward pass."""
         if self._stream is None:
@@ -62,7 +61,7 @@ class _NoStreams(nullcontext[None], StreamOrder):
     def note_input(self) -> None:
         pass
 
-    def exchange_stream(self) -> AbstractContextManager[Any]:
+    def exchange_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def release(self, *tensors: torch.Tensor) -> None:

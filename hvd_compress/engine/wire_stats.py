@@ -2,7 +2,7 @@
 
 import statistics
 from collections import deque
-from typing import Any, get_args
+from typing import get_args
 
 from .collectives import Kind, Request, ring_bytes
 from .state import Entry, Tree
@@ -62,7 +62,7 @@ class WireStats:
             self._total[kind] += byte_count
         self._complete = True
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, float | dict[str, float]]:
         """``last``, ``total`` and ``compress_ms`` of ``Compressor.stats()``."""
         seconds = [*self._recent, *([self._seconds] if self._complete else [])]
         return {

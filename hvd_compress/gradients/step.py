@@ -26,7 +26,7 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 import weakref
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,6 +39,12 @@ from ..engine.place import Place, check_gradient
 from ..engine.state import Tree
 from ..engine.work import undo as undo_works
 from .last_average import LastAverage
+
+
+class GradScaler(Protocol):
+    """A ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float: ...
 
 
 class Host(Protocol):
@@ -81,15 +87,13 @@ class GradientStep:
 
     comes_first = True
 
-    def __init__(self, engine: Engine, host: Host, grad_scaler: Any) -> None:
+    def __init__(self, engine: Engine, host: Host, grad_scaler: GradScaler | None) -> None:
         self._engine, self._host, self._scaler = engine, weakref.ref(host), grad_scaler
         self._state = _State.IDLE
         #: Whether the gradients may hold an average that was taken back.
         self._discarded = False
         #: Undoes the last exchange in place of the engine.
         self._undo: Callable[[], None] | None = None
-        #: By parameter, whether its gradient has arrived in the current step, or the last one.
-        self._arrived = bytearray(len(engine.parameters))
         self._last_average = LastAverage(engine.parameters)
         # False after the first gradient in this process, and after bypassed_by() has been true.
         self._may_be_bypassed = True
@@ -122,7 +126,6 @@ class GradientStep:
             self._begin()
         if contains:
             self._refuse_last_average(number)
-        self._arrived[number] = True
         return engine.arrive(number, grad)
 
     def finish(self) -> None:
@@ -240,8 +243,7 @@ class GradientStep:
         if active:
             host.check_optimizer(optimizer)
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
-        arrived = self._arrived if self.undoable else None
-        engine.method.check_optimizer(Facts(optimizer, given, ours, active, unknown, arrived))
+        engine.method.check_optimizer(Facts(optimizer, given, ours, active, unknown))
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         if counts:
@@ -260,7 +262,6 @@ class GradientStep:
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE
         self._undo = None
-        self._arrived = bytearray(len(engine.parameters))
         engine.begin(engine.works, engine.step, scale)
         self._state, self._may_be_bypassed = _State.COLLECTING, False
 

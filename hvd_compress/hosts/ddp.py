@@ -26,6 +26,7 @@ from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
+from ..gradients.step import GradScaler
 from .hooked import HookedHost
 from .living import living
 from .nested import backward_depth
@@ -61,7 +62,7 @@ class DDPHost(HookedHost):
 
     registration = "model.register_comm_hook(compression, hvd_compress.ddp_hook)"
 
-    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+    def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
@@ -200,7 +201,7 @@ class DDPHost(HookedHost):
             else:
                 gradient.copy_(part.view_as(gradient))
 
-    def _side_stream(self, device: torch.device) -> AbstractContextManager[Any]:
+    def _side_stream(self, device: torch.device) -> AbstractContextManager[object]:
         """On a GPU, a stream that waits for the gradients: exchanges do not delay the rest of backward."""
         if device.type != "cuda":
             return nullcontext()

@@ -27,6 +27,7 @@ from ..carriers.torch_collectives import TorchCollectives
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
+from ..gradients.step import GradScaler
 from .fsdp_modules import (
     ModuleHook,
     check_not_unsharded,
@@ -138,7 +139,7 @@ class FSDPHost(HookedHost):
 
     registration = "hvd_compress.register_fsdp_hooks(model, compression)"
 
-    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+    def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)
         self._registered: _Registration | None = None
         #: The backward pass of the step in progress, or None.

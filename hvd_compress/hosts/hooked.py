@@ -1,11 +1,9 @@
 """What hosts have in common whose hooks a model calls, whichever optimizers step."""
 
-from typing import Any
-
 from torch.optim import Optimizer
 
 from ..engine.engine import Engine
-from ..gradients.step import GradientStep
+from ..gradients.step import GradientStep, GradScaler
 from .horovod import was_given
 
 
@@ -16,7 +14,7 @@ class HookedHost:
     single, detached, versions = False, False, False
     registration: str
 
-    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+    def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
 
     def given(self, optimizer: Optimizer) -> bool | None:

@@ -4,8 +4,6 @@ Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that dif
 only after every gradient of the step has passed through ``compress``. Nothing in ``compress`` may wait.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +13,7 @@ from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.profiling import stage
-from ..gradients.step import GradientStep
+from ..gradients.step import GradientStep, GradScaler
 from .lookup import GradientLookup
 
 
@@ -25,7 +23,7 @@ class HorovodHost:
     #: Horovod's optimizer and the one that it wraps count as one.
     single, detached, versions = True, False, True
 
-    def __init__(self, engine: Engine, grad_scaler: Any) -> None:
+    def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
         self._used: GradientLookup | None = None
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -101,9 +99,9 @@ class HorovodHost:
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
             )
 
-    def _check_synchronized(self, optimizer: Any) -> None:
+    def _check_synchronized(self, optimizer: Optimizer) -> None:
         """Horovod itself warns of this. The averages may be other tensors now, such as clipped ones."""
-        if not getattr(optimizer, "_synchronized", False) or not optimizer._should_synchronize:
+        if not getattr(optimizer, "_synchronized", False) or not getattr(optimizer, "_should_synchronize", True):
             return
         grads = [p.grad for p in self._engine.parameters if p.grad is not None]
         if self._used is not None and not self._used.accumulated and any(bool(grad.any()) for grad in grads):

@@ -1,14 +1,11 @@
 """Which weights local steps exchange when: all at once, or one fragment after the other (Streaming DiLoCo)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.bucket import Piece
 from ..engine.engine import Engine
 from ..engine.state import Entry, Tree
 from ..engine.work import Work
-from ..reference import BLOCK
 from .common_weights import Weight
 
 
@@ -39,7 +36,10 @@ class Turns:
         self._engine, self.period, self._count = engine, period, count
         units = _units(engine, weights)
         if len(units) < count:
-            raise ValueError(_too_few(engine, len(units), count))
+            raise ValueError(
+                f"{count} fragments need as many buckets or uncompressed tensors, and this compressor has "
+                f"{len(units)}: take fewer, or build the compressor with a smaller bucket_mb"
+            )
         parts = divided([sum(w.own.numel() for w in unit) for unit in units], count)
         self.fragments = [self._fragment(number, units[part.start : part.stop]) for number, part in enumerate(parts)]
         #: By fragment, the calls of ``LocalSteps.step()`` since its last exchange, or since the common weights were
@@ -114,33 +114,3 @@ def _units(engine: Engine, weights: Sequence[Weight]) -> list[list[Weight]]:
             index = weight.place.work.bucket.index
         units[index].append(weight)
     return units
-
-
-def _too_few(engine: Engine, units: int, count: int) -> str:
-    pieces = [place.piece for place in engine.place_of if place is not None]
-    if len(pieces) < count:
-        what = "compressed tensors: a bucket (bucket_mb) has one at least" if pieces else "tensors"
-        return f"fragments must be at most {len(pieces) or units}, the number of {what}; got {count}"
-    capacity = float(sum(map(_size, pieces)) // count)
-    while _buckets(pieces, capacity) < count:
-        capacity /= 2
-    digit = 10.0 ** (math.floor(math.log10(capacity / 2**20)) - 1)
-    fits = math.floor(capacity / 2**20 / digit) * digit
-    return (
-        f"{count} fragments need as many buckets, and this compressor has {units}: build the compressor with a smaller "
-        f"bucket_mb, such as {fits:.2g}"
-    )
-
-
-def _buckets(pieces: Sequence[Piece], capacity: float) -> int:
-    """How many buckets of at most ``capacity`` bytes these pieces, in the order of buckets, would make."""
-    count, filled = 0, math.inf
-    for before, piece in zip([pieces[0], *pieces], pieces, strict=False):
-        if filled + _size(piece) > capacity or piece.parameter.device != before.parameter.device:
-            count, filled = count + 1, 0.0
-        filled += _size(piece)
-    return count
-
-
-def _size(piece: Piece) -> int:
-    return piece.blocks * BLOCK * 4

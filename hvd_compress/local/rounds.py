@@ -85,13 +85,8 @@ class Rounds:
         weights = self._common.weights
         self._turns = Turns(engine, weights, self._checked(period), settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
-        self._exact = (
-            settings.plain
-            and not settings.restore_length
-            and not settings.delay
-            and not engine.works
-            and engine.method.options().get("dense_values") == "fp32"
-        )
+        rounded = bool(engine.works) or "fp16" in engine.method.options().values()
+        self._exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
         self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
         self._in_flight = InFlight(
             engine,

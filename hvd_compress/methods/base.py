@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..carriers import default_collectives
-from ..engine import checkpoint
+from ..checkpoints import one_rank
+from ..checkpoints.dcp import refuse_dcp
 from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
@@ -20,7 +21,6 @@ from ..engine.place import Place
 from ..engine.shards import local
 from ..gradients import guard
 from ..hosts import host_of
-from ..hosts.dcp import refuse_dcp
 from ..hosts.ddp import DDPHost
 from ..hosts.fsdp import FSDPHost
 from ..hosts.fsdp_modules import check_resharded
@@ -117,7 +117,7 @@ class Compressor(Reporting, Method):
             dense_values=dense_values,
             start_timeout=start_timeout,
         )
-        self._common = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
+        self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
         #: Who passes gradients in, unless local steps use this compressor.
         self.host, self.grad_scaler, self.seed = host_of(self.engine, grad_scaler), grad_scaler, seed
         self.engine.drive(self.host.step)
@@ -225,15 +225,16 @@ class Compressor(Reporting, Method):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it): copies.
 
-        ``shared``: what is the same on all ranks. ``per_rank``: residuals and velocities, by bucket and name, and byte
-        counts. ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
+        ``owed``: what this rank has not sent, by parameter, which fits any ranks, nodes and buckets. ``shared``: the
+        exact state of these, where it is the same on all ranks. ``per_rank``: where it is not, and byte counts.
+        ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
 
         Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
         middle of a step, ``TypeError`` if ``torch.distributed.checkpoint`` calls it, which needs a
         :class:`~hvd_compress.DCPState`.
         """
         refuse_dcp(self.engine)
-        return checkpoint.save(self.engine)
+        return one_rank.save(self.engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes bit-exactly from the :meth:`state_dict` that the same rank of equally many ranks saved from a
@@ -245,7 +246,7 @@ class Compressor(Reporting, Method):
         value that is not finite. The message begins with the path of the item, such as
         ``per_rank.buckets.0.residual.conv1.weight.entries``.
         """
-        checkpoint.load(self.engine, state)
+        one_rank.load(self.engine, state)
 
     def reset(self) -> None:
         """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in

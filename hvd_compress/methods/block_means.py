@@ -5,6 +5,8 @@ one sign and similar size), which would overshoot when applied late. One value p
 without delay; the residual keeps the deviations from the mean.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -13,40 +15,59 @@ from ..engine.bucket import Bucket, Piece
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part
 from ..reference import BLOCK
+from ..selection.base import NOT_SENT
 
 _SAVED = ("fresh", "velocity", "unsent")
 
 
 class BlockMeans(Part):
-    """The block means of one bucket: float32 tensors of (blocks,).
+    """The block means of one bucket: float32 tensors of (blocks,), or of (0,) without block means.
 
     ``fresh``: the means of the gradients since the last exchange (added by ``accumulate_select``). ``velocity``: for
-    momentum correction. ``unsent``: the residual of the means.
+    momentum correction. ``unsent``: the residual of the means. ``sizes``: the blocks of each piece; empty without.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        memory = torch.zeros(3, bucket.blocks, dtype=torch.float32, device=bucket.device)
+    def __init__(self, bucket: Bucket, sent: bool) -> None:
+        self._bucket, self.sizes = bucket, [piece.blocks for piece in bucket.pieces if sent]
+        memory = torch.zeros(3, sum(self.sizes), dtype=torch.float32, device=bucket.device)
         self.fresh, self.velocity, self.unsent = memory.unbind()
 
-    def load(self, out: Tensor, momentum: float, invalid: Tensor) -> None:
+    def load(self, out: Tensor, momentum: float, without: Iterable[Piece], invalid: Tensor) -> None:
         """Writes this step's means to ``out``. A mean that would not be finite is left out and sets ``invalid``, int32,
-        (1,)."""
-        ops.block_means_send(self.fresh, self.unsent, self.velocity if momentum else None, out, invalid, momentum)
+        (1,). ``without``: the pieces that have no momentum."""
+        if self.sizes:
+            for piece in without:
+                piece.of_blocks(self.velocity).zero_()
+            ops.block_means_send(self.fresh, self.unsent, self.velocity if momentum else None, out, invalid, momentum)
 
-    def keep_error(self, mean: Tensor, error: Tensor) -> None:
-        """Keeps the quantization ``error`` in ``unsent`` after the exchange, where the averaged ``mean`` is finite."""
+    def receive(self, mean: Tensor, error: Tensor) -> Tensor | None:
+        """Keeps the quantization ``error`` in ``unsent`` where the averaged ``mean`` is finite. Returns the means to
+        apply: ``mean``, without those of pieces of which no gradient arrived; None without block means."""
+        if not self.sizes:
+            return None
+        for piece in self._bucket.missing():
+            piece.of_blocks(mean).fill_(NOT_SENT)
         ops.block_means_keep(mean, error, self.unsent)
+        return mean
 
     def put_back(self, sent: Tensor) -> None:
         """Takes the exchange of ``sent`` back."""
         self.unsent.copy_(sent)
 
-    def spread(self, piece: Piece, per_block: Tensor) -> Tensor:
-        """A tensor of the bucket's blocks, for each entry of a piece, in its shape: float32."""
-        return piece.reshaped(piece.of_blocks(per_block).repeat_interleave(BLOCK))
+    def added(self, piece: Piece, entries: Tensor, per_block: Tensor) -> Tensor:
+        """``entries`` of a piece plus one of the tensors above: float32, in its shape."""
+        if not self.sizes:
+            return entries
+        return entries + piece.reshaped(piece.of_blocks(per_block).repeat_interleave(BLOCK))
+
+    def clear(self, piece: Piece) -> None:
+        """Forgets what a piece has not sent."""
+        piece.of_blocks(self.unsent).zero_()
+        piece.of_blocks(self.fresh).zero_()
 
     def state(self) -> Tree:
+        if not self.sizes:
+            return {}
         tensors = {key: getattr(self, key) for key in _SAVED}
         return {
             piece.name: {key: TensorLeaf(piece.of_blocks(t), per_rank=True) for key, t in tensors.items()}

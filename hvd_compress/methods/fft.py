@@ -1,16 +1,17 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange
-from ..selection.base import Scoring
 from ..selection.deciders import Decider
+from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .basis import Fourier
-from .sparse import Leading, Sending, SparseMethod, SparseWork
+from .sparse import SparseMethod, exchanged_codec
+from .sparse_work import Sending, SparseWork
 
 
 class FFT(SparseMethod):
@@ -23,12 +24,12 @@ class FFT(SparseMethod):
 
         U_i = momentum U_i + F g_i                    with momentum, else F g_i
         A_i = R_i + U_i
-        S   = union over this step's leaders of their largest |A_i|, m of every 256
+        S   = union over all ranks of their largest |A_i|, m of every 256
         g   = F^-1 (mean_i Q(A_i[S]) on S, 0 elsewhere)             Q: the codec
         R_i = A_i - Q(A_i[S]) on S, A_i elsewhere;  U_i[S] = 0
 
     The paper's: the largest coefficients; range-based floats (their definition is ours); a density that diminishes with
-    the learning rate (:class:`~hvd_compress.schedule.Diminishing`); ``exchange="gather"``, where every rank selects its
+    the learning rate (:func:`hvd_compress.schedule.diminishing`); ``exchange="gather"``, where every rank selects its
     own frequencies and sends them to all, with a bitmap of indices where that is shorter, so that the bytes grow with
     the ranks. Ours: the residual in the frequency domain; real and imaginary parts selected separately, which at equal
     bytes keeps more energy than pairs; interior bins times sqrt(2), so that the transform preserves the norm; leaders
@@ -45,21 +46,14 @@ class FFT(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: coefficients sent in a step as a share of the entries, in (0, 1], or a schedule:
-            :class:`~hvd_compress.schedule.Diminishing` is the paper's.
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`); None for
-            ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the gather.
+        density: coefficients sent in a step as a share of the entries.
+        values: None for ``"lanes4"`` with the ring, and range-based floats of 10 bits, ``"range10-gather"``, with the
+            gather.
         exchange: ``"ring"`` or ``"gather"``.
-        leaders: how many ranks, on average, select the coefficients of one block; None for all. Ring only.
-        explore: share of the blocks in which coefficients are drawn at random in proportion to magnitude, in [0, 1].
-        budget_interval: steps between updates of the parameters' shares of a bucket's slots by magnitude; 0 keeps them
-            equal.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
-    arguments: Leading
     _ordered = True
 
     def __init__(
@@ -69,32 +63,23 @@ class FFT(SparseMethod):
         *,
         values: str | Codec | None = None,
         exchange: str = "ring",
-        leaders: int | None = None,
-        explore: float = 0.0,
         budget_interval: int = 100,
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        self.arguments = Leading(exchange, leaders, explore)
         # What trained best at equal bytes (docs/benchmarks.md); the paper's.
-        values = self.arguments.codec(values, ring="lanes4", gather="range10-gather")
-        common.update(budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, values=values, **common)
+        values = exchanged_codec(exchange, values, ring="lanes4", gather="range10-gather")
+        self.arguments = SimpleNamespace(exchange=exchange)
+        super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _FFTWork(bucket, sending, self.arguments)
+        return _FFTWork(bucket, sending, self.arguments.exchange == "gather")
 
 
 class _FFTWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, leading: Leading) -> None:
-        super().__init__(bucket, sending, basis=Fourier(bucket), scoring=Scoring(leading.explore))
-        self._leading = leading
+    def __init__(self, bucket: Bucket, sending: Sending, gathers: bool) -> None:
+        self._gathers = gathers
+        super().__init__(bucket, sending, basis=Fourier(bucket))
 
     def decide(self, slots: list[int]) -> Decider:
-        return self._leading.decide(self, slots)
-
-    def exchange(self) -> Exchange:
-        importance = self.due_importance()
-        yield from self.send()
-        yield from self.share_slots(importance)
+        picker = Blocks(self.bucket, slots)
+        return self.each_rank(picker) if self._gathers else self.leaders(picker)

@@ -1,6 +1,6 @@
 """Importance-weighted pruning on ring allreduce (Cheng & Xu, arXiv 1901.01544)."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,20 +8,19 @@ import torch
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_flag, check_fraction, check_number
 from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..selection.base import Scoring
 from ..selection.deciders import Leaders, check_leaders
-from ..selection.pickers import Blocks, Exact
+from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork
 
 # Keeps the scores of an all-zero parameter finite.
 _TINY = 1e-12
 # Steps between measurements of mean|w|, which changes slowly.
 _FLOOR_INTERVAL = 100
-_PICKERS = {"block": Blocks, "topk": Exact}
 
 
 class IWP(SparseMethod):
@@ -57,25 +56,14 @@ class IWP(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`). Where two
-            leaders select the same entry, fewer different entries are sent.
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
-        selection: ``"block"`` (m of every 256, one byte an index) or ``"topk"`` (exact within a parameter, four bytes,
-            slow).
+        density: slots as a share of the entries. Where two leaders select one entry, fewer are sent.
         leaders: how many ranks, on average, select the entries of one block; None for all.
         explore: share of the blocks in which entries are drawn at random in proportion to importance, in [0, 1].
         block_means: send the mean of every block in each step, one more value per 256 entries (``docs/iwp.md``).
         floor: the constant added to the weights, in units of ``mean|w|``; above 0.
-        budget_interval: steps between updates of the parameters' shares of a bucket's slots by importance (each within
-            1/4 and 4 times the density); 0 keeps the shares equal.
-        warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
-        momentum: of momentum correction, in [0, 1). The optimizer's own momentum must then be 0; :meth:`take_momentum`
-            moves it here. Uncompressed gradients get plain momentum, after they are averaged.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
-
-    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -83,23 +71,21 @@ class IWP(SparseMethod):
         density: float | Density = 1 / 32,
         *,
         values: str | Codec = "lanes4",
-        selection: str = "block",
         leaders: int | None = None,
         explore: float = 0.05,
         floor: float = 0.5,
         block_means: bool = True,
         budget_interval: int = 100,
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if selection not in _PICKERS:
-            raise ValueError(f"selection must be one of {', '.join(sorted(_PICKERS))}, got {selection!r}")
-        leaders, explore = check_leaders(leaders), check_fraction("explore", explore)
-        floor, block_means = check_number("floor", floor, above=0), check_flag("block_means", block_means)
-        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        self.arguments, self._ordered = _Arguments(selection, leaders, explore, floor, block_means), block_means
-        super().__init__(named_parameters, density, **common)
+        self.arguments = SimpleNamespace(
+            leaders=check_leaders(leaders),
+            explore=check_fraction("explore", explore),
+            floor=check_number("floor", floor, above=0),
+            block_means=check_flag("block_means", block_means),
+        )
+        self._ordered = self.arguments.block_means
+        super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _IWPWork(bucket, sending, self.arguments)
@@ -108,27 +94,24 @@ class IWP(SparseMethod):
         return {"block means": self.arguments.block_means, **super().made_with()}
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    selection: str
-    leaders: int | None
-    explore: float
-    floor: float
-    block_means: bool
-
-
 class _Floors(Part):
     """``floor * mean|w|`` of each piece: float32, (pieces,)."""
 
     def __init__(self, bucket: Bucket, floor: float) -> None:
         self._bucket, self._floor = bucket, floor
-        self.values = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.device)
+        self.values, self._known = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.device), False
 
     def begin(self, step: Step) -> None:
-        if step.number % _FLOOR_INTERVAL == 0:
+        known, self._known = self._known, True
+        # A state of another layout has none.
+        if step.number % _FLOOR_INTERVAL == 0 or not (known or bool(self.values.any())):
             means = [piece.weight().abs().mean(dtype=torch.float32) for piece in self._bucket.pieces]
             # Weights may not be finite in this step and restored in the next.
             self.values.copy_(torch.stack(means).nan_to_num(nan=0.0, posinf=0.0) * self._floor + _TINY)
+
+    def restart(self) -> None:
+        self.values.zero_()
+        self._known = False
 
     def state(self) -> Tree:
         # A rank selects by its own; they may differ in the last bit.
@@ -137,17 +120,10 @@ class _Floors(Part):
 
 
 class _IWPWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._arguments = a = arguments
-        floors = _Floors(bucket, a.floor)
-        super().__init__(bucket, sending, scoring=Scoring(a.explore, floors.values), means=a.block_means, floors=floors)
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+        self._leaders, floors = arguments.leaders, _Floors(bucket, arguments.floor)
+        scoring = Scoring(arguments.explore, floors.values)
+        super().__init__(bucket, sending, scoring=scoring, means=arguments.block_means, floors=floors)
 
     def decide(self, slots: list[int]) -> Leaders:
-        return self.leaders(_PICKERS[self._arguments.selection](self.bucket, slots), self._arguments.leaders)
-
-    def exchange(self) -> Exchange:
-        importance = self.due_importance()
-        yield from self.decider.agree(self.scoring)  # S
-        mean, error = yield from self.average(self.picked())
-        self.apply(mean, error, self.output())
-        yield from self.share_slots(importance)
+        return self.leaders(Blocks(self.bucket, slots), self._leaders)

@@ -1,25 +1,27 @@
 """Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction, check_number
+from ..engine.arguments import NamedParameters, check_fraction
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..selection.base import BlockRange, smaller_half, whole
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, check_smoothing, flat_weights, root_mean_squares
+from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork, totals
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork, totals
 
-_SIGNIFICANCE = ("taylor", "fisher")
+# Weight of the past in the smoothed gradient, and the constants under |w| and |e| in units of their root mean square.
+_SMOOTHING, _FLOOR = 0.9, 0.5
 
 
 class MIPD(SparseMethod):
@@ -30,12 +32,12 @@ class MIPD(SparseMethod):
     smoothed average gradient e (per step) and t, the steps since an entry was last sent, are equal on all ranks::
 
         a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
-        s   = (|w| + floor rms(w)) (|e| + floor rms(e)) t       significance
+        s   = (|w| + rms(w) / 2) (|e| + rms(e) / 2) t           significance
         S   = the m largest s of every 256, in that half of the layer whose turn it is
         p   = compensation e                                    in that half, 0 in the other
         g   = p + mean_i Q((a_i - p)[S]) on S, p off it         Q: the codec
         r_i = a_i - p - Q((a_i - p)[S]) on S, a_i - p off it
-        e   = smoothing e + (1 - smoothing) (received value / t + compensation applied since)   on S
+        e   = 0.9 e + 0.1 (received value / t + compensation applied since)   on S
 
     The paper's: significance by the model's interpretability; layers' shares (``budget_interval``); half of the
     parameters a step; exponential smoothing in place of what was not sent; each layer encoded by its own distribution.
@@ -55,24 +57,15 @@ class MIPD(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all, in (0, 1], or a schedule. Above 1/2 there are no halves;
-            just below 1/2, a layer sends at most as many entries as its smaller half has.
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`). Lanes and Lloyd-Max
-            codebooks fit each layer's distribution.
-        layerwise: encode each layer by its own distribution; False encodes a bucket by one (the paper's baseline).
-        significance: ``"taylor"``, ``|w e|``, or ``"fisher"``, ``e^2``.
+        density: entries sent in a step as a share of all. Above 1/2 there are no halves; just below 1/2, a layer sends
+            at most as many entries as its smaller half has.
+        values: how values are encoded. Lanes and Lloyd-Max codebooks fit each layer's distribution, unless
+            ``layerwise`` is False (the paper's baseline).
         compensation: the share of the smoothed gradient that is applied where nothing was sent, in [0, 1].
-        smoothing: weight of the past in e, in [0, 1).
-        floor: the constant under ``|w|`` and ``|e|``, in units of their root mean square; above 0.
         explore: share of the blocks in which entries are drawn at random in proportion to significance, in [0, 1].
-        budget_interval: steps between updates of the parameters' shares of a bucket's slots by significance (each
-            within 1/4 and 4 times the density); 0 keeps the shares equal.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
-
-    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -80,56 +73,41 @@ class MIPD(SparseMethod):
         density: float | Density = 1 / 64,
         *,
         values: str | Codec = "lanes4",
-        layerwise: bool = True,
-        significance: str = "taylor",
         compensation: float = 0.0,
-        smoothing: float = 0.9,
-        floor: float = 0.5,
         explore: float = 0.05,
         budget_interval: int = 100,
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if significance not in _SIGNIFICANCE:
-            raise ValueError(f"significance must be one of {', '.join(_SIGNIFICANCE)}, got {significance!r}")
-        compensation, explore = check_fraction("compensation", compensation), check_fraction("explore", explore)
-        smoothing, floor = check_smoothing(smoothing), check_number("floor", floor, above=0)
-        self.arguments = _Arguments(significance, compensation, smoothing, floor, explore)
-        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, layerwise=layerwise, **common)
+        self.arguments = SimpleNamespace(
+            compensation=check_fraction("compensation", compensation), explore=check_fraction("explore", explore)
+        )
+        super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _MIPDWork(bucket, sending, self.arguments)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    significance: str
-    compensation: float
-    smoothing: float
-    floor: float
-    explore: float
-
-
 class _Floors(Part):
-    """``floor`` times the root mean squares of weights and smoothed gradients: float32, (pieces,)."""
+    """The constants under weights and smoothed gradients: float32, (pieces,)."""
 
-    def __init__(self, bucket: Bucket, history: GradientHistory, floor: float) -> None:
-        self._bucket, self._history, self._floor = bucket, history, floor
+    def __init__(self, bucket: Bucket, history: GradientHistory) -> None:
+        self._bucket, self._history = bucket, history
         memory = torch.zeros(2, len(bucket.pieces), dtype=torch.float32, device=bucket.device)
-        self.weights, self.smoothed = memory.unbind()
+        (self.weights, self.smoothed), self._known = memory.unbind(), False
 
     def begin(self, step: Step) -> None:
-        # Often at first, while the smoothed gradient changes fast.
-        if step.number & (step.number - 1) == 0 or step.number % 64 == 0:
+        known, self._known = self._known, True
+        # Often at first, while the smoothed gradient changes fast. A state of another layout has none.
+        due = step.number & (step.number - 1) == 0 or step.number % 64 == 0
+        if due or not (known or bool(self.weights.any())):
             sizes = root_mean_squares(self._bucket, flat_weights(self._bucket), self._history.smoothed)
             for floors, size in zip((self.weights, self.smoothed), sizes, strict=True):
-                torch.mul(size, self._floor, out=floors)
+                torch.mul(size, _FLOOR, out=floors)
 
     def restart(self) -> None:
         self.weights.zero_()
         self.smoothed.zero_()
+        self._known = False
 
     def state(self) -> Tree:
         rows = zip(self._bucket.pieces, self.weights, self.smoothed, strict=True)
@@ -168,14 +146,13 @@ class _Compensation(Part):
 
 
 class _MIPDWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._arguments = arguments
-        self._history = GradientHistory(bucket, arguments.smoothing)
-        self._floors = _Floors(bucket, self._history, arguments.floor)
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+        self._explore = arguments.explore
+        self._history = GradientHistory(bucket, _SMOOTHING)
+        self._floors = _Floors(bucket, self._history)
         self._compensation = _Compensation(bucket, self._history, arguments.compensation)
         # The history is undone first: the compensation then finds the smoothed gradients that it was made of.
-        parts: dict[str, Part] = {"floors": self._floors, "compensation": self._compensation, "history": self._history}
-        super().__init__(bucket, sending, **parts)
+        super().__init__(bucket, sending, floors=self._floors, compensation=self._compensation, history=self._history)
 
     def decide(self, slots: list[int]) -> Shared:
         return self.shared(Blocks(self.bucket, slots, halves=self.density <= 0.5))
@@ -189,27 +166,23 @@ class _MIPDWork(SparseWork):
         weight, floors, history = part.of(self.bucket.pieces[index].weight()), self._floors, self._history
         n = weight.numel()
         score = part.of_bucket(history.smoothed)[:n].abs() + floors.smoothed[index]
-        if self._arguments.significance == "fisher":
-            score.mul_(score)
-        else:
-            score.mul_(weight.float().abs() + floors.weights[index])
+        score.mul_(weight.float().abs() + floors.weights[index])
         return score.mul_(self.step.number - part.of_bucket(history.last_sent)[:n])
 
     def importance(self) -> Tensor:
         return totals(self.significance(index, whole(piece)) for index, piece in enumerate(self.bucket.pieces))
 
-    def exchange(self) -> Exchange:
-        importance, picker, compensation = self.due_importance(), self.decider.picker, self._compensation
+    def send(self) -> Exchange:
+        picker, compensation = self.decider.picker, self._compensation
         ranges = picker.ranges
         if picker.scored:
-            picker.pick_by([self.significance(i, part) for i, part in enumerate(ranges)], self._arguments.explore)  # S
-        yield from self.decider.agree(self.scoring)
+            picker.pick_by([self.significance(i, part) for i, part in enumerate(ranges)], self._explore)  # S
+        yield from self.agree()
         smoothed = picker.read(self._history.smoothed)
         prediction = smoothed * compensation.share  # p
-        mean, error = yield from self.average(self.picked() - prediction)
+        mean, error = yield from self.average(prediction)
         if compensation.share:
             compensation.apply(ranges, self.bucket.gradients, mean[:1].isfinite(), self.step.scale)
-        self.apply(mean + prediction, error, self.output())
+        self.apply(mean + prediction, error, self.bucket.gradients)
         share = 0.5 if picker.halves else 1.0
         self._history.update(picker, mean, self.step.number, smoothed * (share * compensation.share))
-        yield from self.share_slots(importance)

@@ -1,6 +1,6 @@
 """Entries that are not sent are predicted (MP2: Liu et al., Computer Networks 255, 2024)."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,22 +9,22 @@ from torch import Tensor
 from ..codecs import Codec
 from ..codecs.scales import Moments
 from ..engine.agreement import all_equal
-from ..engine.arguments import NamedParameters, check_flag, check_integer, check_number
+from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
-from ..engine.work import Part
 from ..reference import BLOCK
 from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, check_smoothing, flat_weights
-from ..selection.pickers import Blocks, Rotation
+from ..selection.pickers import Blocks
 from ..selection.schedule import check_density
 from .prediction import Prediction
-from .predictor import Predictor
-from .sparse import Sending, SparseMethod, SparseWork
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork
 
-_CHOICES = ("significance", "rotation")
 _TINY = 1e-12
 _PRIME = 1048573  # the largest below agreement.LIMIT
+# Steps between two comparisons of predictions and weights.
+_CHECK_INTERVAL = 100
 
 
 class MP2(SparseMethod):
@@ -39,7 +39,7 @@ class MP2(SparseMethod):
         g   = mean_i Q(a_i[S]) on S, h off it                   Q: the codec
         r_i = a_i - Q(a_i[S]) on S, a_i - h off it
 
-    The gate of a layer is open while the cosine of prediction and received gradient is at least ``gate``. Without
+    The gate of a layer is open while the cosine of prediction and received gradient is at least 0.1. Without
     ``prediction``, h is 0.
 
     The paper's: a part is pushed, by default a ninth, and the rest is predicted by a network of convolution, channel
@@ -50,7 +50,7 @@ class MP2(SparseMethod):
     their prediction until their turn.
 
     Every rank computes the predictions itself, so all ranks need the same type of processor and number of threads. They
-    compare a checksum every ``check_interval`` steps.
+    compare a checksum every 100 steps.
 
     Example::
 
@@ -61,134 +61,83 @@ class MP2(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all, in (0, 1].
-        choice: ``"significance"``: m of every 256, drawn at random in proportion to the smoothed gradient's magnitude.
-            ``"rotation"``: every n-th entry in turn; the density must be 1 / n. Equal delays of all entries can make
-            training oscillate; random ones do not.
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
+        density: entries sent in a step as a share of all; a number.
         prediction: predict what is not sent. Off by default: it costs time, and the shipped predictor gains little
             (docs/shared_selection.md).
-        gate: the smallest cosine at which predictions are used, in [-1, 1].
         smoothing: weight of the past in smoothed gradients, in [0, 1).
         floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.
-        check_interval: steps between checksums of predictions and weights; 0 never compares them.
-        predictor: replaces the shipped predictor; the same on all ranks.
-        momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
 
     Raises:
         RuntimeError: the ranks' predictions or weights differ.
     """
-
-    arguments: "_Arguments"
 
     def __init__(
         self,
         named_parameters: NamedParameters,
         density: float = 1 / 9,
         *,
-        choice: str = "significance",
         values: str | Codec = "lanes4",
         prediction: bool = False,
-        gate: float = 0.1,
         smoothing: float = 0.7,
         floor: float = 0.5,
-        check_interval: int = 100,
-        predictor: Predictor | None = None,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        if choice not in _CHOICES:
-            raise ValueError(f"choice must be one of {', '.join(_CHOICES)}, got {choice!r}")
-        density = check_density(density)
-        if choice == "rotation" and abs(round(1 / density) * density - 1) > 1e-6:
-            raise ValueError(f'choice="rotation" takes a density of 1 / n, got {density}')
-        floor, gate = check_number("floor", floor, above=0), check_number("gate", gate, at_least=-1, at_most=1)
-        smoothing, prediction = check_smoothing(smoothing), check_flag("prediction", prediction)
-        check_interval = check_integer("check_interval", check_interval, 0)
-        if predictor is not None and not isinstance(predictor, torch.nn.Module):
-            raise TypeError(f"predictor must be a predictor or None, got {predictor!r:.80}")
-        self.arguments = _Arguments(choice, prediction, gate, smoothing, floor, check_interval)
-        self._predictor = predictor
-        super().__init__(named_parameters, density, values=values, momentum=momentum, **common)
+        self.arguments = SimpleNamespace(
+            prediction=check_flag("prediction", prediction),
+            smoothing=check_smoothing(smoothing),
+            floor=check_number("floor", floor, above=0),
+        )
+        super().__init__(named_parameters, check_density(density), values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _MP2Work(bucket, sending, self._predictor, self.arguments)
+        return _MP2Work(bucket, sending, self.arguments)
 
     def made_with(self) -> dict[str, Any]:
-        return {**super().made_with(), "prediction": self.arguments.prediction, "choice": self.arguments.choice}
-
-    def open_layers(self) -> dict[str, bool]:
-        """Whether the gate of each compressed parameter is open, by name. Empty without prediction."""
-        found: dict[str, bool] = {}
-        for work in self.works:
-            assert isinstance(work, _MP2Work)
-            if work.prediction is not None:
-                names = (piece.name for piece in work.bucket.pieces)
-                found.update(zip(names, work.prediction.opened(), strict=True))
-        return found
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    choice: str
-    prediction: bool
-    gate: float
-    smoothing: float
-    floor: float
-    check_interval: int
+        return {**super().made_with(), "prediction": self.arguments.prediction}
 
 
 class _MP2Work(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, predictor: Predictor | None, arguments: _Arguments) -> None:
-        self._arguments = a = arguments
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+        self._floor, smoothing = arguments.floor, arguments.smoothing
         self.period = max(1, round(1 / sending.density(0)))
-        parts: dict[str, Part] = {}
-        self._history: GradientHistory | None = None
-        if a.prediction or a.choice == "significance":  # the rotation alone needs none
-            self._history = parts["history"] = GradientHistory(bucket, a.smoothing)
-        self.prediction: Prediction | None = None
-        if a.prediction:
-            self.prediction = Prediction(bucket, self.period, a.gate, a.smoothing, predictor)
-            parts["prediction"] = self.prediction
+        self._history = GradientHistory(bucket, smoothing)
+        self.prediction = Prediction(bucket, self.period, smoothing) if arguments.prediction else None
+        parts: dict[str, Any] = {} if self.prediction is None else {"prediction": self.prediction}
         # Where pieces begin and end in the bucket's flat memory.
         ends = [0, *((piece.first_block + piece.blocks) * BLOCK for piece in bucket.pieces)]
         self._ends = torch.tensor(ends, dtype=torch.int64, device=bucket.device)
-        super().__init__(bucket, sending, **parts)
+        super().__init__(bucket, sending, history=self._history, **parts)
 
     def decide(self, slots: list[int]) -> Shared:
-        rotates = self._arguments.choice == "rotation"
-        picker = Rotation(self.bucket, self.period) if rotates else Blocks(self.bucket, slots)
+        picker = Blocks(self.bucket, slots)
         if self.prediction is not None:
             self.prediction.lay_out(picker)
         return self.shared(picker)
 
-    def exchange(self) -> Exchange:
+    def send(self) -> Exchange:
         picker, history, prediction, step = self.decider.picker, self._history, self.prediction, self.step
         if picker.scored:
             picker.pick_by(self.significance(), 1.0)  # S
-        yield from self.decider.agree(self.scoring)
-        mean, error = yield from self.average(self.picked())
+        yield from self.agree()
+        mean, error = yield from self.average()
         if prediction is not None and self.sparse:
-            assert history is not None
             prediction.follow(picker, mean, history.last_sent, step.number)
             prediction.apply(self.bucket.gradients, step.scale)  # h
             prediction.sent(picker)
-        self.apply(mean, error, self.output())
-        if history is not None:
-            history.update(picker, mean, step.number)
-        if prediction is not None and step.every(self._arguments.check_interval):
+        self.apply(mean, error, self.bucket.gradients)
+        history.update(picker, mean, step.number)
+        if prediction is not None and step.every(_CHECK_INTERVAL):
             yield from self._compare(prediction)
 
     def significance(self) -> list[Tensor]:
         """The significance of each piece's entries, in memory order: float32, (entries,), the same bits on all
         ranks."""
-        assert self._history is not None
         smoothed = self._history.smoothed
         units = Moments(smoothed, self._ends).rms.float() + _TINY
         pairs = zip(self.bucket.pieces, units, strict=True)
-        return [piece.of(smoothed)[: piece.numel].abs() + self._arguments.floor * unit for piece, unit in pairs]
+        return [piece.of(smoothed)[: piece.numel].abs() + self._floor * unit for piece, unit in pairs]
 
     def _compare(self, prediction: Prediction) -> Exchange:
         """Raises ``RuntimeError``, on every rank, if their predictions or weights differ."""

@@ -12,8 +12,10 @@ from ..engine.work import Part, Step
 from ..reference import BLOCK
 from ..selection.history import flat_weights, root_mean_squares
 from ..selection.pickers import Picker
-from .predictor import Predictor, fields, predict, shipped
+from .predictor import fields, predict, shipped
 
+# The smallest cosine of prediction and gradient at which a piece's predictions are applied.
+_GATE = 0.1
 # Windows of a closed layer that are predicted in each step, to measure whether the gate should open.
 _PROBES = 16
 # Decay of the gate's running sums.
@@ -45,14 +47,11 @@ class Prediction(Part):
     Args:
         period: mean number of steps between two transmissions of an entry. All windows are predicted once in so many
             steps.
-        gate: the smallest cosine of prediction and gradient at which a piece's predictions are applied; -1 applies all.
         smoothing: weight of the past in ``trend``.
-        predictor: None for the shipped one.
     """
 
-    def __init__(self, bucket: Bucket, period: int, gate: float, smoothing: float, predictor: Predictor | None) -> None:
-        self._bucket, self._period, self._gate, self._smoothing = bucket, period, gate, smoothing
-        self._predictor = predictor
+    def __init__(self, bucket: Bucket, period: int, smoothing: float) -> None:
+        self._bucket, self._period, self._smoothing = bucket, period, smoothing
         self.arrived, self.trend, self.guess, self.applied = (bucket.zeros() for _ in range(4))
         #: Each piece's running sums of guess * gradient, guess^2 and gradient^2: float64, (3, pieces).
         self.fit = torch.zeros(3, len(bucket.pieces), dtype=torch.float64, device=bucket.device)
@@ -82,12 +81,12 @@ class Prediction(Part):
     def opened(self) -> list[bool]:
         """By piece, whether predictions are applied. Synchronises a GPU."""
         sums = zip(*self.fit.tolist(), strict=True)
-        return [self._gate <= -1.0 or (p > 0.0 and d >= self._gate * (p * g) ** 0.5) for d, p, g in sums]
+        return [p > 0.0 and d >= _GATE * (p * g) ** 0.5 for d, p, g in sums]
 
     def predict(self, index: int, windows: Tensor, seen: Tensor) -> Tensor:
         """The predicted gradients per step of some ``windows`` of a piece, int64 (n,): float32 (n, 256), in units of
         the piece's root mean square. ``seen``: their inputs, see :func:`hvd_compress.methods.predictor.fields`."""
-        return predict(self._predictor or shipped(self._bucket.device), seen)
+        return predict(shipped(self._bucket.device), seen)
 
     def follow(self, picker: Picker, mean: Tensor, last_sent: Tensor, step: int) -> None:
         """``mean`` was received for the picked entries, last sent in the steps ``last_sent``, bucket-wide: learns from

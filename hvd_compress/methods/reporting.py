@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.arguments import check_integer, find_name
+from ..engine.arguments import find_name
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import local
@@ -62,20 +62,3 @@ class Reporting:
         last, total = stats.pop("last"), stats.pop("total")
         named = {**stats, **last, **{f"total_{key}": value for key, value in total.items()}}
         return {f"hvd_compress/{key}": float(value) for key, value in named.items() if math.isfinite(value)}
-
-    def log_to(self, writer: Any, step: int) -> None:
-        """Writes :meth:`metrics` to a ``torch.utils.tensorboard.SummaryWriter``.
-
-        Args:
-            writer: anything with a method ``add_scalar(name, value, step)``.
-            step: of the training, the horizontal axis.
-
-        Raises:
-            TypeError: ``writer`` has no such method, or ``step`` is not an integer.
-            ValueError: ``step`` is negative.
-        """
-        if not callable(getattr(writer, "add_scalar", None)):
-            raise TypeError(f"writer must have add_scalar(name, value, step), as SummaryWriter has; got {writer!r:.80}")
-        step = check_integer("step", step, 0)
-        for name, value in self.metrics().items():
-            writer.add_scalar(name, value, step)

@@ -1,12 +1,12 @@
 """Explore and exploit: a core of significant entries, and random ones of the others (Sun et al., arXiv 1709.09393)."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction, check_integer, check_number
+from ..engine.arguments import NamedParameters, check_fraction, check_integer
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
@@ -18,7 +18,8 @@ from ..selection.deciders import Shared
 from ..selection.history import GradientHistory, check_smoothing, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork, totals
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork, totals
 
 # Entries are drawn in proportion to their chance. With this one an entry is always drawn: a draw divides by a number
 # between 2**-33 and 23.
@@ -33,7 +34,7 @@ class SlimDP(SparseMethod):
     smoothed average gradient e (per step) are equal on all ranks::
 
         a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
-        s   = |w| / rms(w) + gradient_weight |e| / rms(e)       every ``reselect`` steps
+        s   = |w| / rms(w) + |e| / rms(e)                       every ``reselect`` steps
         C   = the largest s of every 256: a share ``core`` of their slots
         E   = random others of the 256 in the remaining slots, drawn in each step
         S   = C + E
@@ -58,20 +59,13 @@ class SlimDP(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: entries sent in a step as a share of all (the paper's alpha), in (0, 1], or a schedule.
+        density: entries sent in a step as a share of all (the paper's alpha).
         core: the core's share of them (the paper's beta / alpha), in [0, 1].
-        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
         reselect: steps between selections of the core.
-        gradient_weight: weight of the gradient in the significance; 0 uses the parameters only.
         smoothing: weight of the past in e, in [0, 1).
-        budget_interval: exchanges between updates of the parameters' shares of a bucket's slots by significance; 0
-            keeps them equal.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
-
-    arguments: "_Arguments"
 
     def __init__(
         self,
@@ -81,30 +75,18 @@ class SlimDP(SparseMethod):
         core: float = 0.5,
         values: str | Codec = "lanes4",
         reselect: int = 20,
-        gradient_weight: float = 1.0,
         smoothing: float = 0.9,
-        budget_interval: int = 0,
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        core, reselect = check_fraction("core", core), check_integer("reselect", reselect, 1)
-        gradient_weight = check_number("gradient_weight", gradient_weight, at_least=0)
-        smoothing = check_smoothing(smoothing)
-        self.arguments = _Arguments(core, reselect, gradient_weight, smoothing)
-        common.update(values=values, budget_interval=budget_interval, warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, **common)
+        self.arguments = SimpleNamespace(
+            core=check_fraction("core", core),
+            reselect=check_integer("reselect", reselect, 1),
+            smoothing=check_smoothing(smoothing),
+        )
+        super().__init__(named_parameters, density, values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _SlimDPWork(bucket, sending, self.arguments)
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    core: float
-    reselect: int
-    gradient_weight: float
-    smoothing: float
 
 
 class _Core(Part):
@@ -127,7 +109,7 @@ class _Core(Part):
 
 
 class _SlimDPWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
         self._arguments = arguments
         self._core, self._history = _Core(bucket), GradientHistory(bucket, arguments.smoothing)
         super().__init__(bucket, sending, core=self._core, history=self._history)
@@ -143,7 +125,7 @@ class _SlimDPWork(SparseWork):
         scores = []
         for index, (piece, weight) in enumerate(zip(bucket.pieces, weights, strict=True)):
             gradient = piece.of(smoothed)[: piece.numel].abs() / of_gradients[index]
-            scores.append(weight.abs() / of_weights[index] + gradient * self._arguments.gradient_weight)
+            scores.append(weight.abs() / of_weights[index] + gradient)
         return scores
 
     def importance(self) -> Tensor:
@@ -162,11 +144,10 @@ class _SlimDPWork(SparseWork):
             core.pick_by(self.significance(), 0.0)
             self._core.choose(core)
 
-    def exchange(self) -> Exchange:
-        importance, picker = self.due_importance(), self.decider.picker
+    def send(self) -> Exchange:
+        picker = self.decider.picker
         if picker.scored:
             # S: all drawn at random, without replacement, in proportion to the chance.
             picker.pick_by([piece.of(self._core.chance)[: piece.numel] for piece in self.bucket.pieces], 1.0)
-        yield from self.send()
+        yield from super().send()
         self._history.update(picker, self.values.channel.mean, self.step.number)
-        yield from self.share_slots(importance)

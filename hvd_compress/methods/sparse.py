@@ -1,189 +1,49 @@
 """The base class of methods that send a few entries of the residual in each step."""
 
 import abc
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..codecs import Codec, codec, gather_codec
-from ..codecs.base import invalidate
-from ..codecs.packed_channels import GatherChannel
-from ..engine.arguments import NamedParameters, check_flag, check_fraction, check_integer
+from ..engine.arguments import NamedParameters, check_flag, check_integer, check_number
 from ..engine.bucket import Bucket, strides_of
-from ..engine.collectives import allgather, allreduce
-from ..engine.exchange import Exchange
-from ..engine.facts import Traits
-from ..engine.state import Entry, Fixed, Foreign, Tree
-from ..engine.work import Part
-from ..selection.base import NOT_SENT, Average, Output, marked, missing
-from ..selection.budget import SPREAD, apportion, shares
-from ..selection.deciders import Decider, EachRank, Leaders, check_leaders, run_length
-from ..selection.pickers import Blocks, Everything, Picker
-from ..selection.schedule import Density, WarmUp, check_density
-from .feedback import FeedbackWork, Wire
-from .momentum import MomentumMethod
+from ..engine.facts import Facts, Traits
+from ..engine.method import Velocities
+from ..engine.modes import modes_off
+from ..engine.nodes import owned
+from ..engine.state import Fixed, Tree
+from ..selection.schedule import Density, check_density, warm_up
+from .base import Compressor
+from .momentum import MomentumCorrection
+from .sparse_work import Sending, SparseWork
 
 
-class Shares(Part):
-    """Each piece's share of a bucket's slots."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._pieces = bucket.pieces
-        self.sizes = [piece.numel for piece in bucket.pieces]
-        self.restart()
-
-    def restart(self) -> None:
-        self.weights = [float(size) for size in self.sizes]
-
-    def follow(self, importance: Tensor) -> Exchange:
-        """Shares by importance: float64, (pieces,), the sum of each piece's scores on this rank. Summed over ranks, so
-        that every rank computes its slots from the same bits."""
-        agreed = yield allreduce(importance.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
-        self.weights = shares(agreed.tolist(), self.sizes)
-
-    def state(self) -> Tree:
-        return {
-            piece.name: Entry(self.weights, i, float, piece.numel / SPREAD, piece.numel * SPREAD)
-            for i, piece in enumerate(self._pieces)
-        }
-
-
-@dataclass(frozen=True)
-class Sending:
-    """How many entries a method sends, and how. ``budget_interval``: steps between updates of the pieces' shares."""
-
-    density: Density
-    wire: Wire
-    budget_interval: int = 0
-
-
-class SparseWork(FeedbackWork):
-    """One bucket of a sparse method. A subclass says in :meth:`exchange` what is sent, and how it is picked.
+class SparseMethod(Compressor):
+    """A method that sends a few entries of the residual. Its arguments are those of all sparse methods:
 
     Args:
-        sending: how many entries are sent, and how.
-        others: those of ``FeedbackWork`` (``methods/feedback.py``): the basis, block means, scoring, further parts.
-    """
-
-    def __init__(self, bucket: Bucket, sending: Sending, **others: Any) -> None:
-        self._sending, self.shares = sending, Shares(bucket)
-        #: What the selection was built from.
-        self._layout: tuple[object, ...] = ()
-        super().__init__(bucket, sending.wire, shares=self.shares, **others)
-
-    @abc.abstractmethod
-    def decide(self, slots: list[int]) -> Decider:
-        """Chooses who decides, and how entries are picked. ``slots``: of each piece."""
-
-    def most_slots(self) -> list[int]:
-        """The most slots that each piece can have."""
-        return self.shares.sizes
-
-    def importance(self) -> Tensor:
-        """The sum of each piece's scores on this rank, for its share of the slots: float64, (pieces,)."""
-        bucket, scoring = self.bucket, self.scoring
-        if scoring.floors is None:  # coefficients fill the padding, too
-            scores = [piece.of(bucket.residual).abs() for piece in bucket.pieces]
-        else:
-            scores = [scoring.score(bucket, index) for index in range(len(bucket.pieces))]
-        return totals(scores)
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the last step that began has a density below 1."""
-        return self._layout[:1] not in ((), (1.0,))
-
-    def leaders(self, picker: Picker, leaders: int | None) -> Leaders:
-        """``leaders`` ranks, on average, that share a block; None for all."""
-        step = self.step
-        run = run_length(leaders, self.density, step.ranks)
-        return Leaders(picker, self.idle, self.agreement, run, step.ranks, step.rank)
-
-    def each_rank(self, picker: Picker) -> EachRank:
-        """Every rank for itself."""
-        return EachRank(picker, self.idle, self.agreement)
-
-    def lay_out(self) -> None:
-        self.density = check_density(self._sending.density(self.step.number))
-        layout = (self.density, self.step.ranks, self.step.rank, tuple(self.shares.weights))
-        if layout == self._layout:
-            return
-        sizes = self.shares.sizes
-        # At least one slot for each piece: without one it would never be sent.
-        total = max(len(sizes), round(self.density * sum(sizes)))
-        if total == sum(sizes):
-            self.decider: Decider = self.shared(Everything(self.bucket))
-        else:
-            self.decider = self.decide(apportion(total, self.shares.weights, self.most_slots()))
-        self._layout, picker = layout, self.decider.picker
-        counts = picker.slots if self.wire.layerwise else [picker.total]
-        self.values.lay_out([*counts, *(piece.blocks for piece in self.bucket.pieces if self.means is not None)])
-
-    def restart(self) -> None:
-        super().restart()
-        self._layout = ()
-
-    # Parts of exchanges.
-
-    def send(self) -> Exchange:
-        yield from self._send_each() if self.decider.each_rank else super().send()
-
-    def _send_each(self) -> Exchange:
-        """Every rank's own entries: their mean over all ranks, with zeros where a rank did not send."""
-        decider, channel, bucket, invalid = self.decider, self.values.channel, self.bucket, self.values.invalid
-        assert isinstance(decider, EachRank) and isinstance(channel, GatherChannel)
-        gathered = yield allgather(decider.encode(self.scoring), "indices")
-        places = decider.decode(gathered, channel.ranks)
-        values = self.picked()
-        gathered = yield allgather(channel.encode(values, invalid), "values")
-        mean, decoded = torch.zeros_like(bucket.residual), torch.empty_like(values)
-        for rank, place in enumerate(places):
-            channel.decode_rank(gathered, rank, decoded, add=False)
-            mean[place] += decoded
-        mean *= 1.0 / channel.ranks
-        # One invalid rank makes the step invalid for all.
-        invalidate(mean, channel.any_invalid(gathered))
-        sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), NOT_SENT)
-        sent, error = self.idle.keep(decider.picker, sent, self.unsent(values, channel.quantization_error), values)
-        targets = self.basis.targets(bucket.gradients)
-        sent = marked(sent, map(decider.picker.span, missing(targets)))
-        decider.picker.scatter(bucket.nothing(), self.velocity.memory, Average(sent, error, Output(0.0)))
-        self.output().write(bucket, self.idle.silence(mean), targets)
-        self.basis.leave(bucket.gradients)
-        self.values.sent = True
-
-    def due_importance(self) -> Tensor | None:
-        """:meth:`importance`, before entries leave the residual, in steps after which the shares follow it."""
-        return self.importance() if self.step.every(self._sending.budget_interval) else None
-
-    def share_slots(self, importance: Tensor | None) -> Exchange:
-        """The pieces' shares of the slots follow their importance, if it was due."""
-        if importance is not None:
-            yield from self.shares.follow(importance)
-
-
-def totals(scores: Iterable[Tensor]) -> Tensor:
-    """The sum of each piece's scores: float64, (pieces,)."""
-    return torch.stack([score.sum(dtype=torch.float64) for score in scores])
-
-
-class SparseMethod(MomentumMethod):
-    """A method that sends a few entries of the residual; a subclass says which.
-
-    Args:
-        density: slots as a share of the entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
-        values: a codec's name or a codec (:mod:`hvd_compress.codecs`).
-        layerwise: one quantization scale per parameter, or one per bucket.
-        budget_interval: steps between updates of the parameters' shares of a bucket's slots; 0 keeps them equal.
+        density: slots as a share of the entries, in (0, 1], or a function of the step
+            (:mod:`hvd_compress.schedule`).
+        values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
+        layerwise: encode each parameter by its own distribution; otherwise a bucket by one.
+        budget_interval: steps between updates of the parameters' shares of a bucket's slots by importance (each within
+            1/4 and 4 times the density); 0 keeps the shares equal.
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
-        momentum: of momentum correction, in [0, 1); see :meth:`take_momentum`.
+        momentum: of momentum correction, in [0, 1). The optimizer's own momentum must then be 0; :meth:`take_momentum`
+            moves it here. Uncompressed gradients get plain momentum, after they are averaged.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    works: list[SparseWork]
+    #: By bucket that this rank owns.
+    works: Sequence[SparseWork]
+    #: The arguments of the subclass, if there are any: checked, and the same on all ranks.
+    arguments: SimpleNamespace
     #: Whether what is kept depends on the order in which parameters lie in memory.
     _ordered = False
 
@@ -200,81 +60,106 @@ class SparseMethod(MomentumMethod):
         **common: Any,
     ) -> None:
         warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
-        budget_interval = check_integer("budget_interval", budget_interval, 0)
-        layerwise = check_flag("layerwise", layerwise)
-        if isinstance(density, Density) and warmup_steps:
-            raise ValueError("warmup_steps goes with a density that is a number, not with a schedule")
-        if not isinstance(density, Density | Real) or isinstance(density, type):
-            raise TypeError(f"density must be a number or a schedule (hvd_compress.schedule), got {density!r:.80}")
-        self._density = density if isinstance(density, Density) else WarmUp(density, warmup_steps)
-        self._codec, self._layerwise, self._budget_interval = codec(values), layerwise, budget_interval
-        super().__init__(named_parameters, momentum=momentum, **common)
+        if isinstance(density, type) or not (callable(density) or isinstance(density, Real)):
+            raise TypeError(f"density must be a number or a function of the step, got {density!r:.80}")
+        if callable(density):
+            if warmup_steps:
+                raise ValueError("warmup_steps goes with a density that is a number, not with a function")
+            # Ranks compare a function by its name, and in each step the slots that it leads to.
+            self._density, shown = density, getattr(density, "__qualname__", type(density).__name__)
+        else:
+            shown = check_density(density)
+            self._density = warm_up(shown, warmup_steps)
+        self._sending: dict[str, Any] = {
+            "values": codec(values),
+            "layerwise": check_flag("layerwise", layerwise),
+            "budget_interval": check_integer("budget_interval", budget_interval, 0),
+        }
+        self._shown: dict[str, object] = {"density": shown, "warmup_steps": warmup_steps}
+        momentum = check_number("momentum", momentum, at_least=0, below=1)
+        super().__init__(named_parameters, **common)
+        self.works = cast(Any, owned(self.engine.works))  # of this method
+        self.momentum = MomentumCorrection(self.engine, self.works, momentum)
 
     def work(self, bucket: Bucket) -> SparseWork:
-        wire = Wire(self._codec, self.collectives, self._layerwise)
-        return self.sparse_work(bucket, Sending(self._density, wire, self._budget_interval))
+        return self.sparse_work(bucket, Sending(self._density, collectives=self.collectives, **self._sending))
 
     @abc.abstractmethod
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         """One bucket of this method."""
 
     def options(self) -> dict[str, object]:
-        given, density = self._density, dict[str, object](density=self._density)
-        if isinstance(given, WarmUp):
-            density = {"density": given.density, "warmup_steps": given.steps}
-        own = {"values": self._codec, "layerwise": self._layerwise, "budget_interval": self._budget_interval}
-        return {**density, **own, **super().options()}
+        return {**self._shown, **self._sending, **super().options(), **self.momentum.options()}
 
     @property
     def traits(self) -> Traits:
         momentum = self.momentum.value
         return Traits(linear=not momentum, momentum=momentum, sparse=any(work.sparse for work in self.works))
 
-    def restart(self) -> None:
-        super().restart()
-        self._density.restart()
-
     def made_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""
         strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.place_of if p is not None}
         return {
             "strides (use the same memory_format)": strides if self._ordered else None,
-            "values": self._codec.name,
-            "layerwise": self._layerwise,
-            "density schedule": type(self._density).__name__,
+            "values": self._sending["values"].name,
+            "layerwise": self._sending["layerwise"],
         }
 
     def state(self) -> dict[str, Tree]:
         made_with: Tree = {what: Fixed(value) for what, value in self.made_with().items()}
-        return {"made_with": made_with, "density": Foreign(self._density), **super().state()}
+        return {"made_with": made_with, **super().state(), **self.momentum.state()}
+
+    # Momentum.
+
+    def restart(self) -> None:
+        self.momentum.restart()
+
+    @property
+    def velocities(self) -> Velocities | None:
+        return self.momentum if self.momentum.value else None
+
+    def check_optimizer(self, facts: Facts) -> None:
+        self.momentum.check(facts)
+        super().check_optimizer(facts)
+
+    def dense_averaged(self, number: int, grad: Tensor) -> None:
+        self.momentum.dense_averaged(number, grad)
+
+    def passed(self, tensor: Tensor) -> Tensor:
+        self.momentum.check_sparse(tensor)
+        return super().passed(tensor)
+
+    @modes_off
+    def take_momentum(self, optimizer: Optimizer) -> float:
+        """Moves the momentum of a ``torch.optim.SGD`` into this compressor, as momentum correction. Returns it.
+
+        Call it once, before the first step, on the optimizer that is given to Horovod or that steps the DDP model, with
+        one synchronised backward pass per step. The parameters that this optimizer holds then have their momentum here,
+        those of other optimizers do not: take it from every optimizer that has one, with equal momenta. Weight decay
+        stays in the optimizer, without momentum there, and is scaled by 1 / (1 - momentum) to keep its effect. To have
+        the momentum back, build a new compressor and set both in the optimizer. A learning-rate schedule that changes
+        the momentum (OneCycleLR) raises an error in the next step. With one process, or outside the process set, where
+        Horovod calls no compressor, the momentum stays in the optimizer; if a process set leaves ranks out, call
+        ``hvd.broadcast_optimizer_state()`` before: afterwards the states of the ranks differ.
+
+        Raises:
+            TypeError: another optimizer: its momentum is something else.
+            ValueError: no momentum, different ones in different groups, Nesterov or dampening; a step has been taken;
+                parameters that were not given to this compressor and would lose their momentum.
+        """
+        if self.takes_local_steps:
+            raise ValueError("take_momentum: with LocalSteps, momentum stays in the optimizer")
+        if self.step or self.host.step.collecting:
+            raise ValueError("take_momentum comes before the compressor's first step: build a new compressor for it")
+        return self.momentum.take(optimizer)
 
 
-@dataclass(frozen=True)
-class Leading:
-    """Who picks m of every 256 entries.
-
-    ``exchange``: ``"ring"``: leaders pick entries that all ranks send; ``"gather"``: every rank picks its own and sends
-    them to all. ``leaders``: how many ranks, on average, share a block; None for all. ``explore``: the share of the
-    blocks in which entries are drawn at random, in [0, 1]. Raises ``ValueError`` or ``TypeError``.
-    """
-
-    exchange: str
-    leaders: int | None
-    explore: float
-
-    def __post_init__(self) -> None:
-        if self.exchange not in ("ring", "gather"):
-            raise ValueError(f"exchange must be one of gather, ring, got {self.exchange!r}")
-        object.__setattr__(self, "leaders", check_leaders(self.leaders))
-        object.__setattr__(self, "explore", check_fraction("explore", self.explore))
-
-    def codec(self, values: str | Codec | None, ring: str, gather: str) -> Codec:
-        """The codec, by default that of the exchange. Raises ``ValueError`` for one that does not fit."""
-        if self.exchange == "gather":
-            return gather_codec(gather if values is None else values)
-        return codec(ring if values is None else values)
-
-    def decide(self, work: SparseWork, slots: list[int]) -> Decider:
-        """See :meth:`SparseWork.decide`."""
-        picker = Blocks(work.bucket, slots)
-        return work.each_rank(picker) if self.exchange == "gather" else work.leaders(picker, self.leaders)
+def exchanged_codec(exchange: str, values: str | Codec | None, ring: str, gather: str) -> Codec:
+    """The codec, by default that of the exchange: ``ring``, where leaders pick entries that all ranks send, or
+    ``gather``, where every rank picks its own and sends them to all. Raises ``ValueError`` for another exchange, or a
+    codec that does not fit."""
+    if exchange not in ("ring", "gather"):
+        raise ValueError(f"exchange must be one of gather, ring, got {exchange!r}")
+    if exchange == "gather":
+        return gather_codec(gather if values is None else values)
+    return codec(ring if values is None else values)

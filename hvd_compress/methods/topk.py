@@ -4,6 +4,7 @@ The baselines of most papers: every rank sends its own entries to all others, so
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ import torch
 from ..codecs import Codec, gather_codec
 from ..engine.arguments import NamedParameters, check_number
 from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange
 from ..selection.deciders import EachRank
 from ..selection.pickers import Exact
 from ..selection.schedule import Density
-from .sparse import Sending, SparseMethod, SparseWork
+from .sparse import SparseMethod
+from .sparse_work import Sending, SparseWork
 
 
 class TopK(SparseMethod):
@@ -42,11 +43,10 @@ class TopK(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: k as a share of a parameter's entries, in (0, 1], or a schedule (:mod:`hvd_compress.schedule`).
-        values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`), such as ``"fp16-gather"``.
-        warmup_steps, momentum: see :class:`~hvd_compress.IWP`.
+        density: k as a share of a parameter's entries.
+        values: a gathered codec, such as ``"fp16-gather"``.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
     def __init__(
@@ -55,12 +55,9 @@ class TopK(SparseMethod):
         density: float | Density = 1 / 256,
         *,
         values: str | Codec = "fp32-gather",
-        warmup_steps: int = 0,
-        momentum: float = 0.0,
         **common: Any,
     ) -> None:
-        common.update(values=gather_codec(values), warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, **common)
+        super().__init__(named_parameters, density, values=gather_codec(values), **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return _TopKWork(bucket, sending)
@@ -92,16 +89,15 @@ class DGC(SparseMethod):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        density: k as a share of a parameter's entries, in (0, 1], or a schedule; the paper's is 1/1000.
-        momentum: of the correction, in [0, 1).
+        density: k as a share of a parameter's entries; the paper's is 1/1000.
         sample: the share of a parameter's entries from which the threshold is estimated, in (0, 1]; the paper's is 0.1
             to 1 %. At least 64 entries are sampled. The entries above the threshold are then sorted exactly.
         clip_norm: the largest norm of each parameter's gradient over the whole batch: a rank's gradient is clipped to
             ``clip_norm / sqrt(ranks)``, before momentum correction. None does not clip.
-        warmup_steps: steps over which density goes 1/4, 1/16, ... down to ``density``; the paper's are four epochs.
-        values: how values are encoded: a gathered codec (:mod:`hvd_compress.codecs`).
+        warmup_steps: the paper's are four epochs.
+        values: a gathered codec.
 
-    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
     def __init__(
@@ -113,21 +109,15 @@ class DGC(SparseMethod):
         sample: float = 0.01,
         clip_norm: float | None = None,
         values: str | Codec = "fp32-gather",
-        warmup_steps: int = 0,
         **common: Any,
     ) -> None:
-        sample = check_number("sample", sample, above=0, at_most=1)
         if clip_norm is not None:
             clip_norm = check_number("clip_norm", clip_norm, above=0, infinite=True, other="None")
-        self._sample, self._clip_norm = sample, clip_norm
-        common.update(values=gather_codec(values), warmup_steps=warmup_steps, momentum=momentum)
-        super().__init__(named_parameters, density, **common)
-
-    def options(self) -> dict[str, object]:
-        return {**super().options(), "sample": self._sample, "clip_norm": self._clip_norm}
+        self.arguments = SimpleNamespace(sample=check_number("sample", sample, above=0, at_most=1), clip_norm=clip_norm)
+        super().__init__(named_parameters, density, values=gather_codec(values), momentum=momentum, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _TopKWork(bucket, sending, self._sample, self._clip_norm)
+        return _TopKWork(bucket, sending, **vars(self.arguments))
 
 
 class _TopKWork(SparseWork):
@@ -149,6 +139,3 @@ class _TopKWork(SparseWork):
                 norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
                 grad.mul_(torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0), 1.0))
         super().accumulate()
-
-    def exchange(self) -> Exchange:
-        yield from self.send()

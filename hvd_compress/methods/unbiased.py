@@ -14,7 +14,7 @@ class QSGD(EveryEntry):
     Implements Alistarh, Grubic, Li, Tomioka & Vojnovic, *QSGD: Communication-Efficient SGD via Gradient Quantization
     and Encoding* (NeurIPS 2017). On rank i, for every run v of g_i, with L = 2**(bits - 1) - 1 levels::
 
-        x_j    = L |v_j| / ||v||                  ||v||: the l2 norm, or the largest |v_j| with norm="max"
+        x_j    = L |v_j| / ||v||                  ||v||: the l2 norm
         q_j    = x_j rounded up or down at random, so that E q_j = x_j
         Q(v_j) = ||v|| sgn(v_j) q_j / L
         g      = mean_i Q(g_i)                    one allgather of norms and codes
@@ -34,17 +34,14 @@ class QSGD(EveryEntry):
     Args:
         bits: per entry, 2 to 8, with the sign.
         run: entries that share a norm (the paper's bucket size).
-        norm: ``"l2"``, or ``"max"``, the paper's variant with less variance.
         error_feedback: keep the quantization error for the next step. Not in the paper; diverges where the error is
             larger than the gradient, as with few levels.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    def __init__(
-        self, named_parameters: NamedParameters, bits: int = 4, *, run: int = 512, norm: str = "l2", **options: Any
-    ) -> None:
-        super().__init__(named_parameters, values=Levels(bits, run, norm), **options)
+    def __init__(self, named_parameters: NamedParameters, bits: int = 4, *, run: int = 512, **options: Any) -> None:
+        super().__init__(named_parameters, values=Levels(bits, run), **options)
 
 
 class TernGrad(EveryEntry):
@@ -68,11 +65,11 @@ class TernGrad(EveryEntry):
         ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
 
     Args:
-        clip: in standard deviations (the paper's 2.5), above 0; None does not clip.
+        clip: in standard deviations (the paper's 2.5), above 0.
         error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    def __init__(self, named_parameters: NamedParameters, *, clip: float | None = 2.5, **options: Any) -> None:
+    def __init__(self, named_parameters: NamedParameters, *, clip: float = 2.5, **options: Any) -> None:
         super().__init__(named_parameters, values=Ternary(clip), **options)

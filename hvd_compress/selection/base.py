@@ -63,6 +63,17 @@ class Scoring:
             return magnitude
         return magnitude / (piece.flat_weight().float().abs() + self.floors[index])
 
+    def weighted(self, bucket: Bucket, grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """``grads``, by piece, and the weights by which they are scored, if any, in one dtype."""
+        if self.floors is None:
+            return grads, []
+        weights = [piece.weight() for piece in bucket.pieces]
+        mixed = [g.numel() > 0 and g.dtype != w.dtype for g, w in zip(grads, weights, strict=True)]
+        if any(mixed):
+            grads = [g.float() if m else g for g, m in zip(grads, mixed, strict=True)]
+            weights = [w.float() if m else w for w, m in zip(weights, mixed, strict=True)]
+        return grads, weights
+
 
 @dataclass(frozen=True)
 class Output:

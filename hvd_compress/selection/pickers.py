@@ -157,8 +157,6 @@ class Exact(Picker):
 
     With ``sample``, they are found as in DGC (Lin et al., 2018): a sample of this share of the entries gives a
     threshold, and only the entries above it are sorted. (Their number depends on the data, so this synchronises a GPU.)
-
-    Without, a specification for :class:`Blocks`, in PyTorch: slow, and an entry may wait without bound.
     """
 
     #: The threshold is set to let through this many times more entries than needed, so that they are seldom too few.
@@ -174,19 +172,8 @@ class Exact(Picker):
 
     def pick(self, scoring: Scoring, own: Tensor, draw: Draw) -> None:
         for index, piece in enumerate(self.bucket.pieces):
-            span = self.span(index)
-            edges = torch.tensor([span.start, span.stop], dtype=torch.int64, device="cpu")
-            low, high = reference.slots_before(edges, draw.run, draw.ranks, draw.position).tolist()
-            score = scoring.score(self.bucket, index)
-            random = round((high - low) * scoring.explore)
-            best = self.largest(score, high - low - random)
-            if random:
-                score[best] = -1.0
-                entry = torch.arange(piece.numel, dtype=torch.int64, device=score.device)
-                noise = reference.mix(entry, int(reference.mix(index, draw.key)))
-                assert isinstance(noise, Tensor)
-                best = torch.cat([best, (score / reference.exponential(noise)).topk(random).indices])
-            own[low:high] = (best.sort().values + piece.first_block * BLOCK).to(self.dtype)
+            best = self.largest(scoring.score(self.bucket, index), self.slots[index])
+            own[self.span(index)] = (best.sort().values + piece.first_block * BLOCK).to(self.dtype)
 
     def largest(self, score: Tensor, count: int) -> Tensor:
         """The indices of the ``count`` largest scores of a piece: int64, (count,)."""
@@ -232,37 +219,3 @@ class Everything(Picker):
         if average.block_means is not None:
             mean = mean + average.block_means.repeat_interleave(BLOCK)
         output.write(self.bucket, mean.clone() if output.transform else mean, targets)
-
-
-class Rotation(Picker):
-    """Every ``period``-th entry of each piece: all have been sent after ``period`` steps."""
-
-    def __init__(self, bucket: Bucket, period: int) -> None:
-        super().__init__(bucket, [-(-piece.numel // period) for piece in bucket.pieces])
-        self.period = period
-
-    def gather(self, memory: Tensor, out: Tensor) -> Tensor:
-        out.zero_()  # some offsets have one entry fewer than there are slots
-        for part, first in zip(self._parts(memory), self.first, strict=True):
-            out[first : first + part.numel()] = part
-        return out
-
-    def write(self, memory: Tensor, values: Tensor) -> None:
-        for part, first in zip(self._parts(memory), self.first, strict=True):
-            part.copy_(values[first : first + part.numel()])
-
-    def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
-        mean, residual = average.mean, self.bucket.residual
-        self.write(residual, torch.where(mean.isfinite(), average.error, self.read(residual)))
-        # The velocity is kept: all entries wait equally long, and cleared every period it would never build up.
-        for index, (target, first) in enumerate(zip(targets, self.first, strict=True)):
-            if target.numel():
-                entries = self._of(target.as_strided((target.numel(),), (1,)), index)
-                entries.copy_(mean[first : first + entries.numel()] * average.output.scale)
-
-    def _parts(self, memory: Tensor) -> list[Tensor]:
-        """The picked entries of a bucket-wide tensor, by piece: views."""
-        return [self._of(piece.of(memory)[: piece.numel], i) for i, piece in enumerate(self.bucket.pieces)]
-
-    def _of(self, flat: Tensor, index: int) -> Tensor:
-        return flat[(self.seed.step + index) % self.period :: self.period]

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
-"""Compare methods with the same data, model, epochs and seeds and, if asked for, the same bytes; tables and plots.
+"""Compare methods with the same data, model, epochs and seeds and, if asked for, the same bytes; tables.
 
-    compare.py --list
     compare.py --methods none,fp16,iwp,topk --seeds 0,1,2 --ranks 4 --out results/compare-digits \\
         --data digits --model cnn --epochs 12 --budgets 1/64,1/16 --momentum-correction -- --batch-size 16 --lr 0.1
 
@@ -14,7 +13,7 @@ of its own: `--methods iwp,iwp@one --option 'iwp@one:--leaders 1'`; ddp-METHOD r
 A budget is a share of the dense bytes. What a step sends besides the selected entries (tensors sent dense, scales,
 padding) differs between methods and models, so the density for a budget is found by short runs. An
 interrupted call can be repeated: a run whose result lies in OUT (runs.jsonl, probes.jsonl) is not run again. OUT also
-gets table.md, table.csv and quality.png.
+gets table.md.
 
 With several learning rates, each row is trained with all of them by the first seed, and by the other seeds with the
 best of these. --simulate runs the ranks of a training in one process, in turn, on one core and without Horovod. To use
@@ -36,7 +35,9 @@ from experiment.data import DATASETS
 from experiment.files import script_parser
 from experiment.models import MODELS
 from experiment.quality import metric_of
-from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
+from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint
+
+from hvd_compress.cli.processes import exit_on_signals
 
 # A probe counts bytes, without what a method sends once in a hundred steps (budgets, checks), which is little. With
 # local steps it has at least this many periods.
@@ -64,7 +65,6 @@ class Unreachable(Exception):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, train = comparison.split(argv)
     parser = script_parser(__doc__)
-    parser.add_argument("--list", action="store_true", help="print every method and its paper, and nothing else")
     horovod = [name for name, method in compressors.METHODS.items() if "horovod" in method.hosts]
     comparison.add_arguments(parser, horovod)
     parser.add_argument("--momentum-correction", action="store_true", help="and --dense-values fp16, where they exist")
@@ -234,13 +234,11 @@ class Comparison:
         parts = [
             f"# {args.model} on {args.data}, {args.ranks} ranks, {args.epochs} epochs, seeds {seeds}",
             f"Mean over the seeds, ± half the range. All ranks shared {os.cpu_count()} cores: step times compare "
-            "only among runs of one call. Written by `scripts/experiments/compare.py`; all options are in "
-            "[table.csv](table.csv).",
+            "only among runs of one call. Written by `scripts/experiments/compare.py`.",
             table.table(results),
             *([f"Learning rates, seed {args.seeds[0]}:", table.table(tried)] if args.lrs else []),
             *([budget_text(decisions)] if args.budgets else []),
             *(f"Failed:\n\n```\n{text}\n```" for text in self.failures),
-            "![quality against wire bytes](quality.png)\n",
         ]
         return "\n\n".join(parts)
 
@@ -265,10 +263,6 @@ def budget_text(decisions: Decisions) -> str:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    if args.list:
-        for name, method in compressors.METHODS.items():
-            print(f"{name:12}  {compressors.about(method.kind) if method.kind else 'of Horovod or torch'}")
-        return 0
     compare = Comparison(args)
     for variant in args.variants:  # options that train.py refuses end it here
         Run(args.out, args.ranks, compare.arguments(variant, 0)).configuration()
@@ -279,13 +273,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
     if results:
-        (args.out / "table.md").write_text(compare.page(results, tried, decisions))
-        table.write_csv(tried + [result for result in results if result not in tried], args.out / "table.csv")
-        table.plot(results, args.out / "quality.png")
+        (args.out / "table.md").write_text(compare.page(results, tried, decisions) + "\n")
         print((args.out / "table.md").read_text())
     return 1 if compare.failures else 0
 
 
 if __name__ == "__main__":
-    exit_on_signals()
-    sys.exit(main(sys.argv[1:]))
+    with exit_on_signals():
+        sys.exit(main(sys.argv[1:]))

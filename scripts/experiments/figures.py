@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """All figures of the documentation, and docs/benchmarks.md's table of steps, from the results in docs/results.
 
-    figures.py [--results docs/results] [--out docs/figures]
-
 One style for all; at most six curves, or six bars a group. Where results are missing, that is an error.
 """
 
@@ -82,7 +80,7 @@ def races(results: Path) -> pd.DataFrame:
     """Seconds to a target: a row for each race and rate, a column for each method."""
     rows: dict[str, dict[str, float]] = {}
     for folder, (name, target) in RACES.items():
-        for rate, found in race.read(f"{results / folder}:{target}")[2].items():
+        for rate, found in race.read(results / folder).items():
             times = {label: race.reached(found[method], target) for method, label in RACERS.items() if method in found}
             rows[f"{name}\n{LINKS[rate]}"] = {label: there[1] for label, there in times.items() if there}
     return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=list(RACERS.values()))
@@ -199,14 +197,11 @@ def benchmarks(page: str, results: Path) -> str:
 
 
 def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, default=FIGURES)
-    args = parser.parse_args()
+    script_parser(__doc__).parse_args()
     page = ROOT / "docs" / "benchmarks.md"
-    page.write_text(benchmarks(page.read_text(), args.results))
+    page.write_text(benchmarks(page.read_text(), RESULTS))
     for name, draw in FIGURE.items():
-        draw(args.results, args.out / f"{name}.png")
+        draw(RESULTS, FIGURES / f"{name}.png")
 
 
 if __name__ == "__main__":

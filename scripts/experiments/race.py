@@ -4,12 +4,11 @@ links. (root)
 
     race.py --hosts 4 --rates 100mbit,1gbit --methods none,fp16,iwp --option 'iwp:--density 1/29.3' --target 0.7 \\
         --out docs/results/race-resnet20 -- --data cifar10 --data-dir DATA_DIR --model resnet20 --epochs 4 --lr 0.3
-    race.py --report docs/results/race-resnet20:0.7 docs/results/race-vgg11:0.6
 
 Every rank has a network namespace of its own, whose egress is shaped (netlab.sh). The arguments after -- go
 to train.py in every run. OUT gets runs.jsonl and race.md. A run whose result lies in OUT/runs.jsonl is not repeated,
 so an interrupted race can be continued; for new times use another folder. Horovod uses MPI; ddp-METHOD runs on torch
-DDP. --report prints the races of several folders, FOLDER:TARGET, without running anything.
+DDP.
 
 "seconds" is wall clock from the first step, without the tests, until the test result was the target, interpolated
 between the first test that reached it and the one before: test often (e.g. `--eval-every 0.25` after --). "speed-up" is
@@ -30,9 +29,10 @@ from experiment.comparison import Variant, texts
 from experiment.files import script_parser
 from experiment.quality import metric_of
 from experiment.result_file import read_runs
-from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint, exit_on_signals
+from experiment.runs import Failed, OtherConfiguration, Result, Run, complaint
 
 from hvd_compress.cli.network import bandwidth
+from hvd_compress.cli.processes import exit_on_signals
 
 #: Results by the rate of the links and the variant's label; each with its ``backend`` in addition to train.py's output.
 Results = dict[str, dict[str, Result]]
@@ -45,18 +45,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rates", type=texts, default=["100mbit", "1gbit"], help="of every link, or none")
     comparison.add_arguments(parser, ["none", "fp16", "iwp"])
     parser.add_argument("--environment", action="append", default=[], metavar="METHOD:NAME=VALUE", help="of its ranks")
-    parser.add_argument("--target", type=float, metavar="ACCURACY", help="or bits per byte")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--target", type=float, required=True, metavar="ACCURACY", help="or bits per byte")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=7200, metavar="SECONDS", help="after which a run is killed")
-    parser.add_argument("--report", nargs="+", default=[], metavar="FOLDER:TARGET")
     args = parser.parse_args(own)
     args.train = train
     if args.hosts < 2:
         parser.error(f"--hosts must be at least 2, got {args.hosts}")
     try:
-        args.races = [read(text) for text in args.report]
-        if not args.races and (args.target is None or args.out is None):
-            raise ValueError("--target and --out are required")
         args.variants = comparison.variants(args.methods, args.option)
         args.rates.sort(key=bandwidth)
         args.environments = comparison.environments(args.methods, args.environment)
@@ -80,31 +76,19 @@ def trained(args: argparse.Namespace, rate: str, variant: Variant) -> Result:
     return {**result, "backend": backend}
 
 
-def read(text: str) -> tuple[str, float, Results]:
-    """The network, the target and the results of FOLDER:TARGET, slow links and dense first. ``ValueError`` says what is
-    wrong with it."""
-    folder, _, target = text.rpartition(":")
-    file = Path(folder) / "runs.jsonl"
-    if not folder or not file.exists():
-        raise ValueError(f"expected FOLDER:TARGET, of a race with results, got {text!r}")
+def read(folder: Path) -> Results:
+    """The results of a race, slow links and dense first. ``ValueError`` for runs that failed."""
     found: Results = {}
-    networks = set()
-    for name, result in read_runs(file).items():
+    for name, result in read_runs(folder / "runs.jsonl").items():
         rate, _, rest = name.partition("-")
         label, _, backend = rest.rpartition("-")  # labels may hold dashes
         if wrong := complaint(result):
-            raise ValueError(f"{file}/{name}: {wrong}")
-        if label in found.setdefault(rate, {}):
-            raise ValueError(f"{folder} holds two results of {label} at {rate}")
-        found[rate][label] = {**result, "backend": backend}
-        networks.add(result["config"]["model"])
-    if len(networks) > 1:
-        raise ValueError(f"{folder} holds results of several networks: {', '.join(sorted(networks))}")
-    ordered = {
+            raise ValueError(f"{folder}/{name}: {wrong}")
+        found.setdefault(rate, {})[label] = {**result, "backend": backend}
+    return {
         rate: dict(sorted(found[rate].items(), key=lambda item: (item[0] != "none", item[0])))
         for rate in sorted(found, key=bandwidth)
     }
-    return networks.pop(), float(target), ordered
 
 
 def reached(run: Result, target: float) -> tuple[float, float] | None:
@@ -148,10 +132,6 @@ def markdown(found: Results, target: float, base: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    if args.races:
-        for network, target, found in args.races:
-            print(f"\n{network}\n\n{markdown(found, target, 'none')}")
-        return 0
     results: Results = {}
     status = 0
     for rate, variant in itertools.product(args.rates, args.variants):
@@ -167,14 +147,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{variant.label} at {rate}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
     if results:
         text = markdown(results, args.target, args.variants[0].label)
-        for label, settings in args.environments.items():
-            if settings:
-                text += f"\n\n{label} with " + ", ".join(f"{name}={value}" for name, value in settings.items())
         print(text)
         (args.out / "race.md").write_text(text + "\n")
     return status
 
 
 if __name__ == "__main__":
-    exit_on_signals()
-    sys.exit(main(sys.argv[1:]))
+    with exit_on_signals():
+        sys.exit(main(sys.argv[1:]))

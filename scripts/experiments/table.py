@@ -1,7 +1,5 @@
 #!/usr/bin/env python3
-"""Markdown table, CSV and plot of what `train.py --json` wrote.
-
-    table.py docs/results/digits/runs.jsonl --plot results/accuracy.png
+"""Markdown table of what `train.py --json` wrote, and the look of figures: table.py docs/results/digits/runs.jsonl
 
 All runs are of one data set. Runs that differ only in the seed share a row: mean ± half the range.
 """
@@ -17,7 +15,6 @@ from experiment import compressors
 from experiment.files import script_parser
 from experiment.quality import metric_of
 from experiment.result_file import Result, read_runs
-from experiment.runs import complete
 from tabulate import tabulate
 
 # What may differ between the runs of a row: the seed, and what cannot change the outcome.
@@ -29,8 +26,8 @@ NOT_A_SETTING = {
 
 def settings(result: Result) -> dict[str, str]:
     """What makes two runs comparable: the configuration without NOT_A_SETTING, and the number of ranks."""
-    config = {**complete(result["config"]), "ranks": result["ranks"]}
-    return {key: str(value) for key, value in config.items() if key not in NOT_A_SETTING}
+    config = {**result["config"], "ranks": result["ranks"]}
+    return {key: str(value) for key, value in config.items() if key not in NOT_A_SETTING and value is not None}
 
 
 def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
@@ -41,7 +38,7 @@ def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     rows = [settings(runs[0]) for runs in groups.values()]
 
     def distinct(key: str, among: Sequence[dict[str, str]]) -> int:
-        return len({row[key] for row in among if key in row})
+        return len({row.get(key) for row in among})
 
     def label(row: dict[str, str]) -> str:
         """An option of the method is named where it differs between rows of that method, others where rows differ."""
@@ -50,8 +47,7 @@ def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
         different = [
             f"{key.replace('_', '-')} {value}"
             for key, value in row.items()
-            if key not in ("compression", "density") and value != "None"
-            and distinct(key, same if key in options else rows) > 1
+            if key not in ("compression", "density") and distinct(key, same if key in options else rows) > 1
         ]  # fmt: skip
         return ", ".join([row["compression"], *different])
 
@@ -98,19 +94,6 @@ def density(runs: list[Result]) -> str:
     return "1" if value == 1 else f"1/{1 / value:.3g}"
 
 
-def write_csv(results: Sequence[Result], file: Path) -> None:
-    """A line per run: the row of the table it belongs to, its figures, and its whole configuration."""
-    import pandas as pd
-
-    lines = [
-        {"method": label, **{key: value for key, value in run.items() if key not in ("history", "config")},
-         **run["config"]}
-        for label, runs in grouped(results)
-        for run in runs
-    ]  # fmt: skip
-    pd.DataFrame(lines).to_csv(file, index=False)
-
-
 #: Okabe and Ito's colours, which colour-blind readers tell apart, without the yellow, which is faint on white.
 COLOURS = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#E69F00", "#CC79A7")
 MARKERS = "osD^vPX"
@@ -144,23 +127,6 @@ def chart(file: Path, **settings: Any) -> Iterator[Any]:
         pyplot.close(figure)
 
 
-def plot(results: Sequence[Result], file: Path) -> None:
-    """Test accuracy, or bits per byte, against the bytes that a rank has sent: a line per row of the table, the mean of
-    its seeds, and a band over them."""
-    import pandas as pd
-
-    rows, metric = grouped(results), metric_of(results[0])
-    with chart(file, xscale="log", xlabel="bytes sent per rank", ylabel=metric.label) as axes:
-        for label, runs in rows:
-            tested = [[entry for entry in run["history"] if entry[metric.key] is not None] for run in runs]
-            entries = pd.concat([pd.DataFrame(history) for history in tested])
-            tests = entries.groupby(level=0)[["wire_bytes", metric.key]].agg(["mean", "min", "max"])
-            sent, quality, share = tests["wire_bytes", "mean"], tests[metric.key], density(runs)
-            name = label if share == "1" else f"{label}, {share}"
-            (line,) = axes.plot(sent, quality["mean"], label=name)
-            axes.fill_between(sent, quality["min"], quality["max"], color=line.get_color(), alpha=0.2)
-
-
 def steps_at(run: Result, entry: dict[str, Any]) -> float:
     """The steps taken when an entry of the history was made; older runs record the epoch only."""
     return float(entry.get("step", entry["epoch"] * run["steps"] / run["epochs"]))
@@ -169,15 +135,9 @@ def steps_at(run: Result, entry: dict[str, Any]) -> float:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="accuracy, or bits per byte, against wire bytes")
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line per run")
     args = parser.parse_args()
     results = [run for file in args.files for run in read_runs(file).values()]
     print(table(results))
-    if args.plot:
-        plot(results, args.plot)
-    if args.csv:
-        write_csv(results, args.csv)
 
 
 if __name__ == "__main__":

@@ -37,17 +37,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from experiment import compressors, extrapolation, hosts, local_training, metrics, models, optimizers, quality
+from experiment import compressors, hosts, local_training, metrics, models, optimizers, quality
 from experiment import data as datasets
-from experiment.dion import DionTraining
 from experiment.files import plain, script_parser
 from experiment.images import CIFAR_FOLDER
 from experiment.local_training import LocalTraining
 from experiment.result_file import run_path, write_run
 from experiment.text import SHAKESPEARE
-from torch.profiler import record_function
-
-EXTRAPOLATIONS = {"wnn": extrapolation.WNN, "line": extrapolation.Line}
 
 
 def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argparse.Namespace:
@@ -72,20 +68,13 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
     optimizers.add_arguments(parser)
     local_training.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--extrapolate",
-        choices=sorted(EXTRAPOLATIONS),
-        help="extrapolate the weights by five epochs, every five epochs",
-    )
     parser.add_argument("--amp", choices=("off", "bf16"), default="off")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--limit-train", type=int, metavar="N", help="train on N images only, or N bytes")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N steps")
     parser.add_argument("--eval-every", type=float, default=1, metavar="EPOCHS", help="between tests, e.g. 0.25")
-    parser.add_argument("--until", type=float, metavar="VALUE", help="stop at the first test that reaches this result")
     parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME", help="write the result here")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a profile of rank 0's steps 21 to 23 here")
     chosen.add_arguments(parser)
     parser.set_defaults(optimizer=chosen.optimizer)
     args = parser.parse_args(argv)
@@ -102,7 +91,7 @@ def parse(argv: list[str], more: argparse.ArgumentParser | None = None) -> argpa
 
 def check(args: argparse.Namespace) -> None:
     """``ValueError`` for options that do not fit."""
-    for name in ("epochs", "batch_size", "ranks", "nodes", "context", "local_steps", "dion_rank"):
+    for name in ("epochs", "batch_size", "ranks", "nodes", "context", "local_steps"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not args.eval_every > 0:
@@ -111,8 +100,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--compression {args.compression} needs --host {fitting[0]}")
     if args.ranks is not None and args.host != "threads":
         raise ValueError("--ranks is for --host threads: a launcher starts the ranks of the other hosts")
-    if args.optimizer == "dion" and (args.compression != "none" or args.local_steps):
-        raise ValueError("--optimizer dion exchanges factors of its own: --compression none, without --local-steps")
     if args.host == "fsdp":
         check_fsdp(args)
     elif args.nodes and not compressors.METHODS[args.compression].kind:
@@ -127,34 +114,17 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--model {args.model} reads {reads}, and --data {args.data} is {given}")
     if args.channels_last and given != "images":
         raise ValueError("--channels-last is for images")
-    if args.trace and args.host == "threads":
-        raise ValueError("--trace is for ranks that are processes: --host horovod or ddp")
 
 
 def check_fsdp(args: argparse.Namespace) -> None:
     """``ValueError`` for options that do not fit ``--host fsdp``."""
     if not args.nodes:
         raise ValueError("--host fsdp needs --nodes, inside which it shards the model")
-    if args.optimizer in ("muon", "dion"):
-        raise ValueError(f"--host fsdp trains without --optimizer {args.optimizer}, which works on whole matrices here")
-    for name in ("channels_last", "extrapolate", "save"):
+    if args.optimizer == "muon":
+        raise ValueError("--host fsdp trains without --optimizer muon, which works on whole matrices here")
+    for name in ("channels_last", "save"):
         if getattr(args, name):
             raise ValueError(f"--host fsdp has no --{name.replace('_', '-')}")
-
-
-def profile(file: Path) -> torch.profiler.profile:
-    """A profile of steps 21 to 23, begun, that writes itself for chrome://tracing and Perfetto."""
-    steps = torch.profiler.schedule(wait=19, warmup=1, active=3, repeat=1)
-    found = torch.profiler.profile(schedule=steps, on_trace_ready=lambda found: found.export_chrome_trace(str(file)))
-    found.start()
-    return found
-
-
-def coupling(args: argparse.Namespace, host: hosts.Host) -> Any:
-    """What couples the ranks' optimizers: the host, or what takes the place of its averages of gradients."""
-    if args.optimizer == "dion":
-        return DionTraining(args, host)
-    return LocalTraining(args, host) if args.local_steps else host
 
 
 class Run:
@@ -163,7 +133,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, host: hosts.Host) -> None:
         self.args, self.host = args, host
         self.period: int = args.local_steps or 1
-        self.coupling = coupling(args, host)
+        #: What couples the ranks' optimizers.
+        self.coupling: Any = LocalTraining(args, host) if args.local_steps else host
         self.device = torch.device(f"cuda:{host.local_rank}" if args.device == "cuda" else "cpu")
         data = datasets.load(args.data, args.data_dir, args.context)
         self.data = (data.limited(args.limit_train) if args.limit_train else data).to(self.device)
@@ -181,9 +152,7 @@ class Run:
         optimizer = optimizers.build(args, self.model)
         self.compression = self.build_compression(optimizer)
         self.module, self.optimizer = self.coupling.wrap(self.model, optimizer, self.compression)
-        self.extrapolation = EXTRAPOLATIONS[args.extrapolate](self.model.parameters()) if args.extrapolate else None
 
-        self.profile = profile(args.trace) if args.trace and host.rank == 0 else None
         self.step = 0
         self.step_seconds: list[float] = []
         self.data_seconds: list[float] = []
@@ -200,16 +169,12 @@ class Run:
         self.optimizer.zero_grad()
         if args.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with record_function("forward"), quality.autocast(args.amp, self.device):
+        with quality.autocast(args.amp, self.device):
             loss = F.cross_entropy(self.module(inputs).flatten(0, -2), targets.flatten())
-        with record_function("backward"):
-            loss.backward()
-        with record_function("synchronize and update"):
-            self.coupling.synchronize(self.optimizer)
-            self.coupling.update(self.optimizer)
+        loss.backward()
+        self.coupling.synchronize(self.optimizer)
+        self.coupling.update(self.optimizer)
         self.step += 1
-        if self.profile:
-            self.profile.step()
         return loss.detach()
 
     def train(self) -> dict[str, Any]:
@@ -232,9 +197,6 @@ class Run:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # otherwise only the launches are timed
                 self.step_seconds.append(time.perf_counter() - start - self.data_seconds[-1])
-            # Not after the last step: nothing, e.g. the norm statistics, could follow the jump.
-            if self.extrapolation is not None and end % per_epoch == 0 and end < total:
-                self.extrapolation.epoch_end()
             seconds = time.perf_counter() - begin - testing
             tested = self.test() if end in tests else None
             testing = time.perf_counter() - begin - seconds
@@ -251,10 +213,6 @@ class Run:
             if not math.isfinite(means["train_loss"]):  # the same mean on every rank, so all of them leave
                 print(f"rank {host.rank}: the loss is not finite after step {end}; stopping", file=sys.stderr)
                 break
-            if args.until is not None and tested is not None and metric.reached(tested, args.until):
-                break
-        if self.profile:
-            self.profile.stop()
         return self.result(history)
 
     def test(self) -> float:

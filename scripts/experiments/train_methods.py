@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Trains a small convolutional network on scikit-learn's digits with several methods, one after the other in one launch
-of Horovod: dense, with Horovod's fp16, and with five compressed methods. Prints their table.
+of Horovod: what docs/choosing.md puts first, dense, Horovod's fp16, and others. Prints their table.
 
     bash scripts/run.sh 4 scripts/experiments/train_methods.py results/train     runs.jsonl, as train.py writes
 """
@@ -21,13 +21,13 @@ from experiment.result_file import write_run
 COMMON = "--data digits --model cnn --epochs 12 --batch-size 16"
 #: What differs between the trainings: options of train.py, with a learning rate that suits the method.
 RUNS = {
-    "dense": "--compression none --lr 0.1",
-    "fp16": "--compression fp16 --lr 0.1",
+    "low_bit, Muon": "--compression quantized --bits 2 --local-steps 3 --unsent buffer --optimizer muon --lr 3e-3",
     "DeMo": "--compression demo --density 1/64 --lr 3e-3",
     "IWP": "--compression iwp --density 1/64 --lr 0.1",
+    "dense": "--compression none --lr 0.1",
+    "fp16": "--compression fp16 --lr 0.1",
     "FFT": "--compression fft --density 1/64 --lr 0.1",
     "MIPD": "--compression mipd --density 1/64 --lr 0.1",
-    "AdamW, 8 local steps, IWP": "--compression iwp --density 1/4 --local-steps 8 --optimizer adamw --lr 3e-3",
 }
 
 

@@ -91,7 +91,6 @@ def measure(method: str, millions: int, ranks: int, steps: int) -> dict[str, Any
         "entries": entries,
         "ranks": ranks,
         "ms": 1e3 * statistics.median(seconds),
-        "ms_spread": [1e3 * min(seconds), 1e3 * max(seconds)],
         "ns_per_entry": 1e9 * statistics.median(seconds) / entries,
         "held_bytes_per_entry": (held - rank.before) / entries,
         "peak_bytes_per_entry": (peak - rank.before) / entries,
@@ -118,9 +117,7 @@ def main() -> int:
             for ranks in args.ranks:
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                     rows.append(process.submit(measure, method, millions, ranks, args.steps).result())
-                print(f"{method}, {millions} M, {ranks} ranks: {rows[-1]['ms']:.2f} ms", file=sys.stderr, flush=True)
-    shown = [{key: value for key, value in row.items() if key != "ms_spread"} for row in rows]
-    print(table.markdown([{k: f"{v:,.2f}" if isinstance(v, float) else str(v) for k, v in r.items()} for r in shown]))
+    print(table.markdown([{k: f"{v:,.2f}" if isinstance(v, float) else str(v) for k, v in r.items()} for r in rows]))
     write_run(args.json, {"config": metrics.environment(), "rows": rows})
     return 0
 

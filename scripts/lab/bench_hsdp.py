@@ -6,7 +6,7 @@
 Every host is a network namespace, whose egress is shaped to --rate (netlab.sh; root), with --ranks-per-node ranks that
 shard the model: --layers layers of a width of 512, 3.15 M parameters each. Batches are small, to time exchanges.
   native, native-bf16   fully_shard() with a mesh of two dimensions; gradients in float32, or reduced in bfloat16
-  demo, iwp, ...        register_fsdp_hooks() with that compressor and its defaults
+  demo, iwp             register_fsdp_hooks() with that compressor and its defaults
   low_bit               recipes.low_bit(), local steps; a step is the mean over a period
 Figures: the median over --steps of the slowest rank's step; bytes that leave a host in a step, by its network card.
 """
@@ -16,30 +16,27 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 import torch
-from experiment import metrics, netlab
+from exchange_rank import Counted
+from experiment import hosts, metrics, netlab
 from experiment.comparison import texts
 from experiment.files import plain, script_parser, write_json
 from experiment.result_file import run_path, write_run
-from experiment.runs import exit_on_signals, run_group
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hvd_compress
+from hvd_compress.cli.processes import exit_on_signals, run_group
 
-COMPRESSORS = {
-    "demo": hvd_compress.DeMo, "demo-gather": lambda *a, **k: hvd_compress.DeMo(*a, exchange="gather", **k),
-    "iwp": hvd_compress.IWP, "topk": hvd_compress.TopK, "powersgd": hvd_compress.PowerSGD,
-}  # fmt: skip
+COMPRESSORS = {"demo": hvd_compress.DeMo, "iwp": hvd_compress.IWP}
 METHODS = ("native", "native-bf16", *COMPRESSORS, "low_bit")
-WIDTH, WARMUP = 512, 2
+WIDTH = 512
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -47,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rate", type=texts, default=["100mbit", "1gbit"])
-    parser.add_argument("--methods", type=texts, default=["native", "native-bf16", "demo", "iwp", "low_bit"])
+    parser.add_argument("--methods", type=texts, default=[*METHODS])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="after which a run is killed")
@@ -83,15 +80,18 @@ class Training:
             hvd_compress.register_fsdp_hooks(self.model, compression)
         self.x = torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(distributed.get_rank()))
 
-    def step(self) -> int:
-        """A step, or a period of local steps. Returns their number."""
-        count, ended = 0, False
+    @property
+    def period(self) -> int:
+        return self.local.period if self.local else 1
+
+    def step(self) -> None:
+        """A step, or a period of local steps."""
+        ended = False
         while not ended:
             self.optimizer.zero_grad()
             self.model(self.x).square().mean().backward()
             self.optimizer.step()
-            count, ended = count + 1, self.local is None or self.local.step()
-        return count
+            ended = self.local is None or self.local.step()
 
     def check(self) -> bool:
         """Whether this rank's shards are the same in all replicas. (After local steps in few bits, all of them are.)"""
@@ -104,28 +104,16 @@ class Training:
 
 def rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    training = Training(args, args.methods[0])
-    for _ in range(WARMUP):
-        training.step()
-    distributed.barrier()
-    seconds, before = [], int(netlab.COUNTER.read_text())
-    for _ in range(args.steps):
-        distributed.barrier()
-        begin = time.perf_counter()
-        period = training.step()
-        slowest = torch.tensor([time.perf_counter() - begin])
-        distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-        seconds.append(slowest.item())
-    sent = (int(netlab.COUNTER.read_text()) - before) / args.steps / period
-    equal = torch.tensor([training.check()])
-    distributed.all_reduce(equal, op=distributed.ReduceOp.MIN)
-    if distributed.get_rank() == 0:
-        found = {"step_ms": 1e3 * statistics.median(seconds) / period, "steps_ms": [1e3 * s / period for s in seconds]}
-        found |= {"tx_bytes": sent, "entries": training.entries, "replicas_equal": bool(equal)}
+    host = hosts.start("ddp")
+    training, bench = Training(args, args.methods[0]), Counted(host, [], args.steps)
+    periods = host.gather(bench.timed(training.step))
+    steps = [1e3 * max(ranks) / training.period for ranks in zip(*periods, strict=True)]
+    equal = all(host.gather(training.check()))
+    if host.rank == 0:
+        found = {"step_ms": statistics.median(steps), "steps_ms": steps, "replicas_equal": equal}
+        found |= {"tx_bytes": bench.sent_bytes / training.period, "entries": training.entries}
         write_json(args.result, found)
-    distributed.barrier()
-    distributed.destroy_process_group()
+    host.close(0)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -156,5 +144,5 @@ if __name__ == "__main__":
     if parsed.result:
         rank(parsed)
     else:
-        exit_on_signals()
-        sys.exit(main(parsed))
+        with exit_on_signals():
+            sys.exit(main(parsed))

@@ -6,8 +6,8 @@
 GB/s counts the bytes that have to cross memory (zeroing the gradient is not counted); "of copy" is its share of what
 ``b.copy_(a)`` reaches on tensors of this size; "torch / ours" is how many times longer plain torch code takes for
 accumulating and ``torch.topk`` over the whole tensor, for indexing, or for a matrix product; "wrong" counts entries
-that differ from hvd_compress/reference: if any does, the exit status is 1. "many pieces": of 1,024 entries each, in
-one call. "transform": into Walsh-Hadamard coefficients and back, as DeMo does it. With one thread on a CPU, times are
+that differ from hvd_compress/reference: if any does, the exit status is 1. "transform":
+into Walsh-Hadamard coefficients and back, as DeMo does it. With one thread on a CPU, times are
 the thread's CPU time: other processes do not count.
 
 ``ATEN_CPU_CAPABILITY=avx2`` in the environment limits torch and the operators to AVX2, on every processor.
@@ -32,7 +32,6 @@ from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
 
 B = TypeVar("B", bound="Bench")
-EXPLORE = 2**32  # every choice at random
 
 
 class Bench:
@@ -92,65 +91,48 @@ class Bench:
         indices = torch.randint(0, BLOCK, (slots,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
         return slots, indices.to(self.device), torch.tensor([[0, self.blocks, 0, slots]], device=self.device)
 
-    def draw(self, ranks: int, explore: int) -> dict[str, int]:
-        """Slots are dealt one by one to ``ranks``."""
-        return ops.Draw(phase=0, run=1, ranks=ranks, position=0, key=1234, explore=explore)._asdict()
-
     def accumulate(
-        self, each: int, ranks: int, explore: int = 0, *, dtype: torch.dtype = torch.float32, velocity: bool = False,
-        weight: bool = True, means: bool = False, transform: bool = False, piece: int = 0
+        self, each: int, ranks: int, velocity: bool = False, weight: bool = True, means: bool = False,
+        transform: bool = False
     ) -> dict[str, Any]:  # fmt: skip
-        """The arguments of ``accumulate_select``; with ``each`` = 0 it accumulates only. ``piece``: entries of a
-        piece."""
-        piece = piece or self.n
-        padded, blocks = self.blocks * BLOCK, -(-piece // BLOCK)
-        grads = [grad.clone() for grad in self.random(self.n, dtype).split(piece)]
-        rows = [[i * blocks, -(-grad.numel() // BLOCK)] for i, grad in enumerate(grads)]
-        pieces = [[first, count, first * each, count * each] for first, count in rows]
+        """The arguments of ``accumulate_select``, whose slots are dealt one by one to ``ranks``; with ``each`` = 0 it
+        accumulates only."""
+        padded, grad = self.blocks * BLOCK, self.random(self.n)
         arguments = {
-            "grads": grads,
+            "grads": [grad],
             "residual": self.random(padded),
-            "weights": [grad.clone() for grad in grads] if weight else [],
+            "weights": [grad.clone()] if weight else [],
             "velocity": self.random(padded) if velocity else None,
-            "pieces": torch.tensor(pieces, device=self.device),
-            "floors": torch.full((len(grads),), 1e-3, device=self.device),
+            "pieces": self.slots(each)[2],
+            "floors": torch.full((1,), 1e-3, device=self.device),
             "indices": self.zeros(max(1, self.blocks * each // ranks + 1), dtype=torch.uint8),
             "invalid": self.zeros(1, dtype=torch.int32),
-            "touched": self.zeros(len(grads), dtype=torch.int32),
+            "touched": self.zeros(1, dtype=torch.int32),
             "block_means": self.zeros(self.blocks) if means else None,
             "scale": 0.5,
             "momentum": 0.9,
             "decay": 0.999 if transform else 1.0,
             "transform": transform,
-            **self.draw(ranks, explore),
+            **ops.Draw(phase=0, run=1, ranks=ranks, position=0, key=1234, explore=0)._asdict(),
         }
         arguments["residual"][self.n :] = 0
         if velocity:
             arguments["velocity"][self.n :] = 0
         return arguments
 
-    def accumulate_select(self, name: str, each: int, ranks: int, explore: int = 0, **options: Any) -> None:
-        arguments = self.accumulate(each, ranks, explore, **options)
-        grads, residual, weights = arguments["grads"], arguments["residual"], arguments["weights"]
-        grad = torch.cat(grads)
-        weight = torch.cat(weights) if weights else None
+    def accumulate_select(self, name: str, each: int, ranks: int, **options: Any) -> None:
+        arguments = self.accumulate(each, ranks, **options)
+        (grad,), residual, weights = arguments["grads"], arguments["residual"], arguments["weights"]
 
         def plain() -> None:
             flat = residual[: self.n].add_(grad, alpha=0.5)
             if each:
-                score = flat.abs() if weight is None else flat.abs() / (weight.float().abs() + 1e-3)
+                score = flat.abs() / (weights[0].abs() + 1e-3) if weights else flat.abs()
                 torch.topk(score, max(1, self.blocks * each // ranks))
 
-        reads_weight = weight is not None and each >= ranks  # then this rank leads in every block
-        entry = 8 + grad.element_size() * (1 + reads_weight) + 8 * options.get("velocity", False)
+        reads_weight = bool(weights) and each >= ranks  # then this rank leads in every block
+        entry = 8 + 4 * (1 + reads_weight) + 8 * options.get("velocity", False)
         self.row(name, "accumulate_select", arguments, self.n * entry, plain)
-
-    def select(self, name: str, each: int, ranks: int, explore: int = 0) -> None:
-        score, count = self.random(self.n).abs(), self.blocks * each // ranks
-        pieces = torch.tensor([[0, self.blocks, 0, each * self.blocks]], device=self.device)
-        indices = self.zeros(count + 1, dtype=torch.uint8)
-        arguments = {"scores": [score], "pieces": pieces, "indices": indices, **self.draw(ranks, explore)}
-        self.row(name, "select", arguments, 4 * score.numel(), lambda: torch.topk(score, count))
 
     def gather(self, each: int) -> None:
         """The plain code reaches the same entries by flat int64 indices."""
@@ -163,16 +145,6 @@ class Bench:
             torch.index_select(residual, 0, where, out=values)
 
         self.row(f"{each} of 256", "gather", arguments, slots * (1 + 4 + 4), plain, lambda: residual.copy_(fresh))
-
-    def hadamard(self) -> None:
-        """The plain code multiplies by the matrix."""
-        values, matrix = self.random(self.blocks * BLOCK), torch.eye(BLOCK, device=self.device)
-        reference.hadamard(matrix.view(-1))
-        out = torch.empty_like(values).view(-1, BLOCK)
-        arguments = {"values": values}
-        self.row(
-            "", "hadamard", arguments, 8 * values.numel(), lambda: torch.mm(values.view(-1, BLOCK), matrix, out=out)
-        )
 
     def scatter(self, each: int, velocity: bool = False, means: bool = False, transform: bool = False) -> None:
         """The inverse of :meth:`gather`."""
@@ -233,28 +205,18 @@ def started(kind: type[B], description: str | None) -> B:
 
 def main() -> int:
     bench = started(Bench, __doc__)
-    bench.accumulate_select("fp32, 1 of 4 slots", 4, 4)
-    bench.accumulate_select("fp32, 1 of 4 slots, many pieces", 4, 4, piece=1024)
-    bench.accumulate_select("fp32, 1 of 4 slots, velocity", 4, 4, velocity=True)
-    bench.accumulate_select("fp32, 1 of 4 slots, explored", 4, 4, EXPLORE)
-    bench.accumulate_select("fp32, 1 of 4 slots, means", 4, 4, means=True)
-    bench.accumulate_select("fp32, 1 of 4 slots, velocity, means", 4, 4, velocity=True, means=True)
-    bench.accumulate_select("fp32, 4 slots", 4, 1)
-    bench.accumulate_select("fp32, 16 slots", 16, 1)
-    bench.accumulate_select("fp32, no slots", 0, 1)
-    bench.accumulate_select("bf16, 1 of 4 slots", 4, 4, dtype=torch.bfloat16)
-    bench.accumulate_select("fp16, 1 of 4 slots", 4, 4, dtype=torch.float16)
-    bench.accumulate_select("fp32, 1 of 4 slots, no weight", 4, 4, weight=False)
-    bench.accumulate_select("fp32, 4 of 16 slots", 16, 4, weight=False)
-    bench.accumulate_select("fp32, 4 of 16 slots, transform", 16, 4, weight=False, transform=True)
-    bench.select("1 of 4 slots", 4, 4)
-    bench.select("1 of 4 slots, explored", 4, 4, EXPLORE)
+    bench.accumulate_select("no slots", 0, 1)
+    bench.accumulate_select("1 of 4 slots", 4, 4)
+    bench.accumulate_select("1 of 4 slots, velocity", 4, 4, velocity=True)
+    bench.accumulate_select("1 of 4 slots, means", 4, 4, means=True)
+    bench.accumulate_select("4 slots", 4, 1)
+    bench.accumulate_select("4 of 16 slots", 16, 4, weight=False)
+    bench.accumulate_select("4 of 16 slots, transform", 16, 4, weight=False, transform=True)
     bench.gather(4)
     bench.scatter(4)
     bench.scatter(4, means=True)
     bench.scatter(4, velocity=True)
     bench.scatter(16, transform=True)
-    bench.hadamard()
     print(table.markdown(bench.rows))
     return 1 if bench.wrong else 0
 

@@ -26,10 +26,17 @@ MOMENTUM = 0.9
 class Counted(Bench):
     """Counts the bytes that leave this host in a step."""
 
-    def timed(self, step: Callable[[], None]) -> list[tuple[float, float]]:
+    def timed(self, step: Callable[[], None], period: int = 1) -> list[float]:
+        taken = 0
+
+        def counted() -> None:
+            nonlocal taken
+            step()
+            taken += 1
+
         self.ranks.gather(None)  # DDP may still send the model to other ranks
-        before, found = int(netlab.COUNTER.read_text()), super().timed(step)
-        self.sent_bytes = (int(netlab.COUNTER.read_text()) - before) / (self.warmup + len(found))
+        before, found = int(netlab.COUNTER.read_text()), super().timed(counted, period)
+        self.sent_bytes = (int(netlab.COUNTER.read_text()) - before) / taken
         return found
 
 
@@ -47,7 +54,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--expect", action="append", default=[], metavar="NAME=VALUE", help="of the environment")
     compressors.METHODS[parser.parse_known_args(argv)[0].compression].add_arguments(parser)
     local_training.add_arguments(parser)
-    parser.set_defaults(seed=0, extrapolate=None)
+    parser.set_defaults(seed=0)
     args = parser.parse_args(argv)
     try:
         local_training.complete(args)
@@ -66,25 +73,19 @@ def main(args: argparse.Namespace) -> int:
             raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
     host = hosts.start(args.host, nodes=args.nodes is not None)
     on_network = netlab.COUNTER.exists() and "HVD_NETLAB" in os.environ
-    bench = (Counted if on_network else Bench)(
-        host,
-        list(SHAPES[args.shapes]()),
-        args.steps,
-        args.max_seconds,
-        pause=args.pause_ms / 1e3,
-        period=args.local_steps or 1,
-    )
+    kind, named = Counted if on_network else Bench, list(SHAPES[args.shapes]())
+    bench = kind(host, named, args.steps, args.max_seconds, pause=args.pause_ms / 1e3)
     # A method that sends signs allows no momentum; momentum correction takes it from the optimizer, whose update is
     # cheaper then.
     momentum = 0.0 if getattr(args, "sign", False) else MOMENTUM
-    found = bench.alone(0.0 if getattr(args, "momentum_correction", False) else momentum)
+    found = {"alone_ms": bench.alone(0.0 if getattr(args, "momentum_correction", False) else momentum)}
     model, optimizer = bench.replica(momentum)
     coupling = LocalTraining(args, host) if args.local_steps else host
     compression = coupling.compression(args, args.compression, model, optimizer)
-    found |= bench.measure(model, optimizer, compression, coupling)
+    found |= bench.measure(model, optimizer, compression, coupling, args.local_steps or 1)
     sent = host.gather(getattr(bench, "sent_bytes", found["sent_bytes"]))
     if host.rank == 0:
-        found |= {"ranks": host.size, "entries": model.numel, "sent_bytes": sum(sent) / host.size}
+        found["sent_bytes"] = sum(sent) / host.size
         write_json(args.result, {**found, "environment": {**metrics.environment(), "optimizer": "SGD, fused"}})
     return host.close(0)
 

@@ -2,9 +2,9 @@
 # A cluster on one machine: hosts hvdhost0, hvdhost1, ... are network namespaces at 10.77.0.1, .2, ..., joined by a bridge, each
 # with its egress shaped to a rate. MPI and Gloo use TCP over these links; the processors are shared. (root; Debian's iproute2)
 #   netlab.sh [--lab NAME] up HOSTS RATE                      RATE in kbit, mbit or gbit (100mbit, 2.5gbit), or none
-#   netlab.sh [--lab NAME] run [--gloo | --ddp] HOSTS[xRANKS] SCRIPT ARGS...   RANKS ranks (1) on each of the first HOSTS hosts, in
-#                                                             .venv: of Horovod, under mpirun or with Gloo, or with torchrun's
-#                                                             variables for torch DDP
+#   netlab.sh [--lab NAME] run [--ddp] HOSTS[xRANKS] SCRIPT ARGS...   RANKS ranks (1) on each of the first HOSTS hosts, in
+#                                                             .venv: of Horovod under mpirun, or with torchrun's variables for
+#                                                             torch DDP
 #   netlab.sh [--lab NAME] down                               removes the hosts and kills what still runs there
 # Labs of different names (by default hvd; at most 9 letters and digits) can exist at once: NAMEhost0, ... on their own bridge.
 # The bytes that a rank sent: /sys/class/net/eth0/statistics/tx_bytes, read inside the rank.
@@ -62,7 +62,7 @@ up() {
 
 run() {
   local launcher=--mpi hosts each=1 i list command
-  [[ $1 == --gloo || $1 == --ddp ]] && { launcher=$1; shift; }
+  [[ $1 == --ddp ]] && { launcher=$1; shift; }
   [[ $# -ge 2 ]] || usage
   [[ $1 =~ ^[^x]+x([1-9])$ ]] && each=${BASH_REMATCH[1]}
   hosts=${1%x*}; shift
@@ -86,7 +86,6 @@ run() {
       # The first rank that fails ends the others.
       for ((i = 0; i < hosts * each; i++)); do wait -n; done
       return ;;
-    --gloo) command=(python "$here/netlab_gloo.py" "$list" python "$@") ;;
     *)
       # Remote ranks stay in mpirun's session, or with HVD_NETLAB_SESSIONS=1 begin their own. Linux divides the cores between
       # sessions first; on Linux 6.18, two ranks that spin in hvd.synchronize() keep both cores from other sessions.

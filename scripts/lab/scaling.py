@@ -9,7 +9,6 @@ formulas of hvd_compress.cli.wire. Exit status 1 where a formula and a count dif
 
 import copy
 import sys
-from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
@@ -28,7 +27,7 @@ ALLOWED = 0.01
 
 
 def modelled(method: str, model: torch.nn.Module, density: float | None, ranks: int) -> float:
-    return sent(messages(method, [p.shape for p in model.parameters()], density, ranks), ranks)
+    return sent(messages(method, [p.shape for p in model.parameters()], ranks, density), ranks)
 
 
 def counted(method: str, model: torch.nn.Module, density: float | None, ranks: int) -> float:
@@ -59,14 +58,13 @@ def network() -> torch.nn.Module:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--density", type=lambda text: float(Fraction(text)), help="for all; else each one's default")
     parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, found, worst, rows = network(), {}, dict.fromkeys(COUNTED, 0.0), []
     for method, known in METHODS.items():
-        density = known.density and (args.density or known.density)
+        density = known.density
         bytes_of = {n: counted(method, model, density, n) for n in COUNTED}
         for n, count in bytes_of.items():
             worst[n] = max(worst[n], abs(modelled(method, model, density, n) / count - 1))

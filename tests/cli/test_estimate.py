@@ -15,22 +15,18 @@ from typer.testing import CliRunner
 from hvd_compress import IWP
 from hvd_compress._version import __version__
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.cli import bench, estimate, kernels, network, shapes, transport, wire
+from hvd_compress.cli import bench, estimate, kernels, network, shapes, wire
 from hvd_compress.cli.app import app
 
-FREE = transport.Transport(
-    dict.fromkeys(("allreduce fp32", "allreduce fp16", "allreduce int64", "allgather"), 0.0), 0.0
-)
-FREE.per_byte["alltoall"] = 0.0
 MODEL = estimate.Model([shape for _, shape in shapes.resnet50()], 0.1)
-SECONDS = {"dense": 0.0, "fp16": 0.01, "IWP": 0.05, "DeMo": 0.08}
+SECONDS = {"dense": 0.0, "fp16": 0.01, "IWP": 0.05, "DeMo": 0.08, "low_bit": 0.06}
 
 
 def on(bits, ranks=4, **more):
-    return network.Network(ranks, bits, 0.0, FREE, **more)
+    return network.Network(ranks, bits, 0.0, **more)
 
 
-@pytest.mark.parametrize("name, entries, tensors", [("vgg16", 138_357_544, 32), ("bert-base", 109_482_240, 199)])
+@pytest.mark.parametrize("name, entries, tensors", [("resnet50", 25_557_032, 161), ("gpt2", 124_439_808, 148)])
 def test_shapes_are_those_of_the_networks(name, entries, tensors):
     named = shapes.named(name)
     assert sum(math.prod(shape) for _, shape in named) == entries
@@ -97,35 +93,30 @@ def test_texts():
         network.duration("50")
 
 
+def found_on(net, optimizer="sgd", seconds=SECONDS, model=MODEL, **options):
+    return {one.method: one for one in estimate.estimates(model, net, seconds, optimizer, **options)}
+
+
 def test_a_slow_link_takes_the_time_of_its_bytes_and_a_fast_one_none():
-    slow, fast = (
-        estimate.estimates(MODEL, on(1e8), SECONDS, "sgd"),
-        estimate.estimates(MODEL, on(math.inf), SECONDS, "sgd"),
-    )
-    dense = next(one for one in slow if one.method == "dense")
+    dense = found_on(on(1e8))["dense"]
     # 2 (N - 1) / N times 4 bytes an entry.
     assert dense.bytes == pytest.approx(1.5 * 4 * 25_557_032)
     whole = 8 * dense.bytes / (1e8 * network.PAYLOAD)
     assert whole < dense.step < whole + 0.1
-    for one in fast:
-        assert one.step == pytest.approx(0.1 + SECONDS[one.method])
+    for one in found_on(on(math.inf)).values():
+        assert one.step == pytest.approx(0.1 + SECONDS[one.method] / wire.METHODS[one.method].local_steps)
 
 
 def test_on_two_levels_a_host_sends_what_one_of_as_many_ranks_as_hosts_sends():
     """A ring of all ranks crosses each link once; inside, gradients are summed and averages sent."""
-    flat = {one.method: one for one in estimate.estimates(MODEL, on(1e8, 8), SECONDS, "sgd")}
-    nodes = on(1e8, 2, per_node=4, inside_bits=1e11)
+    flat, nodes = found_on(on(1e8, 8)), on(1e8, 2, per_node=4, inside_bits=1e11)
     assert nodes.flat == on(1e8, 8, inside_bits=1e11)
-    found = {one.method: one for one in estimate.estimates(MODEL, nodes, SECONDS, "sgd")}
+    found = found_on(nodes)
     assert found["dense"].bytes == flat["dense"].bytes and found["dense"].step == flat["dense"].step
     assert found["IWP"].bytes == wire.sent(MODEL.messages("IWP", 2), 2)
     assert found["IWP"].inside == pytest.approx(8 * 2 * 3 / 4 * 4 * MODEL.compressed / (1e11 * network.PAYLOAD))
-    faster = estimate.estimates(MODEL, replace(nodes, inside_bits=math.inf), SECONDS, "sgd")
-    faster = {one.method: one.step for one in faster}
-    assert found["IWP"].step - faster["IWP"] == pytest.approx(found["IWP"].inside) and found["dense"].inside == 0.0
-    busy = replace(nodes, transport=replace(FREE, per_byte={key: 1e-9 for key in FREE.per_byte}))
-    messages = MODEL.messages("IWP", 2)
-    assert busy.processor(messages) == pytest.approx(replace(busy, per_node=1).processor(messages) / 4)
+    faster = found_on(replace(nodes, inside_bits=math.inf))["IWP"].step
+    assert found["IWP"].step - faster == pytest.approx(found["IWP"].inside) and found["dense"].inside == 0.0
 
 
 def test_nodes_that_are_not_full_are_refused():
@@ -135,42 +126,37 @@ def test_nodes_that_are_not_full_are_refused():
         assert done.exit_code == 2 and "at least two times --ranks-per-node" in done.output
 
 
-def test_ranks_that_share_cores_take_turns():
-    shared = {one.method: one.step for one in estimate.estimates(MODEL, on(math.inf, cores=2), SECONDS, "sgd")}
-    # Two ranks a core: a collective waits for one turn.
-    waits = {m: MODEL.buckets() * network.SLICE * len(MODEL.messages(m, 4)) for m in SECONDS}
-    assert shared == pytest.approx({m: 0.1 + 2 * SECONDS[m] + waits[m] for m in SECONDS})
-    assert 0 < waits["dense"] < waits["IWP"] < 0.1
-    busy = replace(FREE, per_byte={key: 1e-9 for key in FREE.per_byte})
-    alone = network.Network(4, math.inf, 0.0, busy)
-    dense = MODEL.messages("dense", 4)
-    assert alone.processor(dense) == pytest.approx(1e-9 * 1.5 * 4 * 25_557_032)
-    assert replace(alone, cores=1).processor(dense) == pytest.approx(4 * alone.processor(dense))
-
-
 def test_break_even_is_where_both_take_as_long():
-    found = {one.method: one for one in estimate.estimates(MODEL, on(1e9), SECONDS, "sgd")}
+    found = found_on(on(1e9))
     bits = found["IWP"].break_even
     assert 1e9 < bits < 1e12 and found["dense"].break_even is None
-    there = {one.method: one.step for one in estimate.estimates(MODEL, on(bits), SECONDS, "sgd")}
-    assert there["IWP"] == pytest.approx(min(there["dense"], there["fp16"]), rel=1e-3)
-    slow = estimate.estimates(MODEL, on(1e9), SECONDS | {"IWP": 1e4}, "sgd")
-    assert next(one for one in slow if one.method == "IWP").break_even == 0
+    there = found_on(on(bits))
+    assert there["IWP"].step == pytest.approx(min(there["dense"].step, there["fp16"].step), rel=1e-3)
+    assert found_on(on(1e9), seconds=SECONDS | {"IWP": 1e4})["IWP"].break_even == 0
 
 
-def test_the_verdict_depends_on_link_and_optimizer():
-    def says(bits, optimizer):
-        return estimate.verdict(estimate.estimates(MODEL, on(bits), SECONDS, optimizer), optimizer)
+def says(bits, optimizer, seconds=SECONDS, model=MODEL, **options):
+    return estimate.verdict(list(found_on(on(bits), optimizer, seconds, model).values()), optimizer, **options)
 
-    assert says(1e8, "sgd").startswith("Use IWP: ")
-    assert says(1e8, "adamw").startswith("Use DeMo: ") and "in place of AdamW" in says(1e8, "adamw")
+
+def test_what_is_advised_comes_first_and_is_recommended():
+    """docs/choosing.md's order, whatever is faster."""
+    for optimizer, first in (("muon", "low_bit"), ("adamw", "low_bit"), ("sgd", "DeMo")):
+        assert next(iter(found_on(on(1e8), optimizer))) == first
+    assert list(found_on(on(1e8), "adamw")) == ["low_bit", "DeMo", "fp16", "dense", "IWP"]
+    assert says(1e8, "muon").startswith("Use low_bit in 3 local steps: ")
+    assert says(1e8, "sgd").startswith("Use DeMo: ") and "without momentum" in says(1e8, "sgd")
+    # Not worth it: the next.
+    assert says(1e8, "adamw", SECONDS | {"low_bit": 1e3}).startswith("Use DeMo: ")
+    assert says(1e8, "sgd", SECONDS | {"DeMo": 0.8}).startswith("Use DeMo: ")
+    assert " (IWP: " in says(1e8, "sgd", SECONDS | {"DeMo": 0.8})
+    assert says(1e8, "sgd", SECONDS | {"DeMo": 1e3}).startswith("Use IWP: ")
     assert says(1e11, "sgd").startswith("Do not use compression here: ")
 
 
 def test_a_verdict_without_computation_is_an_upper_bound():
-    alone = estimate.Model(MODEL.shapes, 0.0)
-    text = estimate.verdict(estimate.estimates(alone, on(1e8), SECONDS, "sgd"), "sgd", exchange_only=True)
-    assert text.startswith("Use IWP: at most ") and "upper bound" in text and "--compute-ms" in text
+    text = says(1e8, "sgd", model=estimate.Model(MODEL.shapes, 0.0), exchange_only=True)
+    assert text.startswith("Use DeMo: at most ") and "upper bound" in text and "--compute-ms" in text
 
 
 def test_a_small_gain_is_not_recommended():
@@ -178,8 +164,8 @@ def test_a_small_gain_is_not_recommended():
         estimate.Estimate(name, 1.0, 0.0, 0.0, step, None, True)
         for name, step in (("IWP", 1.0), ("fp16", 1.1), ("dense", 2.0))
     ]
-    says = "fp16 is enough (IWP would be 1.10 times as fast; less than 1.15 times is not recommended)"
-    assert says in estimate.verdict(rows, "sgd")
+    text = "fp16 is enough (IWP would be 1.10 times as fast; less than 1.15 times is not recommended)"
+    assert text in estimate.verdict(rows, "sgd")
 
 
 def test_buckets_are_those_of_a_compressor():
@@ -188,31 +174,30 @@ def test_buckets_are_those_of_a_compressor():
     assert estimate.Model([(512, 512)] * 80, 0.0).buckets() == len(buckets)
 
 
-def test_methods_that_train_with_adamw():
-    """Those that docs/choosing.md names for AdamW."""
-    allowed = {name for name, method in wire.METHODS.items() if method.adam}
-    assert allowed == {"dense", "fp16", "DeMo", "DeMo, gather", "Quantized", "Quantized, 2 bits", "QSGD", "TernGrad"}
+def test_methods_that_train_with_an_optimizer():
+    """Those that docs/choosing.md names."""
+    for optimizer, more in (("adamw", {"DeMo", "DeMo, gather", "Quantized", "QSGD", "TernGrad"}), ("muon", set())):
+        allowed = {name for name, method in wire.METHODS.items() if optimizer in method.optimizers}
+        assert allowed == {"dense", "fp16", "low_bit"} | more
+        assert set(wire.ADVISED[optimizer]) <= allowed
 
 
 def test_local_steps_exchange_once_in_a_period():
     """Without backward to hide behind; inside a host, gradients are summed in every step."""
-    network_ = replace(on(1e8, 2, per_node=4, inside_bits=1e10), transport=FREE)
-    found = {one.method: one for one in estimate.estimates(MODEL, network_, SECONDS, "adamw", local_steps=4)}
-    each = {one.method: one for one in estimate.estimates(MODEL, network_, SECONDS, "adamw")}
+    nodes = on(1e8, 2, per_node=4, inside_bits=1e10)
+    found, each = found_on(nodes, local_steps=4), found_on(nodes)
     assert found["dense"] == each["dense"]
     one, before = found["IWP"], each["IWP"]
     assert one.bytes == before.bytes / 4 and one.compress == before.compress / 4
     assert one.inside == pytest.approx(before.inside * 5 / 4)
-    own = estimate.step_seconds(replace(MODEL, compute=0.0), network_, MODEL.messages("IWP", 2), SECONDS["IWP"])
+    own = estimate.step_seconds(replace(MODEL, compute=0.0), nodes, MODEL.messages("IWP", 2), SECONDS["IWP"])
     assert one.step == pytest.approx(MODEL.compute + before.inside + own / 4)
-    rows = estimate.estimates(MODEL, on(1e8), SECONDS, "sgd", local_steps=4)
-    assert " in 4 local steps: " in estimate.verdict(rows, "sgd", local_steps=4)
+    assert found["low_bit"].local_steps == 4 and each["low_bit"].local_steps == 3
 
 
 def test_latency_counts_for_every_collective():
-    near, far = on(1e9), replace(on(1e9), latency=1e-3)
     # An index gather of 3 hops, a ring of 6, and a ring for what is not compressed.
-    assert far.hops(MODEL.messages("IWP", 4)) - near.hops(MODEL.messages("IWP", 4)) == pytest.approx(15e-3)
+    assert replace(on(1e9), latency=1e-3).hops(MODEL.messages("IWP", 4)) == pytest.approx(15e-3)
 
 
 def test_a_real_call(tmp_path):
@@ -224,8 +209,8 @@ def test_a_real_call(tmp_path):
     rows = {row["method"]: row for row in content["rows"]}
     assert set(rows) == set(wire.METHODS) and all(row["compress"] > 0 for row in rows.values())
     assert not rows["IWP"]["allowed"] and rows["DeMo"]["allowed"]
-    # 230 kB take 0.2 s, what DeMo sends a fiftieth.
-    assert content["winner"].startswith("DeMo") and "Use DeMo: at most " in done.output
+    # 230 kB take 0.2 s, what low_bit sends a fiftieth.
+    assert content["winner"] == "low_bit" and "Use low_bit in 3 local steps: at most " in done.output
 
 
 def test_the_version():

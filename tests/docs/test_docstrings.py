@@ -13,7 +13,7 @@ import hvd_compress
 from hvd_compress import recipes, schedule
 
 #: Abstract, or with an example that needs several jobs or a mesh.
-WITHOUT = {"Compressor", "DCPState", "Density", "register_fsdp_hooks", "reshard"}
+WITHOUT = {"Compressor", "DCPState", "register_fsdp_hooks", "reshard"}
 PUBLIC = {
     found.__name__: found
     for module in (hvd_compress, recipes, schedule)
@@ -69,7 +69,7 @@ def test_example_runs_and_trains(name, one_process):
     names = given()
     exec(example, names)
     trains = not names.keys().isdisjoint(("ddp", "local", "muon"))
-    assert trains or name in ("Diminishing", "WarmUp")
+    assert trains or name in schedule.__all__
     if trains:
         before, after = train(names)
         assert after < before

@@ -16,7 +16,7 @@ from hvd_compress.codecs import Lanes
 from hvd_compress.engine.agreement import LIMIT, Agreement, all_equal
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.work import Step
-from hvd_compress.schedule import Diminishing, WarmUp
+from hvd_compress.schedule import diminishing
 from hvd_compress.selection.base import Scoring, StepSeed
 from hvd_compress.selection.deciders import Shared
 from hvd_compress.selection.idle import Idle
@@ -30,7 +30,7 @@ from hvd_compress.selection.pickers import Everything
         ({}, "step: 0 on ranks 0, 1; 3 on rank 2"),
         ({"seed": 1}, "seed: 0 on ranks 0, 1; 1 on rank 2"),
         ({"density": 1.0}, "density: 0.03125 on ranks 0, 1; 1 on rank 2"),
-        ({"density": Diminishing(0.1, lambda: 0.1)}, "density: 0.03125 on ranks 0, 1; Diminishing on rank 2"),
+        ({"density": diminishing(0.1, lambda: 0.1, 0.1)}, "density: 0.03125 on ranks 0, 1; diminishing.* on rank 2"),
         ({"min_numel": 16}, "min_numel: 1024 on ranks 0, 1; 16 on rank 2"),
         ({"momentum": 0.5}, "momentum: 0 on ranks 0, 1; 0.5 on rank 2"),
         ({"block_means": False}, "block_means: True on ranks 0, 1; False on rank 2"),
@@ -110,7 +110,7 @@ def test_ranks_with_other_parameters_raise_an_error(change, message):
         ({"floor": 1}, {"floor": 1.0}),
         ({"values": "lanes4"}, {"values": Lanes(4)}),
         ({"start_timeout": 5.0}, {"process_set": None}),
-        ({"density": WarmUp(1 / 32)}, {"density": WarmUp(1 / 32)}),
+        ({"density": diminishing(1 / 32, lambda: 0.1, 0.1)}, {"density": diminishing(1 / 32, lambda: 0.2, 0.2)}),
         ({"seed": 10**400}, {"seed": 10**400}),
     ],
     ids=str,

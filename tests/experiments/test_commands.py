@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from launch import ROOT, finish, start
 
-# It is called by mpirun, in the place of ssh.
-NOT_FOR_USERS = {"netlab_gloo.py"}
 FILES = [path for room in (".", "lab", "experiments") for path in sorted((ROOT / "scripts" / room).glob("*.py"))]
 # Others are for these to import.
-COMMANDS = [path for path in FILES if "__main__" in path.read_text() and path.name not in NOT_FOR_USERS]
+COMMANDS = [path for path in FILES if "__main__" in path.read_text()]
 
 
 @pytest.fixture(scope="module")

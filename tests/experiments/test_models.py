@@ -32,11 +32,10 @@ def test_cnn_lies_almost_whole_in_large_matrices(channels, size):
     assert small < 0.01 * sum(p.numel() for p in parameters)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("gpt", 252_384), ("gpt-5m", 4_803_840)])
-def test_a_language_model_sees_only_the_bytes_before(name, parameters):
+def test_a_language_model_sees_only_the_bytes_before():
     torch.manual_seed(0)
-    model = models.build(name, 256, 64)
-    assert sum(p.numel() for p in model.parameters()) == parameters
+    model = models.build("gpt", 256, 64)
+    assert sum(p.numel() for p in model.parameters()) == 252_384
     tokens = torch.randint(256, (2, 20))
     before = model(tokens)
     assert before.shape == (2, 20, 256)

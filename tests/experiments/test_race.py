@@ -68,37 +68,16 @@ def raced(folder, runs, **changes):
     return folder
 
 
-def test_races_are_read_from_their_folders_slow_links_and_dense_first(tmp_path, capsys):
-    small = {"none-iwp@16-mpi": (0.7,), "1gbit-ddp-iwp-ddp": (0.7,), "1gbit-none-gloo": (0.6, 0.7)}
-    small["900mbit-none-mpi"] = (0.7,)
-    given = [f"{raced(tmp_path / 'small', small)}:0.7", f"{raced(tmp_path / 'large', {'1gbit-iwp-mpi': (0.4,)})}:0.5"]
-    assert race.main(["--report", *given]) == 0
-    rows = cells(capsys.readouterr().out)
-    assert [[*row[:2], *row[3:6]] for row in rows] == [
-        ["links", "method", "steps to 0.7", "seconds", "speed-up"],
-        ["900mbit", "none (mpi)", "10", "10", "1.00"],
-        ["1gbit", "none (gloo)", "20", "20", "1.00"],
-        ["1gbit", "ddp-iwp (ddp)", "10", "10", "2.00"],
-        ["none", "iwp@16 (mpi)", "10", "10", "-"],
-        ["links", "method", "steps to 0.5", "seconds", "speed-up"],
-        ["1gbit", "iwp (mpi)", "-", "-", "-"],
-    ]
-
-
-def test_races_refuses_what_is_no_race(tmp_path, monkeypatch):
-    monkeypatch.chdir(raced(tmp_path / "cnn", {"1gbit-none-mpi": (0.7,)}))
-    with pytest.raises(ValueError, match="expected FOLDER:TARGET"):
-        race.read("0.7")
-    with pytest.raises(ValueError, match="expected FOLDER:TARGET"):
-        race.read("nowhere:0.7")
-    with pytest.raises(ValueError, match="much"):
-        race.read(f"{tmp_path}/cnn:much")
-    twice = raced(tmp_path / "twice", {"1gbit-none-mpi": (0.7,), "1gbit-none-gloo": (0.7,)})
-    with pytest.raises(ValueError, match="two results of none at 1gbit"):
-        race.read(f"{twice}:0.7")
+def test_a_race_is_read_from_its_folder_slow_links_and_dense_first(tmp_path):
+    names = ("none-iwp@16-mpi", "1gbit-ddp-iwp-ddp", "1gbit-none-mpi", "900mbit-none-mpi")
+    found = race.read(raced(tmp_path / "race", dict.fromkeys(names, (0.7,))))
+    assert [(rate, list(of_rate)) for rate, of_rate in found.items()] == [
+        ("900mbit", ["none"]), ("1gbit", ["none", "ddp-iwp"]), ("none", ["iwp@16"])
+    ]  # fmt: skip
+    assert found["1gbit"]["ddp-iwp"]["backend"] == "ddp"
     apart = raced(tmp_path / "apart", {"1gbit-none-mpi": (0.7,)}, replicas_equal=False)
-    with pytest.raises(ValueError, match=r"runs\.jsonl/1gbit-none-mpi: its replicas differ"):
-        race.read(f"{apart}:0.7")
+    with pytest.raises(ValueError, match="1gbit-none-mpi: its replicas differ"):
+        race.read(apart)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +104,7 @@ def test_a_race_on_two_hosts_is_run_once(tmp_path):
         if "no network namespaces" in output:
             pytest.skip(output)
         assert process.returncode == 0, output
-        text = (tmp_path / "race.md").read_text()
-        assert "none (mpi)" in text and "iwp with HOROVOD_CYCLE_TIME=2" in text
+        assert "none (mpi)" in (tmp_path / "race.md").read_text()
         written = list(read_runs(tmp_path / "runs.jsonl").values())
         assert [w["config"]["compression"] for w in written] == ["none", "iwp"]
         assert [w["config"]["settings"].get("HOROVOD_CYCLE_TIME") for w in written] == [None, "2"]

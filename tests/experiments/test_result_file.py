@@ -26,12 +26,6 @@ def test_runs_are_lines_and_a_run_replaces_that_of_its_name(tmp_path):
     assert read_runs(file) == found
 
 
-def test_nothing_is_written_where_nothing_was_asked_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_run(None, {"value": 1})
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_killed_process_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def killed(self, target):
         raise KeyboardInterrupt

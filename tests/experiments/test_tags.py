@@ -3,7 +3,6 @@
 import pytest
 import torch
 import train
-from experiment import data as datasets
 from experiment import models, tags, text
 from experiment.result_file import read_runs
 
@@ -17,19 +16,6 @@ def test_every_byte_has_the_tag_of_its_token():
     written = "".join(letters[tags.TAGS[tag]] for tag in (found // 256).tolist())
     assert written == "kkk_nonoo__kkkkkk_ssssss_o_dddd__ccccc_"
     assert not len(tags.tagged("é = 1".encode())) and not len(tags.tagged(b""))
-
-
-def test_tags_are_those_of_the_windows_bytes():
-    library = datasets.load("text-tags", context=32)
-    assert library.shape == (256, 32, 7) and len(library.train) > 5e5
-    inputs, targets = next(library.train_batches(8, 0, 1, 0, 1))
-    assert inputs.shape == targets.shape == (8, 32)
-    parts = [next(library.train_batches(2, rank, 4, 0, 1))[1] for rank in range(4)]
-    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), targets)
-    layout = targets == tags.TAGS.index("layout")
-    assert inputs[layout].unique().numel() < 10 and set(b"()").isdisjoint(inputs[layout].tolist())
-    found, tested = (sum(part.numel() for _, part in library.test_batches(50, rank, 2)) for rank in (0, 1))
-    assert found + tested > 1e4
 
 
 def test_fine_tuning_begins_with_the_weights_of_the_language_model(tmp_path, capsys, monkeypatch):

@@ -53,13 +53,6 @@ def test_windows_predict_the_next_byte_and_do_not_depend_on_the_ranks(library):
     assert len(list(library.train_batches(1, 0, 2, 0, 1))) == library.steps_per_epoch(1, 2) == 100
 
 
-def test_text_is_tested_on_the_same_windows_whatever_the_ranks(library):
-    alone = torch.cat([targets for _, targets in library.test_batches(50, 0, 1)])
-    shared = [torch.cat([targets for _, targets in library.test_batches(50, rank, 3)]) for rank in range(3)]
-    assert alone.numel() == text.TESTED and sum(map(len, shared)) == len(alone)
-    assert all(torch.equal(part, alone[rank::3]) for rank, part in enumerate(shared))
-
-
 def test_bits_per_byte_are_cross_entropy_to_the_base_two():
     class Uniform(torch.nn.Module):
         def forward(self, tokens):

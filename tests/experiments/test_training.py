@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import train
-from experiment import dion, hosts, quality
+from experiment import hosts, quality
 from experiment.result_file import read_runs
 from launch import launch
 from local_workers import CALL
@@ -40,33 +40,6 @@ def test_a_language_model_learns_with_adamw(method, tmp_path):
     assert found["wire_ratio"] == 1 if method == "none" else found["wire_ratio"] > 20
 
 
-@pytest.mark.parametrize("rank", [2, 96])
-def test_dion_exchanges_two_factors_and_learns(rank, tmp_path):
-    given = [*TEXT[:4], "--optimizer", "dion", "--dion-rank", str(rank), "--limit-train", "9999", "--max-steps", "12"]
-    given += ["--eval-every", "0.06", "--lr-warmup-epochs", "0", "--batch-size", "4"]
-    found = simulated(given, tmp_path / "runs.jsonl" / "result")
-    tests = [entry["test_bits_per_byte"] for entry in found["history"]]
-    assert found["replicas_equal"] and 8 > tests[0] > tests[1]
-    matrices = [(288, 96), (96, 96), (384, 96), (96, 384)] * 2
-    entries = sum((rows + columns) * rank for rows, columns in matrices)
-    entries += found["parameters"] - sum(rows * columns for rows, columns in matrices)
-    assert found["wire_bytes_per_step"] == 4 * entries  # 2 (N - 1) / N times four bytes
-
-
-def test_a_full_rank_update_of_dion_is_orthogonal():
-    """With one rank, once the power iteration has converged: the nearest orthogonal matrix of the momentum."""
-    model = torch.nn.Linear(12, 8, bias=False)
-    groups = [{"params": [model.weight], "orthogonal": True}]
-    optimizer = dion.Dion(groups, 8, lr=0.1, weight_decay=0.0, momentum=0.9)
-    optimizer.mean = lambda tensor: tensor
-    left, right = (torch.linalg.qr(torch.randn(n, 8, generator=torch.Generator().manual_seed(n))).Q for n in (8, 12))
-    model.weight.grad = left @ torch.diag(2.0 ** torch.arange(8)) @ right.T
-    for _ in range(60):
-        before = model.weight.detach().clone()
-        optimizer.step()
-    torch.testing.assert_close((before - model.weight.detach()) / 0.1, left @ right.T * 12**0.5, rtol=0, atol=1e-3)
-
-
 def test_simulated_nodes_work_on_two_levels(tmp_path, capsys):
     """Of four ranks; a node's card sends what its two ranks send."""
     given = ["--compression", "topk", "--ranks", "4", "--min-numel", "1"]
@@ -79,13 +52,6 @@ def test_simulated_nodes_work_on_two_levels(tmp_path, capsys):
         with pytest.raises(SystemExit):
             train.parse([*SHORT, "--host", "threads", *given, "--nodes", "2", wrong])
         assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("until", "tests"), [(8.0, 1), (0.1, 2)])
-def test_a_run_ends_at_the_first_test_that_reaches_its_target(until, tests, tmp_path):
-    given = [*TEXT, "--limit-train", "9999", "--eval-every", "0.02", "--batch-size", "4", "--until", str(until)]
-    found = simulated(given, tmp_path / "runs.jsonl" / "result")
-    assert len(found["history"]) == tests and found["steps"] == 2 * tests
 
 
 def test_a_rank_that_cannot_start_ends_a_simulation(tmp_path, capsys):
@@ -157,17 +123,6 @@ def test_both_hosts_train_alike(given, tmp_path):
         assert threads[key] == horovod[key], key
 
 
-def test_a_profile_has_three_steps(tmp_path):
-    found = train.profile(tmp_path / "profile.json")
-    for _ in range(25):
-        with train.record_function("backward"):
-            torch.ones(1)
-        found.step()
-    found.stop()
-    text = (tmp_path / "profile.json").read_text()
-    assert text.count('"name": "ProfilerStep#') == 3 and '"name": "backward"' in text
-
-
 # Local steps.
 
 
@@ -191,24 +146,6 @@ def test_tests_between_exchanges_neither_change_nor_count(given, tmp_path):
     assert once["dense_bytes_per_step"] == 4 * once["parameters"]  # 2 (N - 1) / N times four bytes
     calls = 4 * once["parameters"] / (once["parameters"] + CALL / 4)  # in each period
     assert once["wire_ratio"] == pytest.approx(calls, rel=1e-9) if "none" in given else once["wire_ratio"] > 40
-
-
-def test_local_steps_of_fp16_send_half_the_bytes(tmp_path):
-    found = simulated(["--compression", "fp16", "--local-steps", "2"], tmp_path / "runs.jsonl" / "result")
-    dense = 4 * found["parameters"]
-    assert found["wire_ratio"] == pytest.approx(2 * dense / (dense / 2 + CALL), rel=1e-9) and found["replicas_equal"]
-
-
-def test_local_steps_in_fragments_with_a_delay(tmp_path):
-    given = ["--compression", "iwp", "--density", "1/4", "--bucket-mb", "0.05", "--local-steps", "4"]
-    given += ["--epochs", "3", "--max-steps", "12"]
-    found = simulated([*given, "--fragments", "2"], tmp_path / "runs.jsonl" / "result")
-    at_once = simulated(given, tmp_path / "runs.jsonl" / "at_once")
-    delayed = simulated([*given, "--fragments", "2", "--delay", "2"], tmp_path / "runs.jsonl" / "delayed")
-    assert found["replicas_equal"] and delayed["replicas_equal"]
-    # One call more is compared in a period.
-    assert found["wire_bytes_per_step"] == pytest.approx(at_once["wire_bytes_per_step"] + CALL / 4)
-    assert len({run["train_loss"] for run in (found, at_once, delayed)}) == 3
 
 
 def test_weights_are_averaged_for_a_test_only():

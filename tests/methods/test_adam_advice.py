@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Scheduled, random_steps, replicas
+from harness import random_steps, replicas
 
 from hvd_compress import FFT, IWP, QSGD, LocalSteps, TopK
 
@@ -39,9 +39,9 @@ def test_local_steps_of_adam_are_what_it_advises():
 
 
 def test_looking_at_the_optimizer_does_not_ask_the_schedule():
-    """A schedule may have a state, which belongs to the step: Diminishing remembers the highest rate."""
+    """It may count its calls."""
     asked = []
-    world, ranks = replicas(1, IWP, density=Scheduled(lambda step: asked.append(step) or 1 / 16))
+    world, ranks = replicas(1, IWP, density=lambda step: asked.append(step) or 1 / 16)
     random_steps(world, ranks, range(1))
     before = len(asked)
     step(ranks[0].compression, torch.optim.AdamW(ranks[0].model.parameters(), lr=0.1))

@@ -24,7 +24,6 @@ METHODS = [
         ({"values": "range3"}, "bits of range must lie in 4 to 16, got 3"),
         ({"values": "lanes4-gather"}, "got 'lanes4-gather'"),
         ({"dense_values": "int8"}, "dense_values must be fp16 or fp32, got 'int8'"),
-        ({"selection": "magic"}, "selection must be one of block, topk, got 'magic'"),
         ({"leaders": 0}, "leaders must be at least 1"),
         ({"explore": 1.1}, r"explore must lie in \[0, 1\], got 1.1"),
         ({"floor": 0.0}, "floor must be above 0"),

@@ -85,14 +85,13 @@ def mean_of_many(build, grads, times=300):
     return total / times, applied
 
 
-@pytest.mark.parametrize("norm", ["l2", "max"])
-def test_qsgd_is_unbiased_and_sends_levels_of_its_norm(norm):
+def test_qsgd_is_unbiased_and_sends_levels_of_its_norm():
     grads = [gradients(mixed_model(), seed=1)]
     number, _, _ = wide(mixed_model())
-    mean, applied = mean_of_many(partial(QSGD, bits=4, run=512, norm=norm), grads)
+    mean, applied = mean_of_many(partial(QSGD, bits=4, run=512), grads)
     runs = grads[0][number].flatten().split(512)
     for got, average, run in zip(applied.flatten().split(512), mean.flatten().split(512), runs, strict=True):
-        length = run.norm() if norm == "l2" else run.abs().max()
+        length = run.norm()
         level = got / (length / 7)
         assert (level - level.round()).abs().max() < 1e-4
         # Rounding one value has a standard deviation of half a level at most.
@@ -102,7 +101,7 @@ def test_qsgd_is_unbiased_and_sends_levels_of_its_norm(norm):
 def test_terngrad_is_unbiased_and_sends_three_levels_of_a_shared_scale():
     grads = [gradients(mixed_model(), seed=i, scale=1.0 + i) for i in range(2)]
     number, _, _ = wide(mixed_model())
-    mean, applied = mean_of_many(partial(TernGrad, clip=None), grads)
+    mean, applied = mean_of_many(partial(TernGrad, clip=1e6), grads)
     scale = max(float(g[number].abs().max()) for g in grads)
     level = applied / (scale / 2)
     assert set(level.round().unique().tolist()) == {-2.0, -1.0, 0.0, 1.0, 2.0}
@@ -163,7 +162,6 @@ def test_bytes_sent_follow_the_formulas(build, ranks, each):
         (partial(DGC, sample=0.0), "sample must lie in"),
         (partial(DGC, clip_norm=0.0), "clip_norm must be above 0"),
         (partial(QSGD, bits=1), "bits must lie in 2 to 8"),
-        (partial(QSGD, norm="l1"), "norm must be 'l2' or 'max'"),
         (partial(QSGD, run=0), "run must be at least 1"),
         (partial(TernGrad, clip=-1.0), "clip must be above 0"),
     ],

@@ -325,7 +325,7 @@ def test_ranks_must_agree_on_orthogonal_parameters() -> None:
         world.run(begin)
 
 
-IDLE = [*VARIANTS, dict(density=1.0), dict(density=0.2, exchange="gather"), dict(leaders=1, budget_interval=2)]
+IDLE = [*VARIANTS, dict(density=1.0), dict(density=0.2, exchange="gather"), dict(budget_interval=2)]
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -6,52 +6,35 @@ from pathlib import Path
 import pytest
 import torch
 from harness import gradients, mixed_model, random_steps, replicas, residuals, together, toy_model, train
+from methods import Guessing
 from safetensors.torch import load_file
 
 from hvd_compress import MP2
 from hvd_compress.engine.state import same, save
+from hvd_compress.methods import mp2
 from hvd_compress.methods.predictor import Predictor, shipped
 
-rotation = partial(MP2, choice="rotation")
+
+def with_guess(guess, build=MP2):
+    """MP2 whose predictor is ``guess``, a function of the windows."""
+
+    class Predicting(build):
+        def sparse_work(self, bucket, sending):
+            work = super().sparse_work(bucket, sending)
+            work.prediction.predict = lambda index, windows, seen: guess(seen)
+            return work
+
+    return partial(Predicting, prediction=True, density=1 / 4, values="fp32")
 
 
-class Constant(Predictor):
-    """Predicts the same for every entry."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def forward(self, windows):
-        return torch.full_like(windows[:, 0], self.value)
-
-
-class Last(Predictor):
-    """Predicts the last received value."""
-
-    def forward(self, windows):
-        return windows[:, 3].sinh()
+def gates(rank):
+    """Whether predictions are applied, by piece."""
+    return [opened for work in rank.compression.works for opened in work.prediction.opened()]
 
 
 def constant_gradients(model, seed):
     """Large and the same in every step."""
     return [g + 3.0 for g in gradients(model, seed)]
-
-
-def test_rotation_sends_every_entry_once_in_a_period():
-    world, ranks = replicas(2, partial(rotation, density=1 / 9, values="fp32"))
-    seen = [torch.zeros_like(p) for p in ranks[0].model.parameters()]
-    for step in range(9):
-        grads = [[torch.ones_like(p) for p in r.model.parameters()] for r in ranks]
-        applied = together(world, ranks, grads, shuffle=step)
-        for total, (name, p), got in zip(seen, mixed_model().named_parameters(), applied[0], strict=True):
-            if p.dim() >= 2 and p.numel() >= 1024:
-                assert abs(int((got != 0).sum()) - p.numel() / 9) < 1, name
-                assert set(got[got != 0].tolist()) <= {float(step + 1)}, "the whole residual is sent"
-                total += got != 0
-    for total, p in zip(seen, mixed_model().parameters(), strict=True):
-        if p.dim() >= 2 and p.numel() >= 1024:
-            assert bool((total == 1).all())
 
 
 def test_large_entries_are_sent_often_and_every_entry_sometimes():
@@ -81,35 +64,29 @@ def test_the_wire_ratio_is_nine():
 
 def test_a_good_prediction_opens_the_gate():
     """With the same gradient in every step, the last value predicts the next one."""
-    world, ranks = replicas(2, partial(rotation, prediction=True, density=1 / 4, values="fp32", predictor=Last()))
+    world, ranks = replicas(2, with_guess(lambda seen: seen[:, 3].sinh()))
     grads = [constant_gradients(r.model, r.rank) for r in ranks]
     number = [n for n, _ in ranks[0].model.named_parameters()].index("wide.weight")
     mean = torch.stack([g[number] for g in grads]).mean(0)
-    for step in range(16):
+    for step in range(100):  # every entry has been sent
         applied = together(world, ranks, [[g.clone() for g in grad] for grad in grads], shuffle=step)
-    assert all(ranks[0].compression.open_layers().values())
-    torch.testing.assert_close(applied[0][number], mean, rtol=1e-3, atol=1e-3)
-    # The residual holds only a rank's difference to the mean, over at most one period.
-    for rank, grad in zip(ranks, grads, strict=True):
-        assert residuals(rank)["wide.weight"].abs().max() <= 4 * (grad[number] - mean).abs().max() + 1e-2
+    assert all(gates(ranks[0]))
+    torch.testing.assert_close(applied[0][number], mean, rtol=1e-2, atol=1e-2)
 
 
 def test_a_bad_prediction_closes_the_gate():
-    world, ranks = replicas(
-        2, partial(rotation, prediction=True, density=1 / 4, values="fp32", predictor=Constant(-1.0))
-    )
+    world, ranks = replicas(2, with_guess(lambda seen: torch.full_like(seen[:, 0], -1.0)))
     for step in range(40):
         grads = [constant_gradients(r.model, 100 * step + r.rank) for r in ranks]
         applied = together(world, ranks, grads, shuffle=step)
-    assert not any(ranks[0].compression.open_layers().values())
+    assert not any(gates(ranks[0]))
     compressed = [g for (_, p), g in zip(mixed_model().named_parameters(), applied[0], strict=True) if p.dim() > 1]
     assert all(float((g == 0).float().mean()) > 0.7 for g in compressed[1:]), "no entry is predicted"
 
 
 @pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("choice", ["significance", "rotation"])
-def test_predictions_stay_bit_equal(choice, steps):
-    build = partial(MP2, choice=choice, prediction=True, density=1 / 5, gate=-1.0, momentum=0.9)
+def test_predictions_stay_bit_equal(steps):
+    build = partial(Guessing, density=1 / 5, momentum=0.9)
     world, ranks = replicas(3, build, model=toy_model())
     assert max(train(world, ranks, steps)) < (0.1 if steps == 1000 else 0.5), "training must have worked"
     first, *others = (rank.compression.works[0].prediction for rank in ranks)
@@ -118,10 +95,10 @@ def test_predictions_stay_bit_equal(choice, steps):
 
 
 @pytest.mark.parametrize("cause", ["prediction", "weight"])
-@pytest.mark.parametrize("choice", ["significance", "rotation"])
-def test_replicas_that_differ_raise_an_error_on_every_rank(choice, cause):
+def test_replicas_that_differ_raise_an_error_on_every_rank(monkeypatch, cause):
     """At the next checksum, for a difference in the last bit."""
-    build = partial(MP2, choice=choice, prediction=True, density=1 / 3, gate=-1.0, check_interval=10, values="fp32")
+    monkeypatch.setattr(mp2, "_CHECK_INTERVAL", 10)
+    build = partial(Guessing, density=1 / 3, values="fp32")
     world, ranks = replicas(3, build, model=toy_model())
     random_steps(world, ranks, range(19))
     with torch.no_grad():
@@ -146,7 +123,7 @@ def _error_of(body):
 def test_a_skipped_step_undoes_its_predictions(bad):
     world, ranks = replicas(
         2,
-        partial(MP2, prediction=True, density=1 / 3, gate=-1.0, values="fp32", predictor=Constant(0.5)),
+        partial(Guessing, density=1 / 3, values="fp32", guess=lambda seen: torch.full_like(seen[:, 0], 0.5)),
     )
     optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
 
@@ -202,12 +179,8 @@ def test_the_shipped_predictor_is_small_and_predicts_almost_zero_from_zeros():
     ("options", "says"),
     [
         ({"density": 0.0}, "density must"),
-        ({"density": 0.3, "choice": "rotation"}, "takes a density of 1 / n"),
-        ({"choice": "importance"}, "choice must be one of"),
         ({"floor": 0.0}, "floor must be above 0"),
-        ({"gate": 2.0}, "gate must lie in"),
         ({"smoothing": 1.0}, "smoothing must lie in"),
-        ({"check_interval": -1}, "check_interval must not be negative"),
     ],
 )
 def test_wrong_arguments_raise_an_error(options, says):

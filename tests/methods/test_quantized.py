@@ -2,7 +2,7 @@
 
 from functools import partial
 
-import feedback_errors
+import gradient_errors
 import pytest
 import torch
 from harness import gradients, replicas, together
@@ -57,7 +57,7 @@ def test_what_is_unsent_stays_bounded_on_16_ranks(bits, most):
     generator = torch.Generator().manual_seed(0)
     exchanges = [torch.randn(16, 4096, generator=generator) + torch.randn(4096, generator=generator) for _ in range(80)]
     early, late = (
-        {key: float(value) for key, value in feedback_errors.measure(ScaledRing(bits, 512), part, [4096]).items()}
+        {key: float(value) for key, value in gradient_errors.feedback(ScaledRing(bits, 512), part, [4096]).items()}
         for part in (exchanges[:20], exchanges)
     )
     for key in ("unsent", "residual"):

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -94,11 +93,6 @@ def orthogonal():
 
 
 @register(CASES, once=True)
-def topk():
-    Job(density=1 / 64, selection="topk").train().assert_equal_replicas()
-
-
-@register(CASES, once=True)
 def one_leader():
     Job(density=1 / 64, leaders=1).train().assert_equal_replicas()
 
@@ -159,31 +153,6 @@ def grad_scaler():
 
 
 @register(CASES, named=True)
-def checkpoint():
-    """Saved on every rank, resumed in new objects: the same weights to the last bit.
-
-    With Horovod only without fusion, HOROVOD_FUSION_THRESHOLD=0: which tensors are fused differs from run to run, and
-    with it the order in which a ring of three ranks sums floats.
-    """
-    options = dict(density=1 / 32, optimizer_momentum=0.9, budget_interval=7)
-    half = max(9, job.steps // 2)
-    straight = Job(**options).train(half)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{job.host.rank()}.pt"
-        torch.save(straight.compression.state_dict(), file)
-        resumed = Job(**options)
-        resumed.model.load_state_dict(straight.model.state_dict())
-        resumed.optimizer.load_state_dict(copy.deepcopy(straight.optimizer.state_dict()))
-        resumed.compression.load_state_dict(torch.load(file, weights_only=True))
-    resumed.random.setstate(straight.random.getstate())
-    resumed.data.set_state(straight.data.get_state())
-    straight.train(half)
-    resumed.train(half)
-    for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-@register(CASES, named=True)
 def local_steps():
     """The plain model and optimizer: common weights are equal after each exchange, and nothing is lost. At the end all
     ranks have the same parameters and BatchNorm statistics."""
@@ -195,16 +164,13 @@ def local_steps():
 def local_steps_of_two_optimizers():
     for unsent in ("weights", "buffer"):
         _local_steps(unsent, muon_and_adamw)
-    _local_steps_resume(muon_and_adamw)
 
 
 @register(CASES, named=True)
 def local_steps_in_flight():
-    """One half of the weights after the other, and averages that arrive later; saved in mid-flight, too."""
+    """One half of the weights after the other, and averages that arrive later."""
     for unsent in ("weights", "buffer"):
         _local_steps(unsent, adamw, fragments=2, delay=1)
-    _local_steps_resume(adamw, steps=11, delay=4)
-    _local_steps_resume(muon_and_adamw, fragments=2, delay=1)
 
 
 @register(CASES, once=True)
@@ -301,32 +267,6 @@ def _local_steps(unsent, optimizers, fragments=1, delay=0):
     torch.testing.assert_close(after[0], mine.mean(0), rtol=0, atol=1e-5)
     after = _everyone([model.norm.running_mean, model.norm.running_var])
     torch.testing.assert_close(after, statistics.mean(0).expand_as(after), rtol=1e-6, atol=1e-6)
-    job.host.barrier()
-
-
-def _local_steps_resume(optimizers, steps=10, **options):
-    """Saved after so many steps, in mid-period: the same weights to the last bit. (Not with more ranks on Horovod: see
-    the case of checkpoints.)"""
-    if job.host.size() > 2 and job.host.name == "horovod":
-        return
-    straight, resumed = LocalJob(optimizers, **options), LocalJob(optimizers, **options)
-
-    def train(trained, count):
-        for _ in range(count):
-            trained.local_step()
-            trained.local.step()
-
-    train(straight, steps)
-    state = copy.deepcopy(straight.compression.state_dict())
-    resumed.model.load_state_dict(straight.model.state_dict())
-    for optimizer, saved in zip(resumed.optimizers, straight.optimizers, strict=True):
-        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
-    resumed.data.set_state(straight.data.get_state())
-    resumed.compression.load_state_dict(state)
-    train(straight, 10)
-    train(resumed, 10)
-    for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
     job.host.barrier()
 
 

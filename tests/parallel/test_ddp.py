@@ -17,13 +17,13 @@ def all_cases(method):
 
 
 def test_all_cases():
-    plan = {name: ["accumulation", "bfloat16_parameters", "checkpoint"] for name in TRAINED}
+    plan = {name: ["accumulation", "bfloat16_parameters"] for name in TRAINED}
     plan["fft"] += ["local_steps"]
     plan["slimdp"] += ["local_steps"]
     plan["demo"] += ["local_steps_of_two_optimizers", "local_steps_in_flight"]
     run_cases(
         ["--ddp", "2"],
-        {**plan, "iwp": [*all_cases("iwp"), "checkpoint", "local_steps", "local_steps_in_flight"]},
+        {**plan, "iwp": [*all_cases("iwp"), "local_steps", "local_steps_in_flight"]},
         timeout=300,
         steps=8,
     )
@@ -32,7 +32,7 @@ def test_all_cases():
 def test_two_nodes():
     plan = {name: ["plain"] for name in TRAINED}
     for name in ("iwp", "fft-gather", "powersgd"):
-        plan[name] = ["plain", "checkpoint", "grad_scaler", "rebucketing"]
+        plan[name] = ["plain", "grad_scaler", "rebucketing"]
     plan["iwp"] += ["nodes", "nodes_by_launcher_and_mesh", "dense_at_density_one", "momentum_taken_over"]
     plan["iwp"] += ["local_steps_of_nodes"]
     plan["demo"] += ["signs", "orthogonal"]
@@ -42,7 +42,7 @@ def test_two_nodes():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", GROUPS)
 def test_all_cases_on_two_nodes(family):
-    plan = {method: [*names_of(common_cases.CASES, method), "checkpoint"] for method in GROUPS[family]}
+    plan = {method: names_of(common_cases.CASES, method) for method in GROUPS[family]}
     run_cases(["--ddp", "4"], plan, timeout=1200, steps=12, nodes=2)
 
 
@@ -50,9 +50,7 @@ def test_all_cases_on_two_nodes(family):
 @pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
 @pytest.mark.parametrize("family", GROUPS)
 def test_all_cases_of_every_method(ranks, family):
-    plan = {
-        method: [*all_cases(method), "checkpoint", "local_steps", "local_steps_in_flight"] for method in GROUPS[family]
-    }
+    plan = {method: [*all_cases(method), "local_steps", "local_steps_in_flight"] for method in GROUPS[family]}
     run_cases(ranks, plan, timeout=1200, steps=20)
 
 

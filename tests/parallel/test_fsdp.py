@@ -11,7 +11,7 @@ RANKS = ["--ddp", "4"]
 
 
 def test_all_cases():
-    short = ["replicas_stay_equal", "conservation", "checkpoint"]
+    short = ["replicas_stay_equal", "conservation", "distributed_checkpoint"]
     plan = {"iwp": names_of(fsdp_cases.CASES, "iwp"), **{name: short for name in ("demo", "topk", "powersgd", "none")}}
     plan["fft"] = ["distributed_checkpoint"]
     run_cases(RANKS, plan, timeout=600, steps=4, host="fsdp")

@@ -30,10 +30,7 @@ def test_all_cases_with_mpi():
     plan = {name: ["accumulation", "bfloat16_parameters"] for name in OTHERS}
     plan["slimdp"] += ["local_steps"]
     plan["demo"] += ["local_steps_of_two_optimizers", "local_steps_in_flight"]
-    plan = {"iwp": [*all_cases("iwp"), "local_steps"], "fft": [], **plan}
-    # Of each kind of exchange. The sum of two ranks does not depend on the fusion of tensors: see the case.
-    for name in ("iwp", "fft", "mp2", "topk", "powersgd"):
-        plan[name] += ["checkpoint"]
+    plan = {"iwp": [*all_cases("iwp"), "local_steps"], **plan}
     run_cases(["2"], plan, timeout=300, steps=8)
 
 
@@ -63,7 +60,7 @@ def test_two_nodes_with_gloo():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", TRAINED)
 def test_all_cases_on_two_nodes(method):
-    plan = {method: [*names_of(common_cases.CASES, method), "checkpoint"]}
+    plan = {method: names_of(common_cases.CASES, method)}
     run_cases(["4"], plan, timeout=600, steps=12, nodes=2, HOROVOD_FUSION_THRESHOLD="0")
 
 
@@ -90,10 +87,3 @@ def test_every_other_method(ranks, method):
     cases = [*FEW, "thousand_steps" if ranks == ["2"] else "hundreds_of_steps"]
     cases += ["dense_at_density_one"] if method in EXACT else []
     run_cases(ranks, {method: [*cases, "local_steps", "local_steps_in_flight"]}, timeout=600)
-
-
-@pytest.mark.slow
-@on_every_launch
-def test_every_kind_of_checkpoint_resumes_bit_exactly(ranks):
-    methods = (*TRAINED, "iwp-lanes4", "iwp-lloyd4", "fft-gather", "mipd-compensated")
-    run_cases(ranks, {name: ["checkpoint"] for name in methods}, timeout=600, HOROVOD_FUSION_THRESHOLD="0")

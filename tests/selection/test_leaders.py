@@ -22,15 +22,14 @@ def large_entries(rank, blocks):
     return order[:, rank * SLOTS : (rank + 1) * SLOTS]
 
 
-@pytest.mark.parametrize("selection", ["block", "topk"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("leaders", [1, 2])
-def test_every_sent_entry_is_among_the_largest_of_its_leader(ranks, leaders, selection):
+def test_every_sent_entry_is_among_the_largest_of_its_leader(ranks, leaders):
     """An index that is off, in another rank's place, or in the padding would select a small entry."""
     torch.manual_seed(0)
     model = torch.nn.Linear(640, 10, bias=False)  # 25 blocks
     build = partial(IWP, density=SLOTS / BLOCK, values="fp32", leaders=leaders, explore=0.0, block_means=False)
-    world, group = replicas(ranks, build, model=model, selection=selection, floor=1e9)  # scored by the gradient
+    world, group = replicas(ranks, build, model=model, floor=1e9)  # scored by the gradient
     for step in range(4):
         grads = []
         for rank in range(ranks):
@@ -43,8 +42,7 @@ def test_every_sent_entry_is_among_the_largest_of_its_leader(ranks, leaders, sel
         large = torch.stack([torch.zeros(25, BLOCK).scatter_(1, large_entries(r, 25), 1.0) for r in range(ranks)])
         assert 25 * SLOTS // 2 < sent.sum() <= 25 * SLOTS
         assert not (sent & (large.sum(0) == 0)).any()
-        if selection == "block":
-            assert (sent.sum(1) == SLOTS).all(), "every block has its slots"
+        assert (sent.sum(1) == SLOTS).all(), "every block has its slots"
 
 
 @pytest.mark.parametrize("numel", [1030, 1279])
@@ -61,7 +59,7 @@ def test_padding_is_never_selected(numel):
 
 
 @pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("name", ["iwp-topk", "topk", "dgc"])
+@pytest.mark.parametrize("name", ["topk", "dgc"])
 def test_positions_beyond_int32_have_eight_bytes(monkeypatch, name, host):
     def run(most_entries):
         monkeypatch.setattr(pickers, "INT32_ENTRIES", most_entries)

@@ -37,7 +37,7 @@ class Method:
 
     def options(self) -> dict[str, tuple[Any, Any]]:
         """Name -> (type, default) of each option; type is bool, int, float or str: the arguments of the class and of
-        ``Compressor``, and those of the classes between that its docstring names."""
+        its bases."""
         found: dict[str, tuple[Any, Any]] = {}
         for owner in self.kind.__mro__ if self.kind else ():
             if "__init__" not in vars(owner):
@@ -45,8 +45,7 @@ class Method:
             hints = typing.get_type_hints(owner.__init__)
             for name, parameter in inspect.signature(owner.__init__).parameters.items():
                 kind = _option_type(hints.get(name))
-                named = owner in (self.kind, hvd_compress.Compressor) or name in _documented(self.kind)
-                if kind and named and parameter.default is not parameter.empty and name not in _NOT_OPTIONS:
+                if kind and parameter.default is not parameter.empty and name not in _NOT_OPTIONS:
                     found.setdefault(name, (kind, parameter.default))
         return found
 
@@ -91,7 +90,7 @@ class Method:
 
 
 def _option_type(hint: Any) -> Any:
-    """The type of the option for an annotation such as ``float | Density`` or ``Literal["fp16", "fp32"]``."""
+    """The type of the option for an annotation such as ``float | None`` or ``Literal["fp16", "fp32"]``."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_args(hint) else (hint,)
     if typing.get_origin(hint) is typing.Literal:
         return str
@@ -106,12 +105,6 @@ def _documented(kind: Any) -> dict[str, str]:
     return {
         name.strip(): " ".join(text.replace("%", "%%").split()) for names, text in entries for name in names.split(",")
     }
-
-
-def about(kind: Any) -> str:
-    """A method's summary and paper, from its docstring."""
-    summary, paper = inspect.cleandoc(kind.__doc__).split("\n\n")[:2]
-    return " ".join(f"{summary} {re.findall(r'.*?[0-9]{4}[)]', paper, re.DOTALL)[0]}.".split())
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {

@@ -1,15 +1,10 @@
-"""The data sets by name, and what a training asks of one."""
+"""The data sets by name: each has the attributes and methods of :class:`experiment.text.Text`."""
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from experiment import images, tags, text
-from experiment.quality import Metric
 
 #: What a data set consists of: a model reads the one or the other.
 DATASETS = {
@@ -22,35 +17,8 @@ DATASETS = {
 }
 
 
-class Data(Protocol):
-    """Inputs and targets int64, for training and for testing."""
-
-    @property
-    def metric(self) -> Metric: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What a model must know of it, see :func:`experiment.models.build`."""
-
-    def to(self, device: torch.device) -> "Data": ...
-
-    def limited(self, count: int) -> "Data":
-        """With less to train on; ``ValueError`` if ``count`` is out of range."""
-
-    def steps_per_epoch(self, batch_size: int, ranks: int) -> int:
-        """The same on all ranks; ``ValueError`` if there is too little data."""
-
-    def train_batches(
-        self, batch_size: int, rank: int, ranks: int, seed: int, epoch: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """A rank's batches of an epoch."""
-
-    def test_batches(self, batch_size: int, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A rank's share of the test set."""
-
-
 @functools.cache  # ranks in one process share it
-def load(name: str, folder: Path | None = None, context: int = 64) -> Data:
+def load(name: str, folder: Path | None = None, context: int = 64) -> Any:
     """``folder`` is for cifar10 and shakespeare, ``context``, the bytes that a model reads, for text."""
     if name == "text":
         return text.standard_library(context)

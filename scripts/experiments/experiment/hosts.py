@@ -126,7 +126,10 @@ class Threads(Host):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
         counted = isinstance(compression, compressors.Counted)
-        self._protocol = compression if counted else HorovodHost(compression.engine)
+        self._protocol = compression
+        if not counted:  # its own host is DDP's, whose collectives are ordered, too
+            compression.host = self._protocol = HorovodHost(compression.engine, None)
+            compression.engine.drive(compression.host.step)
         self._pending: list[tuple[nn.Parameter, Tensor, Any]] = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._compress)

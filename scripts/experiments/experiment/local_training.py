@@ -3,12 +3,13 @@
 import argparse
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-import hvd_compress
 from experiment import compressors
 from experiment.hosts import Host
+from hvd_compress import LocalSteps, NoCompression
+from hvd_compress.cli.ranks import LocalRank
 
 #: The options that go with --local-steps, and their defaults.
 OPTIONS: dict[str, Any] = {
@@ -60,48 +61,21 @@ def complete(args: argparse.Namespace) -> None:
         raise ValueError(f"--compression {args.compression} compresses gradients only: it has no --local-steps")
     if getattr(args, "momentum_correction", False):
         raise ValueError("momentum stays with the local optimizer: --local-steps needs --no-momentum-correction")
-    if args.extrapolate:
-        raise ValueError("--extrapolate needs the same weights on all ranks, which --local-steps has not")
 
 
-class LocalTraining:
+class LocalTraining(LocalRank):
     """Trains by :class:`hvd_compress.LocalSteps`: those calls of a host that couple the ranks' optimizers."""
 
     def __init__(self, args: argparse.Namespace, host: Host) -> None:
-        self._args, self._host = args, host
+        self._host = host
+        options = {"decay" if name == "buffer_decay" else name: getattr(args, name) for name in OPTIONS}
+        super().__init__(
+            lambda _, optimizer, compression: LocalSteps(compression, optimizer, args.local_steps, **options)
+        )
 
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         if compressors.METHODS[method].kind:
             return self._host.compression(args, method, model, optimizer)
         values = "fp16" if method == "fp16" else "fp32"
         collectives = self._host.collectives
-        return hvd_compress.NoCompression(model.named_parameters(), values=values, collectives=collectives)
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, compression: Any) -> tuple[nn.Module, Optimizer]:
-        args, self._compression = self._args, compression
-        self._local = hvd_compress.LocalSteps(
-            compression,
-            optimizer,
-            args.local_steps,
-            unsent=args.unsent,
-            decay=args.buffer_decay,
-            outer_lr=args.outer_lr,
-            outer_momentum=args.outer_momentum,
-            restore_length=args.restore_length,
-            fragments=args.fragments,
-            delay=args.delay,
-        )
-        return model, optimizer
-
-    def synchronize(self, optimizer: Any) -> None:
-        """Gradients are not averaged."""
-
-    def update(self, optimizer: Any) -> None:
-        optimizer.step()
-        self._local.step()
-
-    def replicas(self, model: nn.Module) -> list[Tensor]:
-        """Ends the training. The common weights before, and the model's after the average of all weights."""
-        common = list(self._compression.state_dict()["shared"]["local_steps"]["common"].values())
-        self._local.finish(model)
-        return [*common, *model.parameters()]
+        return NoCompression(model.named_parameters(), values=values, collectives=collectives)

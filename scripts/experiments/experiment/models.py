@@ -121,7 +121,6 @@ MODELS: dict[str, Model] = {
     "gpt-tagger": Model(partial(GPTTagger, width=96, layers=2, heads=4), reads="tagged text"),
     "nanogpt": Model(partial(GPT, width=128, layers=4, heads=4), reads="text"),  # 0.83 M, as its README on a CPU
     "gpt-1m": Model(partial(GPT, width=160, layers=3, heads=4), reads="text"),  # 0.97 M
-    "gpt-5m": Model(partial(GPT, width=256, layers=6, heads=8), reads="text"),  # 4.8 M
 }
 
 

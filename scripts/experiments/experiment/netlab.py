@@ -10,7 +10,7 @@ from pathlib import Path
 from experiment.runs import SCRIPTS
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of a netlab host, read inside it
-LAUNCHERS = {"mpi": (), "gloo": ("--gloo",), "ddp": ("--ddp",)}  # options of run.sh and of netlab.sh run
+LAUNCHERS = {"mpi": (), "ddp": ("--ddp",)}  # options of run.sh and of netlab.sh run
 
 
 class NoLab(Exception):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from experiment.dion import Dion
 from experiment.models import hidden_matrices
 from hvd_compress.methods.orthogonal import orthogonalize
 
@@ -19,7 +18,6 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     # SGD without momentum, for a method that has its own and sends signs: learning rates as for AdamW.
     "plain": {"lr": 6e-3, "weight_decay": 0.01},
     "muon": {"lr": 8e-3, "weight_decay": 0.01, "momentum": 0.95},
-    "dion": {"lr": 8e-3, "weight_decay": 0.01, "momentum": 0.95, "dion_rank": 4},
 }
 
 
@@ -33,14 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lr-warmup-epochs", type=float, default=1, help="epochs of linear rise; then a cosine to 0")
     parser.add_argument("--momentum", type=float, help=f"(default: {defaults('momentum')})")
-    parser.add_argument("--dion-rank", type=int, help="of the updates of matrices (default: 4)")
     parser.add_argument("--weight-decay", type=float, help=f"(default: {defaults('weight_decay')})")
 
 
 def complete(args: argparse.Namespace) -> None:
     """Sets what was not given to the optimizer's defaults. ``ValueError`` for a setting that the optimizer has not."""
     defaults = OPTIMIZERS[args.optimizer]
-    for name in ("lr", "weight_decay", "momentum", "dion_rank"):
+    for name in ("lr", "weight_decay", "momentum"):
         if name in defaults and getattr(args, name) is None:
             setattr(args, name, defaults[name])
         elif name not in defaults and getattr(args, name) is not None:
@@ -77,8 +74,6 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, **settings)
     if args.optimizer == "muon":
         return Muon(matrices_apart(model, "orthogonal"), momentum=args.momentum, **settings)
-    if args.optimizer == "dion":
-        return Dion(matrices_apart(model, "orthogonal"), args.dion_rank, momentum=args.momentum, **settings)
     return torch.optim.SGD(parameters, momentum=args.momentum or 0.0, **settings)
 
 

@@ -75,7 +75,7 @@ def averaged_weights(model: nn.Module, host: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def test(model: nn.Module, data: Any, amp: str, host: Any, batch_size: int = 250) -> float:
-    """The metric of the data (:class:`experiment.data.Data`) on its test set; each rank tests a part.
+    """The metric of the data (:mod:`experiment.data`) on its test set; each rank tests a part.
 
     Before, the running means and variances of norms are averaged, since each rank has followed its own shard: training
     does not read them.

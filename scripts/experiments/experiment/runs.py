@@ -6,45 +6,23 @@ as a whole without touching anything else.
 
 import json
 import math
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiment import compressors, local_training
 from experiment.files import plain
 from experiment.result_file import Result, read_runs, write_run
 from hvd_compress.cli.processes import Failed, last_lines, run_group
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 # What a run may differ in and still be the same: where files lie.
-NOT_ASKED = {"json", "trace", "data_dir"}
-# Former options of train.py.
-GONE = {"progress", "warmup_epochs", "diminishing", "no_augment", "backward_passes_per_step"}
+NOT_ASKED = {"json", "data_dir"}
 
 
 class OtherConfiguration(Exception):
     """The result was written by a run with other options."""
-
-
-def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of an older run in today's terms: options were renamed, and options that did not exist had the
-    values given here, or today's defaults."""
-    method = config["compression"]
-    before: dict[str, Any] = {"extrapolate": None, "host": "horovod", "optimizer": "sgd", "context": 64, "ranks": None}
-    before["nodes"] = None
-    before |= dict.fromkeys(("local_steps", *local_training.OPTIONS))
-    if config.get("local_steps"):
-        before |= {"restore_length": False, "fragments": 1, "delay": 0}
-    if compressors.METHODS[method].kind:
-        before |= {**compressors.METHODS[method].defaults(), "dense_values": "fp32", "bucket_mb": 16.0}
-    if method == "iwp":
-        before["block_means"] = False
-    renamed = {"no_block_means": "block_means", "whole_model": "layerwise"}
-    given = {renamed.get(key, key): not value if key in renamed else value for key, value in config.items()}
-    return before | {key: value for key, value in given.items() if key not in GONE}
 
 
 @dataclass(frozen=True)
@@ -77,16 +55,17 @@ class Run:
         return {**{key: value for key, value in asked.items() if key not in NOT_ASKED}, "ranks": self.ranks}
 
     def result(self) -> Result | None:
-        """What an earlier run with the same options has written; ``OtherConfiguration`` if its options were
-        others."""
+        """What an earlier run with the same options has written; ``OtherConfiguration`` if its options were others. An
+        option that it did not have yet is not compared."""
         try:
             found = read_runs(self.path.parent)[self.name]
         except (FileNotFoundError, KeyError):
             return None
-        asked = {**self.configuration(), **dict.fromkeys(found.get("asked", {})), **self.settings}
-        given = {**complete(found["config"]), "ranks": found["ranks"]}
-        given |= given.get("settings") or {}  # what the ranks saw, their launchers' settings included
-        other = [f"{key} {given.get(key)!r}, not {value!r}" for key, value in asked.items() if given.get(key) != value]
+        given, seen = {**found["config"], "ranks": found["ranks"]}, found["config"].get("settings") or {}
+        asked = [(key, given.get(key, value), value) for key, value in self.configuration().items()]
+        settings = {**dict.fromkeys(found.get("asked", {})), **self.settings}
+        asked += [(key, seen.get(key), value) for key, value in settings.items()]
+        other = [f"{key} {there!r}, not {value!r}" for key, there, value in asked if there != value]
         if other:
             raise OtherConfiguration(f"{self.path} is of a run with {'; '.join(other)}: remove it, or write elsewhere")
         return found
@@ -115,11 +94,3 @@ def complaint(result: Result) -> str | None:
     if not math.isfinite(result["train_loss"]):
         return f"its loss is {result['train_loss']}"
     return None if result["replicas_equal"] else "its replicas differ"
-
-
-def exit_on_signals() -> None:
-    """A signal to end raises SystemExit, so that the current run is ended and its lab removed. An ignored signal stays
-    ignored, as SIGHUP under nohup."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: sys.exit(143))

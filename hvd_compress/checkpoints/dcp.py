@@ -9,15 +9,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..engine import checkpoint, portable
-from ..engine import state as states_of
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
-from ..engine.shards import is_sharded, local, place_in_mesh
+from ..engine.shards import is_sharded, local, mesh_of, whole
+from ..engine.state import Saved, State
+from . import one_rank
+from .owed import mean_of, zeros
 
 # The keys that depend on the mesh, before all others. DCP looks for all keys before it reads anything, and its error
 # contains the first one that is missing. Replica 0 and the mesh are in every checkpoint: load_state_dict() compares it.
 _BY_MESH = "by mesh (if missing: DCPState's saved_on= must be the mesh that saved, which saved_on=(1,) tells)"
+# What fits any mesh, beside what replicas owe.
+_COMMON = ("format", "method", "step", "local_steps")
 # The modules of torch.distributed.checkpoint that save and load; its state_dict is for models and optimizers.
 _SAVERS = "torch.distributed.checkpoint.state_dict_"
 
@@ -26,11 +29,8 @@ class DCPState:
     """A compressor's state for ``torch.distributed.checkpoint``, beside that of the model and of the optimizer.
 
     A ``Stateful``, whose methods DCP calls on all ranks. On a mesh of the shape on which it was saved, training resumes
-    bit-exactly, as with :meth:`Compressor.state_dict() <hvd_compress.Compressor.state_dict>`. On another one, each
-    replica gets the mean over the old replicas of what they still owed (residuals, velocities), which DCP divides into
-    the new shards; the step and the common weights and momentum of :class:`~hvd_compress.LocalSteps` stay. What
-    is measured in training (quantization scales, shares of the slots, histories, PowerSGD's Q) is measured anew, DeMo's
-    momentum of uncompressed matrices begins at 0, and byte counts stay those of the loading object::
+    bit-exactly, as with :meth:`Compressor.state_dict() <hvd_compress.Compressor.state_dict>`. On another one, the state
+    is converted as by :func:`hvd_compress.reshard`, and DCP divides what replicas owed into the new shards::
 
         dcp.save({"model": ..., "compression": hvd_compress.DCPState(compression)}, checkpoint_id=path)
         ...
@@ -64,86 +64,78 @@ class DCPState:
         if not isinstance(engine, Engine):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
         self._engine, self._alive = engine, compression  # an engine does not keep its compressor alive
-        if self._engine.nodes.inside is not None or not self._engine.collectives.ordered:
+        if engine.nodes.inside is not None or not engine.collectives.ordered:
             raise ValueError("DCPState needs a compressor of torch.distributed without nodes: save its state_dict()")
-        self._parameters = dict(zip(self._engine.names, self._engine.parameters, strict=True))
-        first = next(filter(is_sharded, self._engine.parameters), self._engine.parameters[0])
-        self._here = (self._engine.collectives.size, *(_mesh(first).shape if is_sharded(first) else ()))
+        self._parameters = dict(zip(engine.names, engine.parameters, strict=True))
+        first = next(filter(is_sharded, engine.parameters), engine.parameters[0])
+        self._here = (engine.collectives.size, *mesh_of(first))
         self._saved_on = self._here if saved_on is None else _checked(saved_on)
-        number = 0
-        for place, size in zip([self._engine.collectives.rank, *place_in_mesh(first)], self._here, strict=True):
+        number, places = 0, [engine.collectives.rank, *one_rank.place_of_shards(engine)]
+        for place, size in zip(places, self._here, strict=True):
             number = number * size + place
         #: Of this rank's own state. The same on all meshes, of which one with fewer ranks finds its keys.
         self._key = f"rank {number}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """What DCP saves, or loads into."""
         engine, same = self._engine, self._saved_on == self._here
-        if not same and any(map(_saves, _callers())):
+        if not same and f"{_SAVERS}saver" in _callers():
             raise RuntimeError(
                 f"saved_on={self._saved_on} is for loading, and nothing was loaded: to save on {self._here}, give DCP "
                 "hvd_compress.DCPState(compression)"
             )
-        own = {self._key: self._own()} if same else {}  # first: it undoes a step that was skipped
-        mesh = str(self._here) if same else "nothing (saved_on= is for loading)"
-        common = {**self._named(states_of.save(portable.shared(engine))), "saved_on": mesh}
         numbers = [engine.collectives.rank] if same else range(self._saved_on[0])
-        by_mesh = {f"replica {number}": True for number in numbers}
-        replicas = {str(number): self._named(portable.owed(engine)) for number in numbers}
-        return {_BY_MESH: {**own, **by_mesh}, "replicas": replicas, "common": common}
+        states = [one_rank.save(engine) if same else one_rank.save_converted(engine) for _ in numbers]
+        if same and engine.driver.unapplied is not None:
+            raise RuntimeError("save after optimizer.step(): the last average has not been applied")
+        if same:
+            engine.driver.check_equal_weights()
+        replicas = {str(n): self._named(state.pop("owed"), fill=True) for n, state in zip(numbers, states, strict=True)}
+        by_mesh: State = {f"replica {number}": True for number in numbers}
+        common = {key: self._named(states[0][key]) for key in _COMMON if key in states[0]}
+        common["saved_on"] = "nothing (saved_on= is for loading)"
+        if same:
+            torch.save(states[0], own := io.BytesIO())
+            by_mesh[self._key], common["saved_on"] = own.getvalue(), str(self._here)
+        return {_BY_MESH: by_mesh, "replicas": replicas, "common": common}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Loads what DCP has read into :meth:`state_dict`."""
-        common = dict(state["common"])
+        engine, common = self._engine, dict(state["common"])
         if (mesh := common.pop("saved_on")) != str(self._saved_on):
             default = ", that of this job" if self._saved_on == self._here else ""
             raise ValueError(
                 f"DCPState: saved_on must be the mesh that saved, {mesh}, and is {self._saved_on}{default}"
             )
+        replicas = {number: _local(owed) for number, owed in state["replicas"].items()}
         if self._saved_on == self._here:
-            own = io.BytesIO(state[_BY_MESH][self._key])
-            checkpoint.load(self._engine, torch.load(own, map_location="cpu", weights_only=True))
-            return
-        replicas = [_local(state["replicas"][str(replica)]) for replica in range(self._saved_on[0])]
-        portable.load(self._engine, replicas, _local(common))
-        self._saved_on = self._here
+            own = torch.load(io.BytesIO(state[_BY_MESH][self._key]), map_location="cpu", weights_only=True)
+            one_rank.load(engine, {**own, "owed": replicas[str(engine.collectives.rank)]})
+        else:
+            here = {"owner": None, "place_in_mesh": one_rank.place_of_shards(engine)}
+            owed = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
+            one_rank.load(engine, {**_local(common), **here, "owed": owed})
+            self._saved_on = self._here
 
-    def _own(self) -> bytes:
-        """This rank's state, as it is."""
-        engine, own = self._engine, io.BytesIO()
-        torch.save(checkpoint.save(engine), own)
-        if engine.driver.unapplied is not None:
-            raise RuntimeError("save after optimizer.step(): the last average has not been applied")
-        engine.driver.check_equal_weights()
-        return own.getvalue()
-
-    def _named(self, values: Any, name: str = "") -> Any:
-        """Nested values with tensors by parameter name, as DTensors in which DCP finds this rank's shards."""
+    def _named(self, values: Saved, name: str = "", fill: bool = False) -> Saved:
+        """Nested values with tensors by parameter name, as DTensors in which DCP finds this rank's shards. ``fill``:
+        with zeros in place of None."""
         if isinstance(values, dict):
-            return {key: self._named(value, key) for key, value in values.items()}
-        return self._whole(name, values) if isinstance(values, Tensor) else values
-
-    def _whole(self, name: str, shard: Tensor) -> Tensor:
-        parameter: Any = self._parameters[name]
-        if not is_sharded(parameter):
-            return shard
-        from torch.distributed.tensor import DTensor
-
-        shape, stride = parameter.shape, parameter.stride()
-        mesh, places = parameter.device_mesh, parameter.placements
-        return DTensor.from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
+            return {key: self._named(value, key, fill) for key, value in values.items()}
+        found = zeros(self._parameters[name]) if fill and values is None else values
+        return whole(found, self._parameters[name]) if isinstance(found, Tensor) else found
 
 
 def refuse_dcp(engine: Engine) -> None:
     """Raises ``TypeError`` if torch.distributed.checkpoint has called the ``state_dict()`` that calls this; warns if an
     object of the user's is between them. Of what ranks give it under one key, it saves one rank's."""
     callers = _callers()
-    if _is_dcp(next(callers, "")):
+    if next(callers, "").startswith(_SAVERS):
         raise TypeError(
             "torch.distributed.checkpoint would save one rank's state for all: give it hvd_compress.DCPState("
             "compression) in place of the compressor"
         )
-    if any(map(_is_dcp, callers)):
+    if any(caller.startswith(_SAVERS) for caller in callers):
         engine.warn(
             "torch.distributed.checkpoint saves one rank's state_dict() for all, unless every rank gives it another "
             "key: use hvd_compress.DCPState(compression).state_dict(), and its load_state_dict()"
@@ -160,26 +152,14 @@ def _callers() -> Iterator[str]:
         frame = frame.f_back
 
 
-def _is_dcp(module: str) -> bool:
-    return module.startswith(_SAVERS)
-
-
-def _saves(module: str) -> bool:
-    return module == f"{_SAVERS}saver"
-
-
-def _checked(mesh: Any) -> tuple[int, ...]:
+def _checked(mesh: Saved) -> tuple[int, ...]:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
         raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
     return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
 
 
-def _mesh(parameter: Any) -> Any:
-    return parameter.device_mesh
-
-
-def _local(values: Any) -> Any:
-    """The inverse of :meth:`DCPState._named`."""
+def _local(values: Saved) -> Saved:
+    """Nested values with this rank's shards of DTensors."""
     if isinstance(values, dict):
         return {key: _local(value) for key, value in values.items()}
     return local(values) if isinstance(values, Tensor) else values

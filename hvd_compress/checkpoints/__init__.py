@@ -1,0 +1,1 @@
+"""A compressor's state between steps: saved, loaded, and converted for another layout."""

@@ -1,0 +1,71 @@
+"""The states of all ranks of one job become one for every rank of another."""
+
+from collections.abc import Iterable, Iterator
+
+from ..engine.modes import modes_off
+from ..engine.state import Saved, State, described, joined, refuse, same
+from .one_rank import FORMAT
+from .owed import mean_of
+
+
+@modes_off
+def reshard(states: Iterable[State]) -> State:
+    """Converts the states of all ranks into one for every rank of a job of any size, with or without nodes.
+
+    For resuming on another number of ranks, in other nodes or with another ``bucket_mb``, from the
+    :meth:`~hvd_compress.Compressor.state_dict` of every rank, saved after the same step::
+
+        states = (torch.load(f"compression-{rank}.pt") for rank in range(old_ranks))
+        compression.load_state_dict(hvd_compress.reshard(states))      # the same on every rank
+
+    What a rank, or a node, still owes (residuals, velocities, unsent block means) becomes the mean over the old ranks,
+    or nodes. So this mean, which averages send in the end, is unchanged, to rounding; with equally many ranks the sum,
+    too. The step stays, and so do the common weights and momentum of :class:`~hvd_compress.LocalSteps`. What is
+    measured in training (quantization scales, shares of the slots, histories, PowerSGD's Q) begins anew, as does DeMo's
+    momentum of uncompressed matrices, and byte counts stay those of the loading object. Random numbers depend on seed
+    and step.
+
+    Args:
+        states: in the order of the ranks. An iterator is read one state at a time.
+
+    Raises:
+        ValueError: not the states of ranks 0 to N - 1 of N, in this order and of one step; or the ranks differ in
+            something that cannot be averaged: with :class:`~hvd_compress.LocalSteps` the ranks' parameters, unless
+            ``finish()`` was called before saving.
+    """
+    common: State = {}
+    mean = mean_of(_of_all_ranks(states, common))
+    return {**common, "owner": None, "owed": mean}
+
+
+def _of_all_ranks(states: Iterable[Saved], common: State) -> Iterator[Saved]:
+    """What each rank owes. Fills ``common`` with what belongs to no rank."""
+    first: State = {}
+    count = 0
+    for count, state in enumerate(states, 1):
+        path = f"states[{count - 1}]"
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            refuse(path, "must be a state_dict() of this version of hvd_compress")
+        owner = state.get("owner")
+        if not isinstance(owner, dict) or owner.get("rank") != count - 1 or type(owner.get("ranks")) is not int:
+            refuse(joined(path, "owner"), f"must be rank {count - 1}, got {described(owner)}")
+        rest = {key: value for key, value in state.items() if key not in ("owner", "owed", "shared", "per_rank")}
+        if not first:
+            first = owner
+            common.update(rest)
+        if {**owner, "rank": 0} != first or count > owner["ranks"]:
+            refuse(
+                joined(path, "owner"), f"must be a rank of the same job as {described(first)}, got {described(owner)}"
+            )
+        _check_same(common, rest, "", count - 1)
+        yield state.get("owed")
+    if count != first.get("ranks"):
+        raise ValueError(f"reshard needs the states of all {first.get('ranks', '')} ranks, got {count or 'none'}")
+
+
+def _check_same(one: Saved, other: Saved, path: str, rank: int) -> None:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {**one, **other}:
+            _check_same(one.get(key), other.get(key), joined(path, key), rank)
+    elif not same(one, other):
+        refuse(path, f"differs between rank 0 and rank {rank}, and cannot be averaged")

@@ -1,0 +1,139 @@
+"""What replaces DeMo's averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..carriers import shard_group
+from ..engine.arguments import NamedParameters, find_name, named_pairs
+from ..engine.bucket import Bucket, Piece
+from ..engine.engine import Engine
+from ..engine.nodes import owned
+from ..engine.place import is_large
+from ..engine.shards import local, shards
+from ..selection.base import signs
+from .matrices import embeddings
+from .orthogonal import orthogonalize
+from .sharded_matrices import ShardedMatrices
+
+
+class Replacement:
+    """What becomes of the averages of one compressor.
+
+    Args:
+        names: of the parameters whose averages become orthogonal; the others become signs.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        #: Averages of this rank's rows of orthogonal matrices, by name, until :meth:`finish`.
+        self._rows = dict[str, Tensor]()
+        self._sharded: ShardedMatrices | None = None
+        # By parameter, the largest entry of a gradient that does not hold signs; None once a step has shown that the
+        # optimizer receives what was written.
+        self._largest: dict[str, Tensor] | None = {}
+
+    def bind(self, engine: Engine, min_numel: int) -> None:
+        """The compressor is complete: prepares for matrices whose rows are divided among ranks."""
+        named = enumerate(zip(engine.names, engine.parameters, strict=True))
+        found = [(number, name, p) for number, (name, p) in named if name in self._names and p.requires_grad]
+        found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, min_numel)]
+        if (group := shard_group(p for *_, p in found)) is not None:
+            self._sharded = ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
+
+    def any_orthogonal(self, bucket: Bucket) -> bool:
+        """Whether averages of a bucket become orthogonal. Otherwise all become signs, which the operators take."""
+        return any(piece.name in self._names for piece in bucket.pieces)
+
+    def begin(self, bucket: Bucket) -> None:
+        """A step of a bucket begins: forgets what one that failed has left."""
+        for piece in bucket.pieces:
+            self._rows.pop(piece.name, None)
+
+    def write(self, bucket: Bucket, averages: list[Tensor], scale: float) -> None:
+        """Writes what replaces the averages of a bucket, by piece, to its gradients, times the loss scale."""
+        for piece, average, grad in zip(bucket.pieces, averages, bucket.gradients, strict=True):
+            if not grad.numel():  # none arrived
+                continue
+            if piece.name in self._names and shards(piece.parameter) > 1:
+                self._rows[piece.name] = average
+                continue
+            if piece.name in self._names:
+                orthogonalize(average, scale)
+            else:
+                average.copy_(signs(average) * scale)
+            self._write_one(piece, average, grad)
+
+    def finish(self, engine: Engine) -> None:
+        """Writes what replaces this rank's rows of divided matrices. Waits for the ranks that have the others."""
+        if self._sharded is None:
+            return
+        buckets = [work.bucket for work in owned(engine.works)]
+        rows = dict[str, Tensor]()
+        for bucket in buckets:
+            with bucket.order:
+                rows |= {piece.name: self._rows[piece.name] for piece in bucket.pieces if piece.name in self._rows}
+        rows = self._sharded.orthogonalize(rows, engine.scale, local(engine.parameters[0]).device)
+        for bucket in buckets:
+            with bucket.order:
+                for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
+                    if piece.name in rows:
+                        self._write_one(piece, rows[piece.name], grad)
+        self._rows.clear()
+
+    def _write_one(self, piece: Piece, average: Tensor, grad: Tensor) -> None:
+        if grad is not average:
+            grad.copy_(average)
+        if self._largest is not None:
+            self._largest[piece.name] = grad.abs().amax()
+
+    def check_received(self, engine: Engine) -> None:
+        """Called before an optimizer's step. Warns if somebody has scaled the gradients since the exchange. Waits for a
+        GPU, until one step has shown what the optimizer receives."""
+        if self._largest is None:
+            return
+        scale = engine.scale
+        pieces = (piece for work in owned(engine.works) for piece in work.bucket.pieces)
+        grads = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
+        # Horovod makes gradients sparse again that were with sparse_as_dense.
+        dense = (grad.to_dense() if grad.is_sparse else local(grad) for grad in grads)
+        largest = max((float(grad.abs().max()) for grad in dense), default=0.0)
+        if not math.isfinite(largest) or not largest:
+            return
+        written, self._largest = max(map(float, self._largest.values()), default=scale), None
+        # A GradScaler may have divided them by its scale.
+        if not any(math.isclose(largest, written / factor, rel_tol=1e-3) for factor in (1.0, scale)):
+            what = "signs or orthogonal matrices" if self._names else "signs"
+            engine.warn(
+                f"the gradients were {what} after the exchange, and their largest entry is {largest:.3g} now, not "
+                f"{written / scale:.3g}: do not clip or scale them, which only changes the learning rate, and "
+                "give a GradScaler to the compressor (grad_scaler=)"
+            )
+
+
+def orthogonal_names(
+    orthogonal: bool | str | Iterable[str], named_parameters: NamedParameters
+) -> tuple[frozenset[str], list[tuple[str, torch.nn.Parameter]]]:
+    """The names of the parameters with orthogonal averages, and all named parameters."""
+    named = named_pairs(named_parameters, "DeMo(model)")
+    names = frozenset(name for name, _ in named)
+    if isinstance(orthogonal, bool):
+        return names if orthogonal else frozenset(), named
+    if orthogonal == "matrices":
+        if not isinstance(named_parameters, torch.nn.Module):
+            raise ValueError(
+                'orthogonal="matrices" needs the model, to tell embeddings: give it in place of its named parameters'
+            )
+        tables = embeddings(named_parameters)
+        return frozenset(name for name, p in named if id(p) not in tables), named
+    known = isinstance(orthogonal, Iterable) and not isinstance(orthogonal, str)
+    listed: list[Any] = list(orthogonal) if known else [orthogonal]
+    if not known or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f'orthogonal must be a bool, "matrices" or a list of names, got {orthogonal!r:.80}')
+    chosen = {name: find_name(name, names) for name in listed}
+    if unknown := [name for name, found in chosen.items() if found is None]:
+        raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(unknown))}")
+    return frozenset(filter(None, chosen.values())), named

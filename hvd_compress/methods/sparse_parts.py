@@ -1,0 +1,138 @@
+"""What a sparse method keeps for a bucket: velocities, values on the wire, and the pieces' shares of the slots."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..codecs import Averaged, Channel, Codec
+from ..engine.bucket import Bucket, Piece
+from ..engine.collectives import Collectives, allreduce
+from ..engine.exchange import Exchange
+from ..engine.state import Entry, Tree
+from ..engine.work import Part, Step
+from ..selection.budget import SPREAD, shares
+from .basis import Basis
+from .block_means import BlockMeans
+
+
+class Velocity(Part):
+    """The velocity of momentum correction (:mod:`hvd_compress.methods.momentum`), for some pieces of a bucket.
+
+    ``memory``: float32, bucket-wide, or None without momentum. ``momentum``: in [0, 1).
+    """
+
+    def __init__(self, bucket: Bucket, basis: Basis, means: BlockMeans) -> None:
+        self._bucket, self._basis, self._means = bucket, basis, means
+        self.memory: Tensor | None = None
+        self.owe(0.0, set())
+
+    def owe(self, momentum: float, names: set[str]) -> None:
+        """The pieces with these names have this momentum, the others none. Called before the first step."""
+        self.momentum, self._owed = momentum, names
+        self.memory = self._bucket.zeros() if momentum else None
+        #: The pieces that have none although others have.
+        self.without = [piece for piece in self._bucket.pieces if momentum and piece.name not in names]
+
+    def split(self, grads: list[Tensor]) -> Iterator[tuple[Tensor | None, list[Tensor]]]:
+        """Gradients with their velocity: those of pieces with momentum, and those of the others; empty where they
+        belong to the other group."""
+        if not self.without:
+            yield self.memory, grads
+            return
+        for velocity, owed in ((self.memory, True), (None, False)):
+            pairs = zip(self._bucket.pieces, self._bucket.nothing(), grads, strict=True)
+            yield velocity, [grad if (piece.name in self._owed) == owed else empty for piece, empty, grad in pairs]
+
+    def get(self, piece: Piece) -> Tensor:
+        """The velocity of a piece, in its shape: float32."""
+        assert self.memory is not None, "there is no momentum"
+        return self._means.added(piece, self._basis.entries(piece, piece.of(self.memory)), self._means.velocity)
+
+    def set(self, piece: Piece, velocity: Tensor) -> None:
+        """Replaces it."""
+        assert self.memory is not None, "there is no momentum"
+        self._basis.write(piece, velocity, piece.of(self.memory))
+        piece.of_blocks(self._means.velocity).zero_()
+
+    def state(self) -> Tree:
+        return {} if self.memory is None else self._basis.saved(self.memory)
+
+
+class Values(Part):
+    """The values that are sent: their codec's channel, and what was sent last.
+
+    Args:
+        groups: of values; each has its own scale.
+    """
+
+    def __init__(self, bucket: Bucket, codec: Codec, groups: int, collectives: Collectives) -> None:
+        self._codec, self._groups, self._collectives, self._device = codec, groups, collectives, bucket.device
+        self.invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        #: The picked entries of the residual, then the block means.
+        self.payload = torch.empty(0, dtype=torch.float32, device=bucket.device)
+        self._sizes: list[int] = []
+        self.restart()
+
+    def lay_out(self, sizes: list[int]) -> None:
+        """From now on the groups have so many values."""
+        if sizes != self._sizes:
+            self.payload = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
+            self.channel.set_group_sizes(sizes)
+            self._sizes = sizes
+
+    def begin(self, step: Step) -> None:
+        self.invalid.zero_()
+        self.channel.begin_step()
+        self.sent = False
+
+    def average(self, values: Tensor, key: int) -> Averaged:
+        """Averages values over the ranks: see :meth:`hvd_compress.codecs.Channel.average`."""
+        result = yield from self.channel.average(values, self.invalid, key)
+        self.mark_sent()
+        return result
+
+    def mark_sent(self) -> None:
+        """The values are leaving the residual: ``payload`` keeps them for undo."""
+        self.sent = True
+
+    def forget_sent(self) -> None:
+        """The values are in the residual again."""
+        self.sent = False
+
+    def undo(self) -> None:
+        self.channel.undo_step()
+
+    def restart(self) -> None:
+        c = self._collectives
+        self.channel: Channel = self._codec.channel(self._groups, c.size, c.rank, self._device)
+        self._sizes = []
+        #: Whether the last step's values were subtracted from the residual.
+        self.sent = False
+
+    def state(self) -> Tree:
+        return self.channel.state()
+
+
+class Shares(Part):
+    """Each piece's share of a bucket's slots."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._pieces = bucket.pieces
+        self.sizes = [piece.numel for piece in bucket.pieces]
+        self.restart()
+
+    def restart(self) -> None:
+        self.weights = [float(size) for size in self.sizes]
+
+    def follow(self, importance: Tensor) -> Exchange:
+        """Shares by importance: float64, (pieces,), the sum of each piece's scores on this rank. Summed over ranks, so
+        that every rank computes its slots from the same bits."""
+        agreed = yield allreduce(importance.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
+        self.weights = shares(agreed.tolist(), self.sizes)
+
+    def state(self) -> Tree:
+        return {
+            piece.name: Entry(self.weights, i, float, piece.numel / SPREAD, piece.numel * SPREAD)
+            for i, piece in enumerate(self._pieces)
+        }

@@ -1,0 +1,290 @@
+"""One bucket of a sparse method: gradients enter the residual, and a few of its entries are sent and leave it."""
+
+import abc
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..codecs import Averaged, Codec
+from ..codecs.base import invalidate
+from ..codecs.packed_channels import GatherChannel
+from ..engine.agreement import Agreement
+from ..engine.bucket import Bucket, Piece
+from ..engine.collectives import Collectives, allgather
+from ..engine.exchange import Exchange
+from ..engine.rng import derive
+from ..engine.state import Tree
+from ..engine.work import Part, Step, Work
+from ..selection.base import NOT_SENT, Average, Output, Scoring, StepSeed, marked, missing
+from ..selection.budget import apportion
+from ..selection.deciders import Decider, EachRank, Leaders, Shared, run_length
+from ..selection.idle import Idle
+from ..selection.pickers import Everything, Picker
+from ..selection.schedule import Density, check_density
+from .basis import Basis
+from .block_means import BlockMeans
+from .sparse_parts import Shares, Values, Velocity
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How many entries a method sends, and how: the arguments of :class:`~hvd_compress.methods.sparse.SparseMethod`."""
+
+    density: Density
+    values: Codec
+    layerwise: bool
+    budget_interval: int
+    collectives: Collectives
+
+
+class SparseWork(Work):
+    """One bucket of a sparse method. A subclass says in :meth:`decide` who picks entries and how, and in :meth:`send`
+    what else is done with them.
+
+    Args:
+        sending: how many entries are sent, and how.
+        basis: in which the residual is kept.
+        scoring: how entries are scored.
+        means: whether block means are sent.
+        finds_idle: whether a piece that no rank has a gradient for receives nothing, instead of the rest of its
+            residual.
+        decay: factor of the residual in each step.
+        subtract: the share of what was sent that leaves the residual.
+        sign: whether averages are replaced by their signs.
+        parts: further ones, which begin last and are undone first.
+    """
+
+    decider: Decider
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        sending: Sending,
+        *,
+        basis: Basis | None = None,
+        scoring: Scoring | None = None,
+        means: bool = False,
+        finds_idle: bool = False,
+        decay: float = 1.0,
+        subtract: float = 1.0,
+        sign: bool = False,
+        **parts: Part,
+    ) -> None:
+        self._sending, self._basis, self._scoring = sending, basis or Basis(bucket), scoring or Scoring()
+        self._decay, self._subtract, self._sign = decay, subtract, sign
+        self.means, self._idle, self._agreement = (
+            BlockMeans(bucket, means),
+            Idle(bucket, finds_idle),
+            Agreement(bucket.device),
+        )
+        groups = (len(bucket.pieces) if sending.layerwise else 1) + len(self.means.sizes)
+        self.values = Values(bucket, sending.values, groups, sending.collectives)
+        self.velocity, self.shares = Velocity(bucket, self._basis, self.means), Shares(bucket)
+        self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
+        #: What the selection was built from.
+        self._layout: tuple[object, ...] = ()
+        own = {"values": self.values, "velocity": self.velocity, "idle": self._idle, "agreement": self._agreement}
+        super().__init__(bucket, **own, block_means=self.means, shares=self.shares, **parts)
+
+    # What a method says.
+
+    @abc.abstractmethod
+    def decide(self, slots: list[int]) -> Decider:
+        """Chooses who decides, and how entries are picked. ``slots``: of each piece."""
+
+    def send(self) -> Exchange:
+        """Agrees on the entries and averages them; writes the averages, and what was sent leaves the residual."""
+        return self.send_to(self.bucket.gradients)
+
+    def most_slots(self) -> list[int]:
+        """The most slots that each piece can have."""
+        return self.shares.sizes
+
+    def importance(self) -> Tensor:
+        """The sum of each piece's scores on this rank, for its share of the slots: float64, (pieces,)."""
+        bucket, scoring = self.bucket, self._scoring
+        if scoring.floors is None:  # coefficients fill the padding, too
+            return totals(piece.of(bucket.residual).abs() for piece in bucket.pieces)
+        return totals(scoring.score(bucket, index) for index in range(len(bucket.pieces)))
+
+    # Deciders.
+
+    def leaders(self, picker: Picker, leaders: int | None = None) -> Leaders:
+        """``leaders`` ranks, on average, that share a block; None for all."""
+        step = self.step
+        run = run_length(leaders, self.density, step.ranks)
+        return Leaders(picker, self._idle, self._agreement, run, step.ranks, step.rank)
+
+    def each_rank(self, picker: Picker) -> EachRank:
+        """Every rank for itself."""
+        return EachRank(picker, self._idle, self._agreement)
+
+    def shared(self, picker: Picker) -> Shared:
+        """Entries that all ranks compute from shared state."""
+        return Shared(picker, self._idle, self._agreement)
+
+    # A step.
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self._lay_out()
+        self.decider.begin(StepSeed.draw(step, self.bucket.index))
+
+    def _lay_out(self) -> None:
+        """Makes what depends on the density and the shares, if they have changed."""
+        #: Of this step.
+        self.density = check_density(self._sending.density(self.step.number))
+        layout = (self.density, self.step.ranks, self.step.rank, tuple(self.shares.weights))
+        if layout == self._layout:
+            return
+        sizes = self.shares.sizes
+        # At least one slot for each piece: without one it would never be sent.
+        total = max(len(sizes), round(self.density * sum(sizes)))
+        if total == sum(sizes):
+            self.decider = self.shared(Everything(self.bucket))
+        else:
+            self.decider = self.decide(apportion(total, self.shares.weights, self.most_slots()))
+        self._layout, picker = layout, self.decider.picker
+        self.values.lay_out([*(picker.slots if self._sending.layerwise else [picker.total]), *self.means.sizes])
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the last step that began has a density below 1."""
+        return self._layout[:1] not in ((), (1.0,))
+
+    def accumulate(self) -> None:
+        bucket, decider, step, scoring = self.bucket, self.decider, self.step, self._scoring
+        given = self._basis.enter(bucket.gradients, step.scale, self.values.invalid)
+        grads, weights = scoring.weighted(bucket, given)
+        picks = decider.leads and decider.picker.early
+        for velocity, some in self.velocity.split(grads):
+            ops.accumulate_select(
+                some,
+                bucket.residual,
+                weights,
+                velocity,
+                decider.picker.table if picks else bucket.table,
+                self._no_floors if scoring.floors is None else scoring.floors,
+                decider.own if picks else decider.none,
+                self.values.invalid,
+                self._idle.touched,
+                self.means.fresh if self.means.sizes else None,
+                1.0 / step.scale,
+                self.velocity.momentum,
+                self._decay,
+                self._basis.transform,
+                *decider.draw(scoring),
+            )
+        for before, after in zip(given, grads, strict=True):
+            if after is not before:
+                before.copy_(after)  # zeros, unless scatter() writes all of it
+
+    def exchange(self) -> Exchange:
+        # Before entries leave the residual.
+        importance = self.importance() if self.step.every(self._sending.budget_interval) else None
+        yield from self.send()
+        if importance is not None:
+            yield from self.shares.follow(importance)
+
+    def agree(self) -> Exchange:
+        """All ranks agree on the entries."""
+        return self.decider.agree(self._scoring)
+
+    def send_to(self, grads: list[Tensor]) -> Exchange:
+        """:meth:`send`, with averages written to ``grads``: by piece, or empty."""
+        if self.decider.each_rank:
+            yield from self._send_each(grads)
+        else:
+            yield from self.agree()
+            self.apply(*(yield from self.average()), grads)
+
+    def average(self, predicted: Tensor | None = None) -> Averaged:
+        """Averages the picked entries over the ranks, less what was ``predicted`` of them, and the block means. Returns
+        the mean and what stays in the residual of this rank: float32, (slots,)."""
+        picker, payload = self.decider.picker, self.values.payload
+        total = picker.total
+        sent = picker.gather(self.bucket.residual, payload[:total])
+        self.means.load(payload[total:], self.velocity.momentum, self.velocity.without, self.values.invalid)
+        values = payload if predicted is None else sent - predicted
+        mean, error = yield from self.values.average(values, derive(self.decider.seed.key, self.step.rank))
+        self._mean_of_blocks = self.means.receive(mean[total:], error[total:])
+        return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
+
+    def _unsent(self, sent: Tensor, error: Tensor) -> Tensor:
+        """What stays in the residual of values that were sent, with this quantization error: float32, (slots,)."""
+        return error if self._subtract == 1.0 else torch.lerp(sent, error, self._subtract)
+
+    def apply(self, mean: Tensor, error: Tensor, grads: list[Tensor]) -> None:
+        """Writes averages of the picked entries to ``grads``; ``error`` stays of them in the residual. What nobody
+        receives stays there. (Hosts pass the same parameters on all ranks, so a gradient is missing on all.)"""
+        picker, targets = self.decider.picker, self._basis.targets(grads)
+        mean = marked(mean, map(picker.span, missing(targets)))
+        picker.scatter(targets, self.velocity.memory, Average(mean, error, self._output(), self._mean_of_blocks))
+        self._basis.leave(grads)
+
+    def _output(self) -> Output:
+        return Output(self.step.scale, self._basis.transform, self._sign)
+
+    def _send_each(self, grads: list[Tensor]) -> Exchange:
+        """Every rank's own entries: their mean over all ranks, with zeros where a rank did not send."""
+        decider, channel, bucket = self.decider, self.values.channel, self.bucket
+        assert isinstance(decider, EachRank) and isinstance(channel, GatherChannel)
+        gathered = yield allgather(decider.encode(self._scoring), "indices")
+        places = decider.decode(gathered, channel.ranks)
+        values = decider.picker.gather(bucket.residual, self.values.payload)
+        gathered = yield allgather(channel.encode(values, self.values.invalid), "values")
+        mean, decoded = torch.zeros_like(bucket.residual), torch.empty_like(values)
+        for rank, place in enumerate(places):
+            channel.decode_rank(gathered, rank, decoded, add=False)
+            mean[place] += decoded
+        mean *= 1.0 / channel.ranks
+        # One invalid rank makes the step invalid for all.
+        invalidate(mean, channel.any_invalid(gathered))
+        sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), NOT_SENT)
+        sent, error = self._idle.keep(decider.picker, sent, self._unsent(values, channel.quantization_error), values)
+        targets = self._basis.targets(grads)
+        sent = marked(sent, map(decider.picker.span, missing(targets)))
+        decider.picker.scatter(bucket.nothing(), self.velocity.memory, Average(sent, error, Output(0.0)))
+        self._output().write(bucket, self._idle.silence(mean), targets)
+        self._basis.leave(grads)
+        self.values.mark_sent()
+
+    def undo(self) -> None:
+        super().undo()
+        if self.values.sent:
+            # A mean of 0 with the sent values as error: they return to the residual, no gradient is written.
+            picker, payload = self.decider.picker, self.values.payload
+            sent = payload[: picker.total]
+            average = Average(torch.zeros_like(sent), sent, Output(0.0))
+            picker.scatter(self.bucket.nothing(), self.velocity.memory, average)
+            self.means.put_back(payload[picker.total :])
+            self.values.forget_sent()
+
+    # Between steps.
+
+    def restart(self) -> None:
+        super().restart()
+        self._layout = ()
+
+    def saved(self, residual: Tensor) -> Tree:
+        return self._basis.saved(residual)
+
+    def held(self, piece: Piece) -> Tensor:
+        entries, means = self._basis.entries(piece, piece.of(self.bucket.residual)), self.means
+        return means.added(piece, entries, means.unsent + means.fresh)
+
+    def hold(self, piece: Piece, entries: Tensor) -> None:
+        self._basis.write(piece, entries, piece.of(self.bucket.residual).zero_())
+        self.means.clear(piece)
+
+    def scale_residual(self, factor: float) -> None:
+        super().scale_residual(factor)
+        self.means.unsent.mul_(factor)
+
+
+def totals(scores: Iterable[Tensor]) -> Tensor:
+    """The sum of each piece's scores: float64, (pieces,)."""
+    return torch.stack([score.sum(dtype=torch.float64) for score in scores])
