@@ -169,13 +169,14 @@ BLOCKS = {f"README.md, {number}": block for number, block in enumerate(blocks(RE
 ONE_MACHINE = 'nodes = ranks // int(os.environ["LOCAL_WORLD_SIZE"])'
 #: One process group for all scripts: a second one would find the first one's addresses in torchrun's store.
 DRIVER = """
-import runpy, sys, torch
+import os, runpy, sys, torch, warnings
+warnings.filterwarnings("error", module="<run_path>")  # the package's point at the user's line
 if "--torch" in sys.argv:
     torch.distributed.init_process_group("gloo")
     torch.distributed.init_process_group = torch.distributed.destroy_process_group = lambda *_: None
 for script in sys.argv[2:]:
     runpy.run_path(script)
-    print("ran", script)
+    os.write(1, f"ran {script}\\n".encode())
 """
 
 
