@@ -26,8 +26,10 @@ from .. import (
     TernGrad,
     TopK,
 )
-from ..codecs.scaled_ring import ScaledRing
+from ..codecs.coded_ring import CodedRing
+from ..codecs.packed import Lloyd
 from ..engine.collectives import Verb, ring_bytes
+from ..selection.budget import apportion
 
 Sum = Literal["fp32", "fp16", "int64", "bytes"]
 
@@ -71,6 +73,8 @@ class Wire:
         self.padded = sum(self.pieces)
         self.runs = sum(-(-size // 512) for size in sizes)  # of QSGD, which have a norm each
         self.k = max(1, round((density or 1.0) * self.entries))
+        sizes = sizes[::-1]  # a bucket begins with the last piece
+        self.groups = apportion(max(self.k, len(sizes)), sizes, sizes)
 
     def ring(self, size: float, type: Sum) -> Messages:
         return [Message("allreduce", size, type)]
@@ -90,6 +94,7 @@ class Wire:
     def with_means(self) -> "Wire":  # one more value per block, in one more group per tensor; indices are unchanged
         more = copy.copy(self)
         more.k, more.tensors = self.k + self.padded // 256, 2 * self.tensors
+        more.groups = [*self.groups, *(size // 256 for size in self.pieces[::-1])]
         return more
 
     def lanes4(self) -> Messages:  # values; a word for invalid ranks; the scales of two groups per word
@@ -97,9 +102,9 @@ class Wire:
 
     def lloyd4(
         self,
-    ) -> Messages:  # 4 bits a value to its owner, in whole bytes; back, with two scales a group
-        part = 4 * math.ceil(self.k / (8 * self.n))
-        return [Message("alltoall", self.n * part), *self.gather(8 * self.tensors + part)]
+    ) -> Messages:  # 4 bits a value to its owner and back, and a scale a run
+        size = CodedRing(Lloyd(4)).message_size(self.groups, self.n)
+        return [Message("alltoall", self.n * size), *self.gather(size)]
 
     def leaders(self, flags: int = 0) -> Messages:  # each rank's share of the indices, one byte each, after a header
         return self.gather(4 + flags + math.ceil(self.k / self.n))
@@ -114,7 +119,7 @@ class Wire:
         return self.gather(4 + 4 * self.k + 4 * self.tensors + 4 * self.k)
 
     def scaled(self, bits: int) -> Messages:  # to each entry's owner and back: codes, and a scale a run
-        size = ScaledRing(bits, 512).message_size(self.pieces[::-1], self.n)  # a bucket begins with the last piece
+        size = CodedRing(Lloyd(bits)).message_size(self.pieces[::-1], self.n)  # a bucket begins with the last piece
         return [Message("alltoall", self.n * size), *self.gather(size)]
 
     def levels(self) -> Messages:  # 4 bits an entry, and a norm a run

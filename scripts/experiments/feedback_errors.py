@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hvd_compress import ops
 from hvd_compress.codecs.base import Averaged
-from hvd_compress.codecs.scaled_ring import ScaledRing
+from hvd_compress.codecs.coded_ring import CodedRing
+from hvd_compress.codecs.packed import WideLloyd
 from hvd_compress.engine.collectives import Request
 from hvd_compress.reference import BLOCK
 
@@ -68,7 +69,7 @@ def averaged(exchanges: list[Averaged]) -> list[tuple[Tensor, Tensor]]:
         results = carried_out(requests)
 
 
-def measure(codec: ScaledRing, exchanges: list[Tensor], sizes: list[int]) -> dict[str, str]:
+def measure(codec: CodedRing, exchanges: list[Tensor], sizes: list[int]) -> dict[str, str]:
     ranks = len(exchanges[0])
     channels = [codec.channel(len(sizes), ranks, rank, torch.device("cpu")) for rank in range(ranks)]
     for channel in channels:
@@ -99,7 +100,7 @@ def main() -> None:
     if args.transform:
         exchanges = [transformed(exchange) for exchange in exchanges]
     print(f"{len(exchanges)} exchanges of {len(exchanges[0])} ranks, {sum(sizes):,} entries.\n")
-    codecs = [ScaledRing(bits, run) for bits in args.bits for run in args.runs]
+    codecs = [CodedRing(WideLloyd(bits), run) for bits in args.bits for run in args.runs]
     print(table.markdown([{"codec": c.name, **measure(c, exchanges, sizes)} for c in codecs]))
 
 
