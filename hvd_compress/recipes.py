@@ -9,11 +9,11 @@ arguments in another order raise a ``TypeError`` that shows the call to write.
 recipe            optimizer                what is exchanged     how averages are applied  bytes against dense training
 ================  =======================  ====================  ========================  ============================
 ``low_bit``       Muon; any                all, 2 bits           plain average             16 x period times fewer
-``local_sgd``     SGD; any                 all, float32          plain average             period times fewer
-``diloco``        AdamW                    all, float32          Nesterov, 0.7 and 0.9     period times fewer
-``muloco``        Muon                     all, float32          Nesterov, 0.7 and 0.6     period times fewer
+``diloco``        AdamW, Muon              all, float32          Nesterov, 0.7 and 0.9     period times fewer
 ``sparseloco``    AdamW                    1/64, every rank's    plain average             grow with the ranks
 ================  =======================  ====================  ========================  ============================
+
+Plain local SGD (Stich, ICLR 2019) is ``LocalSteps(NoCompression(model), optimizer, period)``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ from .methods.no_compression import NoCompression
 from .methods.quantized import Quantized
 from .methods.topk import TopK
 
-__all__ = ["diloco", "local_sgd", "low_bit", "muloco", "sparseloco"]
+__all__ = ["diloco", "low_bit", "sparseloco"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Recipe = TypeVar("Recipe", bound=Callable[..., LocalSteps])
@@ -112,29 +112,6 @@ def low_bit(
 
 
 @_in_order
-def local_sgd(
-    model: NamedParameters,
-    optimizers: Optimizers,
-    period: int = 8,
-    *,
-    fragments: int = 1,
-    delay: int = 0,
-    **options: Any,
-) -> LocalSteps:
-    """Local SGD (Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019): plain averages of the weights.
-
-    Example::
-
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        local = hvd_compress.recipes.local_sgd(model, optimizer, period=8)
-
-    Args:
-        model, optimizers, period, fragments, delay, options: see :func:`low_bit`.
-    """
-    return LocalSteps(NoCompression(model, **options), optimizers, period, fragments=fragments, delay=delay)
-
-
-@_in_order
 def diloco(
     model: NamedParameters,
     optimizers: Optimizers,
@@ -147,7 +124,8 @@ def diloco(
     **options: Any,
 ) -> LocalSteps:
     """DiLoCo (Douillard et al., arXiv 2311.08105): many AdamW steps, then a Nesterov step of the common weights. With
-    ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512).
+    ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512). With Muon and
+    ``outer_momentum=0.6``, MuLoCo (Therien et al., arXiv 2505.23725).
 
     Example::
 
@@ -168,31 +146,6 @@ def diloco(
         fragments=fragments,
         delay=delay,
     )
-
-
-@_in_order
-def muloco(
-    model: NamedParameters,
-    optimizers: Optimizers,
-    period: int = 30,
-    *,
-    outer_momentum: float = 0.6,
-    **options: Any,
-) -> LocalSteps:
-    """MuLoCo (Therien et al., arXiv 2505.23725): DiLoCo with Muon inside, and less outer momentum.
-
-    Example::
-
-        matrices, others = hvd_compress.hidden_matrices(model)
-        muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")
-        adamw = torch.optim.AdamW(others.values(), lr=3e-3)
-        local = hvd_compress.recipes.muloco(model, [muon, adamw], period=30)
-
-    Args:
-        model, optimizers, period, outer_momentum, options: see :func:`diloco`. ``optimizers``: Muon for the hidden
-            matrices, AdamW for the rest.
-    """
-    return diloco(model, optimizers, period, outer_momentum=outer_momentum, **options)
 
 
 @_in_order

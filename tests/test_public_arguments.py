@@ -53,7 +53,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "Lloyd": {"bits": 4},
     "Plain": {"bits": 16},
     "RangeFloat": {"bits": 4},
-    "ScaledRing": {"bits": 4, "run": 8},
+    "WideLloyd": {"bits": 4},
     "Ternary": {"clip": 2.5},
     "ThreadWorld": {"size": 2},
     "warm_up": {"density": 0.1, "steps": 3},

@@ -26,10 +26,12 @@ from .. import (
 )
 from ..codecs import Codec, codec
 from ..codecs.base import Messages
+from ..codecs.coded_ring import CodedRing
+from ..codecs.packed import WideLloyd
 from ..codecs.qsgd import Levels
-from ..codecs.scaled_ring import ScaledRing
 from ..codecs.ternary import Ternary
 from ..engine.collectives import ring_bytes
+from ..selection.budget import apportion
 
 
 def sent(messages: Messages, ranks: int) -> float:
@@ -56,10 +58,11 @@ class Sizes:
         self.kept = max(1, round((density or 1.0) * entries))
 
     def groups(self, means: bool = False) -> list[int]:
-        """The kept entries as groups of values, a parameter each. How they are divided does not change the bytes.
-        ``means``: one more value of each block, in one more group of each parameter."""
-        groups, more = len(self.pieces), sum(self.pieces) // 256
-        return [self.kept + more, *[0] * (2 * groups - 1)] if means else [self.kept, *[0] * (groups - 1)]
+        """The kept entries as groups of values, a parameter each. ``means``: one more value of each block, in one more
+        group of each parameter."""
+        sizes = [math.prod(shape) for shape in self.large[::-1]]
+        kept = apportion(max(self.kept, len(sizes)), sizes, sizes)
+        return [*kept, *(size // 256 for size in self.pieces)] if means else kept
 
 
 Sends = Callable[[Sizes], Messages]
@@ -144,7 +147,7 @@ OPTIMIZERS = ("sgd", "adamw", "muon")
 _ANY, _ADAM = OPTIMIZERS, ("sgd", "adamw")
 _low_bit = partial(Quantized, bits=2, dense_values="fp16")
 METHODS: dict[str, Method] = {
-    "low_bit": Method(_low_bit, None, _agreed(ScaledRing(2, 512), every_entry=True), _ANY, local_steps=3, width=2),
+    "low_bit": Method(_low_bit, None, _agreed(CodedRing(WideLloyd(2)), every_entry=True), _ANY, local_steps=3, width=2),
     "DeMo": Method(DeMo, 1 / 16, _leaders("lloyd4", flags=True), _ADAM),
     "IWP": Method(IWP, 1 / 32, _leaders("lanes4", means=True)),
     "IWP, lloyd4": Method(partial(IWP, values="lloyd4"), 1 / 32, _leaders("lloyd4", means=True)),
@@ -159,7 +162,7 @@ METHODS: dict[str, Method] = {
     "TopK": Method(TopK, 1 / 256, _gathered("fp32-gather", False, _four_bytes)),
     "DGC": Method(DGC, 1 / 1000, _gathered("fp32-gather", False, _four_bytes)),
     "PowerSGD": Method(PowerSGD, None, _factors(4)),
-    "Quantized": Method(Quantized, None, _agreed(ScaledRing(4, 512), every_entry=True), _ADAM),
+    "Quantized": Method(Quantized, None, _agreed(CodedRing(WideLloyd(4)), every_entry=True), _ADAM),
     "QSGD": Method(QSGD, None, _agreed(Levels(4), every_entry=True), _ADAM),
     "TernGrad": Method(TernGrad, None, _agreed(Ternary(2.5), every_entry=True), _ADAM),
     "dense": Method(NoCompression, optimizers=_ANY),

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from .. import ops
 from ..engine.arguments import check_integer
+from ..reference.scales import bounded
 from .base import drop_excess
-from .codebooks import codebook_on
+from .codebooks import codebook, codebook_on
+from .scales import Moments
 
 
 class Code(abc.ABC):
@@ -22,6 +24,10 @@ class Code(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str: ...
+
+    def fitted(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        """The scale and the kind of distribution for values with these moments: float64 and int64, (groups,)."""
+        return bounded(moments.peak if self.peak else moments.rms), moments.kind
 
     def size(self, count: int) -> int:
         """The bytes of ``count`` codes."""
@@ -58,6 +64,24 @@ class Lloyd(Code):
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         book = codebook_on(self.bits, values.device)
         ops.codebook_decode(codes, scale.float(), edges, book, kind, values, self.bits, add)
+
+
+@dataclass(frozen=True)
+class WideLloyd(Lloyd):
+    """Codebooks for a Gaussian, with a scale between that of the least squared error and that which clips nothing, for
+    error feedback on all entries: what is clipped piles up until it is sent.
+
+    ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"{self.bits} bits"
+
+    def fitted(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        power, top = 0.5 - 2.0**-self.bits, float(codebook(self.bits)[0, -1])
+        scale = moments.rms ** (1.0 - power) * (moments.peak * (1.0 / top)) ** power
+        return bounded(scale), torch.zeros_like(moments.kind)
 
 
 @dataclass(frozen=True)

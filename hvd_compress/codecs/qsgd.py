@@ -12,7 +12,7 @@ from ..engine.arguments import check_integer
 from ..engine.collectives import allgather
 from ..reference.scales import bounded, divided
 from .base import Averaged, Channel, Codec, Messages, invalidate
-from .packed_channels import floats
+from .coded_gather import floats
 from .scales import Moments
 
 

@@ -1,4 +1,4 @@
-"""The scale and the distribution of each group's values, equal on all ranks and updated from step to step."""
+"""Moments of values, and scales that are equal on all ranks and updated from step to step."""
 
 from collections.abc import Generator
 
@@ -8,10 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import Request, allreduce
 from ..engine.state import Entry, TensorLeaf, Tree
-from ..reference.scales import LARGEST, SMALLEST, SMOOTHING, bounded, divided, kind_of, root_mean_square, running
-
-# The margin for the next step's largest magnitude.
-_PEAK_MARGIN = 1.5
+from ..reference.scales import LARGEST, SMALLEST, bounded, divided, kind_of, root_mean_square
 
 
 class Moments:
@@ -26,49 +23,34 @@ class Moments:
         #: 0 if the values look Gaussian, 1 if Laplacian: int64, a row of a codebook.
         self.kind = kind_of(self.square, fourth, self.count)
 
-    def scale(self, peak: bool) -> Tensor:
-        return self.peak if peak else self.rms
-
 
 class Scales:
-    """Moving averages of the scales of a channel, float64, (groups,), with the same bits on every rank.
+    """Moving averages of the root mean squares of what ranks send, of a channel's groups, float64, (groups,), with the
+    same bits on every rank.
 
-    ``sent``: the scale of the values that a rank sends: root mean square, or largest magnitude if ``peak``. ``mean``:
-    the scale of their average. ``kind``: int64, 0 if the averages look Gaussian, 1 if Laplacian.
+    ``kind``: int64, 0 if the averages look Gaussian, 1 if Laplacian.
     """
 
-    def __init__(self, groups: int, device: torch.device, peak: bool = False) -> None:
-        self.peak, self.device = peak, device
+    def __init__(self, groups: int, device: torch.device) -> None:
         self.known = False
         self.sent = torch.ones(groups, dtype=torch.float64, device=device)
-        self.mean = self.sent.clone()
         self.kind = torch.zeros(groups, dtype=torch.int64, device=device)
         self.begin_step()
 
     def first(self, moments: Moments, ranks: int) -> Generator[Request, Tensor, None]:
-        """The scales of the first step, from an allreduce. For the peak, it is the root mean square of the ranks'
-        peaks, which is within a factor sqrt(ranks) of the largest."""
-        mine = moments.peak.square() if self.peak else moments.square / moments.count.clamp(min=1)
+        """The scales of the first step, from an allreduce."""
+        mine = moments.square / moments.count.clamp(min=1)
         total = yield allreduce(torch.where(moments.count > 0, mine, 0.0), "budget", "scales")
         self.sent = bounded(divided(total, ranks).sqrt())
-        self.mean = bounded(divided(self.sent, ranks**0.5))
         self.known = True
 
     def begin_step(self) -> None:
         """Save what :meth:`undo_step` restores."""
-        self._saved = self.known, self.sent, self.mean, self.kind
+        self._saved = self.known, self.sent, self.kind
 
     def undo_step(self) -> None:
         """Restore the saved scales after a failed step: if it failed on some ranks only, scales would differ."""
-        self.known, self.sent, self.mean, self.kind = self._saved
-
-    def update(self, sent: Tensor, mean: Tensor, decoded: Moments) -> None:
-        """After a step: ``sent`` is the largest scale of the ranks' values, ``mean`` that of the average before it was
-        encoded. The ``decoded`` average determines only the kind: updated from it, scales could only shrink."""
-        filled = decoded.count > 0
-        self.sent = torch.where(filled, self._running(self.sent, sent), self.sent)
-        self.mean = torch.where(filled, self._running(self.mean, mean), self.mean)
-        self.kind = torch.where(filled, decoded.kind, self.kind)
+        self.known, self.sent, self.kind = self._saved
 
     def update_from_lanes(self, average: Tensor, edges: Tensor, header: Tensor, ranks: int) -> None:
         """The update after a step of lanes, with :func:`hvd_compress.reference.lanes_update`."""
@@ -77,15 +59,10 @@ class Scales:
         ops.lanes_update(average, edges, self.sent, self.kind, header, sent, kind, ranks)
         self.sent, self.kind = sent, kind
 
-    def _running(self, old: Tensor, new: Tensor) -> Tensor:
-        # A peak follows larger values at once and with a margin; otherwise many new peaks would be clipped.
-        return bounded(torch.maximum(old * (1 - SMOOTHING), new * _PEAK_MARGIN)) if self.peak else running(old, new)
-
     def state(self) -> Tree:
         """The saved state. The ranges matter: the operators do not check scales."""
         return {
             "known": Entry(vars(self), "known", bool),
             "sent": TensorLeaf(self.sent, SMALLEST, LARGEST),
-            "mean": TensorLeaf(self.mean, SMALLEST, LARGEST),
             "kind": TensorLeaf(self.kind, 0, 1),
         }

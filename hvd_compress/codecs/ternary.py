@@ -11,7 +11,7 @@ from ..engine.arguments import check_number
 from ..engine.collectives import allgather, allreduce
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec, Messages, invalidate
-from .packed_channels import floats
+from .coded_gather import floats
 from .scales import Moments
 
 

@@ -53,8 +53,9 @@ class LocalSteps:
         w_i = w_i + w_i' - w_i(0)         at its end: the progress that was made meanwhile is kept
 
     Ours: any compressor, complete averages of what it does not compress, common weights in the place of the rank's own
-    for methods that select by weights, and progress in flight that is kept in full (Streaming DiLoCo mixes it in by a factor). Of differences that are not finite, all ranks see NaN in
-    their weights, and A keeps its value: once the weights are restored, the next exchange is valid.
+    for methods that select by weights, and progress in flight that is kept in full (Streaming DiLoCo mixes it in by a
+    factor). Of differences that are not finite, all ranks see NaN in their weights, and A keeps its value: once the
+    weights are restored, the next exchange is valid.
 
     Use it instead of ``hvd.DistributedOptimizer`` or ``DistributedDataParallel``, with the plain model and optimizer
     (``docs/local_steps.md``).

@@ -25,7 +25,7 @@ def momentum_to_take(optimizer: Optimizer) -> float:
 
     Raises:
         TypeError: no ``torch.optim.SGD``.
-        ValueError: no momentum, several, Nesterov or dampening, or velocities that are not zero.
+        ValueError: no momentum, several, Nesterov or dampening.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         raise TypeError(f"take_momentum knows the momentum of torch.optim.SGD, not of {type(optimizer).__name__}")
@@ -39,20 +39,17 @@ def momentum_to_take(optimizer: Optimizer) -> float:
         raise ValueError("take_momentum knows plain momentum only: nesterov and dampening must be off")
     if not momentum:
         raise ValueError("take_momentum: the optimizer has no momentum to take (was it taken before?)")
-    velocities = (state.get("momentum_buffer") for state in optimizer.state.values())
-    if any(velocity is not None and bool(local(velocity).any()) for velocity in velocities):
-        raise ValueError(
-            "take_momentum comes before the optimizer's first step: its velocities would be lost. To drop them, call "
-            "optimizer.state.clear() before"
-        )
     return float(momentum)
 
 
-def remove_momentum(optimizer: Optimizer, momentum: float) -> None:
-    """Sets the optimizer's momentum to 0, and scales its weight decay so that it keeps its effect."""
+def remove_momentum(optimizer: Optimizer, momentum: float) -> bool:
+    """Sets the optimizer's momentum to 0, drops its velocities, and scales its weight decay to keep its effect.
+    Returns whether a velocity was not 0."""
+    velocities = [state.pop("momentum_buffer", None) for state in optimizer.state.values()]
     for group in optimizer.param_groups:
         group["momentum"] = 0.0
         group["weight_decay"] = group.get("weight_decay", 0.0) / (1.0 - momentum)
+    return any(velocity is not None and bool(local(velocity).any()) for velocity in velocities)
 
 
 class MomentumCorrection:
@@ -95,7 +92,8 @@ class MomentumCorrection:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pairs = zip(engine.names, engine.parameters, strict=True)
         self._owe(momentum, self._owed | {name for name, parameter in pairs if id(parameter) in held})
-        remove_momentum(optimizer, momentum)
+        if remove_momentum(optimizer, momentum):
+            engine.warn("take_momentum: the optimizer has taken steps, and its velocities are dropped")
         return momentum
 
     def check(self, facts: Facts) -> None:

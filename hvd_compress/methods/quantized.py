@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..codecs.scaled_ring import ScaledRing
+from ..codecs.coded_ring import CodedRing
+from ..codecs.packed import WideLloyd
 from ..engine.arguments import NamedParameters
 from .every_entry import EveryEntry
 
@@ -53,4 +54,6 @@ class Quantized(EveryEntry):
         error_feedback: bool = True,
         **common: Any,
     ) -> None:
-        super().__init__(named_parameters, values=ScaledRing(bits, run), error_feedback=error_feedback, **common)
+        super().__init__(
+            named_parameters, values=CodedRing(WideLloyd(bits), run), error_feedback=error_feedback, **common
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..codecs import Averaged, Codec
 from ..codecs.base import invalidate
-from ..codecs.packed_channels import GatherChannel
+from ..codecs.coded_gather import GatherChannel
 from ..engine.agreement import Agreement
 from ..engine.bucket import Bucket, Piece
 from ..engine.collectives import Collectives, allgather

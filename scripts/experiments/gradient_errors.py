@@ -35,8 +35,8 @@ from torch import Tensor
 
 from hvd_compress import ops
 from hvd_compress.codecs.codebooks import grid_step
-from hvd_compress.codecs.packed import Code, Lloyd, RangeFloat
-from hvd_compress.codecs.scaled_ring import ScaledRing
+from hvd_compress.codecs.coded_ring import CodedRing
+from hvd_compress.codecs.packed import Code, Lloyd, RangeFloat, WideLloyd
 from hvd_compress.codecs.scales import Moments
 from hvd_compress.engine.place import is_large
 from hvd_compress.methods import spectrum
@@ -273,7 +273,7 @@ def averaged(exchanges: list[Any]) -> list[tuple[Tensor, Tensor]]:
     return ended
 
 
-def feedback(codec: ScaledRing, exchanges: list[Tensor], sizes: list[int]) -> dict[str, str]:
+def feedback(codec: CodedRing, exchanges: list[Tensor], sizes: list[int]) -> dict[str, str]:
     """A row of the table."""
     ranks = len(exchanges[0])
     channels = [codec.channel(len(sizes), ranks, rank, torch.device("cpu")) for rank in range(ranks)]
@@ -298,7 +298,7 @@ def feedback_table(folder: Path, bits: list[int], runs: list[int], transform: bo
         raise SystemExit(f"{folder} holds {len(exchanges)} exchanges; record more than {SETTLED} with --count")
     if transform:
         exchanges = [transformed(exchange) for exchange in exchanges]
-    codecs = [ScaledRing(b, run) for b in bits for run in runs]
+    codecs = [CodedRing(WideLloyd(b), run) for b in bits for run in runs]
     return table.markdown([{"codec": codec.name, **feedback(codec, exchanges, sizes)} for codec in codecs])
 
 

@@ -202,12 +202,9 @@ def test_error_feedback_stays_bounded(name):
         assert norms[-1] < 12
 
 
-@pytest.mark.parametrize("name", ["lanes4", "lloyd4", "range10"])
-@pytest.mark.parametrize(
-    ("what", "value"), [("sent", -1.0), ("sent", math.nan), ("mean", 0.0), ("mean", math.inf), ("kind", 2)]
-)
-def test_a_damaged_state_is_refused(name, what, value):
-    channel = codec(name).channel(3, 2, 0, torch.device("cpu"))
+@pytest.mark.parametrize(("what", "value"), [("sent", -1.0), ("sent", math.nan), ("sent", math.inf), ("kind", 2)])
+def test_a_damaged_state_is_refused(what, value):
+    channel = codec("lanes4").channel(3, 2, 0, torch.device("cpu"))
     before = state.save(channel.state())
     state.load(channel.state(), before)
     bad = {**before, "known": True, what: before[what].clone()}

@@ -8,7 +8,8 @@ import torch
 from harness import gradients, replicas, together
 
 from hvd_compress import Quantized
-from hvd_compress.codecs.scaled_ring import ScaledRing
+from hvd_compress.codecs.coded_ring import CodedRing
+from hvd_compress.codecs.packed import WideLloyd
 
 
 def matrix(rows: int = 64, columns: int = 512) -> torch.nn.Module:
@@ -57,7 +58,7 @@ def test_what_is_unsent_stays_bounded_on_16_ranks(bits, most):
     generator = torch.Generator().manual_seed(0)
     exchanges = [torch.randn(16, 4096, generator=generator) + torch.randn(4096, generator=generator) for _ in range(80)]
     early, late = (
-        {key: float(value) for key, value in gradient_errors.feedback(ScaledRing(bits, 512), part, [4096]).items()}
+        {key: float(value) for key, value in gradient_errors.feedback(CodedRing(WideLloyd(bits)), part, [4096]).items()}
         for part in (exchanges[:20], exchanges)
     )
     for key in ("unsent", "residual"):
@@ -87,7 +88,7 @@ def test_a_channel_holds_nothing_from_step_to_step():
 @pytest.mark.parametrize("ranks", [1, 3, 16])
 @pytest.mark.parametrize("sizes", [[1024], [256, 1280, 256], [8]])
 def test_messages_have_room_for_the_runs_of_every_part(sizes, ranks):
-    codec = ScaledRing(3, 100)
+    codec = CodedRing(WideLloyd(3), 100)
     channels = [codec.channel(len(sizes), ranks, rank, torch.device("cpu")) for rank in range(ranks)]
     for channel in channels:
         channel.set_group_sizes(sizes)
@@ -100,7 +101,7 @@ def test_messages_have_room_for_the_runs_of_every_part(sizes, ranks):
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"bits": 0}, "bits must lie in 1 to 8, got 0"), ({"bits": 9}, "got 9"), ({"run": 7}, "run must")],
+    [({"bits": 0}, "bits of lloyd must lie in 1 to 8, got 0"), ({"bits": 9}, "got 9"), ({"run": 7}, "run must")],
 )
 def test_wrong_arguments_raise_an_error(wrong, says):
     with pytest.raises(ValueError, match=says):

@@ -335,7 +335,7 @@ def one_rank_compares_its_options():
     torch.manual_seed(0)
     model = Branches().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = hvd_compress.recipes.local_sgd(model, optimizer, 2)
+    local = hvd_compress.LocalSteps(hvd_compress.NoCompression(model), optimizer, 2)
     data = torch.Generator().manual_seed(distributed.get_rank())
     try:
         for step in range(4):

@@ -1,4 +1,5 @@
-"""A coded ring for all entries of a bucket: every message carries the scales of its own short runs of values."""
+"""The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather. Every message carries the scales
+of its own runs of values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,38 +12,39 @@ from ..engine.arguments import check_integer
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec, Messages, invalidate
-from .codebooks import codebook
-from .packed import Lloyd
+from .packed import Code
 from .scales import Moments
 
 
 @dataclass(frozen=True)
-class ScaledRing(Codec):
-    """A reduce-scatter and an allgather of Lloyd-Max codes, with the sender's scale of every run.
+class CodedRing(Codec):
+    """A reduce-scatter and an allgather of codes, as in CGX (Markov et al., 2022), with the sender's scales.
 
-    Every rank receives all ranks' codes of its part of the values (alltoall), averages them, and sends the encoded
-    average to all (allgather). The error of the second encoding is added to this rank's residual. Nothing is kept from
-    step to step. Each collective has ``bits / 8`` bytes a value and 2 bytes a run.
+    1. Every rank encodes its values and sends each part of them to the rank that owns the part (alltoall).
+    2. The owner decodes the codes of all ranks and averages them.
+    3. It encodes the average and sends it to all (allgather); N times the error of this second encoding is added to its
+       own quantization error.
+
+    Nothing is kept from step to step. Each collective has ``bits / 8`` bytes a value and 2 bytes a run.
 
     Args:
-        bits: per value, 1 to 8.
+        code: how a value is encoded.
         run: values that share a scale, at least 8. The last run of a parameter may be shorter, and the first and last
             of a rank's part.
     """
 
-    bits: int
-    run: int
+    code: Code
+    run: int = 512
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_integer("bits", self.bits, 1, 8))
         object.__setattr__(self, "run", check_integer("run", self.run, 8))
 
     @property
     def name(self) -> str:
-        return f"{self.bits} bits, a scale for {self.run} values"
+        return self.code.name if self.run == 512 else f"{self.code.name}, a scale for {self.run} values"
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
-        return _ScaledRingChannel(self, groups, ranks, rank, device)
+        return _RingChannel(self, groups, ranks, rank, device)
 
     def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
         size = self.message_size(list(sizes), ranks)
@@ -51,18 +53,7 @@ class ScaledRing(Codec):
     def message_size(self, sizes: list[int], ranks: int) -> int:
         """The bytes that a rank sends to one other in each of both collectives, for groups of so many values."""
         parts = _Parts(sizes, self.run, ranks)
-        return 2 * parts.columns + Lloyd(self.bits).size(parts.size)
-
-    def scale(self, moments: Moments) -> Tensor:
-        """The factor of the levels for values with these moments: float64, (groups,).
-
-        ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``. At p = 0 the levels have
-        the least squared error for a Gaussian; at p = 1 nothing is clipped. With error feedback, what is clipped piles
-        up until it is sent.
-        """
-        power = 0.5 - 2.0**-self.bits
-        top = float(codebook(self.bits)[0, -1])
-        return bounded(moments.rms ** (1.0 - power) * (moments.peak * (1.0 / top)) ** power)
+        return 2 * parts.columns + self.code.size(parts.size)
 
 
 class _Parts:
@@ -91,23 +82,27 @@ class _Parts:
         return number + begin.repeat_interleave(counts)
 
 
-class _ScaledRingChannel(Channel):
-    """The part of a message for one rank, and of the allgather's from one rank, is a header and codes. The header has
-    a scale for each run, bfloat16, or NaN if the sender is invalid; where another part has more runs, it is padded."""
+class _RingChannel(Channel):
+    """The part of a message for one rank, and of the allgather's from one rank::
 
-    def __init__(self, codec: ScaledRing, groups: int, ranks: int, rank: int, device: torch.device) -> None:
+        | a scale for each run of the part, bfloat16 | padding | codes |
+
+    A scale is negative for a run that looks Laplacian, and NaN if the sender is invalid. The padding is for as many
+    scales as another part has more runs.
+    """
+
+    def __init__(self, codec: CodedRing, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
-        self.codec, self.code = codec, Lloyd(codec.bits)
+        self.run, self.code = codec.run, codec.code
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
-        parts, rank = _Parts(sizes, self.codec.run, self.ranks), self.rank
+        parts, rank = _Parts(sizes, self.run, self.ranks), self.rank
         self.begin, self.end = parts.ends[rank : rank + 2].tolist()
         self.columns, self.head, size = parts.columns, 2 * parts.columns, self.code.size(parts.size)
         own = parts.runs[int(parts.first[rank]) : int(parts.first[rank + 1]) + 1] - self.begin
         self.runs, self.own_runs = parts.runs.to(self.device), own.to(self.device)
         self.place = parts.columns_of_runs().to(self.device)
-        self.gaussian = torch.zeros(len(parts.runs) - 1, dtype=torch.int64, device=self.device)
         self.codes = torch.zeros(self.ranks, size, dtype=torch.uint8, device=self.device)
         self.message = torch.zeros(self.ranks, self.head + size, dtype=torch.uint8, device=self.device)
         self.reply = torch.zeros(self.head + size, dtype=torch.uint8, device=self.device)
@@ -144,12 +139,14 @@ class _ScaledRingChannel(Channel):
 
     def _encode(self, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:
         """Writes codes and errors; returns the scales as they are sent."""
-        scales = self.codec.scale(Moments(values, runs)).bfloat16()
-        self.code.encode(values, scales.float(), self.gaussian[: len(scales)], runs, codes, error)
-        return scales
+        scale, kind = self.code.fitted(Moments(values, runs))
+        # bfloat16 has 8 bits: rounded down, the largest magnitude of a run would be clipped.
+        scale = (scale * (1.0 + 2.0**-8) if self.code.peak else scale).bfloat16()
+        self.code.encode(values, scale.float(), kind, runs, codes, error)
+        return torch.where(kind > 0, -scale, scale)
 
     def _decode(self, codes: Tensor, scales: Tensor, runs: Tensor, values: Tensor, add: bool) -> None:
-        self.code.decode(codes, bounded(scales.float()), self.gaussian[: len(scales)], runs, values, add)
+        self.code.decode(codes, bounded(scales.float().abs()), (scales < 0).long(), runs, values, add)
 
     def _scales(self, rows: Tensor) -> Tensor:
         """The scales in the headers of all rows: bfloat16, (ranks, columns)."""
