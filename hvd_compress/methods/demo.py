@@ -185,7 +185,7 @@ class DeMo(SparseMethod):
     # The optimizer.
 
     def take_momentum(self, optimizer: Optimizer) -> float:
-        """With ``sign=False``: see :class:`~hvd_compress.IWP`. Raises ``ValueError`` otherwise."""
+        """Raises ``ValueError`` with ``sign``."""
         if self.arguments.sign:
             raise ValueError("DeMo's momentum is what was not sent: give the optimizer none, momentum=0")
         return super().take_momentum(optimizer)

@@ -1,7 +1,7 @@
 """Low-rank compression (PowerSGD: Vogels, Karimireddy & Jaggi, NeurIPS 2019)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class PowerSGD(Compressor):
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
+    arguments: SimpleNamespace
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -65,44 +67,30 @@ class PowerSGD(Compressor):
         warm_start: bool = True,
         **common: Any,
     ) -> None:
-        rank, seed = check_integer("rank", rank, 1), check_integer("seed", common.get("seed", 0))
-        error_feedback = check_flag("error_feedback", error_feedback)
-        warm_start = check_flag("warm_start", warm_start)
         if values not in ("fp16", "fp32"):
             raise ValueError(f"values must be fp16 or fp32, got {values!r}")
-        self._settings = _Settings(rank, Cast(values), error_feedback, warm_start, seed)
+        self.arguments = SimpleNamespace(
+            rank=check_integer("rank", rank, 1),
+            values=Cast(values),
+            error_feedback=check_flag("error_feedback", error_feedback),
+            warm_start=check_flag("warm_start", warm_start),
+        )
+        self._seed = check_integer("seed", common.get("seed", 0))  # Q is drawn before the first step
         super().__init__(named_parameters, **common)
 
     def work(self, bucket: Bucket) -> Work:
-        return _PowerSGDWork(bucket, self._settings)
-
-    def options(self) -> dict[str, object]:
-        s = self._settings
-        own = {"rank": s.rank, "values": s.cast, "error_feedback": s.error_feedback, "warm_start": s.warm_start}
-        return {**own, **super().options()}
+        return _PowerSGDWork(bucket, self.arguments, self._seed)
 
     def state(self) -> dict[str, Tree]:
-        s = self._settings
-        return {"made_with": {"rank": Fixed(s.rank), "error feedback": Fixed(s.error_feedback)}}
-
-
-@dataclass(frozen=True)
-class _Settings:
-    rank: int
-    cast: Cast
-    error_feedback: bool
-    warm_start: bool
-    seed: int
-
-    @property
-    def overflow(self) -> float:
-        """From here on a gradient counts as infinite. Factors in float16 would need many steps to send a larger one."""
-        return 2.0**22 if self.cast.kind == "fp16" else OVERFLOW
+        a = self.arguments
+        return {"made_with": {"rank": Fixed(a.rank), "error feedback": Fixed(a.error_feedback)}}
 
 
 class _PowerSGDWork(Work):
-    def __init__(self, bucket: Bucket, settings: _Settings) -> None:
-        self._settings = settings
+    def __init__(self, bucket: Bucket, arguments: SimpleNamespace, seed: int) -> None:
+        self._arguments, self._seed = arguments, seed
+        #: From here on a gradient counts as infinite. Factors in float16 would need many steps to send a larger one.
+        self._overflow = 2.0**22 if arguments.values.kind == "fp16" else OVERFLOW
         super().__init__(bucket)
         #: Whether a gradient of this step is not finite: bool, ().
         self._invalid = torch.zeros((), dtype=torch.bool, device=bucket.device)
@@ -118,7 +106,7 @@ class _PowerSGDWork(Work):
         super().begin(step)
         self._invalid.zero_()
         self._sent = None
-        if not self._settings.error_feedback:
+        if not self._arguments.error_feedback:
             self.bucket.residual.zero_()
 
     def accumulate(self) -> None:
@@ -126,13 +114,13 @@ class _PowerSGDWork(Work):
         for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
             if grad.numel():
                 step = grad.float() / self.step.scale
-                fits = usable(step, self._settings.overflow)
+                fits = usable(step, self._overflow)
                 self._invalid |= ~fits.all()
                 piece.shaped(bucket.residual).add_(torch.where(fits, step, 0.0))
 
     def exchange(self) -> Exchange:
         bucket, ranks = self.bucket, self.step.ranks
-        old_q = self._q if self._settings.warm_start else self._random(self.step.number)
+        old_q = self._q if self._arguments.warm_start else self._random(self.step.number)
         matrices = [_matrix(piece, bucket.residual) for piece in bucket.pieces]  # M_i
         # Columns of norm 1: P has the gradient's magnitude, not its square, which float16 could not hold.
         pairs = zip(matrices, old_q, strict=True)
@@ -158,7 +146,7 @@ class _PowerSGDWork(Work):
                 contribution = sent[i] = torch.where(valid, own[i].view(residual.shape), 0.0)
                 residual.sub_(contribution)
                 target.copy_(torch.where(valid, averages[i].view(residual.shape) * self.step.scale, torch.nan))
-        if not self._settings.error_feedback:
+        if not self._arguments.error_feedback:
             bucket.residual.zero_()
             sent = [None] * len(sent)
         self._sent, self._q = (sent, old_q), new_q
@@ -180,16 +168,16 @@ class _PowerSGDWork(Work):
 
     def _random_q(self, index: int, step: int) -> Tensor | None:
         n, m = _matrix(self.bucket.pieces[index], self.bucket.residual).shape
-        rank = min(self._settings.rank, n, m)
+        rank = min(self._arguments.rank, n, m)
         if rank * (n + m) >= n * m:
             return None
-        key = derive(self._settings.seed, step, self.bucket.index, index)
+        key = derive(self._seed, step, self.bucket.index, index)
         generator = torch.Generator("cpu").manual_seed(key)
         q = torch.randn(m, rank, generator=generator, dtype=torch.float32, device="cpu")
         return q.to(self.bucket.device)
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        cast = self._settings.cast
+        cast = self._arguments.values
         limit = cast.limit(self.step.ranks)  # the sum must not overflow; the residual keeps the rest
         return torch.cat([x.flatten() for x in tensors]).clamp(-limit, limit).to(cast.dtype)
 

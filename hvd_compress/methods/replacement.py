@@ -28,7 +28,7 @@ class Replacement:
     """
 
     def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+        self.names = names
         #: Averages of this rank's rows of orthogonal matrices, by name, until :meth:`finish`.
         self._rows = dict[str, Tensor]()
         self._sharded: ShardedMatrices | None = None
@@ -39,14 +39,14 @@ class Replacement:
     def bind(self, engine: Engine, min_numel: int) -> None:
         """The compressor is complete: prepares for matrices whose rows are divided among ranks."""
         named = enumerate(zip(engine.names, engine.parameters, strict=True))
-        found = [(number, name, p) for number, (name, p) in named if name in self._names and p.requires_grad]
+        found = [(number, name, p) for number, (name, p) in named if name in self.names and p.requires_grad]
         found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, min_numel)]
         if (group := shard_group(p for *_, p in found)) is not None:
             self._sharded = ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
 
     def any_orthogonal(self, bucket: Bucket) -> bool:
         """Whether averages of a bucket become orthogonal. Otherwise all become signs, which the operators take."""
-        return any(piece.name in self._names for piece in bucket.pieces)
+        return any(piece.name in self.names for piece in bucket.pieces)
 
     def begin(self, bucket: Bucket) -> None:
         """A step of a bucket begins: forgets what one that failed has left."""
@@ -58,10 +58,10 @@ class Replacement:
         for piece, average, grad in zip(bucket.pieces, averages, bucket.gradients, strict=True):
             if not grad.numel():  # none arrived
                 continue
-            if piece.name in self._names and shards(piece.parameter) > 1:
+            if piece.name in self.names and shards(piece.parameter) > 1:
                 self._rows[piece.name] = average
                 continue
-            if piece.name in self._names:
+            if piece.name in self.names:
                 orthogonalize(average, scale)
             else:
                 average.copy_(signs(average) * scale)
@@ -106,7 +106,7 @@ class Replacement:
         written, self._largest = max(map(float, self._largest.values()), default=scale), None
         # A GradScaler may have divided them by its scale.
         if not any(math.isclose(largest, written / factor, rel_tol=1e-3) for factor in (1.0, scale)):
-            what = "signs or orthogonal matrices" if self._names else "signs"
+            what = "signs or orthogonal matrices" if self.names else "signs"
             engine.warn(
                 f"the gradients were {what} after the exchange, and their largest entry is {largest:.3g} now, not "
                 f"{written / scale:.3g}: do not clip or scale them, which only changes the learning rate, and "

@@ -114,7 +114,7 @@ class Leaders(Decider):
 
     def complete(self, scoring: Scoring) -> None:
         """Writes to ``message`` what is known only when all gradients have arrived."""
-        self.picker.pick(scoring, self.own, self.draw(scoring))
+        self.picker.pick(scoring, self.own)
         if self.idle.finds:
             self.message[self._digest_length : self.head] = self.idle.touched
 

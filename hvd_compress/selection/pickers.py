@@ -58,7 +58,7 @@ class Picker(abc.ABC):
         """These are the step's ``indices``."""
         self.indices = indices
 
-    def pick(self, scoring: Scoring, own: Tensor, draw: Draw) -> None:
+    def pick(self, scoring: Scoring, own: Tensor) -> None:
         """Completes ``own``, the indices that this rank picks, when all gradients have arrived."""
 
     def pick_by(self, scores: list[Tensor], explore: float) -> None:
@@ -170,7 +170,7 @@ class Exact(Picker):
         # Read by the host in every step: on a GPU it would synchronise.
         self.table = table_of(self.ranges, self).cpu()
 
-    def pick(self, scoring: Scoring, own: Tensor, draw: Draw) -> None:
+    def pick(self, scoring: Scoring, own: Tensor) -> None:
         for index, piece in enumerate(self.bucket.pieces):
             best = self.largest(scoring.score(self.bucket, index), self.slots[index])
             own[self.span(index)] = (best.sort().values + piece.first_block * BLOCK).to(self.dtype)
@@ -195,7 +195,7 @@ class Exact(Picker):
 
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
         a, residual, where, scale = average, self.bucket.residual, self.indices.long(), average.output.scale
-        reference.scatter_at(targets, residual, velocity, where, self.table, a.mean, a.error, scale, a.block_means)
+        reference.scatter_at(targets, residual, velocity, where, self.table, a.mean, a.error, scale)
 
 
 class Everything(Picker):

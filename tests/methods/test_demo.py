@@ -1,6 +1,5 @@
 """DeMo with its decay and its sign; as an exchange without them it is among the methods of the invariants."""
 
-import io
 import warnings
 from functools import partial
 from typing import Any
@@ -135,23 +134,6 @@ def test_what_is_not_finite_reaches_all_ranks_and_no_momentum(options: dict) -> 
         assert one.isnan().all() if compressed(p) else not one.isfinite().all()
     later = random_steps(world, ranks, range(3, 5))
     assert all(grad.isfinite().all() for grad in later[0]) and equal(*later)
-
-
-@pytest.mark.parametrize("options", VARIANTS)
-def test_a_checkpoint_resumes_bit_exactly(options: dict) -> None:
-    method = partial(DeMo, budget_interval=3, **options, **SMALL)
-    world, ranks = replicas(2, method)
-    random_steps(world, ranks, range(4))
-    files = []
-    for rank in ranks:
-        files.append(io.BytesIO())
-        torch.save(rank.compression.state_dict(), files[-1])
-    want = random_steps(world, ranks, range(4, 8))
-    world, again = replicas(2, method)
-    for rank, file in zip(again, files, strict=True):
-        file.seek(0)
-        rank.compression.load_state_dict(torch.load(file, weights_only=True))
-    assert equal(random_steps(world, again, range(4, 8))[0], want[0])
 
 
 class Scaler:
@@ -289,9 +271,7 @@ def test_other_dtypes_are_computed_in_float32() -> None:
     "options, message",
     [
         (dict(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
-        (dict(decay=1.5), "decay must lie"),
         (dict(subtract=0.0), r"subtract must lie in \(0, 1\], got 0.0"),
-        (dict(subtract=1.5), "subtract must lie"),
         (dict(dense_momentum=1.0), "dense_momentum must lie in"),
         (dict(momentum=0.9), "momentum goes with sign=False"),
         (dict(orthogonal=True, sign=False), "orthogonal goes with sign=True"),

@@ -1,14 +1,13 @@
 """NoCompression: the averages of a plain allreduce to the last bit, under both hosts and in local steps."""
 
-import copy
 import functools
 import operator
 
 import pytest
 import torch
-from harness import HOSTS, equal, gradients, mixed_model, random_steps, replicas, single, together
+from harness import HOSTS, equal, gradients, mixed_model, random_steps, replicas, together
 
-from hvd_compress import IWP, LocalSteps, NoCompression
+from hvd_compress import IWP, NoCompression
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.collectives import ring_bytes
 
@@ -113,62 +112,6 @@ def test_other_dtypes(values, sent):
     for applied in together(world, ranks, grads):
         assert [g.dtype for g in applied] == list(dtypes)
         assert equal(applied, want)
-
-
-@pytest.mark.parametrize("ordered", [False, True], ids=HOSTS)
-@pytest.mark.parametrize("unsent", ["weights", "buffer"])
-def test_local_steps_are_local_sgd_to_the_last_bit(unsent, ordered):
-    world, size, period = ThreadWorld(3, timeout=20, ordered=ordered), 3, 4
-    begun = mixed_model()
-
-    def optimizer_of(model):
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def local_step(rank, model, optimizer, step):
-        for p, grad in zip(model.parameters(), gradients(model, 100 * step + rank), strict=True):
-            p.grad = grad
-        optimizer.step()
-
-    def train(rank):
-        model = copy.deepcopy(begun)
-        optimizer = optimizer_of(model)
-        compression = NoCompression(model.named_parameters(), collectives=world.collectives(rank))
-        local = LocalSteps(compression, optimizer, period, unsent=unsent)
-        for step in range(3 * period):
-            local_step(rank, model, optimizer, step)
-            local.step()
-        return list(model.parameters())
-
-    models = [copy.deepcopy(begun) for _ in range(size)]
-    optimizers = list(map(optimizer_of, models))
-    with torch.no_grad():
-        for begin in range(0, 3 * period, period):
-            common = [p.clone() for p in models[0].parameters()]
-            for step in range(begin, begin + period):
-                for rank in range(size):
-                    local_step(rank, models[rank], optimizers[rank], step)
-            for start, *weights in zip(common, *(m.parameters() for m in models), strict=True):
-                start += functools.reduce(operator.add, [w - start for w in weights]) / size
-                for w in weights:
-                    w.copy_(start)
-    for got in world.run(train):
-        assert equal(got, models[0].parameters())
-
-
-def test_ranks_that_differ_raise_an_error():
-    world = ThreadWorld(2, timeout=20)
-    kind = type(replicas(1, NoCompression)[1][0])
-    ranks = [kind(world, r, mixed_model(), NoCompression, values=v) for r, v in enumerate(("fp32", "fp16"))]
-    with pytest.raises(RuntimeError, match=r"values: fp32 on rank 0; fp16 on rank 1"):
-        random_steps(world, ranks, [0])
-
-
-def test_its_state_is_of_no_other_method():
-    world, ranks = replicas(1, NoCompression)
-    random_steps(world, ranks, range(2))
-    state = ranks[0].compression.state_dict()
-    with pytest.raises(ValueError, match="method: the state was made with 'NoCompression', this compressor has 'IWP'"):
-        single().load_state_dict(state)
 
 
 @pytest.mark.parametrize(
