@@ -13,7 +13,7 @@ from ..engine.engine import Engine
 from .common_weights import Weight
 
 # Entries that are squared at a time.
-_PART = 2**24
+_PART = 2**22
 
 
 class Lengths:

@@ -174,6 +174,28 @@ def local_steps_in_flight():
 
 
 @register(CASES, once=True)
+def restored_lengths():
+    """Common weights are equal, and come further than by plain averages."""
+    distances = []
+    for restore_length in (False, True):
+        torch.manual_seed(0)
+        model = Branches().to(DEVICE)
+        optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), torch.Generator().manual_seed(job.host.rank())
+        options = {"restore_length": restore_length, "fragments": 2, "delay": 1, "bucket_mb": 0.02}
+        local = hvd_compress.recipes.low_bit(model, optimizer, 2, **options)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for _ in range(6):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=data).to(DEVICE)
+            optimizer.step()
+            local.step()
+        common = _everyone(weight.common for weight in local._common.weights)
+        assert all(torch.equal(common[0], other) for other in common)
+        distances.append((common[0] - before.double().cpu()).norm())
+    assert distances[1] > 1.1 * distances[0], distances
+
+
+@register(CASES, once=True)
 def local_steps_in_different_calls():
     """finish() on one rank, unequal numbers of batches: all ranks say who is where, and the group still works."""
     job.host.barrier()
