@@ -122,7 +122,7 @@ class _MP2Work(SparseWork):
             picker.pick_by(self.significance(), 1.0)  # S
         yield from self.agree()
         mean, error = yield from self.average()
-        if prediction is not None and self.sparse:
+        if prediction is not None and self.density < 1.0:
             prediction.follow(picker, mean, history.last_sent, step.number)
             prediction.apply(self.bucket.gradients, step.scale)  # h
             prediction.sent(picker)

@@ -62,7 +62,7 @@ class Prediction(Part):
     def lay_out(self, picker: Picker) -> None:
         """Prepares for the steps of this picker."""
         # Made once: creating it in each step would synchronise a GPU.
-        edges = [*picker.first, picker.total]
+        edges = [*(picker.span(index).start for index in range(len(picker.slots))), picker.total]
         self._edges = torch.tensor(edges, dtype=torch.int64, device=self._bucket.device)
 
     def begin(self, step: Step) -> None:

@@ -94,7 +94,7 @@ class SparseMethod(Compressor):
     @property
     def traits(self) -> Traits:
         momentum = self.momentum.value
-        return Traits(linear=not momentum, momentum=momentum, sparse=any(work.sparse for work in self.works))
+        return Traits(linear=not momentum, momentum=momentum, sparse=any(work.density < 1.0 for work in self.works))
 
     def made_with(self) -> dict[str, Any]:
         """The options that a state depends on, by the name under which an error reports a difference."""

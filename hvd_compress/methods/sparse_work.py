@@ -82,12 +82,12 @@ class SparseWork(Work):
         )
         groups = (len(bucket.pieces) if sending.layerwise else 1) + len(self.means.sizes)
         self.values = Values(bucket, sending.values, groups, sending.collectives)
-        self.velocity, self.shares = Velocity(bucket, self._basis, self.means), Shares(bucket)
+        self.velocity, self._shares = Velocity(bucket, self._basis, self.means), Shares(bucket)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
-        #: What the selection was built from.
-        self._layout: tuple[object, ...] = ()
+        #: The share of entries that the last step that began sends, and what its selection was built from.
+        self.density, self._layout = 1.0, tuple[object, ...]()
         own = {"values": self.values, "velocity": self.velocity, "idle": self._idle, "agreement": self._agreement}
-        super().__init__(bucket, **own, block_means=self.means, shares=self.shares, **parts)
+        super().__init__(bucket, **own, block_means=self.means, shares=self._shares, **parts)
 
     # What a method says.
 
@@ -101,9 +101,9 @@ class SparseWork(Work):
 
     def most_slots(self) -> list[int]:
         """The most slots that each piece can have."""
-        return self.shares.sizes
+        return self._shares.sizes
 
-    def importance(self) -> Tensor:
+    def _importance(self) -> Tensor:
         """The sum of each piece's scores on this rank, for its share of the slots: float64, (pieces,)."""
         bucket, scoring = self.bucket, self._scoring
         if scoring.floors is None:  # coefficients fill the padding, too
@@ -135,25 +135,19 @@ class SparseWork(Work):
 
     def _lay_out(self) -> None:
         """Makes what depends on the density and the shares, if they have changed."""
-        #: Of this step.
         self.density = check_density(self._sending.density(self.step.number))
-        layout = (self.density, self.step.ranks, self.step.rank, tuple(self.shares.weights))
+        layout = (self.density, self.step.ranks, self.step.rank, tuple(self._shares.weights))
         if layout == self._layout:
             return
-        sizes = self.shares.sizes
+        sizes = self._shares.sizes
         # At least one slot for each piece: without one it would never be sent.
         total = max(len(sizes), round(self.density * sum(sizes)))
         if total == sum(sizes):
             self.decider = self.shared(Everything(self.bucket))
         else:
-            self.decider = self.decide(apportion(total, self.shares.weights, self.most_slots()))
+            self.decider = self.decide(apportion(total, self._shares.weights, self.most_slots()))
         self._layout, picker = layout, self.decider.picker
         self.values.lay_out([*(picker.slots if self._sending.layerwise else [picker.total]), *self.means.sizes])
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the last step that began has a density below 1."""
-        return self._layout[:1] not in ((), (1.0,))
 
     def accumulate(self) -> None:
         bucket, decider, step, scoring = self.bucket, self.decider, self.step, self._scoring
@@ -184,10 +178,10 @@ class SparseWork(Work):
 
     def exchange(self) -> Exchange:
         # Before entries leave the residual.
-        importance = self.importance() if self.step.every(self._sending.budget_interval) else None
+        importance = self._importance() if self.step.every(self._sending.budget_interval) else None
         yield from self.send()
         if importance is not None:
-            yield from self.shares.follow(importance)
+            yield from self._shares.follow(importance)
 
     def agree(self) -> Exchange:
         """All ranks agree on the entries."""
@@ -267,7 +261,7 @@ class SparseWork(Work):
 
     def restart(self) -> None:
         super().restart()
-        self._layout = ()
+        self.density, self._layout = 1.0, ()
 
     def saved(self, residual: Tensor) -> Tree:
         return self._basis.saved(residual)

@@ -17,7 +17,7 @@ INT32_ENTRIES = 2**31
 
 
 class Picker(abc.ABC):
-    """Entries of a bucket, of which piece i has ``slots[i]``, from ``first[i]`` on.
+    """Entries of a bucket, of which piece i has ``slots[i]``, in :meth:`span`.
 
     ``indices``: those of the current step, in slot order, once they are decided.
     """
@@ -36,7 +36,7 @@ class Picker(abc.ABC):
 
     def __init__(self, bucket: Bucket, slots: list[int]) -> None:
         self.bucket, self.slots, self.total = bucket, slots, sum(slots)
-        self.first = list(accumulate(slots[:-1], initial=0))
+        self._first = list(accumulate(slots[:-1], initial=0))
         #: The blocks of each piece from which this step's entries come.
         self.ranges = [whole(piece) for piece in bucket.pieces]
         # Made once: creating it in each step would synchronise a GPU.
@@ -44,11 +44,11 @@ class Picker(abc.ABC):
 
     def span(self, index: int) -> slice:
         """The slots of a piece."""
-        return slice(self.first[index], self.first[index] + self.slots[index])
+        return slice(self._first[index], self._first[index] + self.slots[index])
 
     def begin(self, seed: StepSeed) -> None:
         """A step begins."""
-        self.seed, self.phase = seed, seed.phase
+        self._seed, self.phase = seed, seed.phase
 
     def rotate(self, phase: int) -> None:
         """Rotates by this number, instead of the seed's, which blocks get the slots that do not divide evenly."""
@@ -93,7 +93,7 @@ class Picker(abc.ABC):
 
 def table_of(ranges: list[BlockRange], picker: Picker) -> Tensor:
     """The operators' table: first block, blocks, first slot, slots of every piece; int64, (pieces, 4)."""
-    rows = [(r.first, r.blocks, picker.first[i], picker.slots[i]) for i, r in enumerate(ranges)]
+    rows = [(r.first, r.blocks, picker.span(i).start, picker.slots[i]) for i, r in enumerate(ranges)]
     return torch.tensor(rows, dtype=torch.int64, device=picker.bucket.device)
 
 
@@ -122,7 +122,7 @@ class Blocks(Picker):
 
     def pick_by(self, scores: list[Tensor], explore: float) -> None:
         self.indices = torch.zeros(self.total, dtype=torch.uint8, device=self.bucket.device)
-        draw = Draw(self.phase, 1, 1, 0, self.seed.key, int(explore * 2**32))
+        draw = Draw(self.phase, 1, 1, 0, self._seed.key, int(explore * 2**32))
         ops.select(scores, self.table, self.indices, *draw)
 
     def checksum(self) -> Tensor:
