@@ -4,7 +4,7 @@
 
     IDLE ──► COLLECTING ──► AVERAGED ──► applied by an optimizer, or by the user's own update
       ▲          │             │
-      │  reset() │             │ undo(): discard_step(), or a GradScaler has skipped the optimizer's step
+      │  reset() │             │ discard(): the user's discard_step(), or a GradScaler has skipped the optimizer's step
       └──────────┘             ▼
                            TAKEN_BACK: what was sent is in the residuals again
 

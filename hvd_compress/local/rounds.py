@@ -301,11 +301,12 @@ class Rounds:
             raise RuntimeError("the ranks' weights differ between exchanges: call finish() before saving")
 
     def options(self) -> dict[str, object]:
+        first = "were they broadcast? After a restart, was local.load_state_dict() called?"
         compared = {
             "period": self.period,
             **asdict(self._settings),
             "steps since the last exchange": " ".join(map(str, self._turns.ages)),
-            "hash of the weights before the first step (were they broadcast?)": self._common.hash(),
+            f"hash of the weights before the first step ({first})": self._common.hash(),
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
