@@ -89,7 +89,7 @@ def low_bit(
         adamw = torch.optim.AdamW(others.values(), lr=3e-3)
         local = hvd_compress.recipes.low_bit(model, [muon, adamw], period=3)
         local.step()  # after each muon.step() and adamw.step()
-        local.finish(model)  # before testing or saving
+        local.finish(model)  # on all ranks, before testing
 
     Args:
         model: or its named parameters.

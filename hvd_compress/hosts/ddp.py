@@ -88,7 +88,7 @@ class DDPHost(HookedHost):
         if not engine.peer.compared:
             self._look_at_model(bucket)
         if self._futures and bucket.index() <= self._index and backward != self._backward:
-            self._abandon(overwritten=True)
+            self._reset(overwritten=True)
         if self._skips and backward != self._backward:
             self._await_end()
         self._index, self._backward = bucket.index(), backward
@@ -100,7 +100,7 @@ class DDPHost(HookedHost):
                 self._finish()
         return future
 
-    def _abandon(self, overwritten: bool = False) -> None:
+    def _reset(self, overwritten: bool = False) -> None:
         self.step.reset(overwritten=overwritten)
         text = (
             "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
@@ -146,12 +146,12 @@ class DDPHost(HookedHost):
 
     @contextmanager
     def _inside(self, device: torch.device) -> Iterator[None]:
-        """For a part of a step, which is abandoned if it fails."""
+        """For a part of a step, which is reset if it fails."""
         with self._engine.entered, self._side_stream(device):
             try:
                 yield
             except BaseException:
-                self._abandon()
+                self._reset()
                 raise
 
     def _take(self, bucket: GradBucket) -> None:

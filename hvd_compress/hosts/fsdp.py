@@ -208,7 +208,7 @@ class FSDPHost(HookedHost):
         _refuse_inside_backward("remove()")
         with self._engine.entered:
             if self._backward is not None:  # one that has failed
-                self._abandon()
+                self._reset()
             self._partial.clear()
             registration.remove()
             remember(registration.modules, None)
@@ -266,7 +266,7 @@ class FSDPHost(HookedHost):
             self._failed(self._backward)
         for hook in hooks:
             if hook.discarded:
-                self._drop(hook)
+                self._clear_kept(hook)
         self._backward = backward
         self._deferred = any(hook.reduces_unused for hook in hooks)
         for number, p in enumerate(self._engine.parameters):
@@ -343,22 +343,22 @@ class FSDPHost(HookedHost):
                 local(before).add_(local(self._grads[number]))
 
     def _failed(self, backward: int) -> None:
-        """Abandons a backward pass if it is still in progress."""
+        """Resets a backward pass if it is still in progress."""
         with self._engine.entered:
             if backward == self._backward:
-                self._abandon()
+                self._reset()
 
-    def _abandon(self) -> None:
+    def _reset(self) -> None:
         """``.grad`` is again as it was before the backward pass. What earlier passes have kept apart is dropped:
         the step begins again; a part of it may have been passed on."""
         self.step.reset()
         for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
         for hook in self._registered.hooks if self._registered is not None else ():
-            self._drop(hook)
+            self._clear_kept(hook)
         self._clear()
 
-    def _drop(self, hook: ModuleHook) -> None:
+    def _clear_kept(self, hook: ModuleHook) -> None:
         """Drops what is kept apart of a module."""
         for number in hook.kept:
             self._partial.pop(number, None)
@@ -373,12 +373,12 @@ class FSDPHost(HookedHost):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """For a part of a step, which is abandoned if it fails."""
+        """For a part of a step, which is reset if it fails."""
         with self._engine.entered:
             try:
                 yield
             except BaseException:
-                self._abandon()
+                self._reset()
                 raise
 
 

@@ -73,7 +73,7 @@ class LocalSteps:
             loss_function(model(inputs), targets).backward()
             optimizer.step()
             local.step()
-        local.finish(model)  # before testing or saving the model
+        local.finish(model)  # on all ranks, before testing the model
 
     Args:
         compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its

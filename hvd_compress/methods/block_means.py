@@ -50,7 +50,7 @@ class BlockMeans(Part):
         ops.block_means_keep(mean, error, self.unsent)
         return mean
 
-    def put_back(self, sent: Tensor) -> None:
+    def undo_send(self, sent: Tensor) -> None:
         """Takes the exchange of ``sent`` back."""
         self.unsent.copy_(sent)
 

@@ -27,7 +27,7 @@ class NoCompression(Compressor):
         compression = hvd_compress.NoCompression(model)
         local = hvd_compress.LocalSteps(compression, optimizer, period=8)  # local SGD
         local.step()  # after each optimizer.step()
-        local.finish(model)  # before testing or saving
+        local.finish(model)  # on all ranks, before testing
 
     Args:
         values: ``"fp32"``, or ``"fp16"`` to send float32 and bfloat16 gradients in float16, rounded. Gradients of

@@ -96,7 +96,7 @@ class Values(Part):
         """The values are leaving the residual: ``payload`` keeps them for undo."""
         self.sent = True
 
-    def forget_sent(self) -> None:
+    def clear_sent(self) -> None:
         """The values are in the residual again."""
         self.sent = False
 

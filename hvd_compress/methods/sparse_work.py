@@ -254,8 +254,8 @@ class SparseWork(Work):
             sent = payload[: picker.total]
             average = Average(torch.zeros_like(sent), sent, Output(0.0))
             picker.scatter(self.bucket.nothing(), self.velocity.memory, average)
-            self.means.put_back(payload[picker.total :])
-            self.values.forget_sent()
+            self.means.undo_send(payload[picker.total :])
+            self.values.clear_sent()
 
     # Between steps.
 

@@ -48,7 +48,7 @@ Example::
         loss_function(model(inputs), targets).backward()
         optimizer.step()
         local.step()
-    local.finish()  # before testing or saving
+    local.finish()  # on all ranks, before testing
 """
 
 import math
