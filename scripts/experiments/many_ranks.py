@@ -22,7 +22,7 @@ from experiment.runs import Run, complete
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 #: Where this script writes; the others have some of the runs.
 OWN, OTHERS = RESULTS / "many-ranks" / "runs.jsonl", ("gpt-muon", "gpt-muon-ranks", "gpt-adamw")
-RATES = {"muon": ("1.5e-3", "3e-3", "4.5e-3", "6e-3"), "adamw": ("1.5e-3", "3e-3", "6e-3")}
+RATES = {"muon": ("7.5e-4", "1.5e-3", "3e-3", "4.5e-3", "6e-3"), "adamw": ("1.5e-3", "3e-3", "6e-3")}
 RANKS = {"muon": (4, 16), "adamw": (4,)}
 LOCAL = "--local-steps 3 --unsent buffer --compression quantized --bits 2 --dense-values fp16"
 KINDS = {"dense": "", "plain": LOCAL, "length": f"{LOCAL} --restore-length"}
