@@ -125,7 +125,8 @@ def diloco(
 ) -> LocalSteps:
     """DiLoCo (Douillard et al., arXiv 2311.08105): many AdamW steps, then a Nesterov step of the common weights. With
     ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512). With Muon and
-    ``outer_momentum=0.6``, MuLoCo (Therien et al., arXiv 2505.23725).
+    ``outer_momentum=0.6``, MuLoCo (Therien et al., arXiv 2505.23725). With ``outer_lr=1.0, outer_momentum=0.0``, local
+    SGD (Stich, ICLR 2019): the plain average of the weights.
 
     Example::
 
