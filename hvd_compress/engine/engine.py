@@ -3,9 +3,9 @@
 The driver calls :meth:`Engine.begin`, :meth:`Engine.arrive` for every gradient, or what else is to be averaged, and
 :meth:`Engine.finish` after the last one. When a bucket is full, its exchange is launched: a generator of the method
 that yields a :class:`~hvd_compress.engine.collectives.Request` whenever tensors must cross the network. A rank blocks
-only in ``finish``, after it has started the first collective of every bucket, so that ranks cannot deadlock; and in the
-first ``begin`` of all, to compare configurations, when no exchange is open. This wait ends after ``start_timeout``
-seconds.
+only in ``finish``, after it has started the first collective of every bucket, so that ranks cannot deadlock; and before
+an exchange, to compare configurations, if they have not been compared since a change. This wait ends after
+``start_timeout`` seconds.
 """
 
 import threading
@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def driver(self) -> Driver:
-        """What begins and ends exchanges."""
+        """What begins and ends exchanges: of the drivers that exist, the one that was given last."""
         found = next(filter(None, (reference() for reference in reversed(self._drivers))), None)
         assert found is not None, "the compressor no longer exists"
         return found
@@ -112,6 +112,7 @@ class Engine:
     def drive(self, driver: Driver) -> None:
         """From now on, and as long as it exists, ``driver`` begins and ends exchanges. Only a weak reference is kept:
         it, or its owner, owns the compressor."""
+        self._drivers = [reference for reference in self._drivers if reference() is not None]
         self._drivers.append(weakref.ref(driver))
 
     # An exchange.
@@ -123,6 +124,11 @@ class Engine:
             number: of completed exchanges of these buckets.
             scale: what everything that arrives was multiplied by.
         """
+        if self._open:
+            raise RuntimeError(
+                "an exchange is in progress, and its LocalSteps does not exist any more: call compression.reset() on "
+                "all ranks"
+            )
         self.peer.compare()
         self.scale, self._ranks = scale, self.collectives.size
         self.stats.begin_step()
@@ -203,6 +209,8 @@ class Engine:
         finally:
             for work in self.works:
                 work.bucket.clear()
+                for piece in work.bucket.pieces:
+                    piece.let_stand_in(None)
 
     def _keep_arrived(self, versions: bool) -> None:
         for work in self.works if versions else ():

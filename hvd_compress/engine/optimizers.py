@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .driver import Driver
+from .modes import modes_off
 from .peer import EnginePeer
 from .shards import local
 
@@ -67,6 +68,7 @@ class Optimizers:
         """The set of ranks is another one."""
         self.regrouped = None
 
+    @modes_off
     def before_step(self, optimizer: Optimizer) -> None:
         engine = self._engine()
         if engine is None or self._method() is None:

@@ -28,6 +28,9 @@ from ..engine.spread import spread
 # So many parameters are looked at, evenly spread: a hook costs microseconds.
 _PROBES = 32
 
+#: Stands for the parameter's ``.grad``.
+IN_GRAD = torch.empty(0, dtype=torch.float32, device="cpu")
+
 
 class LastAverage:
     """Looks at some of the ``parameters`` and their ``.grad`` after an average was written there, and at the steps of
@@ -89,7 +92,8 @@ class LastAverage:
         """Called when it has stepped, or skipped the step."""
         # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
         found_inf = getattr(optimizer, "found_inf", None)
-        self._steps.append(None if found_inf is None else found_inf.detach().clone())
+        if self._versions:  # there is an average
+            self._steps.append(None if found_inf is None else found_inf.detach().clone())
         self._steppers.add(optimizer)
         self._stepped.add(optimizer)
         self._trained = self._held = None
@@ -105,12 +109,12 @@ class LastAverage:
         else:
             del self._written[number]
 
-    def arrives(self, number: int, *before: Tensor | None) -> bool:
+    def arrives(self, number: int, before: Tensor | None = IN_GRAD) -> bool:
         """Whether the gradient of parameter ``number``, which is passed in, contains the last average. ``before``:
         what the last average would be in, if not the parameter's ``.grad``."""
         if number not in self._written:
             return False
-        grad = before[0] if before else self._parameters[number].grad
+        grad = self._parameters[number].grad if before is IN_GRAD else before
         written, added = self._written.pop(number), self._added.get(number)
         if grad is None:
             return False

@@ -20,7 +20,7 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 ``restart``
     other ranks, or another state: forgets what belongs to the old ones.
 ``clear``
-    empties a container.
+    empties a container; of a step, there is no last average any more.
 """
 
 import weakref
@@ -38,7 +38,7 @@ from ..engine.modes import modes_off
 from ..engine.place import Place, check_gradient
 from ..engine.state import Tree
 from ..engine.work import undo as undo_works
-from .last_average import LastAverage
+from .last_average import IN_GRAD, LastAverage
 
 
 class GradScaler(Protocol):
@@ -111,7 +111,7 @@ class GradientStep:
         """Whether a step is in progress: after its first gradient, before :meth:`finish`."""
         return self._state is _State.COLLECTING
 
-    def arrive(self, number: int, grad: Tensor, *before: Tensor | None) -> Place | DenseGradient:
+    def arrive(self, number: int, grad: Tensor, before: Tensor | None = IN_GRAD) -> Place | DenseGradient:
         """Takes the gradient of parameter ``number``, as :meth:`~hvd_compress.engine.engine.Engine.arrive`, whose
         errors it raises. ``before``: the parameter's ``.grad``, if the gradient is kept elsewhere.
 
@@ -121,7 +121,7 @@ class GradientStep:
         engine = self._engine
         check_gradient(engine.names[number], grad, engine.place_of[number])
         engine.check_generation()
-        contains = self._last_average.arrives(number, *before)
+        contains = self._last_average.arrives(number, before)
         if self._state is not _State.COLLECTING:
             self._begin()
         if contains:
@@ -202,6 +202,11 @@ class GradientStep:
         self._last_average.clear()
         self._engine.peer.changed()
 
+    def replaced(self) -> None:
+        """Something else drives the engine from now on, as long as it exists."""
+        self.clear()
+        self._may_be_bypassed = False
+
     # What the engine calls, see Driver.
 
     @property
@@ -224,7 +229,7 @@ class GradientStep:
         return {}
 
     def begin_saving(self) -> None:
-        if self._state is _State.COLLECTING:
+        if self._state is _State.COLLECTING or self._engine.exchanges.running:
             raise RuntimeError(
                 "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
             )
@@ -258,6 +263,7 @@ class GradientStep:
 
     def _begin(self) -> None:
         engine = self._engine
+        engine.peer.compare()  # first: if it fails, the last average may still be taken back
         scale = self.undo_if_skipped()
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE

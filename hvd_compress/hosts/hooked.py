@@ -17,6 +17,10 @@ class HookedHost:
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
 
+    def release(self) -> None:
+        """Local steps take the place of this host, which has no hooks before it is registered."""
+        self.step.replaced()
+
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether an optimizer of Horovod's, which has no place here, was given this compressor; None for another."""
         return was_given(optimizer, self._engine.method)

@@ -25,7 +25,7 @@ class HorovodHost:
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
-        self._used: GradientLookup | None = None
+        self._used: GradientLookup | None = GradientLookup(engine.parameters)
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._references: list[Tensor] = []
 
@@ -65,9 +65,14 @@ class HorovodHost:
             given = parameter.grad
             return given.copy_(average) if given is not None and given.is_conj() else average
 
+    def release(self) -> None:
+        """Local steps take the place of this host: its hooks on all parameters would cost time for nothing."""
+        self._used = None
+        self.step.replaced()
+
     @property
     def _lookup(self) -> GradientLookup:
-        """Built when it is used: its hooks on all parameters cost time."""
+        """Built again where local steps have come to their end."""
         if self._used is None:
             self._used = GradientLookup(self._engine.parameters)
         return self._used
@@ -104,7 +109,7 @@ class HorovodHost:
         if not getattr(optimizer, "_synchronized", False) or not getattr(optimizer, "_should_synchronize", True):
             return
         grads = [p.grad for p in self._engine.parameters if p.grad is not None]
-        if self._used is not None and not self._used.accumulated and any(bool(grad.any()) for grad in grads):
+        if not self._lookup.accumulated and any(bool(grad.any()) for grad in grads):
             raise RuntimeError(
                 "this step would exchange the last averages again, and with "
                 f"{type(self._engine.method).__name__} they would count twice: after optimizer.synchronize(), step "

@@ -4,7 +4,8 @@
 
     taken ──► begun ──► a call that is due ──► in flight ──► landed
       ▲         ▲    (all ranks compare calls)     │            │
-      │         └──────────────────────────────────┴── reset ◄──┘
+      │         ├───────────── reset ◄─────────────┘            │
+      │         └───────────────────────────────────────────────┘
       └── restart: other ranks, or another state
 
 ``taken``: the common weights are the parameters. ``begun``: a local step has followed. What fails in flight is reset:
@@ -264,10 +265,12 @@ class Rounds:
             with suppress(Exception):
                 self._in_flight.wait()
         with self._engine.entered:
-            self._engine.reset(versions=True)
-            if self._in_flight.waits:
-                self._in_flight.reset()
-                self._note()
+            try:
+                self._engine.reset()
+            finally:
+                if self._in_flight.waits:
+                    self._in_flight.reset()
+                    self._note()
 
     def restart(self, same_ranks: bool) -> None:
         """The parameters before the next local step become the common weights. What is in flight is not applied to
@@ -277,7 +280,7 @@ class Rounds:
         self._taken = self._begun = False
         self._turns.restart()
         with self._engine.entered:
-            self._engine.reset(versions=True)
+            self._engine.reset()
         self._engine.peer.changed()
 
     def begin_saving(self) -> None:

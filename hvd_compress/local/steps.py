@@ -145,6 +145,7 @@ class LocalSteps:
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
+        compression.host.release()
         engine.drive(self._rounds)
 
     @modes_off

@@ -17,7 +17,7 @@ import table
 from experiment.files import script_parser
 from experiment.quality import BITS_PER_BYTE
 from experiment.result_file import Result, read_runs
-from experiment.runs import Run, complete
+from experiment.runs import Run
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 #: Where this script writes; the others have some of the runs.
@@ -25,6 +25,8 @@ OWN, OTHERS = RESULTS / "many-ranks" / "runs.jsonl", ("gpt-muon", "gpt-muon-rank
 RATES = {"muon": ("7.5e-4", "1.5e-3", "3e-3", "4.5e-3", "6e-3"), "adamw": ("1.5e-3", "3e-3", "6e-3")}
 RANKS = {"muon": (4, 16), "adamw": (4,)}
 LOCAL = "--local-steps 3 --unsent buffer --compression quantized --bits 2 --dense-values fp16"
+#: Options that older runs did not have.
+OLDER = {"local_steps": None, "optimizer": "sgd", "restore_length": False, "fragments": 1, "delay": 0}
 KINDS = {"dense": "", "plain": LOCAL, "length": f"{LOCAL} --restore-length"}
 
 
@@ -47,7 +49,7 @@ def found(runs: list[Result], optimizer: str, kind: str, ranks: int, rate: str) 
     else:
         wanted |= {"compression": "none", "local_steps": None}
     for run in runs:
-        config = complete(run["config"])
+        config = {**OLDER, **run["config"]}
         whole = run["ranks"] * config["batch_size"] == 32 and (not local or run["ranks"] == ranks)
         if whole and all(config.get(key) == value for key, value in wanted.items()):
             return run

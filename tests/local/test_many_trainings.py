@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from harness import equal, mixed_model, toy_model
+from harness import HOSTS, equal, gradients, mixed_model, random_steps, replicas, residuals, toy_model
 from local_workers import SPARSE, Worker, same, sgd, workers
 from optimizers import muon_and_adamw
 from torch import nn
@@ -52,6 +52,55 @@ def test_a_second_training_of_a_model(without_collection):
     kept = sgd(model.parameters())
     trained_of(model, kept, world)
     assert second.compression.engine.driver is second._rounds
+
+
+def trained_ranks(host, steps, **options):
+    """Two ranks with local steps, and their compressors, after so many steps."""
+    world = ThreadWorld(2, ordered=host == "ddp", timeout=20)
+    models = [toy_model() for _ in range(2)]
+    compressions = [IWP(model, density=1 / 4, collectives=world.collectives(i)) for i, model in enumerate(models)]
+    optimizers = [sgd(model.parameters()) for model in models]
+    pairs = zip(compressions, optimizers, strict=True)
+    local = [LocalSteps(compression, optimizer, 2, **options) for compression, optimizer in pairs]
+
+    def train(i):
+        for step in range(steps):
+            for p, grad in zip(models[i].parameters(), gradients(models[i], 10 * step + i), strict=True):
+                p.grad = grad
+            optimizers[i].step()
+            local[i].step()
+
+    world.run(train)
+    return world, models, compressions, local
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_local_steps_that_are_dropped_in_flight_leave_an_error_until_a_reset(host):
+    """Half an exchange is neither saved nor mixed with gradients."""
+    _, models, (compression, other), local = trained_ranks(host, 2, delay=2)
+    local.clear()
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"state_dict\(\) in the middle of a step"):
+        compression.state_dict()
+    p = next(models[0].parameters())
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"its LocalSteps does not exist any more: call compression.reset\(\)"):
+        compression.host.step.arrive(0, p.grad)
+    for left in (compression, other):
+        left.reset()
+        left.state_dict()
+        assert not any(piece._stand_in is not None for bucket in left.buckets for piece in bucket.pieces)
+
+
+def test_an_average_before_local_steps_is_not_taken_back_after_them():
+    world, ranks = replicas(2, IWP, model=toy_model(), host="ddp", density=1 / 4)
+    random_steps(world, ranks, [0])
+    assert ranks[0].compression.host.step.undoable
+    local = [LocalSteps(rank.compression, sgd(rank.model.parameters()), 2) for rank in ranks]
+    local.clear()
+    before = residuals(ranks[0])
+    ranks[0].compression.discard_step()
+    assert all(torch.equal(residuals(ranks[0])[name], held) for name, held in before.items())
 
 
 def test_an_optimizer_of_nobody_is_still_refused():
@@ -259,3 +308,13 @@ def test_a_wrong_new_period(period, error):
     with pytest.raises(error, match="period must"):
         worker.local.period = period
     assert worker.local.period == 8
+
+
+def test_local_steps_leave_no_hooks_of_a_host():
+    """Under Horovod, a hook of every parameter tells which gradient is passed in, from the first one on."""
+    model = toy_model()
+    compression = IWP(model, collectives=ThreadWorld(1).collectives(0))
+    hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
+    assert all(hooks)
+    LocalSteps(compression, sgd(model.parameters()), 2)
+    assert not any(hooks) and not any(p._backward_hooks for p in model.parameters())
