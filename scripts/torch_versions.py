@@ -69,7 +69,7 @@ TRAININGS = {
         300,
         ["--host", "ddp", "--steps", "8"],
         {
-            "iwp": ["plain", "checkpoint", "local_steps"],
+            "iwp": ["plain", "local_steps"],
             "demo": ["plain", "orthogonal", "local_steps_of_two_optimizers"],
             "quantized": ["plain", "grad_scaler"],
         },
@@ -84,7 +84,7 @@ TRAININGS = {
                 *("unused", "conservation", "distributed_checkpoint", "distributed_checkpoints_of_ddp", "local_steps"),
                 *("hooks_of_the_users_own", "nothing_stays_alive", "discarded_steps", "mistakes"),
             ],
-            "demo": ["replicas_stay_equal", "conservation", "checkpoint"],
+            "demo": ["replicas_stay_equal", "conservation"],
             "quantized": ["replicas_stay_equal", "conservation"],
         },
     ),
@@ -93,7 +93,7 @@ TRAININGS = {
         300,
         ["--host", "ddp", "--nodes", "2", "--steps", "4"],
         {
-            "iwp": ["plain", "checkpoint", "nodes_by_launcher_and_mesh"],
+            "iwp": ["plain", "nodes_by_launcher_and_mesh"],
             "demo": ["plain", "signs"],
             "quantized": ["plain"],
         },

@@ -145,10 +145,9 @@ def edges_of(tensors: Gradient) -> Tensor:
 
 def coded(code: Code, values: Tensor, edges: Tensor) -> Tensor:
     """The quantization error of a code, with each group's own scale and distribution."""
-    moments = Moments(values, edges)
-    scale = moments.scale(code.peak).clamp(1e-20, 1e20)
+    scale, kind = code.fitted(Moments(values, edges))
     codes, error = torch.empty(code.size(len(values)), dtype=torch.uint8), torch.empty_like(values)
-    code.encode(values, scale, moments.kind, edges, codes, error)
+    code.encode(values, scale.float(), kind, edges, codes, error)
     return error
 
 

@@ -189,7 +189,7 @@ def restored_lengths():
                 p.grad = torch.randn(p.shape, generator=data).to(DEVICE)
             optimizer.step()
             local.step()
-        common = _everyone(weight.common for weight in local._common.weights)
+        common = _everyone(weight.common for weight in local._rounds._common.weights)
         assert all(torch.equal(common[0], other) for other in common)
         distances.append((common[0] - before.double().cpu()).norm())
     assert distances[1] > 1.1 * distances[0], distances

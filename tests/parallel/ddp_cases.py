@@ -184,7 +184,7 @@ def local_steps_of_nodes():
     between_nodes, between_all = job.host.total(sent).tolist()
     assert between_nodes == between_all / 2
     try:
-        hvd_compress.LocalSteps(hvd_compress.IWP(model, nodes=mesh), optimizer, 2)
+        hvd_compress.LocalSteps(hvd_compress.IWP(model, nodes=mesh), optimizer, 2, unsent="weights")
         raise AssertionError("no error for what was not sent in the weights of nodes")
     except ValueError as error:
         assert 'unsent="buffer"' in str(error), error
