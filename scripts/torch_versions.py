@@ -81,7 +81,13 @@ TRAININGS = {
         {
             "iwp": [
                 *("plain", "accumulation", "bfloat16_reduction", "cpu_offload", "checkpointed", "tied", "meta_device"),
-                *("unused", "conservation", "distributed_checkpoint", "distributed_checkpoints_of_ddp", "local_steps"),
+                *(
+                    "unused",
+                    "conservation",
+                    "distributed_checkpoint",
+                    "distributed_checkpoints_of_momentum",
+                    "local_steps",
+                ),
                 *("hooks_of_the_users_own", "nothing_stays_alive", "discarded_steps", "mistakes"),
             ],
             "demo": ["replicas_stay_equal", "conservation"],
