@@ -52,7 +52,6 @@ def load(engine: Engine, state: Saved) -> None:
     engine.check_generation()  # or the next gradient would undo the loading
     engine.driver.restart(same_ranks=True)
     _restore(engine, state)
-    engine.peer.changed()
 
 
 def place_of_shards(engine: Engine) -> list[int]:

@@ -51,17 +51,16 @@ class Sizes:
     def __init__(self, shapes: Iterable[Sequence[int]], density: float | None, ranks: int) -> None:
         shapes, self.ranks = list(shapes), ranks
         self.large = [shape for shape in shapes if is_compressed(shape)]
-        entries = sum(map(math.prod, self.large))
+        self._entries = [math.prod(shape) for shape in self.large[::-1]]
         self.all = sum(map(math.prod, shapes))
-        self.uncompressed = self.all - entries
-        self.pieces = [-(-math.prod(shape) // 256) * 256 for shape in self.large[::-1]]
-        self.kept = max(1, round((density or 1.0) * entries))
+        self.uncompressed = self.all - sum(self._entries)
+        self.pieces = [-(-size // 256) * 256 for size in self._entries]
+        self.kept = max(1, round((density or 1.0) * sum(self._entries)))
 
     def groups(self, means: bool = False) -> list[int]:
         """The kept entries as groups of values, a parameter each. ``means``: one more value of each block, in one more
         group of each parameter."""
-        sizes = [math.prod(shape) for shape in self.large[::-1]]
-        kept = apportion(max(self.kept, len(sizes)), sizes, sizes)
+        kept = apportion(max(self.kept, len(self._entries)), self._entries, self._entries)
         return [*kept, *(size // 256 for size in self.pieces)] if means else kept
 
 

@@ -52,8 +52,9 @@ class Driver(Protocol):
         that the other ranks answer."""
 
     def restart(self, same_ranks: bool) -> None:
-        """A state will be loaded, or the set of ranks has changed: as :meth:`reset`, and the last average is forgotten.
-        The parameters may be new already. ``same_ranks``: waits for messages, if the others still answer."""
+        """A state will be loaded, or the set of ranks has changed: as :meth:`reset`, the last average is forgotten, and
+        the ranks compare their configurations again. The parameters may be new already. ``same_ranks``: waits for
+        messages, if the others still answer."""
 
     def begin_saving(self) -> None:
         """Called by all ranks before a state is saved. Waits for what is in flight. Raises ``RuntimeError`` in the

@@ -1,4 +1,4 @@
-"""The context of a host's calls of the engine."""
+"""The context of all calls of an engine that exchange."""
 
 import threading
 import time

@@ -33,7 +33,7 @@ class HorovodHost:
         """See :meth:`hvd_compress.Compressor.compress`."""
         engine = self._engine
         with engine.entered:
-            number = (self._used or self._lookup).find(tensor)
+            number = self._lookup.find(tensor)
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
