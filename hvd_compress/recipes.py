@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from .engine.arguments import NamedParameters, by_name, named_pairs
+from .local.rounds import Period
 from .local.steps import LocalSteps
 from .methods.no_compression import NoCompression
 from .methods.quantized import Quantized
@@ -71,7 +72,7 @@ def _is_list(value: object) -> bool:
 def low_bit(
     model: NamedParameters,
     optimizers: Optimizers,
-    period: int = 3,
+    period: Period = 3,
     *,
     bits: int = 2,
     restore_length: bool = False,
@@ -115,7 +116,7 @@ def low_bit(
 def diloco(
     model: NamedParameters,
     optimizers: Optimizers,
-    period: int = 30,
+    period: Period = 30,
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
@@ -153,7 +154,7 @@ def diloco(
 def sparseloco(
     model: NamedParameters,
     optimizers: Optimizers,
-    period: int = 15,
+    period: Period = 15,
     *,
     density: float = 1 / 64,
     decay: float = 0.95,

@@ -25,15 +25,14 @@ class Turns:
     Args:
         engine: of the compressor.
         weights: in the order of the parameters.
-        period: calls of ``LocalSteps.step()`` between two exchanges of one weight.
         count: of fragments.
 
     Raises:
         ValueError: too few buckets.
     """
 
-    def __init__(self, engine: Engine, weights: Sequence[Weight], period: int, count: int) -> None:
-        self._engine, self.period, self._count = engine, period, count
+    def __init__(self, engine: Engine, weights: Sequence[Weight], count: int) -> None:
+        self._engine = engine
         units = _units(engine, weights)
         if len(units) < count:
             raise ValueError(
@@ -46,14 +45,10 @@ class Turns:
         #: taken or averaged.
         self.ages = [0] * count
 
-    @property
-    def interval(self) -> int:
-        """Calls of ``LocalSteps.step()`` between two exchanges."""
-        return self.period // self._count
-
-    def due(self, calls: int = 0) -> bool:
-        """Whether the next exchange is due, or will be after so many more calls of ``LocalSteps.step()``."""
-        return min(self.ages) + calls >= self.interval
+    def due(self, period: int, calls: int = 0) -> bool:
+        """Whether the next exchange is due, or will be after so many more calls of ``LocalSteps.step()``, if each
+        weight is exchanged once in ``period`` calls."""
+        return min(self.ages) + calls >= period // len(self.fragments)
 
     @property
     def next(self) -> Fragment:
@@ -64,10 +59,6 @@ class Turns:
     def rounds(self) -> int:
         """How many times the fragment whose turn it is was exchanged."""
         return self._engine.step // len(self.fragments)
-
-    def change_period(self, period: int) -> None:
-        """Makes the period, a multiple of the number of fragments, another one."""
-        self.period = period
 
     def count(self) -> None:
         """A call of ``LocalSteps.step()``."""

@@ -13,9 +13,10 @@ it is local progress again, or in the error-feedback buffer, and the next round 
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -38,6 +39,9 @@ from .lengths import Lengths
 from .optimizers import LocalOptimizers
 from .outside import OutsideChanges
 from .round import count_gradients
+
+#: Local steps between two rounds of one weight, or a function of the local steps so far that returns them.
+Period: TypeAlias = int | Callable[[int], int]
 
 # Where in a training loop weights are looked at, for errors.
 _AFTER_STEP, _AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
@@ -76,7 +80,7 @@ class Rounds:
         self,
         engine: Engine,
         settings: Settings,
-        period: int,
+        period: Period,
         optimizers: Optimizer | Sequence[Optimizer],
         model: torch.nn.Module | None,
         watches: bool,
@@ -84,7 +88,10 @@ class Rounds:
         self._engine, self._settings, self._watches = engine, settings, watches
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum)
         weights = self._common.weights
-        self._turns = Turns(engine, weights, self._checked(period), settings.fragments)
+        #: Calls of count() in this training.
+        self._number = 0
+        self.change_period(period)
+        self._turns = Turns(engine, weights, settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
         rounded = bool(engine.works) or "fp16" in engine.method.options().values()
         self._exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
@@ -107,9 +114,9 @@ class Rounds:
         self._taken, self._begun = False, False
         #: Optimizers that have taken a local step, until then.
         self._applied = weakref.WeakSet[Optimizer]()
-        #: Calls of count() in this process; whether an optimizer has stepped since the last one; and whether finish()
-        #: or take_weights() was called since the last of its steps.
-        self._number, self._stepped, self._finished = 0, False, False
+        #: Whether an optimizer has stepped since the last call of count(), and whether finish() or take_weights() was
+        #: called since the last of its steps.
+        self._stepped, self._finished = False, False
         _living.add(self)
 
     # What LocalSteps calls.
@@ -122,17 +129,18 @@ class Rounds:
         self._optimizers.counted()
         self._begun, self._stepped = True, False
         self._applied.clear()
+        due = self._turns.due(self.period, calls=1)
         self._number += 1
         self._turns.count()
         if not self._exchanging:
-            ended = self._turns.due()
+            ended = due
             if ended:
                 self._turns.restart()
         else:
             with self._engine.entered:
                 self._engine.peer.compare()
             ended = self._in_flight.called()
-            if self._turns.due():
+            if due:
                 self._check()
                 ended = self._in_flight.begin(self._number) or ended
             if ended:
@@ -142,12 +150,13 @@ class Rounds:
 
     @property
     def period(self) -> int:
-        """Local steps between two rounds of one weight."""
-        return self._turns.period
+        """Local steps between two rounds of one weight, at this local step."""
+        return self._checked(self._period)
 
-    def change_period(self, period: int) -> None:
+    def change_period(self, period: Period) -> None:
         """Makes the period another one."""
-        self._turns.change_period(self._checked(period))
+        self._checked(period)
+        self._period = period
 
     def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str]) -> None:
         """Averages all weights, and the buffers of ``model``."""
@@ -236,7 +245,7 @@ class Rounds:
             self._outside.check(_AFTER_CALL, routine=not self._finished)
         self._stepped, self._finished = True, False
         self._optimizers.stepping(optimizer)
-        if self._exchanging and self._turns.due(calls=1):
+        if self._exchanging and self._turns.due(self.period, calls=1):
             self._gradients.look()
         if self._begun:
             return
@@ -317,6 +326,7 @@ class Rounds:
         own: Tree = {
             **self._common.state(),
             "fragments": Fixed(self._settings.fragments),
+            "steps": Entry(vars(self), "_number", int, 0),
             "since": self._turns.state(),
             "in_flight": self._in_flight.state(),
             "taken": Entry(vars(self), "_taken", bool),
@@ -357,10 +367,10 @@ class Rounds:
         self._owners.check()
         self._optimizers.check()
 
-    def _checked(self, period: int) -> int:
-        """The period, if it fits the other settings."""
+    def _checked(self, period: Period) -> int:
+        """The period at this local step, if it fits the other settings."""
         fragments, delay = self._settings.fragments, self._settings.delay
-        calls = check_integer("period", period, 1)
+        calls = check_integer("period", period(self._number) if callable(period) else period, 1)
         if calls % fragments:
             raise ValueError(f"period must be a multiple of fragments, got {calls} and {fragments}")
         if delay > calls // fragments:

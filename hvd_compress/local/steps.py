@@ -12,7 +12,7 @@ from ..engine.shards import is_sharded
 from ..hosts.fsdp import FSDPHost, check_sharded, hooked
 from ..methods.base import Compressor
 from ..methods.sparse import SparseMethod
-from .rounds import Rounds, Settings
+from .rounds import Period, Rounds, Settings
 
 
 class LocalSteps:
@@ -81,8 +81,9 @@ class LocalSteps:
         optimizer: the optimizer that takes the local steps, or a list of several, of different parameters. They must
             hold no trained parameter that the compressor was not given. A parameter that none of them holds is
             averaged, too. Accelerate's and Lightning's wrappers are removed.
-        period: calls of :meth:`step` between two exchanges, at least 1. It can be changed in training
-            (:attr:`period`).
+        period: calls of :meth:`step` between two exchanges of a weight, at least 1: a number, or a schedule, which is
+            called with the number of calls of :meth:`step` so far and returns the period at that place, the same on
+            all ranks: ``lambda step: 1 if step < 1000 else 3``. It can be changed in training (:attr:`period`).
         unsent: where the part of the difference stays that was not sent: in an error-feedback ``"buffer"``, so that all
             ranks have the same weights after an exchange, or in the rank's own ``"weights"``.
         decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95.
@@ -99,7 +100,7 @@ class LocalSteps:
 
     Raises:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
-            ``period``, ``fragments`` or ``delay`` no integer.
+            ``period`` (or what a schedule returns), ``fragments`` or ``delay`` no integer.
         ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, with local steps
             already, with ``nodes`` and ``unsent="weights"``, or of few entries and ``restore_length``; an optimizer
             with unknown parameters, with parameters of another one, or Horovod's; FSDP2 shards over whose ranks the
@@ -114,7 +115,7 @@ class LocalSteps:
         self,
         compression: Compressor,
         optimizer: Optimizer | Sequence[Optimizer],
-        period: int,
+        period: Period,
         *,
         unsent: str = "buffer",
         decay: float = 1.0,
@@ -160,14 +161,15 @@ class LocalSteps:
 
     @property
     def period(self) -> int:
-        """Calls of :meth:`step` between two exchanges of a weight. It can be set, on all ranks at the same place, for
-        example to let it grow as the learning rate falls (Gu et al., *A Quadratic Synchronization Rule for Distributed
-        Deep Learning*, ICLR 2024): ``local.period = max(3, int((0.01 / lr) ** 2))``. It is not saved: set it again
-        after loading a state. Setting raises as the constructor."""
+        """Calls of :meth:`step` between two exchanges of a weight, at this place of the training. It can be set to a
+        number or a schedule, on all ranks at the same place, for example to let it grow as the learning rate falls (Gu
+        et al., *A Quadratic Synchronization Rule for Distributed Deep Learning*, ICLR 2024): ``local.period = max(3,
+        int((0.01 / lr) ** 2))``. A state has the number of calls, which a schedule gets, and not the period: set it
+        again after loading one. Setting raises as the constructor."""
         return self._rounds.period
 
     @period.setter
-    def period(self, period: int) -> None:
+    def period(self, period: Period) -> None:
         self._rounds.change_period(period)
 
     @modes_off
