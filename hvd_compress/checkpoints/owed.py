@@ -33,7 +33,7 @@ def owed(engine: Engine) -> dict[str, Tree]:
         matrix, place = p.dim() >= 2, engine.place_of[number]
         here = p.requires_grad if place is None else place.work.bucket.owner == engine.nodes.rank
         if place is not None:
-            held, hold = partial(place.work.held, place.piece), partial(place.work.hold, place.piece)
+            held, hold = partial(place.work.residual_of, place.piece), partial(place.work.set_residual, place.piece)
             residual[name] = _Owed(p, held, hold, here)
         elif matrix:
             residual[name] = _Owed(p, None, None, here)

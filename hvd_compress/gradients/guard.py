@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from torch.optim import Adam
 
-from ..engine.facts import Facts, Traits
+from ..engine.facts import OptimizerFacts, Traits
 
 
-def check(facts: Facts, traits: Traits, warn: Callable[[str], None]) -> None:
+def check(facts: OptimizerFacts, traits: Traits, warn: Callable[[str], None]) -> None:
     """Raises ``ValueError`` if the optimizer must not apply such averages, and warns of what trains badly."""
-    if traits.signs:
+    if traits.fixed_size:
         _check_takes_signs(facts)
     if facts.ours and facts.unknown:
         warn(
@@ -24,7 +24,7 @@ def check(facts: Facts, traits: Traits, warn: Callable[[str], None]) -> None:
         )
 
 
-def _check_takes_signs(facts: Facts) -> None:
+def _check_takes_signs(facts: OptimizerFacts) -> None:
     if facts.given is False:
         raise ValueError(
             "DistributedOptimizer was not given this compressor, so its gradients are not signs: pass compression="
@@ -47,7 +47,7 @@ def _check_takes_signs(facts: Facts) -> None:
         )
 
 
-def check_momentum(facts: Facts, momentum: float, owing: bool) -> None:
+def check_momentum(facts: OptimizerFacts, momentum: float, owing: bool) -> None:
     """Raises ``ValueError`` if the compressor's ``momentum`` would be lost or counted twice. ``owing``: whether it
     belongs to parameters that the optimizer holds."""
     if facts.given is False:

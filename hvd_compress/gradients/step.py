@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
-from ..engine.facts import Facts
+from ..engine.facts import OptimizerFacts
 from ..engine.modes import modes_off
 from ..engine.place import Place, check_gradient
 from ..engine.state import Tree
@@ -252,7 +252,7 @@ class GradientStep:
         if active:
             host.check_optimizer(optimizer)
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
-        engine.method.check_optimizer(Facts(optimizer, given, ours, active, unknown))
+        engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown))
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         if counts:

@@ -14,7 +14,7 @@ from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
-from ..engine.facts import Facts
+from ..engine.facts import OptimizerFacts
 from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.place import Place
@@ -128,7 +128,7 @@ class Compressor(Reporting, Method):
     def options(self) -> dict[str, object]:
         return {**super().options(), **self._common}
 
-    def check_optimizer(self, facts: Facts) -> None:
+    def check_optimizer(self, facts: OptimizerFacts) -> None:
         guard.check(facts, self.traits, self.engine.warn)
 
     def __repr__(self) -> str:

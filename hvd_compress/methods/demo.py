@@ -15,7 +15,7 @@ from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
-from ..engine.facts import Facts, Traits
+from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.state import Tree
 from ..engine.work import Step
@@ -146,9 +146,9 @@ class DeMo(SparseMethod):
     @property
     def traits(self) -> Traits:
         other, arguments = super().traits, self.arguments
-        exact = arguments.decay == arguments.subtract == 1.0
-        linear = other.linear and not arguments.sign and exact
-        return replace(other, linear=linear, signs=arguments.sign, exact=exact)
+        conserving = arguments.decay == arguments.subtract == 1.0
+        linear = other.linear and not arguments.sign and conserving
+        return replace(other, linear=linear, fixed_size=arguments.sign, conserving=conserving)
 
     def state(self) -> dict[str, Tree]:
         dense = {"dense_velocity": self._dense.state()} if self.arguments.sign else {}
@@ -190,7 +190,7 @@ class DeMo(SparseMethod):
             raise ValueError("DeMo's momentum is what was not sent: give the optimizer none, momentum=0")
         return super().take_momentum(optimizer)
 
-    def check_optimizer(self, facts: Facts) -> None:
+    def check_optimizer(self, facts: OptimizerFacts) -> None:
         super().check_optimizer(facts)
         # An average that no optimizer has used: Horovod's optimizer calls this before it has one.
         if self._replacement is not None and self.host.step.undoable:

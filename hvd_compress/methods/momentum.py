@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
-from ..engine.facts import Facts, momentum_of
+from ..engine.facts import OptimizerFacts, momentum_of
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
 from ..gradients.guard import check_complete, check_momentum
@@ -96,7 +96,7 @@ class MomentumCorrection:
             engine.warn("take_momentum: the optimizer has taken steps, and its velocities are dropped")
         return momentum
 
-    def check(self, facts: Facts) -> None:
+    def check(self, facts: OptimizerFacts) -> None:
         """Raises ``ValueError`` if momentum would be lost or counted twice."""
         if not self.value:
             return
@@ -141,7 +141,7 @@ class MomentumCorrection:
         if place is None:
             return self._dense.get(number)
         if not isinstance(work := place.work, SparseWork):  # another rank of the node owns it
-            return work.held(place.piece)
+            return work.residual_of(place.piece)
         with work.bucket.order:
             return work.velocity.get(place.piece)
 

@@ -11,9 +11,9 @@ from ..carriers import shard_group
 from ..engine.arguments import NamedParameters, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
 from ..engine.engine import Engine
-from ..engine.nodes import owned
 from ..engine.place import is_large
 from ..engine.shards import local, shards
+from ..engine.two_levels import owned
 from ..selection.base import signs
 from .matrices import embeddings
 from .orthogonal import orthogonalize

@@ -30,7 +30,7 @@ class Reporting:
         if (place := engine.place_of[number]) is None:
             return torch.zeros_like(local(engine.parameters[number]), dtype=torch.float32)
         with place.work.bucket.order:
-            return place.work.held(place.piece).clone()
+            return place.work.residual_of(place.piece).clone()
 
     @modes_off
     def stats(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Reporting:
         norms = []
         for place in filter(None, self.engine.place_of):
             with place.work.bucket.order:
-                norms.append(place.work.held(place.piece).norm())
+                norms.append(place.work.residual_of(place.piece).norm())
         norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
         return {"steps": self.engine.step, **self.engine.stats.report(), "residual_norm": norm}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.bucket import Parameters, shares
+from ..engine.bucket import Parameters, by_owner
 from ..engine.collectives import Collectives, Request
 from ..engine.wire_stats import WireStats
 from .orthogonal import orthogonalize
@@ -45,7 +45,7 @@ class ShardedMatrices:
         self._matrices = dict[str, _Matrix]()
         #: Entries of a rank for an owner.
         self._width = 0
-        for owner, share in enumerate(shares(matrices, group.size)):
+        for owner, share in enumerate(by_owner(matrices, group.size)):
             offset = 0
             for _, name, p in share:
                 rows = p.shape[0]

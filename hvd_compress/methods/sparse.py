@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from ..codecs import Codec, codec, gather_codec
 from ..engine.arguments import NamedParameters, check_flag, check_integer, check_number
 from ..engine.bucket import Bucket, strides_of
-from ..engine.facts import Facts, Traits
+from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.modes import modes_off
-from ..engine.nodes import owned
 from ..engine.state import Fixed, Tree
+from ..engine.two_levels import owned
 from ..selection.schedule import Density, check_density, warm_up
 from .base import Compressor
 from .momentum import MomentumCorrection
@@ -118,7 +118,7 @@ class SparseMethod(Compressor):
     def velocities(self) -> Velocities | None:
         return self.momentum if self.momentum.value else None
 
-    def check_optimizer(self, facts: Facts) -> None:
+    def check_optimizer(self, facts: OptimizerFacts) -> None:
         self.momentum.check(facts)
         super().check_optimizer(facts)
 

@@ -266,11 +266,11 @@ class SparseWork(Work):
     def saved(self, residual: Tensor) -> Tree:
         return self._basis.saved(residual)
 
-    def held(self, piece: Piece) -> Tensor:
+    def residual_of(self, piece: Piece) -> Tensor:
         entries, means = self._basis.entries(piece, piece.of(self.bucket.residual)), self.means
         return means.added(piece, entries, means.unsent + means.fresh)
 
-    def hold(self, piece: Piece, entries: Tensor) -> None:
+    def set_residual(self, piece: Piece, entries: Tensor) -> None:
         self._basis.write(piece, entries, piece.of(self.bucket.residual).zero_())
         self.means.clear(piece)
 
