@@ -29,7 +29,7 @@ NUMBERS = {
     *("outer_lr", "outer_momentum", "highest"),
 }
 FLAGS = {
-    *("block_means", "layerwise", "prediction", "error_feedback", "warm_start", "sign", "stochastic", "filters"),
+    *("block_means", "prediction", "error_feedback", "warm_start", "sign", "stochastic", "filters"),
     *("restore_length", "watch_weights"),
     *("ordered", "in_turn"),
 }

@@ -56,8 +56,8 @@ class Compressor(Reporting, Method):
             parameters. True: nodes as torchrun or Horovod have started them; a number of nodes, which divides the ranks
             in order; with torch, a ``DeviceMesh`` of the dimensions node and GPU. All ranks must build the compressor
             at the same time. Horovod needs ``hvd.init(process_sets="dynamic")``.
-        grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units, and what a
-            step that it skips has sent returns to them.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, if any. Residuals then do not depend on the loss scale, and
+            the values sent in a step that the scaler skips are added back.
         start_timeout: seconds to wait in the first step for the other ranks, to compare all options and parameters.
         collectives: replaces the host's collectives, for tests and simulations
             (:class:`hvd_compress.carriers.threads.ThreadWorld`).
@@ -104,13 +104,13 @@ class Compressor(Reporting, Method):
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
         everyone = collectives or default_collectives(process_set, process_group)
-        divided = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
-        #: Of the exchanges: between nodes, if there are nodes.
-        self.collectives = divided.between
+        levels = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
+        #: The ranks that the method's exchange is between: with nodes, one rank of each.
+        self.collectives = levels.between
         self.engine = Engine(
             self,
             named,
-            divided,
+            levels,
             seed=seed,
             min_numel=min_numel,
             bucket_mb=bucket_mb,
@@ -118,7 +118,7 @@ class Compressor(Reporting, Method):
             start_timeout=start_timeout,
         )
         self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
-        #: Who passes gradients in, unless local steps use this compressor.
+        #: What passes gradients in, unless local steps use this compressor.
         self.host, self.grad_scaler, self.seed = host_of(self.engine, grad_scaler), grad_scaler, seed
         self.engine.drive(self.host.step)
         self.engine.optimizers.watch()
@@ -164,7 +164,7 @@ class Compressor(Reporting, Method):
         return self._horovod().compress(tensor)
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient | None) -> Tensor:
-        """Called by Horovod with the tensor that it averaged. Returns the averaged gradient."""
+        """Called by Horovod with the tensor that it has averaged. Returns the averaged gradient."""
         return self.passed(tensor) if ctx is None else self._horovod().decompress(tensor, ctx)
 
     @property
@@ -192,7 +192,7 @@ class Compressor(Reporting, Method):
 
     @property
     def takes_local_steps(self) -> bool:
-        """Whether local steps use this compressor, and not a host."""
+        """Whether :class:`~hvd_compress.LocalSteps` uses this compressor, and not a host."""
         return self.engine.driver is not self.host.step
 
     def _refuse_local_steps(self) -> None:
@@ -211,22 +211,23 @@ class Compressor(Reporting, Method):
     # Between steps.
 
     def discard_step(self) -> None:
-        """The last average is not applied: what it sent returns to the residuals and is sent later.
+        """Takes back the last average, which is not applied: what was sent for it is added back to the residuals, and
+        sent later.
 
         Call it on every rank instead of ``optimizer.step()``, after ``optimizer.synchronize()`` (Horovod) or
-        ``backward()`` (DDP), and zero the gradients, which hold that average. Without it, an average counts as applied,
-        whoever applies it. Not needed for steps that a ``GradScaler`` skips if the compressor was given it. Of several
-        averages since the last step, only the last returns. Does nothing if there is none, or with
-        :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle of a step.
+        ``backward()`` (DDP), and zero the gradients, which hold that average. Without this call, an average counts as
+        applied. It is not needed for steps that a ``GradScaler`` skips if the compressor has the scaler. If several
+        averages were computed since the last optimizer step, only the last one is taken back. Does nothing if there is
+        none, or with :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle of a step.
         """
         if not self.takes_local_steps:
             self.host.step.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it): copies.
+        """A copy of this rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it).
 
         ``owed``: what this rank has not sent, by parameter, which fits any ranks, nodes and buckets. ``shared``: the
-        exact state of these, where it is the same on all ranks. ``per_rank``: where it is not, and byte counts.
+        part of the exact state that is the same on all ranks. ``per_rank``: the other part, and byte counts.
         ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
 
         Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
@@ -249,9 +250,10 @@ class Compressor(Reporting, Method):
         one_rank.load(self.engine, state)
 
     def reset(self) -> None:
-        """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in
-        this step returns to the residuals, and the gradients that were compressed become zero. With ``nodes``, those
-        that the node had not summed are lost. What local steps have in flight is waited for, unless that has failed."""
+        """Drops the step in progress, after a failure; the next gradient begins a new one. What was sent in this step
+        is added back to the residuals, and the gradients that were compressed become zero. With ``nodes``, gradients
+        that the node had not summed are lost. Waits for an exchange of local steps in flight, unless that has
+        failed."""
         self.engine.driver.reset(wait=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
