@@ -2,8 +2,6 @@
 
 import json
 import math
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,15 +45,15 @@ def _options(
 
 
 def _nodes(ranks: int, per_node: int) -> int:
-    """How many nodes there are. Raises ``BadParameter`` if they are not full, or fewer than two."""
+    """The number of nodes. Raises ``BadParameter`` if they are not full, or fewer than two."""
     if ranks % per_node or ranks // per_node < 2:
         raise typer.BadParameter(f"--ranks must be at least two times --ranks-per-node, and a multiple, got {ranks}")
     return ranks // per_node
 
 
-def _make_folder(*files: Path | None) -> None:
-    """Makes the folders of output files. Comes before a measurement, so that a wrong path does not lose it."""
-    for file in filter(None, files):
+def _make_folder(file: Path | None) -> None:
+    """Makes the folder of an output file. Called before a measurement, so that a wrong path does not lose it."""
+    if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -202,10 +200,6 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps of each method.")] = 7,
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of the whole launch, in seconds.")] = 1800,
     json_file: JsonFile = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", dir_okay=False, help="File to draw the step times in. This needs matplotlib."),
-    ] = None,
 ) -> None:
     """Measures whole steps on real ranks, method by method, with gradients of the model's shapes.
 
@@ -229,7 +223,7 @@ def bench(
         raise typer.BadParameter(str(error)) from None
     if launcher in measurement.LAUNCHERS:
         _nodes(ranks, ranks_per_node)
-    _make_folder(json_file, plot_file)
+    _make_folder(json_file)
     host = measurement.LAUNCHERS.get(launcher, host)  # type: ignore[assignment]
     try:
         with Progress(console=console, transient=True) as bar:
@@ -245,15 +239,9 @@ def bench(
     table = Table(*(Column(name, justify="left" if name == "method" else "right") for name in shown[0]))
     for row in shown:
         table.add_row(*row.values(), style="red" if row["replicas"] != "ok" else "")
-    about = f"{model}, {rows[0]['ranks']} ranks of {host}"
-    console.print(f"{about} by {launcher}; without exchange {rows[0]['alone_ms']:.1f} ms")
+    ranks, alone = rows[0]["ranks"], rows[0]["alone_ms"]
+    console.print(f"{model}, {ranks} ranks of {host} by {launcher}; without exchange {alone:.1f} ms")
     console.print(table)
     if json_file:
         json_file.write_text(json.dumps({"model": model, "host": host, "rows": rows}, indent=1) + "\n")
-    if plot_file:
-        try:
-            measurement.plot(rows, about, plot_file)
-        except ModuleNotFoundError:
-            pip = f"{shlex.quote(sys.executable)} -m pip"
-            console.print(f"No figure without matplotlib: {pip} install matplotlib", highlight=False)
     raise typer.Exit(0 if all(row["replicas_equal"] for row in rows) else 1)

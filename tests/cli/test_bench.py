@@ -29,11 +29,10 @@ def run(*arguments):
 
 def test_a_real_call(tmp_path):
     """What is measured by default: what docs/choosing.md advises, between the baselines."""
-    pytest.importorskip("matplotlib")
-    files = tmp_path / "json" / "out.json", tmp_path / "plot" / "out.png"
-    done = run("--model", "tiny", "--steps", "3", "--json", str(files[0]), "--plot", str(files[1]))
+    file = tmp_path / "json" / "out.json"
+    done = run("--model", "tiny", "--steps", "3", "--json", str(file))
     assert done.exit_code == 0, done.output
-    content = json.loads(files[0].read_text())
+    content = json.loads(file.read_text())
     assert [row["method"] for row in content["rows"]] == ["dense", "fp16", "low_bit", "DeMo", "IWP"]
     sizes = [shape for _, shape in shapes.named("tiny")]
     best = min(row["step_ms"] for row in content["rows"][:2])
@@ -44,7 +43,6 @@ def test_a_real_call(tmp_path):
         # What was counted is what the formula says; a look at the weights before an exchange of local steps is in it.
         want = wire.sent(wire.messages(row["method"], sizes, 2), 2) / wire.METHODS[row["method"]].local_steps
         assert row["sent_bytes"] == pytest.approx(want, rel=0.01)
-    assert files[1].read_bytes()[:4] == b"\x89PNG"
 
 
 def test_low_bit_is_the_recipe():
