@@ -17,7 +17,12 @@ from .ranks import serve_store
 from .wire import BASELINES
 
 Row = dict[str, Any]
-LAUNCHERS = {"torchrun": "ddp", "mpirun": "horovod", "horovodrun": "horovod"}
+#: By launcher its host, and the command.
+LAUNCHERS = {
+    "torchrun": ("ddp", launchers.torchrun),
+    "mpirun": ("horovod", launchers.mpirun),
+    "horovodrun": ("horovod", launchers.horovodrun),
+}
 
 
 def measure(
@@ -26,7 +31,6 @@ def measure(
     ranks: int,
     launcher: str,
     host: str,
-    hosts: str = "",
     steps: int = 7,
     timeout: float = 1800.0,
     per_node: int = 1,
@@ -39,8 +43,8 @@ def measure(
         methods: names of :data:`hvd_compress.cli.wire.METHODS`.
         ranks: number of ranks. Ignored if the launcher is a command: the command sets the number.
         launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
+            Its rank 0 must run on this machine, or share the folder for temporary files.
         host: ``"ddp"`` or ``"horovod"``.
-        hosts: of mpirun, as ``a:1,b:1``; rank 0 must run on this machine, or share its folder for temporary files.
         steps: number of measured steps of each method, fewer if they take more than a minute.
         timeout: seconds after which the launch is killed.
         per_node: ranks of a node; above 1, compressors get ``nodes``.
@@ -60,7 +64,7 @@ def measure(
         if launcher not in LAUNCHERS and host == "ddp":
             store, options["store"] = serve_store()
         module = "hvd_compress.cli.bench_rank", *(f"--{name}={value}" for name, value in options.items())
-        command, environment = _command(launcher, ranks, hosts, *module)
+        command, environment = _command(launcher, ranks, *module)
 
         def lines() -> list[Row]:
             text = result.read_text() if result.exists() else ""
@@ -77,13 +81,9 @@ def measure(
     return compared([{"method": row["method"], **summary([row])} for row in found])
 
 
-def _command(launcher: str, ranks: int, hosts: str, *module: str) -> tuple[list[str], dict[str, str]]:
-    if launcher == "torchrun":
-        return launchers.torchrun(ranks, *module)
-    if launcher == "mpirun":
-        return launchers.mpirun(ranks, *module, hosts=hosts)
-    if launcher == "horovodrun":
-        return launchers.horovodrun(ranks, *module)
+def _command(launcher: str, ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
+    if launcher in LAUNCHERS:
+        return LAUNCHERS[launcher][1](ranks, *module)
     return [*shlex.split(launcher), "-m", *module], {}
 
 

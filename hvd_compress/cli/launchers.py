@@ -23,12 +23,11 @@ def torchrun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
     return [*command, "-m", *module], {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": interface}
 
 
-def mpirun(ranks: int, *module: str, hosts: str = "") -> tuple[list[str], dict[str, str]]:
-    """The same for Horovod, by Open MPI. ``hosts``: as for ``mpirun -H``; by default this machine."""
+def mpirun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
+    """The same for Horovod, by Open MPI."""
     command = [program("mpirun") or "mpirun", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    command += ["-H", hosts] if hosts else ["--oversubscribe"]
-    command += [part for name in (*ENVIRONMENT, "PYTHONPATH") if hosts for part in ("-x", name)]
-    return [*command, "--bind-to", "none", "-np", str(ranks), sys.executable, "-m", *module], ENVIRONMENT
+    command += ["--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    return [*command, sys.executable, "-m", *module], ENVIRONMENT
 
 
 def horovodrun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:

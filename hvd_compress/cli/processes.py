@@ -13,11 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 #: Signals that end this program, and their handlers before it sets its own.
-SIGNALS = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-}
+SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 #: Seconds from SIGTERM to SIGKILL. mpirun and torchrun need them to end their ranks.
 GRACE = 10.0
 #: The variables that torchrun sets for a rank.

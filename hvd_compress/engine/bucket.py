@@ -119,10 +119,7 @@ class Bucket:
         :class:`~hvd_compress.engine.state.TensorLeaf`."""
         # Codecs without a zero leave errors in the padding, and these are encoded again.
         return {
-            p.name: {
-                "entries": TensorLeaf(p.shaped(flat), **rules),
-                "padding": TensorLeaf(p.padding(flat), **rules),
-            }
+            p.name: {"entries": TensorLeaf(p.shaped(flat), **rules), "padding": TensorLeaf(p.padding(flat), **rules)}
             for p in self.pieces
         }
 

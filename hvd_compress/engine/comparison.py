@@ -96,12 +96,7 @@ class Comparison:
     """
 
     def __init__(
-        self,
-        collectives: Collectives,
-        label: str,
-        device: torch.device,
-        configuration: Configuration,
-        timeout: float,
+        self, collectives: Collectives, label: str, device: torch.device, configuration: Configuration, timeout: float
     ) -> None:
         self._collectives, self._label, self._device = collectives, label, device
         self._configuration, self._timeout = configuration, timeout

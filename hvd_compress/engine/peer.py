@@ -41,11 +41,7 @@ class EnginePeer:
     """
 
     def __init__(
-        self,
-        engine: Compared,
-        lock: "threading.RLock",
-        configuration: Callable[[], dict[str, object]],
-        timeout: float,
+        self, engine: Compared, lock: "threading.RLock", configuration: Callable[[], dict[str, object]], timeout: float
     ) -> None:
         self._engine: weakref.ref[Compared] = weakref.ref(engine)
         self._lock = lock

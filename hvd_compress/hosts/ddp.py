@@ -61,6 +61,10 @@ class DDPHost(HookedHost):
     """The communication hook of one compressor."""
 
     registration = "model.register_comm_hook(compression, hvd_compress.ddp_hook)"
+    bound = (
+        f"is bound to torch.distributed, and its parameters are not sharded: use {registration}; for FSDP2 build it "
+        "after fully_shard(), for Horovod with process_set="
+    )
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)

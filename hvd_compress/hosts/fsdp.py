@@ -143,6 +143,7 @@ class FSDPHost(HookedHost):
     """
 
     registration = "hvd_compress.register_fsdp_hooks(model, compression)"
+    bound = f"is bound to FSDP2, because its parameters are sharded: use {registration}"
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)

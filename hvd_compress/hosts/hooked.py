@@ -8,11 +8,13 @@ from .horovod import was_given
 
 
 class HookedHost:
-    """The base of both. ``registration``: the call that registers the hooks, for messages."""
+    """The base of both. ``registration``: the call that registers the hooks; ``bound``: what the compressor is bound
+    to; both for messages."""
 
     # All gradients of a DDP bucket have one version.
     single, detached, versions = False, False, False
     registration: str
+    bound: str
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)

@@ -20,6 +20,11 @@ from .lookup import GradientLookup
 class HorovodHost:
     """``compress`` and ``decompress`` of one compressor, for ``horovod.torch.DistributedOptimizer``."""
 
+    #: What the compressor is bound to, for errors.
+    bound = (
+        "is bound to Horovod: for DistributedDataParallel build it with process_group=, or in a program that "
+        "initialises torch.distributed only"
+    )
     #: Horovod's optimizer and the one that it wraps count as one.
     single, detached, versions = True, False, True
 

@@ -1,7 +1,7 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from ..hosts.fsdp import FSDPHost
 from ..hosts.fsdp_modules import check_resharded
 from ..hosts.horovod import HorovodHost
 from .reporting import Reporting
+
+_Host = TypeVar("_Host", DDPHost, FSDPHost, HorovodHost)
 
 
 class Compressor(Reporting, Method):
@@ -161,51 +163,32 @@ class Compressor(Reporting, Method):
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """Called by Horovod with a gradient. Returns the tensor that Horovod averages, and a context. Raises
         ``TypeError`` for another dtype, ``ValueError`` for another device than the parameter's."""
-        return self._horovod().compress(tensor)
+        return self._host_as(HorovodHost).compress(tensor)
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient | None) -> Tensor:
         """Called by Horovod with the tensor that it has averaged. Returns the averaged gradient."""
-        return self.passed(tensor) if ctx is None else self._horovod().decompress(tensor, ctx)
+        return self.passed(tensor) if ctx is None else self._host_as(HorovodHost).decompress(tensor, ctx)
 
     @property
     def ddp_host(self) -> DDPHost:
         """This compressor's side of DistributedDataParallel, for :func:`hvd_compress.ddp_hook`."""
-        self._refuse_local_steps()
-        if isinstance(self.host, FSDPHost):
-            raise RuntimeError(
-                "this compressor's parameters are sharded: use hvd_compress.register_fsdp_hooks(model, compression)"
-            )
-        if not isinstance(self.host, DDPHost):
-            raise RuntimeError(
-                "this compressor is bound to Horovod; for DistributedDataParallel build it with process_group= or in a "
-                "program that initialises torch.distributed only"
-            )
-        return self.host
+        return self._host_as(DDPHost)
 
     @property
     def fsdp_host(self) -> FSDPHost:
         """This compressor's side of FSDP2, for :func:`hvd_compress.register_fsdp_hooks`."""
-        self._refuse_local_steps()
-        if not isinstance(self.host, FSDPHost):
-            raise RuntimeError("this compressor's parameters are not sharded: build it after fully_shard()")
-        return self.host
+        return self._host_as(FSDPHost)
 
     @property
     def takes_local_steps(self) -> bool:
         """Whether :class:`~hvd_compress.LocalSteps` uses this compressor, and not a host."""
         return self.engine.driver is not self.host.step
 
-    def _refuse_local_steps(self) -> None:
+    def _host_as(self, kind: type[_Host]) -> _Host:
         if self.takes_local_steps:
             raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
-
-    def _horovod(self) -> HorovodHost:
-        self._refuse_local_steps()
-        if not isinstance(self.host, HorovodHost):
-            raise RuntimeError(
-                "this compressor is bound to torch.distributed: use model.register_comm_hook(compression, "
-                "hvd_compress.ddp_hook); for Horovod build it with process_set="
-            )
+        if not isinstance(self.host, kind):
+            raise RuntimeError(f"this compressor {self.host.bound}")
         return self.host
 
     # Between steps.

@@ -189,7 +189,6 @@ def test_a_signal_ends_the_ranks_and_removes_the_folder(default_signals, tmp_pat
     "arguments, says",
     [
         (["--methods", "dense;zip"], "unknown method 'zip'"),
-        (["--hosts", "a:1,b:1"], "--hosts is for --launcher mpirun"),
         (["--model", "x"], "PATH.py:FUNCTION"),
         (["--methods", "low_bit", "--ranks", "4", "--ranks-per-node", "2"], "low_bit is measured with"),
     ],
@@ -199,14 +198,6 @@ def test_a_wrong_argument_is_named(arguments, says):
     assert done.exit_code == 2 and says in done.output
 
 
-def test_other_hosts_get_the_environment():
-    command, environment = launchers.mpirun(4, "a.module", hosts="a:2,b:2")
-    assert command[command.index("-H") + 1] == "a:2,b:2" and "--oversubscribe" not in command
-    exported = [command[i + 1] for i, part in enumerate(command) if part == "-x"]
-    assert exported == [*environment, "PYTHONPATH"] and command[-2:] == ["-m", "a.module"]
-    assert "-x" not in launchers.mpirun(2, "a.module")[0]
-
-
 def test_the_users_own_launcher():
-    command, _ = bench._command("srun -n 8 python", 2, "", "a.module", "--x=1")
+    command, _ = bench._command("srun -n 8 python", 2, "a.module", "--x=1")
     assert command == ["srun", "-n", "8", "python", "-m", "a.module", "--x=1"]
