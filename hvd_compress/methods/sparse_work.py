@@ -103,7 +103,7 @@ class SparseWork(Work):
         """The largest number of slots of each piece."""
         return self._shares.sizes
 
-    def _importance(self) -> Tensor:
+    def importance(self) -> Tensor:
         """The sum of each piece's scores on this rank, for its share of the slots: float64, (pieces,)."""
         bucket, scoring = self.bucket, self._scoring
         if scoring.floors is None:  # coefficients fill the padding, too
@@ -178,7 +178,7 @@ class SparseWork(Work):
 
     def exchange(self) -> Exchange:
         # Before entries are subtracted from the residual.
-        importance = self._importance() if self.step.every(self._sending.budget_interval) else None
+        importance = self.importance() if self.step.every(self._sending.budget_interval) else None
         yield from self.send()
         if importance is not None:
             yield from self._shares.follow(importance)
