@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..carriers.mirror import Mirror
-from .synthetic import normal
+from .synthetic import Synthetic
 from .wire import BASELINES, METHODS, is_compressed
 
 Shape = tuple[int, ...]
@@ -18,7 +18,6 @@ MOST = 8_000_000
 #: The time for more ranks is extrapolated from those for this many and for half as many.
 MOST_RANKS = 8
 WARMUP, STEPS = 2, 5
-SLACK = 1 << 16
 
 
 def sample(shapes: Sequence[Shape]) -> tuple[list[Shape], float]:
@@ -40,11 +39,8 @@ class Kernels:
     def __init__(self, shapes: Sequence[Shape]) -> None:
         chosen, self._factor = sample(shapes)
         self._total = sum(map(math.prod, shapes))
-        generator = torch.Generator("cpu").manual_seed(0)
-        self._parameters = [torch.nn.Parameter(normal(shape, 0.02, generator)) for shape in chosen]
-        self._noise = normal((max(map(math.prod, chosen), default=0) + SLACK,), 0.01, generator)
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        named = [(str(number), shape) for number, shape in enumerate(chosen)]
+        self._model = Synthetic(named, rank=0) if chosen else None
 
     def seconds(self, method: str, ranks: int, per_node: int = 1) -> float:
         """The processor time of one rank in a step, without network, on one core: of the method, and of copying all
@@ -57,27 +53,27 @@ class Kernels:
         try:
             size = min(self._total, MOST)
             host = _copies(size, method) * self._total / size
-            if method in BASELINES or not self._parameters:
+            if method in BASELINES or self._model is None:
                 return host
-            few = self._compressor(method, min(ranks, MOST_RANKS))
+            few = self._compressor(self._model, method, min(ranks, MOST_RANKS))
             if ranks > MOST_RANKS:
-                growth = (few - self._compressor(method, MOST_RANKS // 2)) / (MOST_RANKS - MOST_RANKS // 2)
+                half = self._compressor(self._model, method, MOST_RANKS // 2)
+                growth = (few - half) / (MOST_RANKS - MOST_RANKS // 2)
                 few += max(0.0, growth) * (ranks - MOST_RANKS)
             return host * (1 if per_node == 1 else 2) + few / per_node
         finally:
             torch.set_num_threads(threads)
 
-    def _compressor(self, method: str, ranks: int) -> float:
+    def _compressor(self, model: Synthetic, method: str, ranks: int) -> float:
         """The median of the method's time over some steps, for the whole model."""
         mirror = Mirror(ranks, time.thread_time)
-        named = [(str(number), parameter) for number, parameter in enumerate(self._parameters)]
-        compression = METHODS[method].build(named, collectives=mirror)
+        compression = METHODS[method].build(model.named_parameters(), collectives=mirror)
         found = []
-        for step in range(WARMUP + STEPS):
-            grads: list[torch.Tensor] = [p.grad for p in self._parameters]  # type: ignore[misc]
-            for number, grad in enumerate(grads):
-                offset = (step * 10007 + number) * 2654435761 % SLACK
-                grad.copy_(self._noise[offset : offset + grad.numel()].view_as(grad))
+        for _ in range(WARMUP + STEPS):
+            model()
+            for parameter, gradient in zip(model.parameters(), model.prepared, strict=True):
+                parameter.grad = gradient.clone()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
             begin, idle = time.thread_time(), mirror.seconds
             for payload, context in [compression.compress(grad) for grad in reversed(grads)]:
                 compression.decompress(payload, context)
