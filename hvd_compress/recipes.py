@@ -102,14 +102,7 @@ def low_bit(
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, **{"dense_values": "fp16", **options})
-    return LocalSteps(
-        compression,
-        optimizers,
-        period,
-        restore_length=restore_length,
-        fragments=fragments,
-        delay=delay,
-    )
+    return LocalSteps(compression, optimizers, period, restore_length=restore_length, fragments=fragments, delay=delay)
 
 
 @_in_order

@@ -66,7 +66,7 @@ METHODS = {
     "demo-gather": partial(DeMo, exchange="gather", **_LINEAR),
     "mipd": partial(MIPD, density=1 / 16),
     "mipd-compensated": partial(MIPD, density=1 / 16, values="lloyd4", compensation=0.5, budget_interval=3),
-    "mipd-whole": partial(MIPD, density=0.6, layerwise=False),
+    "mipd-whole": partial(MIPD, density=0.6),
     "slimdp": partial(SlimDP, density=1 / 32),
     "slimdp-fp32": partial(SlimDP, density=1 / 20, values="fp32", core=0.8, reselect=2, budget_interval=3),
     "mp2": partial(MP2, prediction=True),

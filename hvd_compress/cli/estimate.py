@@ -1,8 +1,8 @@
 """``hvd-compress estimate``: step times by method, from kernels measured here and a model of the network.
 
-A step takes the user's own computation, the compressor's, and the exchange. While a link is busy, the processor
-computes: the exchange of one bucket hides half of the compressor's work on the others, and of backward what is not
-needed for the last bucket. What the transport itself costs the processor is not counted.
+A step takes the time of the user's computation, of the compressor and of the exchange, minus what overlaps: the
+exchange of one bucket with half of the compressor's work on the others, and with backward but for the last bucket. The
+processor time of the transport is not counted.
 """
 
 import inspect
@@ -26,11 +26,13 @@ SLOWEST, FASTEST = 1e6, 1e12  # the range of break-evens, in bits per second
 
 @dataclass(frozen=True)
 class Estimate:
-    """One method. ``bytes``: sent by a host in a step. Seconds: of the compressor, of the exchange beyond it, of a
-    step. ``break_even``: the bandwidth in bits per second below which it beats dense and fp16; 0 if it is slower than
-    they are at every bandwidth, infinity if it is faster at every bandwidth, None for dense and fp16. ``allowed``:
-    trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange. All are means over the
-    ``local_steps`` between two exchanges."""
+    """One method's figures, means over the ``local_steps`` between two exchanges.
+
+    ``bytes``: sent by a host in a step. ``compress``, ``exchange``, ``step``: seconds of the compressor, of the
+    exchange beyond it, and of a step. ``break_even``: the bandwidth in bits per second below which the method beats
+    dense and fp16; 0 if it never does, infinity if it does at every bandwidth, None for dense and fp16. ``allowed``:
+    whether it trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange.
+    """
 
     method: str
     bytes: float
@@ -65,8 +67,8 @@ class Model:
 def step_seconds(
     model: Model, network: Network, sent_messages: Messages, compress: float, local_steps: int = 1
 ) -> float:
-    """Of a step whose compressor takes ``compress`` seconds. With ``local_steps``, one in so many steps exchanges,
-    after its backward, and inside a host gradients are summed in every step."""
+    """The time of a step whose compressor takes ``compress`` seconds. One step in ``local_steps`` exchanges, if these
+    are more than one after its backward; inside a host, every step sums gradients."""
     buckets = model.buckets()
     exchange = network.wire(sent_messages) + buckets * network.hops(sent_messages)
     behind_backward = BACKWARD * model.compute * (1 - 1 / buckets) if local_steps == 1 else 0.0
@@ -75,7 +77,7 @@ def step_seconds(
 
 
 def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
-    """Of a step, inside a host: of its exchange, and with ``local_steps`` of the gradients' sum in every step."""
+    """The time of a step inside a host: of its exchange, and with local steps of the sum of gradients in every step."""
     inside = network.inside(model.compressed)
     return inside if local_steps == 1 else inside * (1 + 1 / local_steps)
 
@@ -83,9 +85,9 @@ def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
 def estimates(
     model: Model, network: Network, kernels: Mapping[str, float], optimizer: str, local_steps: int | None = None
 ) -> list[Estimate]:
-    """Of every method in ``kernels`` (seconds of its computation): first what docs/choosing.md advises for the
-    optimizer, in its order, then what trains well with it, fastest first, then the others. Dense and fp16 know no two
-    levels, and exchange in every step; the others once in ``local_steps``, by default their own."""
+    """The estimates of all methods in ``kernels`` (seconds of their computation): first what docs/choosing.md advises
+    for the optimizer, in its order, then what trains well with it, fastest first, then the others. Dense and fp16 have
+    one level and exchange in every step; the others exchange once in ``local_steps``, by default their own."""
     networks = {method: network.flat if method in BASELINES else network for method in kernels}
     sends = {method: model.messages(method, on.ranks) for method, on in networks.items()}
     periods = {method: 1 if method in BASELINES else local_steps or METHODS[method].local_steps for method in kernels}
@@ -109,29 +111,27 @@ def estimates(
             low, high = (middle, high) if gain(method, math.exp(middle)) > 0 else (low, middle)
         return math.exp(low)
 
-    found = []
-    for method, seconds in kernels.items():
-        period = periods[method]
-        total, work = step(method, network.bits), seconds / period
-        found.append(
-            Estimate(
-                method,
-                sent(sends[method], networks[method].ranks) / period,
-                work,
-                max(0.0, total - model.compute - work),
-                total,
-                None if method in BASELINES else break_even(method),
-                optimizer in METHODS[method].optimizers,
-                inside_seconds(model, networks[method], period),
-                period,
-            )
+    def estimate(method: str) -> Estimate:
+        on, period = networks[method], periods[method]
+        total, work = step(method, network.bits), kernels[method] / period
+        return Estimate(
+            method,
+            bytes=sent(sends[method], on.ranks) / period,
+            compress=work,
+            exchange=max(0.0, total - model.compute - work),
+            step=total,
+            break_even=None if method in BASELINES else break_even(method),
+            allowed=optimizer in METHODS[method].optimizers,
+            inside=inside_seconds(model, on, period),
+            local_steps=period,
         )
+
     advised = ADVISED[optimizer]
 
     def place(one: Estimate) -> int:
         return advised.index(one.method) if one.method in advised else len(advised) + (not one.allowed)
 
-    return sorted(found, key=lambda one: (place(one), one.step))
+    return sorted(map(estimate, kernels), key=lambda one: (place(one), one.step))
 
 
 def baseline(found: Sequence[Estimate]) -> Estimate:
@@ -140,16 +140,16 @@ def baseline(found: Sequence[Estimate]) -> Estimate:
 
 
 def winner(found: Sequence[Estimate], optimizer: str) -> Estimate:
-    """The first that docs/choosing.md advises and that is worth it; without one, the fastest that trains well with the
-    optimizer."""
+    """The first method that docs/choosing.md advises and that is worth it; if none is, the fastest that trains well
+    with the optimizer."""
     limit = baseline(found).step / WORTH
     worth = [one for one in found if one.method in ADVISED[optimizer] and one.step <= limit]
     return worth[0] if worth else min((one for one in found if one.allowed), key=lambda one: one.step)
 
 
 def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False) -> str:
-    """Which method to use, or that none is recommended. ``exchange_only``: no computation was given, so that speed-ups
-    are upper bounds."""
+    """A sentence: which method to use, or that none is recommended. ``exchange_only``: no computation was given, so
+    that speed-ups are upper bounds."""
     best, base = winner(found, optimizer), baseline(found)
     if best.step * WORTH > base.step:
         faster = f"{best.method} would be {base.step / best.step:.2f} times as fast" if best is not base else ""

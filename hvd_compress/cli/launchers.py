@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-#: For ranks that share this machine: one thread each, and waiting ranks yield their core.
+#: Variables for ranks that share this machine: one thread each, and waiting ranks yield their core.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
@@ -23,15 +23,14 @@ def torchrun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
     return [*command, "-m", *module], {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": interface}
 
 
-def mpirun(ranks: int, *module: str, hosts: str = "") -> tuple[list[str], dict[str, str]]:
-    """The same for Horovod by Open MPI. ``hosts``: as in ``mpirun -H``; by default this machine."""
+def mpirun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
+    """The same for Horovod, by Open MPI."""
     command = [program("mpirun") or "mpirun", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    command += ["-H", hosts] if hosts else ["--oversubscribe"]
-    command += [part for name in (*ENVIRONMENT, "PYTHONPATH") if hosts for part in ("-x", name)]
-    return [*command, "--bind-to", "none", "-np", str(ranks), sys.executable, "-m", *module], ENVIRONMENT
+    command += ["--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    return [*command, sys.executable, "-m", *module], ENVIRONMENT
 
 
 def horovodrun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
-    """The same for Horovod by Gloo."""
+    """The same for Horovod, by Gloo."""
     command = [program("horovodrun") or "horovodrun", "-np", str(ranks), "--gloo", "--network-interfaces", "lo"]
     return [*command, sys.executable, "-m", *module], ENVIRONMENT

@@ -1,7 +1,8 @@
-"""A network: how long its links take for the collectives of a step."""
+"""A model of a network: how long its links take for the collectives of a step."""
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..codecs.base import Messages
@@ -16,36 +17,35 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def bandwidth(text: str) -> float:
-    """Bits per second from a text such as ``100mbit``; infinity for none. ``ValueError`` for another text."""
-    match = re.fullmatch(r"([0-9.]+)([kmg]bit)", text.strip().lower())
-    if text != "none" and (not match or not _number(match[1]) > 0):
+    """Bits per second from a text such as ``100mbit``; infinity for ``none``. ``ValueError`` for another text."""
+    bits = math.inf if text == "none" else _quantity(text, _BITS)
+    if not bits:
         raise ValueError(f"a bandwidth is none, or a number and kbit, mbit or gbit, as 100mbit; got {text!r}")
-    return _number(match[1]) * _BITS[match[2]] if match else math.inf
+    return bits
 
 
 def duration(text: str) -> float:
-    """Seconds from a text such as ``50us``. ``ValueError`` for another text."""
-    match = re.fullmatch(r"([0-9.]+)(us|ms|s)", text.strip().lower())
-    if not match or not _number(match[1]) >= 0:
+    """Seconds from a text such as ``50us``. Raises ``ValueError`` for another text."""
+    seconds = _quantity(text, _SECONDS)
+    if seconds is None:
         raise ValueError(f"a duration is a number and us, ms or s, as 50us; got {text!r}")
-    return _number(match[1]) * _SECONDS[match[2]]
+    return seconds
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _quantity(text: str, units: Mapping[str, float]) -> float | None:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-z]+)", text.strip().lower())
+    return float(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
 @dataclass(frozen=True)
 class Network:
-    """``ranks`` parties in a ring: hosts, or, without two levels, the ranks of all hosts.
+    """A ring.
 
     Args:
+        ranks: its members: hosts, or, without two levels, the ranks of all hosts.
         bits: per second, of each host's link.
         latency: seconds from one host to the next.
-        per_node: ranks of a host, if they divide its exchange among them; 1 if each rank is a party of its own.
+        per_node: ranks of a host that share its exchange; 1 without two levels.
         inside_bits: per second, of the connection of each rank inside its host.
     """
 
@@ -57,8 +57,8 @@ class Network:
 
     @property
     def flat(self) -> "Network":
-        """The same without two levels. One rank of each host sends to another host: the bytes of its link are those of
-        a rank."""
+        """The same network without two levels. One rank of each host sends to another host, so a link carries the bytes
+        of one rank."""
         return replace(self, ranks=self.ranks * self.per_node, per_node=1)
 
     def wire(self, messages: Messages) -> float:
@@ -66,11 +66,11 @@ class Network:
         return 8 * sent(messages, self.ranks) / (self.bits * PAYLOAD)
 
     def hops(self, messages: Messages) -> float:
-        """Seconds that empty messages would take: the latency of each hop."""
+        """Seconds for empty messages: the latency of all hops."""
         return self.latency * sum((2 if verb == "allreduce" else 1) * (self.ranks - 1) for verb, _ in messages)
 
     def inside(self, entries: int) -> float:
-        """Seconds to sum so many float32 gradients inside a host, and to send the averages to its ranks."""
+        """Seconds to sum ``entries`` of float32 gradients inside a host, and to send the averages to its ranks."""
         if self.per_node == 1:
             return 0.0
         bytes_sent = sum(ring_bytes(verb, 4 * entries, self.per_node) for verb in _INSIDE)

@@ -13,16 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 #: Signals that end this program, and their handlers before it sets its own.
-SIGNALS = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-}
+SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 #: Seconds from SIGTERM to SIGKILL. mpirun and torchrun need them to end their ranks.
 GRACE = 10.0
-
-
-#: What torchrun sets for a rank.
+#: The variables that torchrun sets for a rank.
 TORCHRUN = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 
@@ -36,22 +30,20 @@ def run_group(
     log: Path,
     environment: Mapping[str, str],
     name: str,
-    check: bool = True,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs a command as the leader of a process group, and ends the group when the leader has ended, or when an
-    exception leaves, such as those of :func:`exit_on_signals`.
+    """Runs a command as the leader of a process group, and ends the group when the leader has ended, or on an
+    exception, such as those of :func:`exit_on_signals`.
 
     Args:
         timeout: seconds after which the group is killed.
-        log: file for what it prints.
-        environment: in addition to this program's (:func:`inherited`).
+        log: file for the command's output.
+        environment: variables in addition to this program's (:func:`inherited`).
         name: of the run, for messages.
-        check: whether an exit status other than 0 is a failure.
-        watch: called several times a second while it runs.
+        watch: called several times a second meanwhile.
 
     Raises:
-        Failed: it took too long, or ended with another status than 0.
+        Failed: the command took too long, or ended with another status than 0.
     """
     end = time.monotonic() + timeout
     with log.open("w") as stream:
@@ -71,22 +63,22 @@ def run_group(
                 time.sleep(0.1)
         finally:  # the child leads its own session, which receives neither Ctrl-C nor this program's SIGTERM
             end_group(process)
-    if check and process.returncode:
+    if process.returncode:
         raise Failed(f"{name} ended with status {process.returncode}\n{last_lines(log)}")
 
 
 def inherited() -> dict[str, str]:
-    """The environment for a launch. If this program is a rank itself (under torchrun, in a pod of a Kubernetes job),
-    torchrun's variables are left out: all ranks of the launch would take this program's number."""
+    """The environment for a launch. If this program is a rank itself (under torchrun, in a pod of a Kubernetes job), it
+    is without torchrun's variables: all ranks of the launch would take this program's number."""
     is_rank = "RANK" in os.environ
     return {name: value for name, value in os.environ.items() if not (is_rank and TORCHRUN.fullmatch(name))}
 
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, and Ctrl-C KeyboardInterrupt, so that ``finally`` and ``with`` clean up.
-    Further ones are ignored meanwhile. A signal that is ignored (SIGHUP under nohup) or handled by the program stays
-    so. Threads other than the main one cannot set handlers: there it does nothing."""
+    """A context in which SIGTERM and SIGHUP raise SystemExit, and Ctrl-C KeyboardInterrupt, so that ``finally`` and
+    ``with`` clean up; further signals are then ignored. Signals that were ignored (SIGHUP under nohup) or handled by
+    the program stay so. Does nothing outside the main thread, where handlers cannot be set."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: handler for number, handler in SIGNALS.items() if main and signal.getsignal(number) is handler}
 
@@ -107,8 +99,8 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Terminates the group, then kills what is left of it: on SIGTERM, mpirun also ends its ranks, which lead groups of
-    their own. The group can outlive its leader."""
+    """Terminates the group, then kills what is left of it, since the group can outlive its leader. (On SIGTERM, mpirun
+    also ends its ranks, which lead groups of their own.)"""
     end = time.monotonic() + GRACE
     with suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGTERM)

@@ -60,11 +60,11 @@ class Horovod:
             optimizer.step()
 
     def replicas(self, model: nn.Module) -> list[Tensor]:
-        """Ends the training: what must then be the same on all ranks."""
+        """Ends the training. Returns what must then be the same on all ranks."""
         return list(model.parameters())
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over all ranks."""
+        """The sum over all ranks."""
         return self._result(
             self._hvd.allreduce_async(tensor, name=f"sum.{tensor.dtype}.{tensor.numel()}", op=self._hvd.Sum)
         )
@@ -131,7 +131,7 @@ class Ddp(Horovod):
         return module, optimizer
 
     def synchronize(self, optimizer: Any) -> None:
-        """The backward pass has done it."""
+        """Nothing to do: the averages are complete after the backward pass."""
 
     def update(self, optimizer: Any) -> None:
         optimizer.step()
@@ -161,8 +161,8 @@ class Ddp(Horovod):
 
 
 class LocalRank:
-    """Local steps, in the place of a host's averages of gradients. ``build``: of the model, the optimizer and the
-    compressor, the :class:`hvd_compress.LocalSteps`."""
+    """Local steps in place of a host's averages of gradients. ``build``: makes the :class:`hvd_compress.LocalSteps`
+    from the model, the optimizer and the compressor."""
 
     def __init__(self, build: Callable[[nn.Module, Any, Any], LocalSteps]) -> None:
         self._build = build
@@ -179,7 +179,7 @@ class LocalRank:
         self._local.step()
 
     def replicas(self, model: nn.Module) -> list[Tensor]:
-        """Ends the training. The common weights before, and the model's after the average of all weights."""
+        """Ends the training. Returns the common weights, and the model's after the average of all weights."""
         common = list(self._local.state_dict()["local_steps"]["common"].values())
         self._local.finish(model)
         return [*common, *model.parameters()]
@@ -194,12 +194,12 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def serve_store() -> tuple[Any, str]:
-    """A store at which the ranks of a launch meet, served by this process on a free port, and its ``HOST:PORT``. The
-    store ends with the returned object.
+    """A store for the rendezvous of a launch's ranks, served by this process on a free port as long as the object
+    exists, and its ``HOST:PORT``.
 
-    HOST is the name of this machine. It must resolve to an address that the ranks' hosts can reach. Until the store
-    ends, it accepts connections on all interfaces of this machine, without authentication. ``localhost`` below is only
-    where this process connects to it."""
+    HOST is the name of this machine, which must resolve to an address that the ranks' hosts can reach. The store
+    accepts connections on all interfaces of this machine, without authentication. (``localhost`` below is only where
+    this process connects to it.)"""
     from torch import distributed
 
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -212,7 +212,8 @@ def serve_store() -> tuple[Any, str]:
 
 
 def nodes_of(ranks: int, per_node: int) -> int | bool:
-    """What a compressor gets as ``nodes`` for nodes of so many ranks. Raises ``ValueError`` if they are not full."""
+    """The argument ``nodes`` of a compressor, for nodes of ``per_node`` ranks. Raises ``ValueError`` unless all nodes
+    are full."""
     if ranks % per_node:
         raise ValueError(f"{ranks} ranks are no full nodes of {per_node}")
     return ranks // per_node if per_node > 1 else False

@@ -60,7 +60,7 @@ SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "gpt2"
 
 def named(model: str) -> list[Named]:
     """The parameters of ``model``: a name of SHAPES, or ``PATH.py:FUNCTION``, a function of no arguments that returns a
-    ``torch.nn.Module``, which is built without memory for its weights where it allows that.
+    ``torch.nn.Module``. It is built without memory for its weights if it allows that.
 
     Raises:
         ValueError: an unknown name; a missing file or function; or a function that fails, returns something else, or
@@ -83,7 +83,7 @@ def named(model: str) -> list[Named]:
 
 
 def _build(path: str, name: str) -> Any:
-    """What a function of a file returns. As with ``python PATH.py``, the file can import its neighbours."""
+    """What the function of a file returns. As with ``python PATH.py``, the file can import its neighbours."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .shapes import Named
 
-#: Every step reads the noise from another offset: gradients change without being computed.
+#: The largest offset in the noise. Every step uses another one, so that gradients change without being computed.
 SLACK = 1 << 20
 
 
@@ -19,7 +19,7 @@ def normal(shape: Sequence[int], deviation: float, generator: torch.Generator) -
 
 
 class _HandOut(torch.autograd.Function):
-    """Returns ``x``; backward pauses, gives the parameter its prepared gradient and continues with the layer before."""
+    """Returns ``x``. In backward: pauses, then gives the parameter its prepared gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor, pause: float) -> Tensor:
@@ -34,13 +34,11 @@ class _HandOut(torch.autograd.Function):
 
 
 class Synthetic(nn.Module):
-    """Parameters of given shapes, and for each rank and step its own gradients: normal, with standard deviation 0.01.
+    """Parameters of given shapes, with other gradients on each rank and in each step: normal, of standard deviation
+    0.01. They are views of one noise tensor, which autograd copies into ``p.grad``.
 
-    All gradients are views of one noise tensor. autograd copies them into ``p.grad``, which may then be overwritten.
-
-    Args:
-        pause: seconds of a computation elsewhere, as on a GPU, which leaves the processor free: a third in forward, the
-            rest in backward, before each gradient in proportion to its entries.
+    ``pause``: seconds of a simulated computation that leaves the processor free, as on a GPU: a third in forward, the
+    rest in backward, before each gradient in proportion to its entries.
     """
 
     def __init__(self, named: Iterable[Named], rank: int, seed: int = 0, pause: float = 0.0) -> None:

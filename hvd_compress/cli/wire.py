@@ -1,4 +1,4 @@
-"""The methods of ``estimate`` and ``bench``, and what each sends in a step: any number of ranks, without running it.
+"""The methods of ``estimate`` and ``bench``, and a formula for what each sends in a step on any number of ranks.
 
 ``scripts/lab/scaling.py`` and ``tests/lab/test_scaling.py`` compare the formulas with counted bytes.
 """
@@ -58,8 +58,8 @@ class Sizes:
         self.kept = max(1, round((density or 1.0) * sum(self._entries)))
 
     def groups(self, means: bool = False) -> list[int]:
-        """The kept entries as groups of values, a parameter each. ``means``: one more value of each block, in one more
-        group of each parameter."""
+        """The numbers of values in the codec's groups: a parameter's kept entries; with ``means`` also its blocks'
+        means."""
         kept = apportion(max(self.kept, len(self._entries)), self._entries, self._entries)
         return [*kept, *(size // 256 for size in self.pieces)] if means else kept
 

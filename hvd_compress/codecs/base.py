@@ -11,7 +11,7 @@ from ..engine.state import Tree
 from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
-#: Collectives, and the bytes that each rank contributes to one.
+#: Collectives, each with the bytes that a rank contributes.
 Messages = list[tuple[Verb, int]]
 
 # The most steps in which a value beyond a dtype's range is sent.
@@ -19,14 +19,14 @@ _PATIENCE = 64
 
 
 def drop_excess(quantization_error: Tensor, limit: float) -> None:
-    """Limits the errors of values that were clipped to ``limit``: what would take more than 64 further steps to be sent
-    is dropped."""
+    """Limits the errors of values that were clipped to ``limit``: drops what would take more than 64 further steps to
+    be sent."""
     most = min(_PATIENCE * limit, torch.finfo(torch.float32).max)
     quantization_error.clamp_(-most, most)
 
 
 def invalidate(mean: Tensor, invalid: Tensor) -> None:
-    """Makes all of ``mean`` NaN if ``invalid``, bool, one entry, is set."""
+    """Makes all of ``mean`` NaN if ``invalid``, bool, one entry, is true."""
     if not invalid.is_cpu or bool(invalid):  # free on the CPU; a GPU would be synchronised
         mean.masked_fill_(invalid, float("nan"))
 
@@ -45,7 +45,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        """What an average of groups of so many values sends, after the first step."""
+        """What a rank sends to average groups of these sizes, after the first step."""
 
 
 class Channel(abc.ABC):
@@ -58,7 +58,7 @@ class Channel(abc.ABC):
         self.groups, self.ranks, self.rank, self.device = groups, ranks, rank, device
 
     def set_group_sizes(self, sizes: list[int]) -> None:
-        """Set the number of values of each group, and allocate the buffers."""
+        """Sets the number of values of each group, and allocates the buffers."""
         assert len(sizes) == self.groups
         self.count = sum(sizes)
         self.edges = torch.tensor([0, *sizes], dtype=torch.int64, device=self.device).cumsum(0)
@@ -67,7 +67,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        """Average over ranks: yields requests, returns (mean, quantization_error).
+        """Averages over ranks: yields requests, returns (mean, quantization_error).
 
         Both are float32, (n,), buffers of the channel, valid until its next call. ``mean`` has the same bits on all
         ranks. ``quantization_error``: the part of this rank's values that is not in the mean.
@@ -77,12 +77,12 @@ class Channel(abc.ABC):
         """
 
     def begin_step(self) -> None:
-        """Save what :meth:`undo_step` restores."""
+        """Saves what :meth:`undo_step` restores."""
         if self.scales:
             self.scales.begin_step()
 
     def undo_step(self) -> None:
-        """Restore the state of the last :meth:`begin_step`, after a step that failed or was skipped."""
+        """Restores the state of the last :meth:`begin_step`, after a step that failed or was skipped."""
         if self.scales:
             self.scales.undo_step()
 

@@ -14,10 +14,8 @@ _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Floats of 16 or 32 bits: ``Cast("fp16")``, ``Cast("fp32")``.
-
-    A value beyond the dtype's range is sent in up to 65 steps; what would take more is dropped.
-    """
+    """``Cast("fp16")``, ``Cast("fp32")``. A value beyond the dtype's range is sent in up to 65 steps; what would take
+    more is dropped."""
 
     kind: str
 

@@ -1,7 +1,7 @@
 """Optimal levels for Gaussian and Laplacian values of unit variance: codebooks (Lloyd 1982, Max 1960) and grids.
 
-Levels must be bitwise equal on all ranks, but the last bits of ``erf`` and ``exp`` differ between machines. Therefore
-levels are rounded to multiples of 2**-14, and a grid's step is chosen from a short list.
+Levels must be bit-equal on all ranks, but the last bits of ``erf`` and ``exp`` differ between machines. So levels are
+rounded to multiples of 2**-14, and a grid's step is chosen from a short list.
 """
 
 import math

@@ -37,8 +37,8 @@ def floats(message: Tensor) -> Tensor:
 
 class GatherChannel(Channel):
     """A message is a header and codes. The header has one float32 per group: the sender's scale, negative for a
-    Laplacian, NaN if the sender is invalid. :meth:`encode` and :meth:`decode_rank` are also used without
-    :meth:`average`, when ranks send values of different entries."""
+    Laplacian, NaN if the sender is invalid. Ranks that send different entries call :meth:`encode` and
+    :meth:`decode_rank` instead of :meth:`average`."""
 
     def __init__(self, code: Code, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
@@ -61,7 +61,8 @@ class GatherChannel(Channel):
         return self.message
 
     def decode_rank(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
-        """Write, or ``add``, the values of one rank, from the gathered messages of all."""
+        """Decodes the values of one rank, from the gathered messages of all, and writes them to ``into``, or adds
+        them."""
         row = gathered.view(self.ranks, -1)[rank]
         scale = floats(row[: self.head])
         self.code.decode(row[self.head :], bounded(scale.abs()), (scale < 0).long(), self.edges, into, add)

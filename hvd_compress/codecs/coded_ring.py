@@ -1,5 +1,4 @@
-"""The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather. Every message carries the scales
-of its own runs of values."""
+"""The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather. A message carries its scales."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,17 +50,17 @@ class CodedRing(Codec):
         return [("alltoall", ranks * size), ("allgather", size)]
 
     def message_size(self, sizes: list[int], ranks: int) -> int:
-        """The bytes that a rank sends to one other in each of both collectives, for groups of so many values."""
+        """The bytes that a rank sends to one other rank in each of the two collectives, for groups of these sizes."""
         parts = _Parts(sizes, self.run, ranks)
         return 2 * parts.columns + self.code.size(parts.size)
 
 
 class _Parts:
-    """Groups of values, divided into a part for each rank and into runs. All tensors are int64, on the CPU.
+    """Values in groups, split into a part for each rank and into runs. All tensors are int64, on the CPU.
 
-    ``size``: of a part, except the last ones, which may be shorter. ``ends``: of the parts, (ranks + 1,), from 0 on.
-    ``runs``: edges of the runs, which lie within a group and a part. ``first``: the first run of each part, and the
-    number of all, (ranks + 1,). ``columns``: the most runs of a part.
+    ``size``: of a part; the last ones may be shorter. ``ends``: the parts' edges, (ranks + 1,). ``runs``: the runs'
+    edges; a run lies within a group and a part. ``first``: the first run of each part, and the number of all runs,
+    (ranks + 1,). ``columns``: the largest number of runs in a part.
     """
 
     def __init__(self, sizes: list[int], run: int, ranks: int) -> None:
@@ -76,19 +75,18 @@ class _Parts:
         self.columns = max(1, int(self.first.diff().max()))
 
     def columns_of_runs(self) -> Tensor:
-        """Where each run is in a table of all parts, (ranks, columns), flat."""
+        """The place of each run in a flat table of (ranks, columns)."""
         counts, number = self.first.diff(), torch.arange(len(self.runs) - 1, dtype=torch.int64, device="cpu")
         begin = torch.arange(len(counts), dtype=torch.int64, device="cpu") * self.columns - self.first[:-1]
         return number + begin.repeat_interleave(counts)
 
 
 class _RingChannel(Channel):
-    """The part of a message for one rank, and of the allgather's from one rank::
+    """The message to one rank, and from one rank in the allgather::
 
-        | a scale for each run of the part, bfloat16 | padding | codes |
+        | a scale for each run of the part, bfloat16 | padding to ``columns`` scales | codes |
 
-    A scale is negative for a run that looks Laplacian, and NaN if the sender is invalid. The padding is for as many
-    scales as another part has more runs.
+    A scale is negative for a run that looks Laplacian, and NaN if the sender is invalid.
     """
 
     def __init__(self, codec: CodedRing, groups: int, ranks: int, rank: int, device: torch.device) -> None:
@@ -124,7 +122,7 @@ class _RingChannel(Channel):
         part *= 1.0 / self.ranks
         error = torch.empty_like(part)
         scales = self._encode(part, self.own_runs, self.reply[self.head :][:own], error)
-        # An error in the average is an error of ``ranks`` times as much in the sum.
+        # An error in the average is ``ranks`` times as large in the sum.
         self.quantization_error[self.begin : self.end].add_(error, alpha=self.ranks)
         header = torch.zeros(self.columns, dtype=torch.bfloat16, device=self.device)
         header[: len(scales)] = scales
@@ -140,7 +138,7 @@ class _RingChannel(Channel):
     def _encode(self, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:
         """Writes codes and errors; returns the scales as they are sent."""
         scale, kind = self.code.fitted(Moments(values, runs))
-        # bfloat16 has 8 bits: rounded down, the largest magnitude of a run would be clipped.
+        # bfloat16 has 8 bits: if it rounded down, the largest magnitude of a run would be clipped.
         scale = (scale * (1.0 + 2.0**-8) if self.code.peak else scale).bfloat16()
         self.code.encode(values, scale.float(), kind, runs, codes, error)
         return torch.where(kind > 0, -scale, scale)

@@ -15,7 +15,7 @@ from .scales import Moments
 
 
 class Code(abc.ABC):
-    """Encodes values as bytes and back, given each group's scale and kind of distribution (see Scales)."""
+    """Encodes values as bytes and back, given each group's scale and kind of distribution (:class:`.Moments`)."""
 
     bits: int
     #: Whether the scale is the largest magnitude, not the root mean square.
@@ -35,11 +35,11 @@ class Code(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
-        """Write ``codes``, uint8, (size(count),), and the quantization ``error``, float32, (count,)."""
+        """Writes ``codes``, uint8, (size(count),), and the quantization ``error``, float32, (count,)."""
 
     @abc.abstractmethod
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
-        """Write the decoded values, or ``add`` them to ``values``."""
+        """Writes the decoded values to ``values``, or adds them."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,9 @@ class Lloyd(Code):
 
 @dataclass(frozen=True)
 class WideLloyd(Lloyd):
-    """Codebooks for a Gaussian, with a scale between that of the least squared error and that which clips nothing, for
-    error feedback on all entries: what is clipped piles up until it is sent.
-
-    ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``.
+    """Codebooks for a Gaussian, for error feedback on all entries, where what is clipped piles up until it is sent. The
+    scale is ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``, between that of the
+    least squared error, p = 0, and that which clips nothing, p = 1.
     """
 
     @property
@@ -145,7 +144,7 @@ class RangeFloat(Code):
 
     @staticmethod
     def least_mantissa(bits: int) -> int:
-        """With fewer bits of fraction, the window would be wider than float32's 254 exponents."""
+        """The least bits of fraction: with fewer, the window would be wider than float32's 254 exponents."""
         return max(1, (((1 << bits) - 1) // 2 // 254).bit_length())
 
     @property

@@ -1,4 +1,4 @@
-"""Moments of values, and scales that are equal on all ranks and updated from step to step."""
+"""Moments of values, and scales that are the same on all ranks and follow the values from step to step."""
 
 from collections.abc import Generator
 
@@ -25,10 +25,10 @@ class Moments:
 
 
 class Scales:
-    """Moving averages of the root mean squares of what ranks send, of a channel's groups, float64, (groups,), with the
-    same bits on every rank.
+    """The scales of a channel's groups, with the same bits on every rank.
 
-    ``kind``: int64, 0 if the averages look Gaussian, 1 if Laplacian.
+    ``sent``: moving averages of the root mean squares of what ranks send, float64, (groups,). ``kind``: int64,
+    (groups,), 0 if the averages look Gaussian, 1 if Laplacian. ``known``: false before the first step.
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
@@ -38,29 +38,29 @@ class Scales:
         self.begin_step()
 
     def first(self, moments: Moments, ranks: int) -> Generator[Request, Tensor, None]:
-        """The scales of the first step, from an allreduce."""
+        """Gets the scales of the first step, by an allreduce."""
         mine = moments.square / moments.count.clamp(min=1)
         total = yield allreduce(torch.where(moments.count > 0, mine, 0.0), "budget", "scales")
         self.sent = bounded(divided(total, ranks).sqrt())
         self.known = True
 
     def begin_step(self) -> None:
-        """Save what :meth:`undo_step` restores."""
+        """Saves what :meth:`undo_step` restores."""
         self._saved = self.known, self.sent, self.kind
 
     def undo_step(self) -> None:
-        """Restore the saved scales after a failed step: if it failed on some ranks only, scales would differ."""
+        """Restores the scales before the step: if it has failed on some ranks only, they would differ."""
         self.known, self.sent, self.kind = self._saved
 
     def update_from_lanes(self, average: Tensor, edges: Tensor, header: Tensor, ranks: int) -> None:
-        """The update after a step of lanes, with :func:`hvd_compress.reference.lanes_update`."""
+        """Updates the scales after a step of lanes (:func:`hvd_compress.reference.lanes_update`)."""
         # New tensors, because undo_step restores the old ones.
         sent, kind = torch.empty_like(self.sent), torch.empty_like(self.kind)
         ops.lanes_update(average, edges, self.sent, self.kind, header, sent, kind, ranks)
         self.sent, self.kind = sent, kind
 
     def state(self) -> Tree:
-        """The saved state. The ranges matter: the operators do not check scales."""
+        """Describes the saved state. The operators do not check scales: hence the ranges."""
         return {
             "known": Entry(vars(self), "known", bool),
             "sent": TensorLeaf(self.sent, SMALLEST, LARGEST),

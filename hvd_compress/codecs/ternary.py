@@ -19,8 +19,8 @@ from .scales import Moments
 class Ternary(Codec):
     """Values stochastically rounded to -s, 0 or s, without bias, and summed in lanes by an allreduce.
 
-    s is the largest magnitude on any rank, after each clips its values at ``clip`` standard deviations (TernGrad's
-    scaler sharing). s costs an allgather of 4 bytes per group; a lane has ``2 + ceil(log2(N))`` bits for N ranks.
+    s is the largest magnitude on any rank, after each has clipped its values at ``clip`` standard deviations
+    (TernGrad's scaler sharing): an allgather of 4 bytes per group. A lane has ``2 + ceil(log2(N))`` bits for N ranks.
     """
 
     clip: float

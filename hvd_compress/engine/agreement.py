@@ -1,4 +1,4 @@
-"""Whether a number is the same on all ranks: checks by one allreduce, and what follows if it is not."""
+"""Whether numbers are the same on all ranks, found by one allreduce, and the error if they are not."""
 
 from collections.abc import Generator, Iterable
 
@@ -11,9 +11,9 @@ from .work import Part, Step
 
 #: Numbers to compare must be below this, so that sums of their squares are exact in float64.
 LIMIT = 2**20
-# Entries that are hashed at a time.
+# The entries that are hashed at a time.
 _PART = 2**20
-# On a GPU, ranks look every so many steps whether they agree.
+# Steps between two looks at the comparison's result on a GPU.
 _CHECK_INTERVAL = 100
 
 
@@ -35,15 +35,15 @@ def disagreement() -> RuntimeError:
 
 
 class Agreement(Part):
-    """Whether the ranks have been found to differ in seed, step or options."""
+    """Remembers whether the ranks have differed in seed, step or options."""
 
     def __init__(self, device: torch.device) -> None:
         self._differ = torch.zeros(1, dtype=torch.bool, device=device)
-        #: Whether the ranks have not been compared since they changed.
+        #: Whether nobody has looked since the ranks or their state changed.
         self._unchecked = True
 
     def begin(self, step: Step) -> None:
-        # Free on the CPU; on a GPU it synchronises, so only now and then.
+        # On a GPU, looking synchronises.
         self._looks = self._differ.is_cpu or self._unchecked or step.number % _CHECK_INTERVAL == 0
         self._unchecked = False
 

@@ -15,9 +15,9 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: ``(name, parameter)`` pairs, or a model, whose named parameters they are.
-#: What a user has given as an argument: of any type.
+#: An argument as the user has passed it: of any type.
 Given: TypeAlias = Any
+#: ``(name, parameter)`` pairs, or a model, of which the named parameters are meant.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 
 # Parts of names that torch.compile, activation checkpointing, FSDP1 and Lightning Fabric insert, and that are not in
@@ -155,7 +155,7 @@ def by_name(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str, torch.nn.Parameter]]:
-    """The pairs as a list, by the names without wrappers (:func:`plain_names`).
+    """The pairs as a list, with names as in the model without wrappers (:func:`plain_names`).
 
     Raises:
         TypeError: not ``(name, parameter)`` pairs; it shows the ``call`` to write.
@@ -198,9 +198,9 @@ def _is_pair(item: object) -> bool:
 
 
 def plain_names(names: list[str]) -> list[str]:
-    """The names that parameters have in the model without wrappers, so that a state fits the model with and without
-    them: without the parts that wrappers insert anywhere, then without ``module.`` at the beginning. A step that would
-    make two names equal, or one empty, is left out, with those after it."""
+    """The names that the parameters have in the model without wrappers, so that a state fits the model with and without
+    them. First the parts that wrappers insert anywhere are removed, then ``module.`` at the beginning; not if two names
+    became equal, or one empty."""
     for strip in (_without_inserted, _without_module):
         stripped = [strip(name) for name in names]
         if not all(stripped) or len(set(stripped)) < len(names):
@@ -210,8 +210,8 @@ def plain_names(names: list[str]) -> list[str]:
 
 
 def find_name(name: str, names: Collection[str]) -> str | None:
-    """Which of these plain names is meant by the name of a parameter in the model with or without wrappers; None if
-    none is."""
+    """The one of ``names``, which are plain, that belongs to the parameter called ``name`` in the model with or without
+    wrappers; None if there is none."""
     inner = _without_inserted(str(name))
     return next((found for found in (name, inner, _without_module(inner)) if found in names), None)
 

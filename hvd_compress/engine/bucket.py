@@ -20,10 +20,9 @@ from .streams import stream_order
 
 @dataclass(frozen=True)
 class Piece:
-    """A view of the weights that is exchanged as one: a parameter, or this rank's shard of one. Its blocks in the
-    bucket are ``first_block`` to ``first_block + blocks``.
+    """A parameter, or this rank's shard of one, in a bucket: there it has ``blocks`` blocks from ``first_block`` on.
 
-    ``number``: of its gradient, as the host counts. ``shape``, ``stride``: the view's when the bucket was made.
+    ``number``: of the parameter in the compressor. ``shape``, ``stride``: of the weights when the bucket was made.
     """
 
     name: str
@@ -81,18 +80,18 @@ class Piece:
         return self.weight().as_strided((self.numel,), (1,))
 
     def let_stand_in(self, weights: Tensor | None) -> None:
-        """Makes ``weights``, of the parameter's dtype and in its memory order, what :meth:`weight` returns; None ends
-        it. For exchanges while the parameter holds weights of this rank only."""
+        """From now on :meth:`weight` returns ``weights``, of the parameter's dtype and in its memory order; None ends
+        this. Called by local steps, during whose exchanges the parameter holds weights of this rank only."""
         object.__setattr__(self, "_stand_in", None if weights is None else self.reshaped(weights))
 
 
 class Bucket:
     """Pieces that are exchanged together, their residual, and the current step's gradients.
 
-    ``owner``: the rank of each node that exchanges it (``engine/nodes.py``). ``residual``: the sum of all
-    gradients that has not been sent, float32, (blocks * 256,). ``table``: the operators'
-    table of pieces without slots, int64, (pieces, 4), see ``hvd_compress/reference/scatter.py``. ``gradients``: by
-    piece, the gradient in the piece's memory order, once all have arrived.
+    ``owner``: the rank of each node that exchanges it (``engine/two_levels.py``). ``residual``: the sum of all
+    gradients that has not been sent, float32, (blocks * 256,). ``table``: the operators' table of pieces without slots,
+    int64, (pieces, 4), see ``hvd_compress/reference/scatter.py``. ``gradients``: by piece, the gradient in the piece's
+    memory order, once all have arrived.
     """
 
     def __init__(self, index: int, pieces: Sequence[Piece], device: torch.device, owner: int = 0) -> None:
@@ -107,7 +106,7 @@ class Bucket:
 
     @cached_property
     def residual(self) -> Tensor:
-        """Made when it is needed: on the owner only."""
+        """Allocated on first use: the owner alone uses it."""
         return self.zeros()
 
     def zeros(self) -> Tensor:
@@ -116,25 +115,19 @@ class Bucket:
             return torch.zeros(self.blocks * BLOCK, dtype=torch.float32, device=self.device)
 
     def saved(self, flat: Tensor, **rules: Any) -> Tree:
-        """Describes a bucket-wide tensor in a checkpoint, by piece.
-
-        ``rules``: what it must fulfil, the options of :class:`~hvd_compress.engine.state.TensorLeaf`. With
-        ``per_rank=True`` it is a sum of gradients; otherwise it must be the same on all ranks.
-        """
+        """Describes a bucket-wide tensor in a checkpoint, by piece. ``rules``: the options of
+        :class:`~hvd_compress.engine.state.TensorLeaf`."""
         # Codecs without a zero leave errors in the padding, and these are encoded again.
         return {
-            p.name: {
-                "entries": TensorLeaf(p.shaped(flat), **rules),
-                "padding": TensorLeaf(p.padding(flat), **rules),
-            }
+            p.name: {"entries": TensorLeaf(p.shaped(flat), **rules), "padding": TensorLeaf(p.padding(flat), **rules)}
             for p in self.pieces
         }
 
     # The current step.
 
     @property
-    def waits(self) -> bool:
-        """Whether gradients have arrived that are not in the state: others are missing."""
+    def incomplete(self) -> bool:
+        """Whether some gradients have arrived and others are missing, so that none is in the state."""
         return self._missing < len(self.pieces) and not self._collected
 
     def clear(self) -> None:
@@ -172,22 +165,21 @@ class Bucket:
 
     def replace_gradients(self, gradients: list[Tensor]) -> None:
         """Makes these tensors :attr:`gradients`, to which averages are written: one per piece, in its memory order, or
-        empty. What the host passed in stays."""
+        empty. :meth:`result` copies them to what the host passed in."""
         self.gradients = gradients
 
     def clear_changed(self) -> None:
-        """Drops the gradients that somebody has written to since they arrived, or since they were last marked: they are
-        no longer what they were."""
+        """Drops the gradients that somebody else has written to since they arrived, or since :meth:`mark_written`."""
         for index, (grad, version) in enumerate(zip(self._originals, self._versions, strict=True)):
             if grad is not None and grad._version != version:
                 self._originals[index] = None
 
     def mark_written(self) -> None:
-        """The gradients are as this package has left them: added to the state, or replaced by averages."""
+        """Notes that this package has written the gradients last: zeros, once they are in the state, or averages."""
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self) -> None:
-        """Zeros the gradients that are left: accumulating on top of them would count them twice."""
+        """Zeros the gradients that are in the state: accumulating on top of them would count them twice."""
         with self.order:
             for grad in self._originals:
                 if grad is not None:
@@ -236,8 +228,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of the dimensions of more than one entry, which tell the memory order: those of others are
-    arbitrary."""
+    """The strides of the dimensions of more than one entry. They tell the memory order; the others are arbitrary."""
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
@@ -252,28 +243,28 @@ Parameters = list[tuple[int, str, torch.nn.Parameter]]
 
 
 def make_buckets(parameters: Parameters, capacity: int, owners: int = 1) -> list[Bucket]:
-    """Divides parameters, each with its number and name, into buckets of at most ``capacity`` bytes of float32 (or one
+    """Puts parameters, each with its number and name, into buckets of at most ``capacity`` bytes of float32 (or one
     parameter), last parameter first: backward reaches the last parameters first, so the first buckets fill early. A
     bucket lies on one device.
 
-    With several ``owners`` each gets about equally many entries, in whole parameters, and so many times smaller
-    buckets: a rank exchanges as often as one that owns everything."""
+    Each of several ``owners`` gets about equally many entries, in whole parameters. Their buckets are smaller by the
+    same factor, so that a rank has as many exchanges as with one owner."""
     found: list[tuple[int, list[Piece]]] = []
-    for owner, part in enumerate(shares(parameters, owners)):
+    for owner, part in enumerate(by_owner(parameters, owners)):
         found += ((owner, pieces) for pieces in _packed(part, capacity // owners))
     found.sort(key=lambda item: -item[1][-1].number)  # in the order in which they fill
     return [Bucket(i, tuple(ps), ps[0].parameter.device, owner) for i, (owner, ps) in enumerate(found)]
 
 
-def shares(parameters: Parameters, owners: int) -> list[Parameters]:
-    """Parameters by owner, last one first: the largest first, each to the owner with the fewest entries."""
-    shares: list[Parameters] = [[] for _ in range(owners)]
+def by_owner(parameters: Parameters, owners: int) -> list[Parameters]:
+    """Each owner's parameters, last one first. The largest are given away first, to the owner with fewest entries."""
+    found: list[Parameters] = [[] for _ in range(owners)]
     entries = [0] * owners
     for item in sorted(reversed(parameters), key=lambda item: -item[2].numel()):
         owner = entries.index(min(entries))
-        shares[owner].append(item)
+        found[owner].append(item)
         entries[owner] += item[2].numel()
-    return [sorted(share, key=lambda item: -item[0]) for share in shares]
+    return [sorted(part, key=lambda item: -item[0]) for part in found]
 
 
 def _packed(parameters: Parameters, capacity: int) -> Iterator[list[Piece]]:

@@ -15,28 +15,28 @@ from .profiling import Stage
 from .registry import Registry
 
 Verb = Literal["allreduce", "allgather", "alltoall", "reduce", "broadcast"]
-Kind = Literal["values", "indices", "dense_tensor", "budget"]
+Category = Literal["values", "indices", "dense_tensor", "budget"]
 #: ``between``: across the network, between nodes or, without them, all ranks. ``inside``: within a node.
 Level = Literal["between", "inside"]
 
 # The stage that a result usually begins.
-_THEN: dict[Kind, Stage] = {"values": "apply", "indices": "encode", "dense_tensor": "apply", "budget": "encode"}
+_THEN: dict[Category, Stage] = {"values": "apply", "indices": "encode", "dense_tensor": "apply", "budget": "encode"}
 
 
 @dataclass(frozen=True)
 class Request:
     """One collective on ``tensor``.
 
-    ``kind``: the category in which ``stats()`` counts its bytes, if they cross the network. ``level``: where they
-    travel; those inside a node count as inside, of whichever kind.
-    ``name``: a collective that is not issued in every step needs its own; otherwise it would renumber the others. The
-    shape under one name should be constant (Horovod's response cache). ``then``: what the exchange does with the
-    result, for profiles. ``root``: the rank that receives a sum or sends its tensor to all.
+    ``category``: as what ``stats()`` counts its bytes, if they cross the network. ``level``: where they travel; all
+    bytes inside a node count as ``inside``. ``name``: a collective that is not issued in every step needs its own;
+    otherwise it would renumber the others. The shape under one name should be constant (Horovod's response cache).
+    ``then``: what the exchange does with the result, for profiles. ``root``: the rank that receives a sum or sends its
+    tensor to all.
     """
 
     verb: Verb
     tensor: torch.Tensor
-    kind: Kind
+    category: Category
     name: str = "step"
     then: Stage = "apply"
     root: int = 0
@@ -55,19 +55,21 @@ def ring_bytes(verb: Verb, size: int, ranks: int) -> float:
     return 2 * share * size if verb == "allreduce" else share * size
 
 
-def allreduce(tensor: torch.Tensor, kind: Kind = "values", name: str = "step", then: Stage | None = None) -> Request:
+def allreduce(
+    tensor: torch.Tensor, category: Category = "values", name: str = "step", then: Stage | None = None
+) -> Request:
     """The sum over ranks. float16, float32, float64, int32 or int64, of one shape on all ranks; not modified."""
-    return Request("allreduce", tensor, kind, name, then or _THEN[kind])
+    return Request("allreduce", tensor, category, name, then or _THEN[category])
 
 
-def allgather(tensor: torch.Tensor, kind: Kind = "indices", then: Stage | None = None) -> Request:
+def allgather(tensor: torch.Tensor, category: Category = "indices", then: Stage | None = None) -> Request:
     """The tensors of all ranks, concatenated along the first dimension. Any dtype, of one shape on all ranks."""
-    return Request("allgather", tensor, kind, then=then or _THEN[kind])
+    return Request("allgather", tensor, category, then=then or _THEN[category])
 
 
-def alltoall(tensor: torch.Tensor, kind: Kind = "values", then: Stage = "reduce") -> Request:
+def alltoall(tensor: torch.Tensor, category: Category = "values", then: Stage = "reduce") -> Request:
     """Rank r receives the r-th part of every rank's tensor, in rank order. The length is a multiple of the ranks."""
-    return Request("alltoall", tensor, kind, then=then)
+    return Request("alltoall", tensor, category, then=then)
 
 
 def reduce(tensor: torch.Tensor, root: int, to_all: bool) -> Request:
@@ -108,35 +110,35 @@ class Collectives(Protocol):
 
     @property
     def ordered(self) -> bool:
-        """Whether collectives are matched by the order of the calls (torch.distributed) and not by name (Horovod). The
-        hosts are those of the same library."""
+        """Whether collectives are matched by the order of the calls (torch.distributed) and not by name (Horovod)."""
 
     def generation(self) -> object:
         """An object that is replaced when the set of ranks changes (elastic); older handles are then void."""
 
     def registry(self) -> Registry:
-        """This process's compressors that exchange with these ranks."""
+        """The compressors of this process that exchange with these ranks."""
 
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""
 
     def check_in(self) -> Callable[[], list[int]]:
-        """Tells the other ranks, without waiting and without a collective, that this one has come to a place to which
-        all ranks come equally often. Returns what tells the ranks that have not: none where the host cannot know."""
+        """Called at a place that all ranks pass equally often: tells the others, without waiting and without a
+        collective, that this rank is there. Returns a function that returns the ranks that are not, or [] where the
+        host cannot know them."""
 
     def in_nodes(self, nodes: object) -> "Nodes":
-        """Divides the ranks into nodes, see :class:`hvd_compress.Compressor`; all ranks must call it. Raises
-        ``ValueError``."""
+        """Divides the ranks into nodes; all ranks must call it. ``nodes``, and errors: as of
+        :class:`hvd_compress.Compressor`."""
 
 
 class Nodes:
-    """The ranks in two levels: gradients are summed inside a node, and exchanged between nodes by one of its ranks.
+    """The ranks on two levels: gradients are summed inside a node, and exchanged between nodes by one of its ranks.
 
     Args:
         everyone: all ranks.
-        between: the ranks that have the place of this one in their nodes, a rank of each node; without nodes, all.
-        inside: the ranks of this one's node, or None without nodes.
-        renew: replaces what the two work on when the set of ranks has changed (elastic). All ranks call it.
+        between: one rank of each node, with the same place there as this rank; without nodes, all ranks.
+        inside: the ranks of this rank's node, or None without nodes.
+        renew: called by all ranks when the set of ranks has changed (elastic): binds both levels to the new ranks.
     """
 
     def __init__(
@@ -161,8 +163,7 @@ class Nodes:
         return 0 if self.inside is None else self.inside.rank
 
     def level(self, request: Request) -> Collectives:
-        """The ranks that a request is for. Raises ``ValueError`` if it is to travel inside a node and there are no
-        nodes."""
+        """The ranks that carry out a request. Raises ``ValueError`` for one inside a node if there are no nodes."""
         if request.level == "between":
             return self.between
         if self.inside is None:

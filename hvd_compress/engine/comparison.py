@@ -1,6 +1,6 @@
-"""What must be the same on all ranks, compared before they exchange anything.
+"""Compares what must be the same on all ranks, before they exchange anything.
 
-Ranks that differ would wait for collectives that others never start, or sum what does not belong together.
+Ranks that differ would wait for collectives that others never start, or sum values of different entries.
 """
 
 import gc
@@ -19,10 +19,10 @@ from .collectives import Collectives, Handle, Request, allgather
 from .exchange import POLL_INTERVAL
 from .registry import Peer
 
-# So many differences are written out.
+# The most differences in an error message.
 _LISTED = 6
 
-#: What the first message of a comparison begins with.
+#: The first number of a comparison's first message.
 COMPARES = -1
 
 Configuration = Callable[[], Mapping[str, object]]
@@ -45,7 +45,7 @@ class _Run:
 
     @property
     def void(self) -> bool:
-        """Whether the set of ranks has changed since it began, so that nobody answers."""
+        """Whether the set of ranks has changed since the comparison began, so that nobody answers."""
         return self._collectives.generation() is not self._generation
 
     def advance(self) -> bool:
@@ -83,18 +83,23 @@ class _Run:
 
 
 class Comparison:
-    """The comparison of one compressor's configuration, when it is needed.
+    """Compares the configuration of one compressor, again after each change.
 
     Other ranks may begin with another compressor of this process and wait for its comparison. So, where collectives are
-    matched by name, those of all compressors are started and continued.
+    matched by name, the comparisons of all compressors are started and continued.
 
     Args:
         label: of the collectives' names.
         device: of the messages.
+        configuration: returns numbers, strings, None or frozen dataclasses, by name.
+        timeout: seconds to wait for the other ranks.
     """
 
-    def __init__(self, collectives: Collectives, label: str, device: torch.device) -> None:
+    def __init__(
+        self, collectives: Collectives, label: str, device: torch.device, configuration: Configuration, timeout: float
+    ) -> None:
         self._collectives, self._label, self._device = collectives, label, device
+        self._configuration, self._timeout = configuration, timeout
         self._run: _Run | None = None
         self._done = False
 
@@ -107,63 +112,61 @@ class Comparison:
         """Something has changed: :attr:`done` is false until the ranks have compared their configurations again."""
         self._done = False
 
-    def join(self, configuration: Configuration) -> None:
-        """See :meth:`hvd_compress.engine.registry.Peer.join_comparison`."""
+    def join(self) -> None:
+        """Starts to compare, unless that is in progress. Does not wait."""
         if self._run is None or self._run.void:
-            self._run = self._start(configuration)
+            self._run = self._start()
 
     def advance(self) -> None:
-        """See :meth:`hvd_compress.engine.registry.Peer.advance_comparison`."""
+        """Continues to compare, without waiting."""
         if self._run is not None:
             self._run.advance()
 
-    def require(self, configuration: Configuration, others: Callable[[], list[Peer]], timeout: float) -> None:
-        """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after ``timeout`` seconds, if a
-        rank does not take part. Waits, so nothing else of the step may have begun.
+    def require(self, others: Callable[[], list[Peer]]) -> None:
+        """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after the timeout, if a rank does
+        not take part. Waits, so nothing else of the step may have begun.
 
-        Args:
-            configuration: returns numbers, strings, None or frozen dataclasses, by name.
-            others: returns the other engines of this process that have still to compare theirs.
+        ``others``: returns the other engines of this process that have still to compare theirs.
         """
         if self._collectives.size > 1:
-            self._require(configuration, others, timeout)
+            self._require(others)
         self._done = True
 
-    def _require(self, configuration: Configuration, others: Callable[[], list[Peer]], timeout: float) -> None:
+    def _require(self, others: Callable[[], list[Peer]]) -> None:
         absent = self._collectives.check_in()
         try:
             if self._collectives.ordered:
-                run = self._start(configuration)
-                run.finish(timeout)
+                run = self._start()
+                run.finish(self._timeout)
             else:
-                run = self._among_others(configuration, others, time.perf_counter() + timeout)
+                run = self._among_others(others, time.perf_counter() + self._timeout)
         except TimeoutError as error:
-            raise _absence(absent(), f"within {timeout:g} s (start_timeout=)") from error
+            raise _absence(absent(), f"within {self._timeout:g} s (start_timeout=)") from error
         except RuntimeError as error:  # by the host's own limit, or its connection is lost
             if missing := absent():
                 raise _absence(missing, f"before this error of the host: {error}") from error
             raise
         run.check()
 
-    def _start(self, configuration: Configuration) -> _Run:
-        return _Run(configuration(), self._collectives, self._label, self._device)
+    def _start(self) -> _Run:
+        return _Run(self._configuration(), self._collectives, self._label, self._device)
 
-    def _among_others(self, configuration: Configuration, others: Callable[[], list[Peer]], deadline: float) -> _Run:
+    def _among_others(self, others: Callable[[], list[Peer]], deadline: float) -> _Run:
         repeated = False
         while True:
             if others():
-                gc.collect()  # one that was dropped may exist on some ranks still, where it would wait for ever
-            run = self._wait(configuration, others(), deadline)
-            changed = run.digest != digest(configuration())
+                gc.collect()  # a dropped one may exist on some ranks still, where it would wait for ever
+            run = self._wait(others(), deadline)
+            changed = run.digest != digest(self._configuration())
             if not changed and (run.equal or repeated):
                 return run
-            # Another compressor has started it, here or on another rank, in a state that has changed since.
+            # Another compressor has started this run, here or on another rank, in a state that has changed since.
             repeated = True
 
-    def _wait(self, configuration: Configuration, others: list[Peer], deadline: float) -> _Run:
+    def _wait(self, others: list[Peer], deadline: float) -> _Run:
         for other in others:
             other.join_comparison()
-        self.join(configuration)
+        self.join()
         assert self._run is not None
         while not self._run.advance():
             if time.perf_counter() > deadline:
@@ -183,7 +186,7 @@ def compare_once(values: Mapping[str, object], collectives: Collectives, label: 
 
 
 def _absence(missing: list[int], when: str) -> RuntimeError:
-    """The error to raise when ranks do not come to the comparison."""
+    """The error to raise when ranks do not take part in the comparison."""
     have = "have" if len(missing) > 1 else "has"
     who = f"{ranks_text(missing)} {have} not" if missing else "not every rank has"
     return RuntimeError(
@@ -195,13 +198,14 @@ def _absence(missing: list[int], when: str) -> RuntimeError:
 
 
 def digest(values: Mapping[str, object]) -> int:
-    """A hash of values such as :func:`configuration`'s, the same in every process."""
+    """A hash of a configuration, the same in every process."""
     return zlib.crc32(json.dumps(sorted(_plain(values).items())).encode())
 
 
 def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Request, Tensor, None]:
-    """The exchange: one collective of 32 bytes a rank, and a second one, of the texts, if they differ. The first has
-    the form of what local steps send before each exchange: ranks in different calls see it."""
+    """The exchange: one collective of 32 bytes a rank, and a second one, of the texts, if they differ. The first
+    message has the form of the one that LocalSteps sends before each exchange, so that ranks in different calls see
+    that they differ."""
     text = json.dumps(_plain(own)).encode()
     head = torch.tensor([[COMPARES, digest(own), len(text), 0]], dtype=torch.int64, device=device)
     heads = yield allgather(head)
@@ -221,7 +225,7 @@ def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Reque
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, str | bool | None]:
-    """Values in types that JSON can hold. In another process, equal ones are equal here."""
+    """Values in types that JSON can hold; equal ones are equal in every process."""
     return {name: _plain_value(value) for name, value in values.items()}
 
 
@@ -247,7 +251,7 @@ def _differences(everyone: list[dict[str, object]]) -> str:
 
 
 def ranks_by_value(values: Iterable[object]) -> dict[object, list[int]]:
-    """Which ranks have which of their values, given in rank order."""
+    """The ranks that have each of the values, which are in rank order."""
     ranks = defaultdict[object, list[int]](list)
     for rank, value in enumerate(values):
         ranks[value].append(rank)

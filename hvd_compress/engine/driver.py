@@ -1,4 +1,4 @@
-"""What decides when an engine exchanges, and what becomes of the averages."""
+"""The interface of drivers: what decides when an engine exchanges, and what becomes of the averages."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -12,10 +12,10 @@ class Unapplied(Protocol):
     """An average that nobody has applied so far."""
 
     def undo(self) -> None:
-        """What it has sent returns to the residuals."""
+        """Adds what was sent for this average back to the residuals."""
 
     def undo_by(self, restore: Callable[[], None]) -> None:
-        """From now on ``restore`` undoes it, if it is to be undone: the methods' own means to do so are used up."""
+        """A later :meth:`undo` calls ``restore``: the methods can undo an exchange only once."""
 
 
 class Driver(Protocol):
@@ -23,8 +23,8 @@ class Driver(Protocol):
 
     @property
     def comes_first(self) -> bool:
-        """Whether another rank may begin with the comparison of this engine's configuration while this rank is in
-        another engine's: gradients of two models may arrive in any order."""
+        """Whether other ranks may compare this engine's configuration before that of another engine with which this
+        rank begins: gradients of two models may arrive in any order."""
 
     @property
     def single(self) -> bool:
@@ -35,26 +35,26 @@ class Driver(Protocol):
         """The last average, if nobody has applied it so far. May synchronise a GPU."""
 
     def options(self) -> Mapping[str, object]:
-        """What must be the same on all ranks, beside the method's."""
+        """What must be the same on all ranks, beside the method's options."""
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` if it does
         not fit."""
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
-        """Called after it. ``counts``: false of the optimizer inside another one, which steps after it."""
+        """Called after such a step. ``counts``: false for an optimizer inside another one, which steps after it."""
 
     def before_other_step(self, optimizer: Optimizer) -> None:
         """Called before each step of any other optimizer of the process."""
 
     def reset(self, wait: bool = False) -> None:
-        """An exchange has failed, or the user begins anew: what is in progress did not happen. ``wait``: for messages
-        that the other ranks answer."""
+        """Called when an exchange has failed, and by the user: takes back what is in progress. ``wait``: wait for
+        messages that the other ranks answer."""
 
     def restart(self, same_ranks: bool) -> None:
-        """A state will be loaded, or the set of ranks has changed: as :meth:`reset`, the last average is forgotten, and
-        the ranks compare their configurations again. The parameters may be new already. ``same_ranks``: waits for
-        messages, if the others still answer."""
+        """Called before a state is loaded, and when the set of ranks has changed (elastic): takes back what is in
+        progress, forgets the last average, and lets the ranks compare their configurations again. The parameters may be
+        new already. ``same_ranks``: the other ranks still answer, so messages are waited for."""
 
     def begin_saving(self) -> None:
         """Called by all ranks before a state is saved. Waits for what is in flight. Raises ``RuntimeError`` in the
@@ -64,4 +64,4 @@ class Driver(Protocol):
         """Called by all ranks before they save one state together. Raises ``RuntimeError`` if their weights differ."""
 
     def state(self) -> dict[str, Tree]:
-        """Describes its part of the saved state."""
+        """Describes the driver's part of the saved state."""

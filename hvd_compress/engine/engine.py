@@ -26,20 +26,20 @@ from .driver import Driver
 from .entered import Entered
 from .exchange import Exchange, Exchanges
 from .method import Method
-from .nodes import Member, through_owner
 from .optimizers import Optimizers
 from .peer import EnginePeer
 from .place import Place, compressed
 from .profiling import stage
 from .shards import local
 from .state import Entry, Tree
+from .two_levels import NotOwned, two_level_exchange
 from .user_warning import warn_user
 from .wire_stats import WireStats
 from .work import Step, Work, undo
 
 
 class Engine:
-    """What a compressor has that is independent of its method, its host and its clock.
+    """The buckets of one compressor, their exchanges, and what its ranks compare.
 
     Args:
         method: a :class:`hvd_compress.Compressor`, which owns the engine: only a weak reference is kept.
@@ -69,12 +69,12 @@ class Engine:
         buckets = make_buckets(found, int(bucket_mb * 2**20), nodes.ranks)
         for bucket in buckets:
             ops.check_device(bucket.device)
-        self.works = [method.work(bucket) if bucket.owner == nodes.rank else Member(bucket) for bucket in buckets]
-        # Those of the exchange that has begun last.
+        self.works = [method.work(bucket) if bucket.owner == nodes.rank else NotOwned(bucket) for bucket in buckets]
+        # The buckets of the exchange that began last.
         self._begun: Sequence[Work] = self.works
         places = (Place(work, index) for work in self.works for index in range(len(work.bucket.pieces)))
         by_number = {place.piece.number: place for place in places}
-        #: By parameter, where it lies if it is compressed, else None.
+        #: By parameter, its place in a bucket, or None if it is not compressed.
         self.place_of = [by_number.get(number) for number in range(len(named))]
         self.stats = WireStats()
         # Gradients of a model on several GPUs arrive from several threads.
@@ -85,11 +85,11 @@ class Engine:
         self.entered = Entered(lock, self.exchanges, self.stats)
         self.optimizers = Optimizers(self, method)
         self._drivers: list[weakref.ref[Driver]] = []
-        #: The number of completed exchanges of all buckets, or of one fragment of them.
+        #: The number of completed exchanges, each of all buckets or of those of a fragment.
         self.step = 0
         #: Whether an exchange is in progress: from begin() to finish().
         self._open = False
-        #: What everything that arrives was multiplied by (a ``GradScaler``'s scale), and the ranks of this exchange.
+        #: The factor of everything that arrives (a ``GradScaler``'s scale), and the ranks of this exchange.
         self.scale, self._ranks = 1.0, 1
         self._generation = self.collectives.generation()
         self._warned: set[str] = set()
@@ -104,25 +104,25 @@ class Engine:
 
     @property
     def driver(self) -> Driver:
-        """What begins and ends exchanges: of the drivers that exist, the one that was given last."""
+        """What begins and ends exchanges: of the drivers that still exist, the last one that :meth:`drive` got."""
         found = next(filter(None, (reference() for reference in reversed(self._drivers))), None)
         assert found is not None, "the compressor no longer exists"
         return found
 
     def drive(self, driver: Driver) -> None:
-        """From now on, and as long as it exists, ``driver`` begins and ends exchanges. Only a weak reference is kept:
-        it, or its owner, owns the compressor."""
+        """From now on, and as long as it exists, ``driver`` begins and ends exchanges. Only a weak reference is kept,
+        because a driver keeps the compressor."""
         self._drivers = [reference for reference in self._drivers if reference() is not None]
         self._drivers.append(weakref.ref(driver))
 
     # An exchange.
 
     def begin(self, works: Sequence[Work], number: int, scale: float = 1.0) -> None:
-        """Begins an exchange of some buckets. What the others keep of their own last one stays.
+        """Begins an exchange of the buckets of ``works``. The state of the others is not touched.
 
         Args:
             number: of completed exchanges of these buckets.
-            scale: what everything that arrives was multiplied by.
+            scale: the factor of everything that arrives.
         """
         if self._open:
             raise RuntimeError(
@@ -144,9 +144,9 @@ class Engine:
         self._open = True
 
     def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
-        """Takes what is to be averaged of parameter ``number``, which ``check_gradient()`` has seen. Returns its place
-        in a bucket, or, if it is not compressed, the payload that the caller must average. Raises
-        ``RuntimeError`` for a second one in one exchange. If an exchange fails, resets the driver."""
+        """Takes a tensor of parameter ``number`` that is to be averaged, after ``check_gradient()``. Returns its place
+        in a bucket, or, if it is not compressed, the payload that the caller must average. Raises ``RuntimeError`` for
+        a second one in one exchange. If an exchange fails, resets the driver."""
         place = self.place_of[number]
         if place is None:
             with stage("dense"):
@@ -165,11 +165,11 @@ class Engine:
         return place
 
     def finish(self) -> None:
-        """Runs the exchanges to their ends; everything must have arrived on this rank. Waits. If one fails,
+        """Runs the exchanges to their ends; everything must have arrived on this rank. Waits. If an exchange fails,
         resets the driver."""
         try:
             for work in self.works:
-                if work.bucket.waits:
+                if work.bucket.incomplete:
                     self._warn_of_missing(work)
                     self._launch(work)
             self.exchanges.finish()
@@ -191,13 +191,14 @@ class Engine:
         )
 
     def reset(self, versions: bool = False, overwritten: bool = False) -> None:
-        """Ends an exchange that failed: what it has sent returns to the state. What has arrived stays there, and
-        becomes zero where the caller reads it; in nodes, where it may have been summed already, it is lost.
+        """Ends an exchange that failed: what was sent is added back to the residuals. What has arrived stays in the
+        residuals, and becomes zero where the caller reads it; with nodes, where it may have been summed already, it is
+        lost.
 
         Args:
-            versions: whether each tensor that has arrived has a version of its own, which tells that somebody has
-                written to it: it is no longer what it was.
-            overwritten: the memory of what has arrived holds something else now.
+            versions: whether each tensor that has arrived has a version counter of its own, so that one that somebody
+                else has written to is recognised and left out.
+            overwritten: whether the memory of what has arrived holds something else now.
         """
         self.exchanges.clear()
         try:
@@ -216,7 +217,7 @@ class Engine:
         for work in self.works if versions else ():
             work.bucket.clear_changed()
         for work in self.works:
-            if work.bucket.waits and self.nodes.inside is None:
+            if work.bucket.incomplete and self.nodes.inside is None:
                 try:
                     _accumulate(work)
                 except Exception:  # the error that led here matters more
@@ -232,7 +233,7 @@ class Engine:
             _accumulate(work)
             self.exchanges.launch(bucket, _whole_exchange(work))
         else:
-            self.exchanges.launch(bucket, through_owner(work, nodes))
+            self.exchanges.launch(bucket, two_level_exchange(work, nodes))
 
     # Other ranks, and states.
 
@@ -251,13 +252,13 @@ class Engine:
         return True
 
     def restart(self) -> None:
-        """Resets what new ranks cannot know, and what belongs to the last exchange."""
+        """Resets what new ranks cannot know, and what would undo the last exchange."""
         self.method.restart()
         for work in self.works:
             work.restart()
 
     def state(self) -> Tree:
-        """The saved state, beside that of the method and of the buckets."""
+        """Describes the engine's own saved state."""
         return Entry(vars(self), "step", int, low=0)
 
     def warn(self, text: str) -> None:
@@ -282,7 +283,7 @@ def _whole_exchange(work: Work) -> Exchange:
 
 
 def _configuration(reference: "weakref.ref[Engine]") -> dict[str, object]:
-    """What of an engine must be the same on all ranks."""
+    """What must be the same on all ranks, by name."""
     engine = reference()
     assert engine is not None, "the engine no longer exists"
     parameters = {}

@@ -1,4 +1,4 @@
-"""The context of all calls of an engine that exchange."""
+"""The context in which hosts and local steps call an engine."""
 
 import threading
 import time
@@ -10,8 +10,8 @@ from .wire_stats import WireStats
 
 
 class Entered:
-    """Holds the lock of an :class:`~hvd_compress.engine.engine.Engine`, turns torch's modes off (:mod:`.modes`), and
-    counts the time spent without waiting. Faster than a generator, and used for every gradient. May be nested."""
+    """Holds an engine's lock, turns torch's modes off (:mod:`.modes`), and counts the time that is not spent waiting.
+    May be nested. Used for every gradient: a class is faster than a generator."""
 
     def __init__(self, lock: "threading.RLock", exchanges: Exchanges, stats: WireStats) -> None:
         self._lock, self._exchanges, self._stats = lock, exchanges, stats

@@ -13,7 +13,7 @@ from .collectives import Handle, Nodes, Request
 from .profiling import Stage, stage
 from .wire_stats import WireStats
 
-# Seconds between polls. Horovod looks for new work every millisecond; polling much faster only costs CPU time.
+# Seconds between polls. Horovod looks for new work every millisecond, so shorter ones gain nothing.
 POLL_INTERVAL = 200e-6
 
 Exchange = Generator[Request, Tensor, None]
@@ -29,31 +29,31 @@ class _Running:
     #: What the exchange does when it is resumed.
     stage: Stage = "select"
     collectives: Counter[str] = field(default_factory=Counter)
-    #: The collective that it has asked for, and that waits for those of the others.
-    held: Request | None = None
+    #: The collective that it has asked for, if that is to start later.
+    postponed: Request | None = None
 
-    def hold(self, request: Request) -> None:
-        """The exchange has asked for this collective, which starts later."""
-        self.handle, self.held = None, request
+    def postpone(self, request: Request) -> None:
+        """Notes that the exchange has asked for this collective, which is to start later."""
+        self.handle, self.postponed = None, request
 
     def started(self, request: Request, handle: Handle) -> None:
-        """The exchange waits for this collective."""
-        self.handle, self.held, self.stage = handle, None, request.then
+        """Notes that this collective has started, and that the exchange waits for it."""
+        self.handle, self.postponed, self.stage = handle, None, request.then
         self.collectives[request.name] += 1
 
 
 class Exchanges:
-    """All exchanges of a step.
+    """The exchanges in progress of one engine.
 
     A collective's name is ``label``, its bucket, and its number among the exchange's collectives of one
     ``Request.name``: the same in every step, as Horovod's response cache requires.
 
     Where collectives are matched by name, exchanges are resumed as their collectives finish. Where they are matched by
     the order of calls, the order must not depend on timing: exchanges are resumed in the order of their launches, one
-    collective each in turn. There the broadcasts inside a node, before which an owner has more collectives to wait for
-    than the others, start when all exchanges have come so far.
+    collective each in turn. A broadcast inside a node, before which an owner waits for more collectives than the
+    others, is postponed until all exchanges have come to theirs.
 
-    ``meanwhile`` is called again and again while all of them wait.
+    ``meanwhile`` is called again and again while all exchanges wait.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Exchanges:
         return advanced
 
     def take_turns(self) -> None:
-        """For a caller that comes again: resumes exchanges without waiting, where collectives are matched by name. Else
-        each exchange once, with the result of its collective, for which it waits: all ranks start the next ones in
-        the same order if they call this equally often."""
+        """Resumes exchanges. Where collectives are matched by name: those whose collective has ended, without waiting.
+        Where they are matched by the order of calls: each exchange once, waiting for its collective, so that all ranks
+        that call this equally often start the next collectives in one order."""
         if not self.nodes.everyone.ordered:
             self.advance()
             return
         for running in list(self._running):
-            if running.held is None:
+            if running.postponed is None:
                 self._resume(running)
 
     def finish(self) -> None:
@@ -105,18 +105,18 @@ class Exchanges:
         while self._running:
             if self.nodes.everyone.ordered:
                 self.take_turns()
-                self._start_held()
+                self._start_postponed()
             elif not self.advance():
                 self._wait_for_any()
 
     def clear(self) -> None:
-        """Ends the exchanges in progress where they are, after a failure or when their handles are void."""
+        """Drops the exchanges in progress, after a failure or when their handles are void."""
         for running in self._running:
             running.exchange.close()
         self._running.clear()
 
     def _resume(self, running: _Running) -> None:
-        """Continues an exchange with the result of its collective, for which it waits."""
+        """Continues an exchange with the result of its collective. Waits for it."""
         bucket = running.bucket
         with bucket.order.exchange_stream():
             result = None if running.handle is None else self.wait(running.handle)
@@ -127,7 +127,7 @@ class Exchanges:
                 self._running.remove(running)
                 return
             if request.verb == "broadcast" and self.nodes.everyone.ordered:
-                running.hold(request)
+                running.postpone(request)
             else:
                 self._start(running, request)
 
@@ -139,14 +139,14 @@ class Exchanges:
             handle = collectives.start(request, name)
         running.started(request, handle)
 
-    def _start_held(self) -> None:
-        """If all exchanges have come to their broadcast: starts them, in the order of the launches."""
-        if any(running.held is None for running in self._running):
+    def _start_postponed(self) -> None:
+        """Starts the broadcasts, in the order of the launches, if all exchanges have come to theirs."""
+        if any(running.postponed is None for running in self._running):
             return
         for running in self._running:
-            assert running.held is not None
+            assert running.postponed is not None
             with running.bucket.order.exchange_stream():
-                self._start(running, running.held)
+                self._start(running, running.postponed)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -164,7 +164,7 @@ class Exchanges:
                 time.sleep(POLL_INTERVAL)
 
     def wait(self, handle: Handle) -> Tensor:
-        """The result of a collective, for which it waits."""
+        """The result of a collective. Waits for it."""
         with self.waiting(), stage("wait"):
             while not (self.nodes.everyone.ordered or handle.done()):
                 self._meanwhile()

@@ -1,4 +1,4 @@
-"""What others have to know of a method and of an optimizer."""
+"""Facts about a method and about an optimizer, from which others tell whether the two fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,29 +9,28 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Traits:
-    """What a method makes of gradients, as far as others have to know.
+    """How a method's averages depend on the gradients. Asked by hosts, guards and local steps.
 
-    ``linear``: everything that is passed in is applied once, without a memory of what was applied: an average that
-    comes back as a part of the next gradient is then neither lost nor counted twice. ``signs``: averages are replaced
-    by their signs, or by orthogonal matrices, whose size does not follow the gradients'. ``sparse``: a step's averages
-    are mostly zeros. ``momentum``: gradients pass through a momentum first, in [0, 1). ``exact``: the residual and what
-    was sent are together all that has arrived.
+    ``linear``: everything that is passed in is applied once, without a memory of what was applied. An average that
+    comes back in the next gradient does no harm then. ``fixed_size``: averages are replaced by signs or orthogonal
+    matrices, whose size does not follow the gradients'. ``sparse``: a step's averages are mostly zeros. ``momentum``:
+    of momentum correction, in [0, 1). ``conserving``: the residual plus what was sent is everything that has arrived.
     """
 
     linear: bool = True
-    signs: bool = False
+    fixed_size: bool = False
     sparse: bool = False
     momentum: float = 0.0
-    exact: bool = True
+    conserving: bool = True
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of an optimizer that is about to apply averages of a compressor.
+class OptimizerFacts:
+    """What the guards know about an optimizer whose step begins.
 
-    ``given``: whether Horovod's optimizer was given this compressor; None if it is not Horovod's. ``ours``: whether
-    the gradients that it applies have come from this compressor. ``active``: whether this process exchanges gradients
-    at all. ``unknown``: how many of its trained parameters the compressor was not given.
+    ``given``: whether Horovod's optimizer was given this compressor; None for another optimizer. ``ours``: whether the
+    gradients that it applies have come from this compressor. ``active``: whether this process exchanges gradients.
+    ``unknown``: the number of its trained parameters that the compressor was not given.
     """
 
     optimizer: Optimizer
@@ -42,7 +41,7 @@ class Facts:
 
     @property
     def momentum(self) -> float:
-        """That of the first parameter group that has one."""
+        """The momentum of the first parameter group that has one, or 0."""
         return next(filter(None, map(momentum_of, self.optimizer.param_groups)), 0.0)
 
 

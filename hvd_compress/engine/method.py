@@ -1,4 +1,4 @@
-"""A method, as far as it is more than its buckets."""
+"""What the author of a method implements beside the algorithm of a bucket (:mod:`.work`)."""
 
 import abc
 from typing import Protocol
@@ -6,27 +6,28 @@ from typing import Protocol
 from torch import Tensor
 
 from .bucket import Bucket
-from .facts import Facts, Traits
+from .facts import OptimizerFacts, Traits
 from .state import Tree
 from .work import Work
 
 
 class Velocities(Protocol):
-    """The velocities that a method keeps beside the residuals."""
+    """The velocities that a method keeps beside the residuals, by parameter. Called by checkpoints."""
 
     @property
     def of_compressed(self) -> bool:
-        """Whether compressed parameters have one, too."""
+        """Whether compressed parameters have a velocity, too."""
 
     def get(self, number: int) -> Tensor:
-        """That of a parameter, in the shape of this rank's part of it."""
+        """The velocity of parameter ``number``, in the shape of this rank's shard of it."""
 
     def set(self, number: int, velocity: Tensor) -> None:
-        """Replaces it."""
+        """Replaces the velocity of parameter ``number``."""
 
 
 class Method(abc.ABC):
-    """What the author of a method implements, beyond its buckets; the engine and its drivers call it."""
+    """A method as the engine and its drivers call it. Only :meth:`work` and :meth:`check_optimizer` must be
+    implemented; :class:`hvd_compress.Compressor` has the second."""
 
     #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.
     arguments: object = None
@@ -41,18 +42,18 @@ class Method(abc.ABC):
         return True
 
     def options(self) -> dict[str, object]:
-        """The arguments, as far as they must be the same on all ranks: numbers, strings, None or frozen dataclasses, by
-        name. They are compared before the first step, and part of this object's text."""
+        """The arguments that must be the same on all ranks: numbers, strings, None or frozen dataclasses, by name. The
+        ranks compare them before the first step; ``repr()`` shows them."""
         return dict(vars(self.arguments)) if self.arguments else {}
 
     @property
     def traits(self) -> Traits:
-        """What the method makes of gradients, as far as hosts, optimizers and local steps have to know."""
+        """How averages depend on the gradients."""
         return Traits()
 
     def state(self) -> dict[str, Tree]:
-        """Describes the saved state beyond that of the buckets (:mod:`hvd_compress.engine.state`), and the options that
-        a state depends on. Called to save, to check and to load; before loading, :meth:`restart` is called."""
+        """Describes the saved state beside that of the buckets (:mod:`hvd_compress.engine.state`), and the options that
+        a state depends on. Called to save, to check and, after :meth:`restart`, to load."""
         return {}
 
     def restart(self) -> None:
@@ -61,7 +62,7 @@ class Method(abc.ABC):
 
     @property
     def velocities(self) -> Velocities | None:
-        """The velocities kept beside the residuals, for checkpoints that fit any mesh; None without momentum."""
+        """The velocities, for checkpoints that fit any layout; None without momentum."""
         return None
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
@@ -71,10 +72,11 @@ class Method(abc.ABC):
         """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
 
     @abc.abstractmethod
-    def check_optimizer(self, facts: Facts) -> None:
+    def check_optimizer(self, facts: OptimizerFacts) -> None:
         """Called before each step of an optimizer that applies averages. Raises ``ValueError`` if it does not fit this
         compressor."""
 
     def passed(self, tensor: Tensor) -> Tensor:
-        """Called by Horovod with an average that this compressor has no part in: of an unknown or a sparse tensor."""
+        """Called with an average that Horovod has computed without this compressor: of an unknown or a sparse
+        tensor."""
         return tensor

@@ -1,8 +1,8 @@
-"""torch's modes, which a caller may have turned on and which would change the state and the results of a compressor.
+"""Turns off torch's modes that would change the state and the results of a compressor.
 
 Autocast rounds matrix products, inference mode makes tensors that no later step may write to, and autograd records the
 step. They are off wherever the package is entered. The default dtype and the default device have no effect either:
-every tensor is made with its own (``tests/test_rooms.py``).
+every tensor is made with a dtype and a device (``tests/test_rooms.py``).
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ _grad_on = partial(_set_grad, True)
 
 
 def turn_off() -> Callable[[], object] | None:
-    """Turns autocast, inference mode and autograd off in this thread. Returns what turns on again those that were on;
-    None if none was. Used for every gradient, so it must cost little."""
+    """Turns autocast, inference mode and autograd off in this thread. Returns a function that turns on again those that
+    were on; None if none was. Used for every gradient, so it must cost little."""
     if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICES)):
         return _turn_all_off()
     if torch.is_grad_enabled():  # in backward's hooks it is not

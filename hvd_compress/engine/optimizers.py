@@ -1,4 +1,4 @@
-"""The steps of the optimizers that hold an engine's parameters; hosts tell a compressor nothing of them."""
+"""Observes the steps of optimizers, by torch's global hooks: hosts do not tell a compressor of them."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from .shards import local
 
 
 class Watched(Protocol):
-    """An engine, as far as its optimizers matter."""
+    """What :class:`Optimizers` uses of its engine."""
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]: ...
@@ -30,7 +30,7 @@ class Watched(Protocol):
 
 
 class Optimizers:
-    """Tells the driver of an engine of the steps of optimizers. Keeps no strong reference.
+    """Tells an engine's driver when optimizers step. Keeps no strong reference.
 
     In the first step of another optimizer, raises ``ValueError`` if only one may step the parameters: their residuals
     would mix.
@@ -40,18 +40,18 @@ class Optimizers:
         self._ids = {id(parameter) for parameter in engine.parameters}
         # The frames of an exception may keep the engine longer than the method, its owner.
         self._engine, self._method = weakref.ref(engine), weakref.ref(method)
-        #: The one that has begun a step last.
+        #: The optimizer that began a step last.
         self._seen: weakref.ref[Optimizer] | None = None
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
         #: The number of parameters of the optimizer whose groups changed most recently, or None.
         self.regrouped: int | None = None
 
     def watch(self) -> None:
-        """From now on steps are observed. (Optimizers may step in other threads meanwhile.)"""
+        """Begins to observe. (Optimizers may step in other threads meanwhile.)"""
         _register(self)
 
     def unknown(self, optimizer: Optimizer) -> int:
-        """How many trained parameters of the optimizer the engine was not given."""
+        """The number of the optimizer's trained parameters that the engine was not given."""
         return sum(p.requires_grad and id(p) not in self._ids for g in optimizer.param_groups for p in g["params"])
 
     def applies_gradients(self, optimizer: Optimizer) -> bool:
@@ -65,7 +65,7 @@ class Optimizers:
         )
 
     def restart(self) -> None:
-        """The set of ranks is another one."""
+        """Called when the set of ranks has changed (elastic)."""
         self.regrouped = None
 
     @modes_off
@@ -103,7 +103,7 @@ class Optimizers:
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The ids of what optimizers hold."""
+    """The ids of the parameters that optimizers hold."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 

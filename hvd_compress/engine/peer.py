@@ -1,4 +1,4 @@
-"""An engine among the others of its process, and among the ranks: what it compares with them, and when."""
+"""What an engine shares with the other engines of its process, and compares with the other ranks."""
 
 import threading
 import weakref
@@ -16,7 +16,7 @@ from .registry import Peer
 
 
 class Compared(Protocol):
-    """An engine, as far as its peers have to do with it."""
+    """What an :class:`EnginePeer` uses of its engine."""
 
     parameters: list[torch.nn.Parameter]
     collectives: Collectives
@@ -30,31 +30,27 @@ class Compared(Protocol):
 
 
 class EnginePeer:
-    """Registers an engine, to which it keeps a weak reference only, and compares its configuration with the other
-    ranks' when that is needed.
+    """An engine's entry in the registry, and the comparison of its configuration. Other engines of the process call the
+    methods of :class:`~hvd_compress.engine.registry.Peer`.
 
     Args:
+        engine: only a weak reference is kept.
         lock: of the engine.
         configuration: returns what of the engine must be the same on all ranks; keeps no strong reference either.
         timeout: seconds to wait for the other ranks.
     """
 
     def __init__(
-        self,
-        engine: Compared,
-        lock: "threading.RLock",
-        configuration: Callable[[], dict[str, object]],
-        timeout: float,
+        self, engine: Compared, lock: "threading.RLock", configuration: Callable[[], dict[str, object]], timeout: float
     ) -> None:
         self._engine: weakref.ref[Compared] = weakref.ref(engine)
-        self._lock, self._timeout, self._configuration = lock, timeout, configuration
-        collectives = engine.collectives
+        self._lock = lock
+        collectives, device = engine.collectives, engine.parameters[0].device
         self._registry = collectives.registry()
         self._number = self._registry.add(self)
-        #: Begins the names of the engine's collectives. Horovod matches them by name: it is the same on all ranks, and
-        #: every engine has another one.
+        #: Begins the names of the engine's collectives: the same on all ranks, and another one for every engine.
         self.label = f"hvd_compress.{self._number}"
-        self._comparison = Comparison(collectives, self.label, engine.parameters[0].device)
+        self._comparison = Comparison(collectives, self.label, device, configuration, timeout)
 
     @property
     def _alive(self) -> Compared:
@@ -73,14 +69,14 @@ class EnginePeer:
         if not self._comparison.done:
             engine = self._alive
             with engine.exchanges.waiting():
-                self._comparison.require(self._configuration, self._comparing, self._timeout)
+                self._comparison.require(self._comparing)
 
     def changed(self) -> None:
-        """The configuration has changed, or is to be compared again."""
+        """The configuration may have changed: the ranks compare it before their next exchange."""
         self._comparison.changed()
 
     def renew(self) -> None:
-        """The set of ranks is another one."""
+        """Registers the engine again: the set of ranks has changed (elastic)."""
         self._registry = self._alive.collectives.registry()
         self._registry.add(self, self._number)
         self._comparison.changed()
@@ -93,7 +89,7 @@ class EnginePeer:
     def _comparing(self) -> list[Peer]:
         return [other for other in self._registry.others(self) if other.compares]
 
-    # What the others call, see Peer.
+    # Called by the other engines, see Peer.
 
     @property
     def exchanging(self) -> bool:
@@ -107,7 +103,7 @@ class EnginePeer:
     def join_comparison(self) -> None:
         engine = self._alive
         engine.check_generation()
-        self._comparison.join(self._configuration)
+        self._comparison.join()
 
     def advance_comparison(self) -> None:
         self._comparison.advance()

@@ -10,14 +10,14 @@ from .bucket import Piece, is_dense
 from .shards import local, shards
 from .work import Work
 
-# Of parameters and, independently of these (Tensor.grad_dtype), of gradients. float64 is used for gradient checks, not
-# for training over a slow network: it is not compressed.
+# Of parameters, and of gradients, which may differ (Tensor.grad_dtype). float64 is used for gradient checks, not for
+# training over a slow network: it is not compressed.
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a compressed parameter lies: in the bucket of ``work``, as the piece with this index."""
+    """Where a compressed parameter lies: in the bucket of ``work``, as the piece number ``index``."""
 
     work: Work
     index: int
@@ -36,8 +36,8 @@ def is_large(parameter: Tensor, min_numel: int) -> bool:
 def compressed(
     named: Sequence[tuple[str, torch.nn.Parameter]], min_numel: int, compresses: Callable[[Tensor], bool]
 ) -> list[tuple[int, str, torch.nn.Parameter]]:
-    """The parameters among ``(name, parameter)`` pairs that are compressed, with their numbers and names; of sharded
-    ones, this rank's shard is meant. ``compresses``: whether the method compresses a parameter that can be."""
+    """The numbers, names and parameters that are compressed, of all ``(name, parameter)`` pairs. ``compresses``:
+    whether the method compresses a parameter, or this rank's shard of one."""
 
     def fits(weight: Tensor) -> bool:
         some = weight.numel() > 0
@@ -48,8 +48,8 @@ def compressed(
 
 
 def check_gradient(name: str, grad: Tensor, place: Place | None) -> None:
-    """Raises ``TypeError`` if the gradient's dtype does not fit, ``ValueError`` if its parameter has another device,
-    shape or memory order than its place. ``place``: None if the parameter is not compressed."""
+    """Raises ``TypeError`` if the gradient's dtype does not fit, ``ValueError`` if the parameter's device, shape or
+    memory order has changed. ``place``: None if the parameter is not compressed."""
     if not grad.is_floating_point():
         raise TypeError(f"{name}: gradient of dtype {grad.dtype}; allowed are float32, float16, bfloat16, float64")
     if place is None:
@@ -72,7 +72,7 @@ def check_gradient(name: str, grad: Tensor, place: Place | None) -> None:
 
 
 def _check_layout(piece: Piece, weight: Tensor) -> None:
-    """Raises ``ValueError`` unless only meaningless strides, of dimensions of one entry, have changed."""
+    """Raises ``ValueError`` unless only strides of dimensions of one entry, which mean nothing, have changed."""
     shape, stride = weight.shape, weight.stride()
     if shape != piece.shape:
         raise ValueError(

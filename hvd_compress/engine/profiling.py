@@ -1,11 +1,11 @@
-"""Named ranges in a profile that a user records with ``torch.profiler``: ``hvd_compress.select`` and others."""
+"""Named ranges, such as ``hvd_compress.select``, in what a user records with ``torch.profiler``."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from torch.autograd import profiler
 
-#: What each means: ``docs/metrics.md``.
+#: Explained in ``docs/metrics.md``.
 Stage = Literal["accumulate", "select", "encode", "reduce", "apply", "exchange", "wait", "dense"]
 
 _NOTHING = nullcontext()

@@ -1,8 +1,8 @@
 """The compressors of one process.
 
-Ranks may begin with different ones of them, or end their steps in different orders (two tasks, each with its own
-optimizer). So each has a number that is the same on all its ranks, and a rank that waits for one goes on with the
-others.
+With several (two tasks, each with its own optimizer), ranks may begin with different ones, or end their steps in
+different orders. So each has a number that is the same on all its ranks, and a rank that waits for one compressor
+continues the exchanges of the others.
 """
 
 import weakref
@@ -15,20 +15,20 @@ class Peer(Protocol):
 
     @property
     def exchanging(self) -> bool:
-        """Whether it exchanges gradients, with whichever ranks."""
+        """Whether it exchanges with other ranks at all."""
 
     def advance_if_free(self) -> None:
         """Continues its exchanges as far as possible without waiting for them, or for a thread."""
 
     @property
     def compares(self) -> bool:
-        """Whether it has still to compare the ranks' configurations, and another rank may begin with that."""
+        """Whether its configuration is still to be compared, and another rank may begin with that."""
 
     def join_comparison(self) -> None:
-        """Starts to compare them."""
+        """Starts to compare its configuration, unless that is in progress. Does not wait."""
 
     def advance_comparison(self) -> None:
-        """Continues to compare them, without waiting."""
+        """Continues to compare its configuration, without waiting."""
 
 
 class Registry:

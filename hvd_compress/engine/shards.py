@@ -1,4 +1,4 @@
-"""Sharded parameters (DTensors): what a rank keeps of them. Recognised without importing torch.distributed."""
+"""Sharded parameters (DTensors), recognised without importing torch.distributed."""
 
 import math
 from typing import Any, cast
@@ -22,7 +22,7 @@ def mesh_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def shards(tensor: Tensor) -> int:
-    """Into how many shards a DTensor is divided; 1 for any other tensor."""
+    """The number of shards of a DTensor; 1 for any other tensor."""
     return math.prod(mesh_of(tensor))
 
 
@@ -32,7 +32,7 @@ def place_in_mesh(tensor: Tensor) -> list[int]:
 
 
 def whole(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor of which ``shard`` is this rank's, divided as ``like``; ``shard`` itself if that is no DTensor."""
+    """The DTensor with ``shard`` on this rank, sharded as ``like``; ``shard`` itself if ``like`` is no DTensor."""
     if not is_sharded(like):
         return shard
     parameter: Any = like.detach()

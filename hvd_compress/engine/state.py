@@ -39,7 +39,7 @@ class Leaf(abc.ABC):
 
 
 Tree: TypeAlias = Leaf | dict[str, "Tree"]
-#: By :func:`memory_of` a tensor that the description refers to, its copy in the saved values.
+#: The saved copies of tensors, by :func:`memory_of` the tensor.
 Copies: TypeAlias = dict[Any, Tensor]
 
 
@@ -113,7 +113,7 @@ class TensorLeaf(Leaf):
 
 
 class OptionalTensor(Leaf):
-    """``container[key]``, a tensor as ``like``, if it is there; otherwise saved as None."""
+    """``container[key]``, a tensor of the shape and dtype of ``like``; None where there is none."""
 
     def __init__(self, container: MutableMapping[str, Tensor], key: str, like: Tensor) -> None:
         self._container, self._key, self._like = container, key, like
@@ -162,8 +162,8 @@ class Entry(Leaf):
 
 
 class Fixed(Leaf):
-    """An option that a state depends on, in numbers, strings, lists and dicts: saved, and required to be the same.
-    ``hint``: what to do otherwise."""
+    """An option that a state depends on, of numbers, strings, lists and dicts: saved, and on loading required to be the
+    same. ``hint``: what to do if it is not."""
 
     def __init__(self, value: Saved, hint: str = "") -> None:
         self._value, self._hint = value, hint

@@ -1,4 +1,4 @@
-"""CUDA stream order for the work on one bucket, which hooks, exchanges and the user may launch on different streams."""
+"""The order of work on one bucket that hooks, exchanges and the user launch on different CUDA streams."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,8 +11,8 @@ def stream_order(device: torch.device) -> "StreamOrder":
 
 
 class StreamOrder(AbstractContextManager[None]):
-    """A context for every piece of work on a bucket: on the device it runs after the previous one, on whichever stream
-    that was. May be nested."""
+    """A context for all work on a bucket: what is launched in it runs after what was launched in the one before, on any
+    stream. May be nested."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,7 +35,7 @@ class StreamOrder(AbstractContextManager[None]):
         self._event.record(torch.cuda.current_stream(self._device))
 
     def note_input(self) -> None:
-        """An input was made on the current stream: the next piece of work waits for it."""
+        """Notes that an input was made on the current stream: the next context waits for it."""
         self._inputs.add(torch.cuda.current_stream(self._device))
 
     def exchange_stream(self) -> AbstractContextManager[object]:
@@ -46,8 +46,8 @@ class StreamOrder(AbstractContextManager[None]):
         return torch.cuda.stream(self._stream)
 
     def release(self, *tensors: torch.Tensor) -> None:
-        """Keeps the memory of ``tensors`` that another stream may own until the current stream is done with it. To be
-        called in this context, before they are dropped."""
+        """Keeps the memory of ``tensors``, which may belong to another stream, until the current stream is done with
+        it. Called in this context, before they are dropped."""
         for tensor in tensors:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 

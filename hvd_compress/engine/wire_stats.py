@@ -4,11 +4,11 @@ import statistics
 from collections import deque
 from typing import get_args
 
-from .collectives import Kind, Request, ring_bytes
+from .collectives import Category, Request, ring_bytes
 from .state import Entry, Tree
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
-_ALL = ("dense", *KINDS, "inside")
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+_ALL = ("dense", *CATEGORIES, "inside")
 _RECENT_STEPS = 1001
 
 
@@ -34,32 +34,31 @@ class WireStats:
         self._seconds += seconds
 
     def count_gradient(self, numel: int, ranks: int, share: float = 1.0) -> None:
-        """Counts what a gradient of ``numel`` entries would cost as a float32 ring allreduce over all ``ranks``.
-        ``share``: of what the node's card would send, which counts for this rank."""
+        """Counts the bytes of a float32 ring allreduce over all ``ranks`` of a gradient of ``numel`` entries, to
+        compare with. ``share``: the fraction of them that counts for this rank, in a node whose ranks share a link."""
         self._current["dense"] += share * ring_bytes("allreduce", 4 * numel, ranks)
 
     def count_dense(self, numel: int, byte_count: int, ranks: int, per_node: int = 1) -> None:
-        """Counts a gradient that is allreduced over all ``ranks`` without compression, in ``byte_count`` bytes. Of each
-        node's ``per_node`` ranks in a ring, one sends to another node."""
+        """Counts a gradient that is allreduced over all ``ranks`` without compression, in ``byte_count`` bytes. In the
+        ring, one of a node's ``per_node`` ranks sends to another node."""
         self.count_gradient(numel, ranks, 1.0 / per_node)
         sent = ring_bytes("allreduce", byte_count, ranks)
         self._current["dense_tensor"] += sent / per_node
         self._current["inside"] += sent * (per_node - 1) / per_node
 
     def count_request(self, request: Request, ranks: int, per_node: int = 1) -> None:
-        """Counts a collective of ``ranks``, of which each node has ``per_node``, as in :meth:`count_dense`. One inside
-        a node counts as inside."""
+        """Counts a collective of ``ranks``, of which each node has ``per_node``, as :meth:`count_dense` does."""
         sent = request.wire_bytes(ranks)
         if request.level == "inside":
             self._current["inside"] += sent
             return
-        self._current[request.kind] += sent / per_node
+        self._current[request.category] += sent / per_node
         self._current["inside"] += sent * (per_node - 1) / per_node
 
     def end_step(self) -> None:
         self._last = self._current
-        for kind, byte_count in self._current.items():
-            self._total[kind] += byte_count
+        for category, byte_count in self._current.items():
+            self._total[category] += byte_count
         self._complete = True
 
     def report(self) -> dict[str, float | dict[str, float]]:
@@ -74,7 +73,7 @@ class WireStats:
     def state(self) -> Tree:
         """The saved state."""
         return {
-            when: {kind: Entry(counts, kind, float, low=0.0, per_rank=True) for kind in counts}
+            when: {category: Entry(counts, category, float, low=0.0, per_rank=True) for category in counts}
             for when, counts in (("last", self._last), ("total", self._total))
         }
 
@@ -85,7 +84,7 @@ def _counts() -> dict[str, float]:
 
 def _summary(counts: dict[str, float]) -> dict[str, float]:
     dense = counts["dense"]
-    wire = sum(counts[kind] for kind in KINDS)
-    parts = {f"{kind}_bytes": counts[kind] for kind in KINDS}
+    wire = sum(counts[category] for category in CATEGORIES)
+    parts = {f"{category}_bytes": counts[category] for category in CATEGORIES}
     ratio = dense / wire if wire else float("nan")
     return {"dense_bytes": dense, "wire_bytes": wire, **parts, "inside_bytes": counts["inside"], "wire_ratio": ratio}

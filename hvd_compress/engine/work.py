@@ -1,4 +1,4 @@
-"""One bucket of one method at work: the engine's side of every method."""
+"""One bucket of one method: its state and its algorithm, as the engine calls them."""
 
 import abc
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from .state import Tree
 
 @dataclass(frozen=True)
 class Step:
-    """What all buckets know of a step.
+    """The facts of a step that all buckets get.
 
     ``number``: of completed steps. ``rank``, ``ranks``: this rank, and how many there are. ``scale``: the loss scale of
     the gradients (the ``GradScaler``'s, or 1). ``seed``: of all random numbers. ``settings``: a hash of the method's
@@ -28,7 +28,7 @@ class Step:
     settings: int
 
     def every(self, interval: int) -> bool:
-        """Whether this is the last of ``interval`` steps; never if that is 0."""
+        """Whether this is the last of every ``interval`` steps; never if that is 0."""
         return interval > 0 and self.number % interval == interval - 1
 
 
@@ -36,26 +36,26 @@ class Part:
     """Something that a method keeps for one bucket from step to step."""
 
     def begin(self, step: Step) -> None:
-        """A step begins: the last one can no longer be undone. Must not communicate."""
+        """Called when a step begins: the last one can no longer be undone. Must not communicate."""
 
     def undo(self) -> None:
-        """The average was not applied (a step that was skipped, discarded or has failed): restores what the exchange
-        has changed, as far as it went."""
+        """Called when the average is not applied (a step that was skipped, discarded or has failed): restores what the
+        exchange has changed so far."""
 
     def restart(self) -> None:
-        """The set of ranks has changed, or a state will be loaded: forgets what new ranks cannot know, and the last
-        step."""
+        """Called when the set of ranks has changed (elastic), and before a state is loaded: forgets what new ranks
+        cannot know, and the last step."""
 
     def state(self) -> Tree:
-        """Describes what a checkpoint contains (:mod:`hvd_compress.engine.state`), by the piece's name where it belongs
-        to a piece."""
+        """Describes what a checkpoint contains (:mod:`hvd_compress.engine.state`), by piece name where it belongs to
+        one."""
         return {}
 
 
 class Work(abc.ABC):
     """A bucket, the parts that a method is made of, and its algorithm. The residual is the bucket's."""
 
-    #: Of the step that began last.
+    #: The step that began last.
     step: Step
 
     def __init__(self, bucket: Bucket, **parts: Part) -> None:
@@ -95,15 +95,15 @@ class Work(abc.ABC):
         return {"residual": self.saved(self.bucket.residual), **described}
 
     def saved(self, residual: Tensor) -> Tree:
-        """Describes the residual, or another sum of gradients of the same form, in a checkpoint."""
+        """Describes the residual, or a tensor of the same form, in a checkpoint."""
         return self.bucket.saved(residual, per_rank=True)
 
-    def held(self, piece: Piece) -> Tensor:
-        """The residual of a piece, in its shape: float32. Not to be written to."""
+    def residual_of(self, piece: Piece) -> Tensor:
+        """The residual of a piece, in its shape: float32. Read only."""
         return piece.shaped(self.bucket.residual)
 
-    def hold(self, piece: Piece, entries: Tensor) -> None:
-        """The inverse of :meth:`held`: replaces the residual of a piece. Called between steps."""
+    def set_residual(self, piece: Piece, entries: Tensor) -> None:
+        """Replaces the residual of a piece. Called between steps."""
         piece.of(self.bucket.residual).zero_()
         piece.shaped(self.bucket.residual).copy_(entries)
 
@@ -113,7 +113,7 @@ class Work(abc.ABC):
 
 
 def undo(works: Iterable[Work]) -> None:
-    """What the last exchange of these buckets has sent returns to their state."""
+    """Adds what the last exchange of these buckets has sent back to their residuals."""
     for work in works:
         with work.bucket.order:
             work.undo()

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 from torch.optim import Adam
 
-from ..engine.facts import Facts, Traits
+from ..engine.facts import OptimizerFacts, Traits
 
 
-def check(facts: Facts, traits: Traits, warn: Callable[[str], None]) -> None:
-    """Raises ``ValueError`` if the optimizer must not apply such averages, and warns of what trains badly."""
-    if traits.signs:
-        _check_takes_signs(facts)
+def check(facts: OptimizerFacts, traits: Traits, warn: Callable[[str], None]) -> None:
+    """Raises ``ValueError`` if the optimizer must not apply averages with these traits, and warns if it trains badly on
+    them."""
+    if traits.fixed_size:
+        _check_fixed_size(facts)
     if facts.ours and facts.unknown:
         warn(
             f"{facts.unknown} of the optimizer's parameters were not given to this compressor: their gradients are "
@@ -24,7 +25,7 @@ def check(facts: Facts, traits: Traits, warn: Callable[[str], None]) -> None:
         )
 
 
-def _check_takes_signs(facts: Facts) -> None:
+def _check_fixed_size(facts: OptimizerFacts) -> None:
     if facts.given is False:
         raise ValueError(
             "DistributedOptimizer was not given this compressor, so its gradients are not signs: pass compression="
@@ -47,9 +48,9 @@ def _check_takes_signs(facts: Facts) -> None:
         )
 
 
-def check_momentum(facts: Facts, momentum: float, owing: bool) -> None:
-    """Raises ``ValueError`` if the compressor's ``momentum`` would be lost or counted twice. ``owing``: whether it
-    belongs to parameters that the optimizer holds."""
+def check_momentum(facts: OptimizerFacts, holds: bool) -> None:
+    """Raises ``ValueError`` if momentum that is in the compressor would be lost. ``holds``: whether the optimizer holds
+    parameters that have it."""
     if facts.given is False:
         raise ValueError(
             "this compressor has the momentum, but DistributedOptimizer was not given it: pass compression="
@@ -59,7 +60,7 @@ def check_momentum(facts: Facts, momentum: float, owing: bool) -> None:
             "momentum would be lost: with one process, Horovod calls no compressor; give it to the optimizer, set "
             "momentum=0 here, and call compression.take_momentum(optimizer), which then leaves it there"
         )
-    if owing and facts.ours:
+    if holds and facts.ours:
         check_complete(facts.unknown)
 
 

@@ -1,12 +1,12 @@
-"""What becomes of an average after a step: an optimizer applies it, and it does not come back as a gradient.
+"""Observes what becomes of an average: whether an optimizer applies it, and whether it comes back in a gradient.
 
 ================================================  ======================================================
 after an average                                  what follows
 ================================================  ======================================================
 an optimizer steps                                it was applied: ``stepped()``
 a ``GradScaler`` lets the optimizer skip          it was not: ``called``, but not ``stepped()``
-nobody steps, ``.grad`` stays, no weight changes  it ``waits()``: a state that is saved now is without it
-nobody stepped after the average before, either   the user applies averages: it does not wait
+nobody steps, ``.grad`` stays, no weight changes  it is ``unapplied()``: a state that is saved now is without it
+nobody stepped after the average before, either   the user's own code applies averages: it is applied
 backward adds to ``.grad``                        the gradient ``arrives()`` with the average in it
 ``.grad`` is zeroed, or another tensor            it does not
 ================================================  ======================================================
@@ -25,10 +25,10 @@ from ..engine.optimizers import parameters_of
 from ..engine.shards import local
 from ..engine.spread import spread
 
-# So many parameters are looked at, evenly spread: a hook costs microseconds.
+# The most parameters that are looked at: a hook costs microseconds.
 _PROBES = 32
 
-#: Stands for the parameter's ``.grad``.
+#: A mark: the average is in the parameter's ``.grad``.
 IN_GRAD = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -44,18 +44,18 @@ class LastAverage:
         self._parameters = parameters
         self._probes = spread([number for number, p in enumerate(parameters) if p.requires_grad], _PROBES)
         self._hooked = False
-        #: By probe whose ``.grad`` may hold the last average, that tensor when the average was written.
+        #: By parameter that is looked at and whose ``.grad`` may hold the last average: ``.grad`` when the average was
+        #: written, ``.grad`` before a gradient was added, and ``.grad`` and its version before an optimizer stepped.
         self._written: dict[int, weakref.ref[Tensor] | None] = {}
-        #: Of those of them to which a gradient was added, ``.grad`` before; ``.grad`` and its version when an optimizer
-        #: stepped.
         self._added: dict[int, weakref.ref[Tensor]] = {}
         self._applied: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        #: The versions of these parameters when the average was written; empty without an average.
         self._versions: list[int] = []
-        # Whether the average before was followed by no optimizer's step: the user's own code applies averages.
+        # Whether no optimizer stepped after the average before this one: the user's own code applies averages.
         self._own_updates = False
-        #: Of each step of an optimizer since the average was written, the tensor that tells whether it was skipped.
+        #: For each optimizer step since the average was written, the tensor that tells whether it was skipped, if any.
         self._steps: list[Tensor | None] = []
-        #: The optimizers that have stepped, ever and since then; the ids of what they hold, None until somebody asks.
+        #: The optimizers that have stepped, ever and since the average; the ids of their parameters, None until needed.
         self._steppers, self._stepped = weakref.WeakSet[Optimizer](), weakref.WeakSet[Optimizer]()
         self._trained: set[int] | None = None
         self._held: set[int] | None = None
@@ -89,7 +89,7 @@ class LastAverage:
                 self._applied[number] = weakref.ref(grad), grad._version
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called when it has stepped, or skipped the step."""
+        """Called when the optimizer has stepped, or skipped the step."""
         # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
         found_inf = getattr(optimizer, "found_inf", None)
         if self._versions:  # there is an average
@@ -99,7 +99,7 @@ class LastAverage:
         self._trained = self._held = None
 
     def before_accumulation(self, number: int) -> None:
-        """Called when a gradient is about to be added to parameter ``number``'s, or only to be returned
+        """Called by autograd before it adds a gradient to parameter ``number``'s ``.grad``, or returns it
         (``autograd.grad``)."""
         if number not in self._written:
             return
@@ -110,8 +110,8 @@ class LastAverage:
             del self._written[number]
 
     def arrives(self, number: int, before: Tensor | None = IN_GRAD) -> bool:
-        """Whether the gradient of parameter ``number``, which is passed in, contains the last average. ``before``:
-        what the last average would be in, if not the parameter's ``.grad``."""
+        """Whether the gradient of parameter ``number`` that a host passes in contains the last average. ``before``: the
+        tensor that would contain it, if not the parameter's ``.grad``."""
         if number not in self._written:
             return False
         grad = self._parameters[number].grad if before is IN_GRAD else before
@@ -120,7 +120,7 @@ class LastAverage:
             return False
         if added is not None:
             return added() is grad and bool(local(grad).any())
-        # Nothing was accumulated: it may be the average itself, or, without an optimizer, a gradient of the user's own.
+        # Nothing was accumulated: this may be the average itself, or, without an optimizer, the user's own gradient.
         same = written is not None and written() is grad
         return same and bool(self._steppers) and self._remains(number, grad)
 
@@ -133,10 +133,10 @@ class LastAverage:
         """Whether an optimizer has changed the parameters since the average was written. May synchronise a GPU."""
         return any(found_inf is None or not bool(found_inf) for found_inf in self._steps)
 
-    def waits(self) -> bool:
-        """Whether nobody has applied the last average so far: no optimizer has stepped, as it did after the average
-        before, no probe has changed, and gradients are there still. (An average that is not finite has sent nothing.)
-        Synchronises a GPU."""
+    def unapplied(self) -> bool:
+        """Whether nobody has applied the last average so far: no optimizer has stepped, no weight has changed, and
+        gradients are there still. False if no optimizer stepped after the average before, either, and for an average
+        that is not finite, which has sent nothing. Synchronises a GPU."""
         if (
             self._own_updates
             or self.stepped()

@@ -9,18 +9,18 @@
                            TAKEN_BACK: what was sent is in the residuals again
 
 All states but COLLECTING end when the next gradient arrives. That an average was applied is not a state: nobody tells,
-:class:`~hvd_compress.gradients.last_average.LastAverage` looks. What "it did not happen" is called:
+:class:`~hvd_compress.gradients.last_average.LastAverage` observes it. The verbs for what did not happen:
 
 ``reset``
-    the step in progress has failed: what has arrived and what was sent stay in the residuals.
+    drops the step in progress, which has failed: what has arrived and what was sent stay in the residuals.
 ``discard``
-    the user does not apply the last average.
+    takes back the last average, which nobody applies.
 ``undo``
-    what an exchange has sent returns to the residuals; of a step, a bucket, and each part of one.
+    adds what an exchange has sent back to the residuals; of a step, of a bucket, and of each part of one.
 ``restart``
-    other ranks, or another state: forgets what belongs to the old ones.
+    forgets what belongs to the old ranks, or to the state before the one that is loaded.
 ``clear``
-    empties a container; of a step, there is no last average any more.
+    empties a container; of a step, forgets the last average.
 """
 
 import weakref
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
-from ..engine.facts import Facts
+from ..engine.facts import OptimizerFacts
 from ..engine.modes import modes_off
 from ..engine.place import Place, check_gradient
 from ..engine.state import Tree
@@ -48,15 +48,15 @@ class GradScaler(Protocol):
 
 
 class Host(Protocol):
-    """Who passes the gradients in and applies the averages."""
+    """What passes gradients in, as a :class:`GradientStep` sees it."""
 
     @property
     def single(self) -> bool:
-        """Whether one optimizer only may step the parameters: it is the one whose gradients are passed in."""
+        """Whether only one optimizer may step the parameters: the one from which the host passes gradients in."""
 
     @property
     def detached(self) -> bool:
-        """Whether its hooks were taken away: the gradients that optimizers apply have not come from here."""
+        """Whether the host's hooks were removed, so that optimizers apply gradients that it has not passed in."""
 
     @property
     def versions(self) -> bool:
@@ -66,8 +66,8 @@ class Host(Protocol):
         """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises an error for an optimizer that reduces gradients in a way that does not fit, and warns of one whose
-        gradients have not come from here."""
+        """Raises an error for an optimizer that averages gradients in a way that does not fit, and warns of one whose
+        gradients the host has not passed in."""
 
 
 class _State(Enum):
@@ -96,10 +96,10 @@ class GradientStep:
         self._state = _State.IDLE
         #: Whether the gradients may hold an average that was taken back.
         self._discarded = False
-        #: Undoes the last exchange in place of the engine.
+        #: Undoes the last exchange in place of the methods, if it is set.
         self._undo: Callable[[], None] | None = None
         self._last_average = LastAverage(engine.parameters)
-        # False after the first gradient in this process, and after bypassed_by() has been true.
+        # True until the first gradient arrives, and until bypassed_by() has been true.
         self._may_be_bypassed = True
 
     @property
@@ -140,8 +140,8 @@ class GradientStep:
             self._last_average.written()
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
-        """Whether this step of the optimizer applies gradients although the compressor has received none in this
-        process. True at most once. Synchronises a GPU until then, or until the first gradient arrives."""
+        """Whether this optimizer step applies gradients although none has arrived in this process so far. True at most
+        once. Synchronises a GPU until then, or until the first gradient arrives."""
         if not self._may_be_bypassed or not self._engine.optimizers.applies_gradients(optimizer):
             return False
         self._may_be_bypassed = False
@@ -150,8 +150,8 @@ class GradientStep:
     # What did not happen.
 
     def reset(self, wait: bool = False, overwritten: bool = False) -> None:
-        """The step in progress has failed, see :meth:`hvd_compress.Compressor.reset`. ``overwritten``: the memory of
-        its gradients holds others now. Nothing is waited for."""
+        """See :meth:`hvd_compress.Compressor.reset`. ``overwritten``: the memory of the step's gradients holds other
+        values now. Nothing is waited for."""
         with self._engine.entered:
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
@@ -159,7 +159,7 @@ class GradientStep:
 
     @modes_off
     def discard(self) -> None:
-        """The last average is not applied, see :meth:`hvd_compress.Compressor.discard_step`."""
+        """See :meth:`hvd_compress.Compressor.discard_step`."""
         with self._engine.entered:
             if self._state is _COLLECTING:
                 raise RuntimeError(
@@ -171,18 +171,15 @@ class GradientStep:
                 self.undo()
 
     def undo_if_skipped(self) -> float:
-        """Takes the last average back if the ``GradScaler`` has lowered its scale and this optimizer has not stepped.
-        (An average that no optimizer has used may be in use elsewhere, such as by the user's own update.)
-
-        Returns the current loss scale. May synchronise a GPU.
-        """
+        """Takes the last average back if the ``GradScaler`` has lowered its scale and no optimizer has stepped. Returns
+        the current loss scale. May synchronise a GPU."""
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale < self._engine.scale and not self._last_average.stepped():
             self.discard()
         return scale
 
     def undo(self) -> None:
-        """What the last average has sent returns to the residuals."""
+        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo`."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -190,8 +187,7 @@ class GradientStep:
             undo_works(self._engine.works)
 
     def undo_by(self, restore: Callable[[], None]) -> None:
-        """Lets ``restore``, which loads the state before the last average, undo that: the methods' own means to do so
-        are used up."""
+        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo_by`."""
         self._undo = restore
 
     def restart(self, same_ranks: bool) -> None:
@@ -201,13 +197,13 @@ class GradientStep:
         self.clear()
 
     def clear(self) -> None:
-        """There is no last average any more, and the ranks are compared again."""
+        """Forgets the last average, and lets the ranks compare their configurations again."""
         self._state, self._undo = _State.IDLE, None
         self._last_average.clear()
         self._engine.peer.changed()
 
     def replaced(self) -> None:
-        """Something else drives the engine from now on, as long as it exists."""
+        """Called when local steps drive the engine in place of this object."""
         self.clear()
         self._may_be_bypassed = False
 
@@ -219,7 +215,7 @@ class GradientStep:
 
     @property
     def unapplied(self) -> "GradientStep | None":
-        return self if self.undoable and self._last_average.waits() else None
+        return self if self.undoable and self._last_average.unapplied() else None
 
     @property
     def undoable(self) -> bool:
@@ -240,7 +236,7 @@ class GradientStep:
         self.undo_if_skipped()
 
     def check_equal_weights(self) -> None:
-        """All ranks apply the same averages."""
+        """Nothing to check: all ranks apply the same averages."""
 
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -252,7 +248,7 @@ class GradientStep:
         if active:
             host.check_optimizer(optimizer)
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
-        engine.method.check_optimizer(Facts(optimizer, given, ours, active, unknown))
+        engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown))
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         if counts:
@@ -276,7 +272,7 @@ class GradientStep:
         self._state, self._may_be_bypassed = _COLLECTING, False
 
     def _refuse_last_average(self, number: int) -> None:
-        """Raises ``RuntimeError``, unless it does no harm: a gradient contains the last average."""
+        """Raises ``RuntimeError`` for a gradient that contains the last average, unless that does no harm."""
         method = self._engine.method
         if method.traits.linear and not self._discarded:
             return

@@ -1,4 +1,4 @@
-"""Who passes gradients in: Horovod, torch DistributedDataParallel or FSDP2."""
+"""Hosts, which pass gradients in: Horovod, torch DistributedDataParallel or FSDP2."""
 
 from typing import Any
 

@@ -53,14 +53,18 @@ def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     return cast(DDPHost, state.ddp_host).hook(bucket)
 
 
-#: A parameter, its gradient before DDP's callback and that tensor's version, and the averaged gradient, in the bucket.
+#: A parameter; its ``.grad`` before DDP's callback, and that tensor's version; the average, in DDP's bucket.
 _Result = tuple[Tensor, Tensor | None, int, Tensor]
 
 
 class DDPHost(HookedHost):
-    """The hook of one engine."""
+    """The communication hook of one compressor."""
 
     registration = "model.register_comm_hook(compression, hvd_compress.ddp_hook)"
+    bound = (
+        f"is bound to torch.distributed, and its parameters are not sharded: use {registration}; for FSDP2 build it "
+        "after fully_shard(), for Horovod with process_set="
+    )
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)
@@ -69,7 +73,7 @@ class DDPHost(HookedHost):
         self._results: list[_Result] = []
         self._dense: list[tuple[list[DenseGradient | Tensor], Handle]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        #: The last bucket so far of the step in progress, and the backward pass that it belongs to.
+        #: The index of the step's last bucket so far, and the backward pass to which it belongs.
         self._index, self._backward = -1, -1
         #: Whether DDP skips buckets that no rank has used.
         self._skips = False
@@ -130,8 +134,8 @@ class DDPHost(HookedHost):
         self._skips = any(getattr(model, "skip_all_reduce_unused_params", False) for model in models) or not models
 
     def _await_end(self) -> None:
-        """DDP calls no hook for the buckets that it skips, so the last may be missing: the step ends with the backward
-        pass then, before DDP's own callback, which is queued later and waits for the futures."""
+        """Lets the step end with the backward pass if the last bucket is skipped, for which DDP calls no hook. DDP's
+        own callback, which waits for the futures, is queued after this one."""
         if backward_depth():
             raise RuntimeError(
                 "hvd_compress does not support skip_all_reduce_unused_params=True with a backward pass inside another "
@@ -146,7 +150,7 @@ class DDPHost(HookedHost):
 
     @contextmanager
     def _inside(self, device: torch.device) -> Iterator[None]:
-        """For a part of a step, which is reset if it fails."""
+        """A context for a part of a step. If it fails, the step is reset."""
         with self._engine.entered, self._side_stream(device):
             try:
                 yield
@@ -213,7 +217,8 @@ class DDPHost(HookedHost):
 
 @modes_off
 def _fill_unused(results: list[_Result]) -> None:
-    """DDP leaves the gradient of a parameter that no rank has used; what was sent of its residual must still arrive."""
+    """Writes the averages that DDP does not store: those of parameters that no rank has used. What was sent of their
+    residuals must still arrive."""
     for parameter, before, version, average in results:
         grad = parameter.grad
         if grad is not before or (grad is not None and grad._version != version):
@@ -246,7 +251,7 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
-    """The DDP models with a hook of this state, or, if the user's own hook calls ours, those with a hook and this
+    """The DDP models whose hook has this state; if the user's own hook calls ours, those with a hook and this
     parameter. DDP does not tell a hook its model."""
     hooked = [model for model in living(DistributedDataParallel) if getattr(model, "_comm_hooks", ())]
     registered = [model for model in hooked if any(theirs is state for _, theirs in model._comm_hooks)]

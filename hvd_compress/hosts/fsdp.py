@@ -49,7 +49,7 @@ _REPLACED = (
 
 
 def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> "FSDPHooks":
-    """Exchanges the gradients of an FSDP2 model between its replicas by a compressor.
+    """Lets a compressor exchange the gradients of an FSDP2 model between its replicas.
 
     FSDP averages gradients inside a shard group as always, and the compressor averages this rank's shards with the same
     shards of the other replicas (hybrid sharding, HSDP). Call it on all ranks, after ``fully_shard()`` on every block
@@ -135,9 +135,15 @@ class FSDPHooks:
 
 
 class FSDPHost(HookedHost):
-    """The hooks of one engine."""
+    """The FSDP2 hooks of one compressor.
+
+    ``.grad`` during a backward pass, which begins with the first reduce-scatter: what it held before is set aside in
+    ``_before``; FSDP writes this pass's gradients there, which are averaged in place. At the end, the averages are
+    added to what was set aside.
+    """
 
     registration = "hvd_compress.register_fsdp_hooks(model, compression)"
+    bound = f"is bound to FSDP2, because its parameters are sharded: use {registration}"
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)
@@ -148,10 +154,10 @@ class FSDPHost(HookedHost):
         self._before = dict[int, Tensor]()
         self._grads = dict[int, Tensor]()
         self._dense: list[DenseGradient] = []
-        #: By parameter: its gradient in this backward pass, which is not exchanged, and the sum of earlier ones.
+        #: By parameter that is not exchanged in this backward pass: its gradient, and the sum of earlier ones.
         self._apart = dict[int, Tensor]()
         self._partial = dict[int, Tensor]()
-        #: The hook that has run last, and all of this backward pass whose modules are exchanged.
+        #: The hook that ran last, and the hooks of this backward pass whose modules are exchanged.
         self._hook: ModuleHook | None = None
         self._exchanged = set[ModuleHook]()
         #: Whether a gradient may arrive twice in this backward pass: all are passed on at its end.
@@ -250,8 +256,7 @@ class FSDPHost(HookedHost):
             self._exchanged.add(hook)
 
     def _begin(self, backward: int) -> None:
-        """Begins a backward pass. What is in ``.grad`` already is set aside, and what is added is averaged apart from
-        it."""
+        """Begins a backward pass: sets aside what is in ``.grad``."""
         if backward_depth() > 1:
             raise RuntimeError(
                 "hvd_compress does not support a backward pass inside another one with FSDP: checkpoint with "
@@ -279,8 +284,8 @@ class FSDPHost(HookedHost):
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def arrived(self, name: str, number: int, grad: Tensor) -> None:
-        """Takes the gradient of this rank's shard. It stays in ``.grad`` for the user's own hooks, and FSDP may add to
-        it there."""
+        """Called by the parameter's hook with the gradient of this rank's shard. It stays in ``.grad`` for the user's
+        own hooks, and FSDP may add to it there."""
         hook = self._hook
         if hook is None or torch._C._current_graph_task_id() != self._backward:
             raise RuntimeError(f"{name}: {_REPLACED}")
@@ -349,8 +354,8 @@ class FSDPHost(HookedHost):
                 self._reset()
 
     def _reset(self) -> None:
-        """``.grad`` is again as it was before the backward pass. What earlier passes have kept apart is dropped:
-        the step begins again; a part of it may have been passed on."""
+        """Restores ``.grad`` as it was before the backward pass, and drops what earlier passes have kept apart, of
+        which a part may have been passed on: the step begins again."""
         self.step.reset()
         for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
@@ -373,7 +378,7 @@ class FSDPHost(HookedHost):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """For a part of a step, which is reset if it fails."""
+        """A context for a part of a step. If it fails, the step is reset."""
         with self._engine.entered:
             try:
                 yield
@@ -410,9 +415,12 @@ class _Registration:
 
 @dataclass(frozen=True, eq=False)
 class _ParameterHook:
-    """The post-accumulate hook. ``host``: Python's garbage collector cannot look into autograd's hooks, so they must
-    not keep the compressor alive. ``number``: in the compressor, if it has the parameter. ``checked``: whether it was,
-    when the hooks were registered; those that were frozen were not."""
+    """The post-accumulate hook of one parameter.
+
+    ``host``: a weak reference, since Python's garbage collector cannot look into autograd's hooks. ``number``: of the
+    parameter in the compressor, if it has it. ``checked``: whether :meth:`FSDPHost.check` has seen the parameter; it
+    does not see frozen ones.
+    """
 
     host: "weakref.ref[FSDPHost]"
     name: str

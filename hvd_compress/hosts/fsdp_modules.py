@@ -1,4 +1,4 @@
-"""FSDP2's modules: their all-reduce hooks, and what of their state there is no public way to ask for."""
+"""FSDP2's modules: their all-reduce hooks, and the parts of their state that have no public interface."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# A mark, where FSDP has what is kept apart on a 2-D mesh. On a 1-D mesh FSDP only ever sets that to None: after each
-# reduce-scatter, and in reset_iter_state().
+# A mark in FSDP's attribute for gradients that are kept apart on a 2-D mesh. On a 1-D mesh FSDP only sets it to None:
+# after each reduce-scatter, and in reset_iter_state().
 _KEPT_APART = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -17,9 +17,8 @@ class ModuleHook:
 
     Args:
         module, group: one of them, and its group.
-        reduced: called with this object after each reduce-scatter, and after the hook of the user's own that was set
-            before, if there was one.
-        sums: whether reduce-scatter must sum, since it does so in any case.
+        reduced: called with this object after each reduce-scatter, and after an all-reduce hook that was set before.
+        sums: whether FSDP is told to sum and divide (:func:`hvd_compress.hosts.fsdp.reduces_to_averages`).
     """
 
     def __init__(self, module: Any, group: Any, reduced: "Callable[[ModuleHook], None]", sums: bool) -> None:
@@ -39,7 +38,7 @@ class ModuleHook:
 
     @property
     def name(self) -> str:
-        """That of the module's class."""
+        """The name of the module's class."""
         return type(self._module).__name__
 
     @property
@@ -59,7 +58,7 @@ class ModuleHook:
         return bool(getattr(self.group, "reduce_scatter_unused_params", False))
 
     def keep(self) -> None:
-        """Called at the end of a backward pass: notes in FSDP whether something is kept apart."""
+        """Called at the end of a backward pass: marks in FSDP whether something is kept apart."""
         if self.kept:
             self.group._partial_reduce_output = _KEPT_APART
         elif self.group._partial_reduce_output is _KEPT_APART:
@@ -71,7 +70,7 @@ class ModuleHook:
         return bool(self.kept) and self.group._partial_reduce_output is not _KEPT_APART
 
     def remove(self) -> None:
-        """The module is again as it was. A hook that was set in the place of this one stays."""
+        """Restores the module. A hook that was set in the place of this one stays."""
         self.kept.clear()
         self.keep()
         if not self.replaced:
@@ -81,8 +80,8 @@ class ModuleHook:
 
 
 def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """The names and modules in a model that ``fully_shard()`` was applied to. Does not import FSDP, which takes most of
-    a second."""
+    """The modules in a model that ``fully_shard()`` was applied to, with their names. Does not import FSDP, which takes
+    most of a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -90,16 +89,16 @@ def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """The groups of parameters that FSDP reduces together: one for a module, or, of a module without parameters of its
-    own, none. Several modules may share one."""
+    """A module's groups of parameters that FSDP reduces together: usually one; none without parameters of its own.
+    Several modules may share one."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
 
 
 def check_resharded(model: object) -> None:
-    """Raises ``ValueError`` if the parameters of a model are not the shards, but what FSDP has gathered of them. Does
-    nothing for anything else than a model."""
+    """Raises ``ValueError`` if the parameters of a model are not the shards, but gathered from them. Does nothing for
+    an argument that is no model."""
     if not isinstance(model, torch.nn.Module):
         return
     for name, module in sharded_modules(model):
@@ -112,7 +111,7 @@ def check_resharded(model: object) -> None:
 
 
 def check_not_unsharded(model: torch.nn.Module, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raises ``ValueError`` if one of the parameters is a plain one that FSDP has gathered from the model's shards."""
+    """Raises ``ValueError`` if one of the parameters is a plain one, gathered by FSDP from the model's shards."""
     groups = [group for _, module in sharded_modules(model) for group in groups_of(module)]
     # FSDP makes each of them once and keeps it.
     unsharded = [getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params]
@@ -126,12 +125,12 @@ def check_not_unsharded(model: torch.nn.Module, named: Iterable[tuple[str, torch
 
 
 def remember(modules: Iterable[Any], registration: object) -> None:
-    """Keeps an object as long as the modules, in their place of the one before; None for none."""
+    """Keeps an object as long as the modules exist, in place of the last one; None for none."""
     for module in modules:
         cast(Any, module._get_fsdp_state())._hvd_compress = registration
 
 
 def remembered(modules: Iterable[Any]) -> list[Any]:
-    """The objects that modules keep, each once."""
+    """The objects that :func:`remember` has given the modules, each once."""
     found = (getattr(module._get_fsdp_state(), "_hvd_compress", None) for module in modules)
     return list({id(each): each for each in found if each is not None}.values())

@@ -18,8 +18,13 @@ from .lookup import GradientLookup
 
 
 class HorovodHost:
-    """``compress`` and ``decompress`` of ``horovod.torch.DistributedOptimizer`` for one engine."""
+    """``compress`` and ``decompress`` of one compressor, for ``horovod.torch.DistributedOptimizer``."""
 
+    #: What the compressor is bound to, for errors.
+    bound = (
+        "is bound to Horovod: for DistributedDataParallel build it with process_group=, or in a program that "
+        "initialises torch.distributed only"
+    )
     #: Horovod's optimizer and the one that it wraps count as one.
     single, detached, versions = True, False, True
 
@@ -66,19 +71,19 @@ class HorovodHost:
             return given.copy_(average) if given is not None and given.is_conj() else average
 
     def release(self) -> None:
-        """Local steps take the place of this host: its hooks on all parameters would cost time for nothing."""
+        """Called when local steps take the place of this host. Removes its hooks, which would cost time for nothing."""
         self._used = None
         self.step.replaced()
 
     @property
     def _lookup(self) -> GradientLookup:
-        """Built again where local steps have come to their end."""
+        """Built again if the local steps that took this host's place no longer exist."""
         if self._used is None:
             self._used = GradientLookup(self._engine.parameters)
         return self._used
 
     def _nothing(self, device: torch.device) -> Tensor:
-        """Horovod must reduce something under a gradient's name: an empty tensor."""
+        """An empty tensor, for Horovod to reduce under a gradient's name."""
         if (found := self._empty.get(device)) is None:
             empty = torch.empty(0, dtype=torch.float32, device=device)
             found = self._empty[device] = empty, second_reference(empty)
@@ -89,9 +94,9 @@ class HorovodHost:
         return was_given(optimizer, self._engine.method)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises ``ValueError`` for an op or a process set that does not fit, ``RuntimeError`` if the step would
-        exchange averages. Warns if a step applies gradients and none has passed through this compressor. (Plain
-        optimizers may have other reasons to step.)"""
+        """Checks ``DistributedOptimizer`` only. Raises ``ValueError`` for an op or a process set that does not fit,
+        ``RuntimeError`` if the step would exchange averages. Warns if it applies gradients and none has passed through
+        this compressor."""
         given = self.given(optimizer)
         if given is None:
             return  # such as the optimizer that Horovod's wraps
@@ -105,7 +110,7 @@ class HorovodHost:
             )
 
     def _check_synchronized(self, optimizer: Optimizer) -> None:
-        """Horovod itself warns of this. The averages may be other tensors now, such as clipped ones."""
+        """Raises ``RuntimeError`` if the step would exchange the last averages again, of which Horovod only warns."""
         if not getattr(optimizer, "_synchronized", False) or not getattr(optimizer, "_should_synchronize", True):
             return
         grads = [p.grad for p in self._engine.parameters if p.grad is not None]
@@ -118,7 +123,7 @@ class HorovodHost:
             )
 
     def _explain(self, tensor: Tensor) -> None:
-        """Warns about a tensor that is not compressed, and counts it if it comes in the middle of a step."""
+        """Warns of a tensor that belongs to no parameter, and counts its bytes if a step is in progress."""
         engine = self._engine
         if self._lookup.is_parameter(tensor):
             engine.warn("Adasum passes parameters, not gradients: they are sent uncompressed")

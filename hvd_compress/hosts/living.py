@@ -1,9 +1,9 @@
-"""The objects of a class that exist in this process: some are told to nobody."""
+"""The objects of a class that exist in this process, for models and optimizers that nobody tells a compressor of."""
 
 import gc
 from typing import Any
 
 
 def living(kind: type) -> list[Any]:
-    """All of a class. The type is asked, since proxies pretend to be of other classes."""
+    """All objects of a class. By ``type()``: proxies pretend to be of other classes."""
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]

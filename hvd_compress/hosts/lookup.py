@@ -37,7 +37,7 @@ class GradientLookup:
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def record(self, number: int) -> None:
-        """The gradient of parameter ``number`` is complete."""
+        """Called by the hook: the gradient of parameter ``number`` is complete."""
         if len(self._number_by_id) > 2 * len(self._parameters):
             self.clear()  # with one process no step ever begins or ends
         self.accumulated = True
@@ -85,7 +85,7 @@ class GradientLookup:
 
 
 def _is_copy(dense: Tensor, sparse: Tensor) -> bool:
-    """Equal up to rounding: a GPU sums the rows of one index in any order."""
+    """Whether two gradients are equal to rounding: a GPU sums the rows of one index in any order."""
     if (sparse.shape, sparse.dtype, sparse.device) != (dense.shape, dense.dtype, dense.device):
         return False
     ours, theirs = (x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for x in (sparse.to_dense(), dense))

@@ -1,4 +1,4 @@
-"""Backward passes inside another one: reentrant checkpointing."""
+"""Finds backward passes inside another one, as of reentrant checkpointing."""
 
 import sys
 from types import FrameType
@@ -8,7 +8,7 @@ from torch.autograd.function import BackwardCFunction
 
 
 def backward_depth() -> int:
-    """How many backwards of Python autograd functions are running, one inside the other, in this thread."""
+    """The number of Python autograd functions whose backward is running in this thread, one inside the other."""
     depth, frame = 0, cast(FrameType | None, sys._getframe())
     while frame is not None:
         depth += frame.f_code is BackwardCFunction.apply.__code__

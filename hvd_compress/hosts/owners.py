@@ -1,4 +1,4 @@
-"""Who else has to do with a compressor's parameters: the model, FSDP2, and what averages their gradients."""
+"""Who else holds a compressor's parameters or averages their gradients, for local steps."""
 
 import sys
 import weakref
@@ -17,15 +17,15 @@ from .living import living
 
 
 class Owners:
-    """The modules that hold parameters; they are not kept alive.
+    """The modules that hold the parameters. Keeps no strong reference.
 
     Args:
         named: names and parameters.
-        model: that they are of, if it is known.
+        model: the model that has them, if it is known.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], model: torch.nn.Module | None) -> None:
-        # FSDP2 exchanges its modules' parameters for whole ones, and back.
+        # Not sharded ones: FSDP2 replaces its modules' parameters by gathered ones, and back.
         names = {id(p): name for name, p in named if not is_sharded(p)}
         modules = model.modules() if model is not None else ()
         self._model = None if model is None else weakref.ref(model)
@@ -39,7 +39,7 @@ class Owners:
         self._sharded = [weakref.ref(module) for module in dict.fromkeys([*inside, *_fsdp_modules(named)])]
 
     def check(self) -> None:
-        """Raises ``ValueError`` if the model has other parameters now."""
+        """Raises ``ValueError`` if parameters of the model were replaced."""
         moved = [(name, p()) for name, module, key, p in self._places if not _holds(module(), key, p())]
         if not moved:
             return
@@ -55,7 +55,7 @@ class Owners:
             )
 
     def reshard(self) -> None:
-        """Drops what FSDP2 keeps of whole parameters: after a validation it may keep those of before an exchange."""
+        """Drops the parameters that FSDP2 has gathered, as in a validation: after an exchange they are old."""
         for module in self._sharded:
             if (alive := module()) is not None:
                 alive.reshard()
@@ -66,7 +66,7 @@ def _holds(module: torch.nn.Module | None, key: str, parameter: Tensor | None) -
 
 
 def _fsdp_modules(named: Sequence[tuple[str, Tensor]]) -> Iterator[Any]:
-    """FSDP2's modules that hold some of the parameters, themselves or inside, wherever they are."""
+    """FSDP2's modules in this process that hold some of the parameters, themselves or in a module inside."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     ids = {id(p) for _, p in named if is_sharded(p)}
     if fsdp is None or not ids:
@@ -77,8 +77,8 @@ def _fsdp_modules(named: Sequence[tuple[str, Tensor]]) -> Iterator[Any]:
 
 
 def averages(parameters: Sequence[Tensor]) -> str | None:
-    """What averages the gradients of parameters already in each step, and what to do, for an error; None if nothing is
-    found."""
+    """What averages the gradients of these parameters in each step, and what to do about it, for an error message; None
+    if nothing does."""
     ids = {id(p) for p in parameters}
     if hooked(parameters):
         return "the hooks of register_fsdp_hooks(): call remove() of the handle that it has returned"

@@ -149,7 +149,7 @@ class CommonWeights:
         """This rank's weights after an exchange, in the dtype of the common weights."""
         if weight.place is None or self._unsent == "buffer":
             return weight.common
-        unsent: Tensor = weight.place.work.held(weight.place.piece)
+        unsent: Tensor = weight.place.work.residual_of(weight.place.piece)
         return weight.common + unsent
 
     def _clear_unsent(self) -> None:

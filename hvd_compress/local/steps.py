@@ -243,9 +243,9 @@ def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> N
             f"{type(compression).__name__} sends few entries, whose length is not that of the differences: "
             "restore_length=True goes with compressors that send all, such as Quantized and NoCompression"
         )
-    if traits.signs:
+    if traits.fixed_size:
         raise ValueError("local steps move the weights by averages, not by signs: build the compressor with sign=False")
-    if unsent == "weights" and not traits.exact:
+    if unsent == "weights" and not traits.conserving:
         raise ValueError(
             "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
             'use unsent="buffer"'

@@ -1,7 +1,7 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
-from ..engine.facts import Facts
+from ..engine.facts import OptimizerFacts
 from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.place import Place
@@ -26,6 +26,8 @@ from ..hosts.fsdp import FSDPHost
 from ..hosts.fsdp_modules import check_resharded
 from ..hosts.horovod import HorovodHost
 from .reporting import Reporting
+
+_Host = TypeVar("_Host", DDPHost, FSDPHost, HorovodHost)
 
 
 class Compressor(Reporting, Method):
@@ -56,8 +58,8 @@ class Compressor(Reporting, Method):
             parameters. True: nodes as torchrun or Horovod have started them; a number of nodes, which divides the ranks
             in order; with torch, a ``DeviceMesh`` of the dimensions node and GPU. All ranks must build the compressor
             at the same time. Horovod needs ``hvd.init(process_sets="dynamic")``.
-        grad_scaler: the ``torch.amp.GradScaler`` in use, if any: residuals are then kept in unscaled units, and what a
-            step that it skips has sent returns to them.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, if any. Residuals then do not depend on the loss scale, and
+            the values sent in a step that the scaler skips are added back.
         start_timeout: seconds to wait in the first step for the other ranks, to compare all options and parameters.
         collectives: replaces the host's collectives, for tests and simulations
             (:class:`hvd_compress.carriers.threads.ThreadWorld`).
@@ -104,13 +106,13 @@ class Compressor(Reporting, Method):
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
         everyone = collectives or default_collectives(process_set, process_group)
-        divided = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
-        #: Of the exchanges: between nodes, if there are nodes.
-        self.collectives = divided.between
+        levels = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
+        #: The ranks that the method's exchange is between: with nodes, one rank of each.
+        self.collectives = levels.between
         self.engine = Engine(
             self,
             named,
-            divided,
+            levels,
             seed=seed,
             min_numel=min_numel,
             bucket_mb=bucket_mb,
@@ -118,7 +120,7 @@ class Compressor(Reporting, Method):
             start_timeout=start_timeout,
         )
         self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
-        #: Who passes gradients in, unless local steps use this compressor.
+        #: What passes gradients in, unless local steps use this compressor.
         self.host, self.grad_scaler, self.seed = host_of(self.engine, grad_scaler), grad_scaler, seed
         self.engine.drive(self.host.step)
         self.engine.optimizers.watch()
@@ -128,7 +130,7 @@ class Compressor(Reporting, Method):
     def options(self) -> dict[str, object]:
         return {**super().options(), **self._common}
 
-    def check_optimizer(self, facts: Facts) -> None:
+    def check_optimizer(self, facts: OptimizerFacts) -> None:
         guard.check(facts, self.traits, self.engine.warn)
 
     def __repr__(self) -> str:
@@ -161,72 +163,54 @@ class Compressor(Reporting, Method):
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """Called by Horovod with a gradient. Returns the tensor that Horovod averages, and a context. Raises
         ``TypeError`` for another dtype, ``ValueError`` for another device than the parameter's."""
-        return self._horovod().compress(tensor)
+        return self._host_as(HorovodHost).compress(tensor)
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient | None) -> Tensor:
-        """Called by Horovod with the tensor that it averaged. Returns the averaged gradient."""
-        return self.passed(tensor) if ctx is None else self._horovod().decompress(tensor, ctx)
+        """Called by Horovod with the tensor that it has averaged. Returns the averaged gradient."""
+        return self.passed(tensor) if ctx is None else self._host_as(HorovodHost).decompress(tensor, ctx)
 
     @property
     def ddp_host(self) -> DDPHost:
         """This compressor's side of DistributedDataParallel, for :func:`hvd_compress.ddp_hook`."""
-        self._refuse_local_steps()
-        if isinstance(self.host, FSDPHost):
-            raise RuntimeError(
-                "this compressor's parameters are sharded: use hvd_compress.register_fsdp_hooks(model, compression)"
-            )
-        if not isinstance(self.host, DDPHost):
-            raise RuntimeError(
-                "this compressor is bound to Horovod; for DistributedDataParallel build it with process_group= or in a "
-                "program that initialises torch.distributed only"
-            )
-        return self.host
+        return self._host_as(DDPHost)
 
     @property
     def fsdp_host(self) -> FSDPHost:
         """This compressor's side of FSDP2, for :func:`hvd_compress.register_fsdp_hooks`."""
-        self._refuse_local_steps()
-        if not isinstance(self.host, FSDPHost):
-            raise RuntimeError("this compressor's parameters are not sharded: build it after fully_shard()")
-        return self.host
+        return self._host_as(FSDPHost)
 
     @property
     def takes_local_steps(self) -> bool:
-        """Whether local steps use this compressor, and not a host."""
+        """Whether :class:`~hvd_compress.LocalSteps` uses this compressor, and not a host."""
         return self.engine.driver is not self.host.step
 
-    def _refuse_local_steps(self) -> None:
+    def _host_as(self, kind: type[_Host]) -> _Host:
         if self.takes_local_steps:
             raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
-
-    def _horovod(self) -> HorovodHost:
-        self._refuse_local_steps()
-        if not isinstance(self.host, HorovodHost):
-            raise RuntimeError(
-                "this compressor is bound to torch.distributed: use model.register_comm_hook(compression, "
-                "hvd_compress.ddp_hook); for Horovod build it with process_set="
-            )
+        if not isinstance(self.host, kind):
+            raise RuntimeError(f"this compressor {self.host.bound}")
         return self.host
 
     # Between steps.
 
     def discard_step(self) -> None:
-        """The last average is not applied: what it sent returns to the residuals and is sent later.
+        """Takes back the last average, which is not applied: what was sent for it is added back to the residuals, and
+        sent later.
 
         Call it on every rank instead of ``optimizer.step()``, after ``optimizer.synchronize()`` (Horovod) or
-        ``backward()`` (DDP), and zero the gradients, which hold that average. Without it, an average counts as applied,
-        whoever applies it. Not needed for steps that a ``GradScaler`` skips if the compressor was given it. Of several
-        averages since the last step, only the last returns. Does nothing if there is none, or with
-        :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle of a step.
+        ``backward()`` (DDP), and zero the gradients, which hold that average. Without this call, an average counts as
+        applied. It is not needed for steps that a ``GradScaler`` skips if the compressor has the scaler. If several
+        averages were computed since the last optimizer step, only the last one is taken back. Does nothing if there is
+        none, or with :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle of a step.
         """
         if not self.takes_local_steps:
             self.host.step.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it): copies.
+        """A copy of this rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it).
 
         ``owed``: what this rank has not sent, by parameter, which fits any ranks, nodes and buckets. ``shared``: the
-        exact state of these, where it is the same on all ranks. ``per_rank``: where it is not, and byte counts.
+        part of the exact state that is the same on all ranks. ``per_rank``: the other part, and byte counts.
         ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
 
         Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
@@ -249,9 +233,10 @@ class Compressor(Reporting, Method):
         one_rank.load(self.engine, state)
 
     def reset(self) -> None:
-        """After a failure: drops the step in progress; the next gradient begins a new one. What buckets have sent in
-        this step returns to the residuals, and the gradients that were compressed become zero. With ``nodes``, those
-        that the node had not summed are lost. What local steps have in flight is waited for, unless that has failed."""
+        """Drops the step in progress, after a failure; the next gradient begins a new one. What was sent in this step
+        is added back to the residuals, and the gradients that were compressed become zero. With ``nodes``, gradients
+        that the node had not summed are lost. Waits for an exchange of local steps in flight, unless that has
+        failed."""
         self.engine.driver.reset(wait=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

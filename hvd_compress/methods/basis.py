@@ -1,4 +1,4 @@
-"""In which basis a residual is kept: as entries of the gradients, or as coefficients of a transform of them."""
+"""The basis of a residual: the gradients' own entries, or coefficients of a transform of them."""
 
 import torch
 from torch import Tensor
@@ -20,19 +20,20 @@ class Basis:
         self._bucket = bucket
 
     def enter(self, grads: list[Tensor], scale: float, invalid: Tensor) -> list[Tensor]:
-        """What the operators accumulate for these gradients: by piece, or empty. ``scale``: of the gradients.
-        ``invalid``: int32, (1,), set to 1 if one is not finite."""
+        """The tensors that the operators accumulate for these gradients: by piece, or empty. ``scale``: of the
+        gradients. ``invalid``: int32, (1,), set to 1 if an entry is not finite."""
         return grads
 
     def targets(self, grads: list[Tensor]) -> list[Tensor]:
-        """Where averages are written for these gradients: by piece, or empty."""
+        """The tensors to which averages are written for these gradients: by piece, or empty."""
         return grads
 
     def leave(self, grads: list[Tensor]) -> None:
-        """The averages are in :meth:`targets`: brings them to the gradients."""
+        """Transforms the averages in :meth:`targets` back, into the gradients."""
 
     def entries(self, piece: Piece, part: Tensor) -> Tensor:
-        """A piece's part of what is kept, (blocks * 256,), as entries, in its shape: a view or a copy."""
+        """``part``, a piece's part of a residual or velocity, (blocks * 256,), as entries in its shape: a view or a
+        copy."""
         return piece.reshaped(part)
 
     def write(self, piece: Piece, entries: Tensor, part: Tensor) -> None:
@@ -40,7 +41,7 @@ class Basis:
         piece.reshaped(part).copy_(entries)
 
     def saved(self, flat: Tensor) -> Tree:
-        """Describes what is kept in a checkpoint."""
+        """Describes a residual or velocity in a checkpoint."""
         return self._bucket.saved(flat, per_rank=True)
 
 
@@ -65,7 +66,7 @@ class Hadamard(_Coefficients):
         ops.hadamard(part)
 
 
-# From here on a gradient counts as infinite: a coefficient is less than 128 times the chunk's largest entry.
+# A gradient from here on counts as infinite: a coefficient is less than 128 times the chunk's largest entry.
 _OVERFLOW = OVERFLOW / 128
 
 

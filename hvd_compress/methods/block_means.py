@@ -23,8 +23,9 @@ _SAVED = ("fresh", "velocity", "unsent")
 class BlockMeans(Part):
     """The block means of one bucket: float32 tensors of (blocks,), or of (0,) without block means.
 
-    ``fresh``: the means of the gradients since the last exchange (added by ``accumulate_select``). ``velocity``: for
-    momentum correction. ``unsent``: the residual of the means. ``sizes``: the blocks of each piece; empty without.
+    ``fresh``: the means of the gradients since the last exchange (added by ``accumulate_select``). ``velocity``: of
+    momentum correction. ``unsent``: the residual of the means. ``sizes``: the blocks of each piece; empty without block
+    means.
     """
 
     def __init__(self, bucket: Bucket, sent: bool) -> None:
@@ -51,7 +52,7 @@ class BlockMeans(Part):
         return mean
 
     def undo_send(self, sent: Tensor) -> None:
-        """Takes the exchange of ``sent`` back."""
+        """Takes back the exchange in which ``sent`` was sent."""
         self.unsent.copy_(sent)
 
     def added(self, piece: Piece, entries: Tensor, per_block: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class BlockMeans(Part):
         return entries + piece.reshaped(piece.of_blocks(per_block).repeat_interleave(BLOCK))
 
     def clear(self, piece: Piece) -> None:
-        """Forgets what a piece has not sent."""
+        """Zeros what a piece has not sent."""
         piece.of_blocks(self.unsent).zero_()
         piece.of_blocks(self.fresh).zero_()
 

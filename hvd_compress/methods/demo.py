@@ -15,12 +15,10 @@ from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
-from ..engine.facts import Facts, Traits
+from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.state import Tree
 from ..engine.work import Step
-from ..selection.deciders import Decider
-from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .basis import Hadamard
 from .replacement import Replacement, orthogonal_names
@@ -75,10 +73,9 @@ class DeMo(SparseMethod):
         orthogonal: compressed parameters whose averages are replaced by the nearest orthogonal matrix instead of their
             signs, as in Muon: ``"matrices"``, all but those of ``torch.nn.Embedding`` (then give the model as
             ``named_parameters``; :func:`~hvd_compress.hidden_matrices` leaves out the head, too), which trains best;
-            True for all; or their names, of which those of uncompressed ones
-            have no effect. With ``sign`` only. It trains better, computes more (15 matrix products for each parameter
-            and step), and needs one type of processor on all ranks. Of sharded parameters, each rank of the shard group
-            replaces some whole matrices.
+            True for all; or a list of names. With ``sign`` only. It trains better, computes more (15 matrix products
+            for each parameter and step), and needs one type of processor on all ranks. Of sharded parameters, each rank
+            of the shard group replaces some whole matrices.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         momentum: without ``sign`` only.
 
@@ -146,9 +143,9 @@ class DeMo(SparseMethod):
     @property
     def traits(self) -> Traits:
         other, arguments = super().traits, self.arguments
-        exact = arguments.decay == arguments.subtract == 1.0
-        linear = other.linear and not arguments.sign and exact
-        return replace(other, linear=linear, signs=arguments.sign, exact=exact)
+        conserving = arguments.decay == arguments.subtract == 1.0
+        linear = other.linear and not arguments.sign and conserving
+        return replace(other, linear=linear, fixed_size=arguments.sign, conserving=conserving)
 
     def state(self) -> dict[str, Tree]:
         dense = {"dense_velocity": self._dense.state()} if self.arguments.sign else {}
@@ -190,9 +187,9 @@ class DeMo(SparseMethod):
             raise ValueError("DeMo's momentum is what was not sent: give the optimizer none, momentum=0")
         return super().take_momentum(optimizer)
 
-    def check_optimizer(self, facts: Facts) -> None:
+    def check_optimizer(self, facts: OptimizerFacts) -> None:
         super().check_optimizer(facts)
-        # An average that no optimizer has used: Horovod's optimizer calls this before it has one.
+        # Horovod's optimizer calls this also before there is an average.
         if self._replacement is not None and self.host.step.undoable:
             self._replacement.check_received(self.engine)
 
@@ -201,20 +198,17 @@ class _DeMoWork(SparseWork):
     def __init__(
         self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace, replacement: Replacement | None
     ) -> None:
-        a, self._gathers = arguments, arguments.exchange == "gather"
-        #: What replaces averages after they are written, if some become orthogonal.
+        a = arguments
+        #: Replaces averages after they are written, if some of this bucket become orthogonal.
         self._after = replacement if replacement is not None and replacement.any_orthogonal(bucket) else None
         rules: dict[str, Any] = {"decay": a.decay, "subtract": a.subtract, "sign": a.sign and self._after is None}
-        super().__init__(bucket, sending, basis=Hadamard(bucket), finds_idle=a.sign, **rules)
+        gathers = a.exchange == "gather"
+        super().__init__(bucket, sending, basis=Hadamard(bucket), gathers=gathers, finds_idle=a.sign, **rules)
 
     def begin(self, step: Step) -> None:
         super().begin(step)
         if self._after is not None:
             self._after.begin(self.bucket)
-
-    def decide(self, slots: list[int]) -> Decider:
-        picker = Blocks(self.bucket, slots)
-        return self.each_rank(picker) if self._gathers else self.leaders(picker)
 
     def send(self) -> Exchange:
         if self._after is None:

@@ -1,4 +1,4 @@
-"""What methods that send every entry have in common."""
+"""The base class of methods that send every entry in each step."""
 
 import zlib
 from typing import Any
@@ -19,21 +19,21 @@ from .base import Compressor
 
 
 class EveryEntryWork(Work):
-    """One bucket of them: the residual and the codec's channel."""
+    """One bucket of such a method: the residual and the codec's channel."""
 
     def __init__(self, bucket: Bucket, codec: Codec, feedback: bool) -> None:
         self._agreement = Agreement(bucket.device)
         super().__init__(bucket, agreement=self._agreement)
         self._codec, self._feedback = codec, feedback
         self._invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        #: What was sent last.
+        #: The values that were sent last.
         self._values = bucket.zeros()
         self.restart()
 
     def restart(self) -> None:
         super().restart()
         self._channel: Channel | None = None
-        #: Whether the last step's values have left the residual.
+        #: Whether the last step's values were subtracted from the residual.
         self._sent = False
 
     def begin(self, step: Step) -> None:
@@ -41,7 +41,7 @@ class EveryEntryWork(Work):
         self._invalid.zero_()
         self._sent = False
         if not self._feedback:
-            self.bucket.residual.zero_()  # the gradients of a step that failed
+            self.bucket.residual.zero_()  # it holds the gradients of a step that failed
         if self._channel is None:
             pieces = self.bucket.pieces
             self._channel = self._codec.channel(len(pieces), step.ranks, step.rank, self.bucket.device)

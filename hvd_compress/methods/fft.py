@@ -6,8 +6,6 @@ from typing import Any
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
-from ..selection.deciders import Decider
-from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .basis import Fourier
 from .sparse import SparseMethod, exchanged_codec
@@ -72,14 +70,4 @@ class FFT(SparseMethod):
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _FFTWork(bucket, sending, self.arguments.exchange == "gather")
-
-
-class _FFTWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, gathers: bool) -> None:
-        self._gathers = gathers
-        super().__init__(bucket, sending, basis=Fourier(bucket))
-
-    def decide(self, slots: list[int]) -> Decider:
-        picker = Blocks(self.bucket, slots)
-        return self.each_rank(picker) if self._gathers else self.leaders(picker)
+        return SparseWork(bucket, sending, basis=Fourier(bucket), gathers=self.arguments.exchange == "gather")

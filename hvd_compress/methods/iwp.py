@@ -103,7 +103,7 @@ class _Floors(Part):
 
     def begin(self, step: Step) -> None:
         known, self._known = self._known, True
-        # A state of another layout has none.
+        # A converted state has no floors.
         if step.number % _FLOOR_INTERVAL == 0 or not (known or bool(self.values.any())):
             means = [piece.weight().abs().mean(dtype=torch.float32) for piece in self._bucket.pieces]
             # Weights may not be finite in this step and restored in the next.

@@ -20,22 +20,21 @@ def hidden_matrices(
     """Divides a model's trained parameters: its hidden matrices, for Muon, and the others, for AdamW.
 
     The others are all vectors and scalars, the embeddings and the output layer (head). Frozen parameters are in
-    neither. A tied parameter is there once, and belongs to the others if one of its modules says so. By default these
-    count as embeddings and head:
+    neither. A tied parameter is listed once, with the others if one of its modules is an embedding or a head. By
+    default these count as embeddings and head:
 
     - the weights of ``torch.nn.Embedding`` and ``EmbeddingBag``, and parameters with a part such as ``embed``,
       ``patch_embedding`` or ``embeddings`` in their name, or called ``positions``, ``cls_token`` or similar;
     - the last matrix of each layer called ``head``, ``heads``, ``lm_head``, ``classifier``, ``logits`` or similar. If
-      there is no such layer: the last ``torch.nn.Linear`` in the order of ``model.modules()``. Not searched are the
-      blocks of a model: the elements of a ``ModuleList`` or ``ModuleDict``, and those of one class in a ``Sequential``.
+      there is no such layer: the last ``torch.nn.Linear`` in the order of ``model.modules()``. The blocks of a model
+      are not searched: the elements of a ``ModuleList`` or ``ModuleDict``, and those of one class in a ``Sequential``.
 
-    Print ``others.keys()`` once for a new model. A head that is neither called so nor last is not found, and without a
-    head of its own (``logits = x @ embedding.weight.T``) a model's last ``Linear`` outside of blocks counts as one: say
-    ``others=``.
+    Print ``others.keys()`` once for a new model. A head that neither has such a name nor is last is not found, and
+    without a head of its own (``logits = x @ embedding.weight.T``) a model's last ``Linear`` outside of blocks counts
+    as one: give ``others=`` then.
 
-    ``DeMo(model, orthogonal="matrices")`` keeps a rule of its own, that of its measurements: of the above it leaves out
-    the weights of ``Embedding`` and ``EmbeddingBag`` only. It is that of ``hidden_matrices(model, filters=True,
-    others=[])``, with the parameters that are frozen at first.
+    ``DeMo(model, orthogonal="matrices")`` has another rule, with which it was measured: that of
+    ``hidden_matrices(model, filters=True, others=[])``, frozen parameters included.
 
     Example::
 
@@ -47,9 +46,9 @@ def hidden_matrices(
         model: also wrapped, compiled or sharded by FSDP2. FSDP1 makes vectors of all parameters: call it before.
         filters: whether tensors of more than two dimensions, such as the filters of convolutions, are matrices, too.
             ``torch.optim.Muon`` refuses them.
-        others: patterns (:mod:`fnmatch`) of names of parameters that belong to the others, such as ``["out.weight",
-            "*positions"]``, in place of what names and the order of layers say: only the weights of ``Embedding`` and
-            ``EmbeddingBag``, vectors and scalars are added. ``[]``: nothing else.
+        others: patterns (:mod:`fnmatch`) of the names of parameters that belong to the others, such as
+            ``["out.weight", "*positions"]``, in place of the rules above. The weights of ``Embedding`` and
+            ``EmbeddingBag``, vectors and scalars belong to them in any case.
 
     Returns:
         The matrices and the others, each a dict from name to parameter in the order of ``model.named_parameters()``.
@@ -66,7 +65,7 @@ def hidden_matrices(
     apart = embeddings(model)
     if others is None:
         apart |= _head(model)
-        apart |= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _says_so(name)}
+        apart |= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _named_as_other(name)}
     else:
         apart |= _matching(others, plain, [p for _, p in named])
     matrices, rest = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
@@ -82,7 +81,7 @@ def embeddings(model: nn.Module) -> set[int]:
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
 
 
-def _says_so(name: str) -> bool:
+def _named_as_other(name: str) -> bool:
     parts = name.split(".")
     return any(map(_EMBEDDING.search, parts)) or bool(_POSITIONS.search(parts[-1]) or _HEAD.search(parts[-1]))
 
@@ -115,7 +114,7 @@ def _head(model: nn.Module) -> set[int]:
 
 
 def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside ``module`` and the last part of each one's name, in order, without what is inside blocks."""
+    """The modules inside ``module``, each with the last part of its name, in order; not those inside blocks."""
     children = list(module.named_children())
     count = Counter(type(child) for _, child in children)
     for name, child in children:

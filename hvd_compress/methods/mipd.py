@@ -59,8 +59,7 @@ class MIPD(SparseMethod):
     Args:
         density: entries sent in a step as a share of all. Above 1/2 there are no halves; just below 1/2, a layer sends
             at most as many entries as its smaller half has.
-        values: how values are encoded. Lanes and Lloyd-Max codebooks fit each layer's distribution, unless
-            ``layerwise`` is False (the paper's baseline).
+        values: how values are encoded. Lanes and Lloyd-Max codebooks fit each layer's distribution.
         compensation: the share of the smoothed gradient that is applied where nothing was sent, in [0, 1].
         explore: share of the blocks in which entries are drawn at random in proportion to significance, in [0, 1].
 
@@ -97,7 +96,7 @@ class _Floors(Part):
 
     def begin(self, step: Step) -> None:
         known, self._known = self._known, True
-        # Often at first, while the smoothed gradient changes fast. A state of another layout has none.
+        # Often at first, while the smoothed gradient changes fast. A converted state has no constants.
         due = step.number & (step.number - 1) == 0 or step.number % 64 == 0
         if due or not (known or bool(self.weights.any())):
             sizes = root_mean_squares(self._bucket, flat_weights(self._bucket), self._history.smoothed)
@@ -126,7 +125,7 @@ class _Compensation(Part):
         self._applied = []
 
     def apply(self, ranges: list[BlockRange], targets: list[Tensor], valid: Tensor, scale: float) -> None:
-        """Writes the prediction to all candidates; the values that were sent are then written over it."""
+        """Writes the prediction to all entries of the ranges. Values that were sent are written over it later."""
         for part, target in zip(ranges, targets, strict=True):
             if target.numel():
                 prediction = self._prediction(part, valid)
@@ -136,7 +135,7 @@ class _Compensation(Part):
                 self._applied.append((part, valid))
 
     def undo(self) -> None:
-        # The smoothed gradient has changed only where something was sent, and there the residual is restored anyway.
+        # The smoothed gradient has changed only where something was sent; there the residual is restored as a whole.
         for part, valid in self._applied:
             part.of_bucket(self._bucket.residual).add_(self._prediction(part, valid))
         self._applied = []

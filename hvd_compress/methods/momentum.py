@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
-from ..engine.facts import Facts, momentum_of
+from ..engine.facts import OptimizerFacts, momentum_of
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
 from ..gradients.guard import check_complete, check_momentum
@@ -66,18 +66,19 @@ class MomentumCorrection:
 
     def __init__(self, engine: Engine, works: Sequence[SparseWork], momentum: float) -> None:
         self._engine, self._works, self._dense = engine, works, DenseVelocity(engine)
-        self._owe(momentum, engine.names if momentum else ())
+        self._set(momentum, engine.names if momentum else ())
 
-    def _owe(self, momentum: float, names: Iterable[str]) -> None:
-        """The parameters with these names have the momentum, the others none."""
-        self.value, self._owed = momentum, set(names)
+    def _set(self, momentum: float, names: Iterable[str]) -> None:
+        """Gives the parameters with these names the momentum, the others none."""
+        self.value, self._names = momentum, set(names)
         pairs = zip(self._engine.names, self._engine.parameters, strict=True)
-        self._ids = {id(parameter) for name, parameter in pairs if name in self._owed}
+        self._ids = {id(parameter) for name, parameter in pairs if name in self._names}
         for work in self._works:
-            work.velocity.owe(momentum, self._owed)
+            work.velocity.set_momentum(momentum, self._names)
 
     def take(self, optimizer: Optimizer) -> float:
-        """Moves the momentum of ``optimizer`` here; stays there if this process exchanges no gradients."""
+        """Moves the momentum of ``optimizer`` here, and returns it. If this process exchanges no gradients, it stays in
+        the optimizer."""
         engine = self._engine
         momentum = momentum_to_take(optimizer)
         if self.value not in (0.0, momentum):
@@ -87,22 +88,22 @@ class MomentumCorrection:
             )
         check_complete(engine.optimizers.unknown(optimizer))
         if not engine.collectives.active:
-            self._owe(0.0, ())
+            self._set(0.0, ())
             return momentum
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pairs = zip(engine.names, engine.parameters, strict=True)
-        self._owe(momentum, self._owed | {name for name, parameter in pairs if id(parameter) in held})
+        self._set(momentum, self._names | {name for name, parameter in pairs if id(parameter) in held})
         if remove_momentum(optimizer, momentum):
             engine.warn("take_momentum: the optimizer has taken steps, and its velocities are dropped")
         return momentum
 
-    def check(self, facts: Facts) -> None:
+    def check(self, facts: OptimizerFacts) -> None:
         """Raises ``ValueError`` if momentum would be lost or counted twice."""
         if not self.value:
             return
-        owing = [group for group in facts.optimizer.param_groups if not self._ids.isdisjoint(map(id, group["params"]))]
-        check_momentum(facts, self.value, bool(owing))
-        for group in owing:
+        groups = [group for group in facts.optimizer.param_groups if not self._ids.isdisjoint(map(id, group["params"]))]
+        check_momentum(facts, bool(groups))
+        for group in groups:
             if own := momentum_of(group):
                 raise ValueError(
                     f"momentum would count twice: {self.value:g} in this compressor and {own:g} in "
@@ -112,7 +113,7 @@ class MomentumCorrection:
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Replaces the averaged gradient of the uncompressed parameter ``number`` by its velocity."""
-        if self._engine.names[number] in self._owed:
+        if self._engine.names[number] in self._names:
             self._dense.update(number, grad, self.value)
 
     def check_sparse(self, tensor: Tensor) -> None:
@@ -121,17 +122,17 @@ class MomentumCorrection:
             raise ValueError("sparse gradients would have no momentum: use sparse_as_dense=True, or no momentum here")
 
     def restart(self) -> None:
-        """The set of ranks has changed: new ranks have no velocity."""
+        """Called when the set of ranks has changed: new ranks have no velocity."""
         self._dense.restart()
 
     def options(self) -> dict[str, object]:
         """What must be the same on all ranks."""
-        complete = len(self._owed) in (0, len(self._engine.names))
-        some = {} if complete else {"parameters with momentum": " ".join(sorted(self._owed))}
+        complete = len(self._names) in (0, len(self._engine.names))
+        some = {} if complete else {"parameters with momentum": " ".join(sorted(self._names))}
         return {"momentum": self.value, **some}
 
     def state(self) -> dict[str, Tree]:
-        """The saved state beyond the buckets'."""
+        """Describes the saved state beside that of the buckets."""
         momentum: Tree = Fixed(self.value, "take_momentum() comes before load_state_dict()")
         return {"momentum": momentum, **({"dense_velocity": self._dense.state()} if self.value else {})}
 
@@ -141,12 +142,12 @@ class MomentumCorrection:
         if place is None:
             return self._dense.get(number)
         if not isinstance(work := place.work, SparseWork):  # another rank of the node owns it
-            return work.held(place.piece)
+            return work.residual_of(place.piece)
         with work.bucket.order:
             return work.velocity.get(place.piece)
 
     def set(self, number: int, velocity: Tensor) -> None:
-        """Replaces it."""
+        """Replaces this rank's velocity of parameter ``number``."""
         place = self._engine.place_of[number]
         if place is None:
             self._dense.set(number, velocity)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..codecs.scales import Moments
-from ..engine.agreement import all_equal
+from ..engine.agreement import all_equal, hash_of
 from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
@@ -141,11 +141,9 @@ class _MP2Work(SparseWork):
 
     def _compare(self, prediction: Prediction) -> Exchange:
         """Raises ``RuntimeError``, on every rank, if their predictions or weights differ."""
-        everything = torch.cat([prediction.guess, prediction.trend, *flat_weights(self.bucket)])
-        bits = everything.view(torch.int32).long()
-        place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) % 8191 + 1
         # Modulo a prime, so that every bit counts.
-        same = yield from all_equal(((bits * place) % _PRIME).sum().remainder(_PRIME).view(1), "checksum")
+        digest = hash_of([prediction.guess, prediction.trend, *flat_weights(self.bucket)]) % _PRIME
+        same = yield from all_equal(torch.full((1,), digest, dtype=torch.int64, device=self.bucket.device), "checksum")
         if not bool(same):
             raise RuntimeError(
                 "MP2: the ranks' predictions or weights differ. Predictions are bit-equal on one type of processor and "

@@ -89,7 +89,7 @@ class PowerSGD(Compressor):
 class _PowerSGDWork(Work):
     def __init__(self, bucket: Bucket, arguments: SimpleNamespace, seed: int) -> None:
         self._arguments, self._seed = arguments, seed
-        #: From here on a gradient counts as infinite. Factors in float16 would need many steps to send a larger one.
+        #: A gradient from here on counts as infinite. Factors in float16 would need many steps to send a larger one.
         self._overflow = 2.0**22 if arguments.values.kind == "fp16" else OVERFLOW
         super().__init__(bucket)
         #: Whether a gradient of this step is not finite: bool, ().
@@ -99,7 +99,7 @@ class _PowerSGDWork(Work):
     def restart(self) -> None:
         #: Q of each piece, (m, rank), or None for one that is sent complete.
         self._q = self._random(0)
-        #: For undo(): what has left the residual, and Q before the step.
+        #: For undo(): what was subtracted from the residual, and Q before the step.
         self._sent: tuple[list[Tensor | None], list[Tensor | None]] | None = None
 
     def begin(self, step: Step) -> None:

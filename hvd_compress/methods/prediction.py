@@ -1,4 +1,4 @@
-"""The prediction of entries that are not sent, equal on all ranks: its state, its gate, and how a step is undone."""
+"""MP2's prediction of entries that are not sent, equal on all ranks: its state, its gate, and how a step is undone."""
 
 from dataclasses import dataclass, field
 
@@ -26,12 +26,15 @@ _MAX_AGE = 4.0
 
 @dataclass
 class _Before:
-    """What a step has changed, for undo: the entries that were sent, and windows."""
+    """What a step has changed, for undo."""
 
     picker: Picker
-    arrived: Tensor  # bool, (1,)
-    known: list[tuple[Tensor, Tensor]]
+    #: Whether the averages were finite: bool, (1,).
+    arrived: Tensor
+    #: Tensors of the state, and their old values at the picked entries.
+    picked: list[tuple[Tensor, Tensor]]
     fit: Tensor
+    #: Windows of the guess, their numbers and their old values.
     guesses: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     #: By piece, whether a prediction was applied.
     applied: list[bool] = field(default_factory=list)
@@ -84,22 +87,23 @@ class Prediction(Part):
         return [p > 0.0 and d >= _GATE * (p * g) ** 0.5 for d, p, g in sums]
 
     def predict(self, index: int, windows: Tensor, seen: Tensor) -> Tensor:
-        """The predicted gradients per step of some ``windows`` of a piece, int64 (n,): float32 (n, 256), in units of
-        the piece's root mean square. ``seen``: their inputs, see :func:`hvd_compress.methods.predictor.fields`."""
+        """The predicted gradients per step of some ``windows``, int64 (n,), of the piece number ``index``: float32
+        (n, 256), in units of the piece's root mean square. ``seen``: the network's inputs
+        (:func:`hvd_compress.methods.predictor.fields`). Replaced while a predictor is trained."""
         return predict(shipped(self._bucket.device), seen)
 
     def follow(self, picker: Picker, mean: Tensor, last_sent: Tensor, step: int) -> None:
-        """``mean`` was received for the picked entries, last sent in the steps ``last_sent``, bucket-wide: learns from
-        it, and predicts anew. Ignored if it is not finite."""
+        """Learns from the ``mean`` that was received for the picked entries, unless it is not finite, and predicts
+        anew. ``last_sent``: the step in which each entry was last sent, bucket-wide. Called first in a step."""
         waited = (step - picker.read(last_sent)).clamp(min=1.0)
         self._predict(picker, self._learn(picker, mean, waited), step, last_sent)
 
     def _learn(self, picker: Picker, mean: Tensor, waited: Tensor) -> Tensor:
         """Returns the picked entries' gradients per step."""
         arrived = mean[:1].isfinite()
-        known = [(memory, picker.read(memory)) for memory in (self.arrived, self.trend, self.applied)]
-        last, trend, applied = (values for _, values in known)
-        self._before = _Before(picker, arrived, known, self.fit.clone())
+        picked = [(memory, picker.read(memory)) for memory in (self.arrived, self.trend, self.applied)]
+        last, trend, applied = (values for _, values in picked)
+        self._before = _Before(picker, arrived, picked, self.fit.clone())
         rate = torch.where(arrived, (mean + applied) / waited, last)
         new = trend * self._smoothing + rate * (1.0 - self._smoothing)
         picker.write(self.arrived, rate)
@@ -112,7 +116,7 @@ class Prediction(Part):
         return rate
 
     def _predict(self, picker: Picker, fresh: Tensor, step: int, last_sent: Tensor) -> None:
-        """Predicts a ``period``-th of all windows anew. ``fresh``: the gradients per step just received for the picked
+        """Predicts every ``period``-th window anew. ``fresh``: the gradients per step just received for the picked
         entries."""
         bucket, before = self._bucket, self._current()
         here, mask = torch.zeros_like(self.guess), torch.zeros_like(self.guess)
@@ -139,8 +143,7 @@ class Prediction(Part):
             piece.padding(self.guess).zero_()
 
     def apply(self, targets: list[Tensor], scale: float) -> None:
-        """Writes the predictions to all entries of open pieces; the values that were sent are then written over
-        them."""
+        """Writes the predictions to all entries of open pieces. Values that were sent are written over them later."""
         before = self._current()
         for piece, target, opened in zip(self._bucket.pieces, targets, self.opened(), strict=True):
             applied = opened and target.numel() > 0
@@ -152,7 +155,7 @@ class Prediction(Part):
                 target.as_strided((target.numel(),), (1,)).copy_(guess[: target.numel()] * scale)
 
     def sent(self, picker: Picker) -> None:
-        """The picked entries were sent: clears the sum of their applied predictions."""
+        """Clears the sum of the applied predictions of the picked entries, which were sent."""
         picker.write(self.applied, torch.where(self._current().arrived, 0.0, picker.read(self.applied)))
 
     def undo(self) -> None:
@@ -164,7 +167,7 @@ class Prediction(Part):
                 guess = torch.where(before.arrived, piece.of(self.guess), 0.0)
                 piece.of(self._bucket.residual).add_(guess)
                 piece.of(self.applied).sub_(guess)
-        for memory, values in before.known:
+        for memory, values in before.picked:
             before.picker.write(memory, values)
         for guesses, windows, old in before.guesses:
             guesses[windows] = old

@@ -11,9 +11,9 @@ from ..carriers import shard_group
 from ..engine.arguments import NamedParameters, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
 from ..engine.engine import Engine
-from ..engine.nodes import owned
 from ..engine.place import is_large
 from ..engine.shards import local, shards
+from ..engine.two_levels import owned
 from ..selection.base import signs
 from .matrices import embeddings
 from .orthogonal import orthogonalize
@@ -21,10 +21,9 @@ from .sharded_matrices import ShardedMatrices
 
 
 class Replacement:
-    """What becomes of the averages of one compressor.
+    """Replaces the averages of one compressor.
 
-    Args:
-        names: of the parameters whose averages become orthogonal; the others become signs.
+    ``names``: of the parameters whose averages become orthogonal; the others become signs.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -32,12 +31,12 @@ class Replacement:
         #: Averages of this rank's rows of orthogonal matrices, by name, until :meth:`finish`.
         self._rows = dict[str, Tensor]()
         self._sharded: ShardedMatrices | None = None
-        # By parameter, the largest entry of a gradient that does not hold signs; None once a step has shown that the
+        # By name, the largest entry of each gradient that was written here; None once a step has shown that the
         # optimizer receives what was written.
         self._largest: dict[str, Tensor] | None = {}
 
     def bind(self, engine: Engine, min_numel: int) -> None:
-        """The compressor is complete: prepares for matrices whose rows are divided among ranks."""
+        """Called when the compressor is complete: prepares for matrices whose rows are sharded."""
         named = enumerate(zip(engine.names, engine.parameters, strict=True))
         found = [(number, name, p) for number, (name, p) in named if name in self.names and p.requires_grad]
         found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, min_numel)]
@@ -45,16 +44,17 @@ class Replacement:
             self._sharded = ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
 
     def any_orthogonal(self, bucket: Bucket) -> bool:
-        """Whether averages of a bucket become orthogonal. Otherwise all become signs, which the operators take."""
+        """Whether some averages of a bucket become orthogonal. Otherwise the operators write signs."""
         return any(piece.name in self.names for piece in bucket.pieces)
 
     def begin(self, bucket: Bucket) -> None:
-        """A step of a bucket begins: forgets what one that failed has left."""
+        """Called when a step of a bucket begins: drops what a step that failed has left."""
         for piece in bucket.pieces:
             self._rows.pop(piece.name, None)
 
     def write(self, bucket: Bucket, averages: list[Tensor], scale: float) -> None:
-        """Writes what replaces the averages of a bucket, by piece, to its gradients, times the loss scale."""
+        """Writes what replaces a bucket's averages, by piece, to its gradients, times the loss scale. Sharded matrices
+        are kept for :meth:`finish`."""
         for piece, average, grad in zip(bucket.pieces, averages, bucket.gradients, strict=True):
             if not grad.numel():  # none arrived
                 continue
@@ -68,7 +68,7 @@ class Replacement:
             self._write_one(piece, average, grad)
 
     def finish(self, engine: Engine) -> None:
-        """Writes what replaces this rank's rows of divided matrices. Waits for the ranks that have the others."""
+        """Writes what replaces this rank's rows of sharded matrices. Waits for the ranks that have the other rows."""
         if self._sharded is None:
             return
         buckets = [work.bucket for work in owned(engine.works)]

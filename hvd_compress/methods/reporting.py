@@ -1,4 +1,4 @@
-"""What a compressor tells its user: residuals, what crossed the network, and the same as metrics for a logger."""
+"""What a compressor reports to its user: residuals, bytes and times, also as metrics for a logger."""
 
 import math
 from typing import Any
@@ -19,10 +19,10 @@ class Reporting:
 
     @modes_off
     def residual(self, name: str) -> Tensor:
-        """The sum of this rank's gradients of parameter ``name`` that has not been sent: a copy, float32, of its shape
-        (of a sharded one, of this rank's shard); zeros for an uncompressed one, and for one that another rank of the
-        node owns. ``name``: in the model, or in a wrapper of it (``module.weight``). Raises ``KeyError`` for an unknown
-        name."""
+        """This rank's residual of parameter ``name``, the sum of its gradients that has not been sent: a copy, float32,
+        in the shape of the parameter or of this rank's shard. Zeros for an uncompressed one, and for one that another
+        rank of the node owns. ``name``: in the model, or in a wrapper of it (``module.weight``). Raises ``KeyError``
+        for an unknown name."""
         engine = self.engine
         if (found := find_name(name, engine.names)) is None:
             raise KeyError(name)
@@ -30,12 +30,12 @@ class Reporting:
         if (place := engine.place_of[number]) is None:
             return torch.zeros_like(local(engine.parameters[number]), dtype=torch.float32)
         with place.work.bucket.order:
-            return place.work.held(place.piece).clone()
+            return place.work.residual_of(place.piece).clone()
 
     @modes_off
     def stats(self) -> dict[str, Any]:
-        """What crossed the network: the bytes that this rank sent in the last step and in total, everything included
-        except sparse gradients and those of parameters that were not given to this compressor.
+        """The bytes that this rank sent in the last step and in total. Sparse gradients, and those of parameters that
+        this compressor does not have, are not counted.
 
         ``last`` and ``total`` contain ``dense_bytes`` (a float32 ring allreduce of the gradients), ``wire_bytes`` and
         its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, ``wire_ratio =
@@ -46,17 +46,17 @@ class Reporting:
         norms = []
         for place in filter(None, self.engine.place_of):
             with place.work.bucket.order:
-                norms.append(place.work.held(place.piece).norm())
+                norms.append(place.work.residual_of(place.piece).norm())
         norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
         return {"steps": self.engine.step, **self.engine.stats.report(), "residual_norm": norm}
 
     def metrics(self) -> dict[str, float]:
         """:meth:`stats` as a flat dict of finite numbers, for a logger such as ``wandb.log(compression.metrics())``.
 
-        The names are those of ``stats()`` behind ``hvd_compress/``; those of the last step are used as they are, those
-        in total are ``hvd_compress/total_wire_bytes`` and so on. A ``wire_ratio`` is missing while nothing was sent.
+        A name is ``hvd_compress/`` and the name in ``stats()``; of the total bytes ``hvd_compress/total_wire_bytes``
+        and so on. ``wire_ratio`` is missing while nothing was sent.
 
-        It reads all residuals, and synchronises a GPU: call it every 50 steps, not in each.
+        This reads all residuals, and synchronises a GPU: call it every 50 steps, not in each.
         """
         stats = self.stats()
         last, total = stats.pop("last"), stats.pop("total")

@@ -1,7 +1,7 @@
-"""Orthogonal averages of matrices whose rows are divided among the ranks of a shard group (FSDP2).
+"""Orthogonal averages of matrices whose rows are sharded (FSDP2).
 
-Each matrix has an owner in the group, to whom the others send their rows. It replaces the whole matrix and sends the
-rows back: two all-to-alls a step inside the group, and each matrix is computed once.
+Each matrix has an owner in the shard group, to which the other ranks send their rows. The owner replaces the whole
+matrix and sends the rows back: two all-to-alls a step inside the group, and each matrix is computed once.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.bucket import Parameters, shares
+from ..engine.bucket import Parameters, by_owner
 from ..engine.collectives import Collectives, Request
 from ..engine.wire_stats import WireStats
 from .orthogonal import orthogonalize
@@ -17,8 +17,8 @@ from .orthogonal import orthogonalize
 
 @dataclass(frozen=True)
 class _Matrix:
-    """``offset``: of its rows in the part of a buffer that is for its owner. ``chunk``: entries of the rows that a rank
-    has, except the last ones, which have fewer."""
+    """``offset``: where a rank's rows begin in the part of a buffer for the owner. ``chunk``: the entries of these
+    rows; the last ranks may have fewer."""
 
     owner: int
     offset: int
@@ -26,7 +26,7 @@ class _Matrix:
     chunk: int
 
     def of(self, buffer: Tensor) -> Tensor:
-        """Its entries in a buffer of (..., width): a view, (..., chunk)."""
+        """The matrix' entries in a buffer of (..., width): a view, (..., chunk)."""
         return buffer[..., self.offset : self.offset + self.chunk]
 
 
@@ -43,26 +43,20 @@ class ShardedMatrices:
     def __init__(self, group: Collectives, matrices: Parameters, stats: WireStats, label: str) -> None:
         self._group, self._stats, self._label = group, stats, label
         self._matrices = dict[str, _Matrix]()
-        #: Entries of a rank for an owner.
+        #: The entries that a rank has for an owner, at most.
         self._width = 0
-        for owner, share in enumerate(shares(matrices, group.size)):
+        for owner, part in enumerate(by_owner(matrices, group.size)):
             offset = 0
-            for _, name, p in share:
+            for _, name, p in part:
                 rows = p.shape[0]
-                chunk = -(-rows // group.size) * (p.numel() // rows)  # as torch.chunk() divides them
+                chunk = -(-rows // group.size) * (p.numel() // rows)  # FSDP2 shards rows as torch.chunk() does
                 self._matrices[name] = _Matrix(owner, offset, rows, chunk)
                 offset += chunk
             self._width = max(self._width, offset)
 
     def orthogonalize(self, averages: dict[str, Tensor], scale: float, device: torch.device) -> dict[str, Tensor]:
-        """Replaces averages (:func:`hvd_compress.methods.orthogonal.orthogonalize`). All ranks of the group call it.
-
-        Args:
-            averages: by name, of this rank's rows: float32, in their shape. What is missing counts as 0.
-
-        Returns:
-            This rank's rows: float32, in the same shapes.
-        """
+        """What replaces this rank's rows of the averages (:func:`hvd_compress.methods.orthogonal.orthogonalize`), by
+        name: float32, in their shapes. All ranks of the group call it. Averages that are missing count as 0."""
         ranks, rank = self._group.size, self._group.rank
         buffer = torch.zeros(ranks, self._width, dtype=torch.float32, device=device)
         for name, average in averages.items():

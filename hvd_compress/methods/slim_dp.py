@@ -21,8 +21,7 @@ from ..selection.schedule import Density
 from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork, totals
 
-# Entries are drawn in proportion to their chance. With this one an entry is always drawn: a draw divides by a number
-# between 2**-33 and 23.
+# The weight with which an entry is always drawn: a draw divides weights by numbers between 2**-33 and 23.
 _CORE = 1e20
 
 
@@ -90,14 +89,14 @@ class SlimDP(SparseMethod):
 
 
 class _Core(Part):
-    """Each entry's chance to be drawn, bucket-wide: that of the core is certain."""
+    """Each entry's weight in the random draw, bucket-wide: 1, or so large in the core that it is always drawn."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.chance = bucket, bucket.zeros()
         self.restart()
 
     def choose(self, picker: Blocks) -> None:
-        """The picked entries are the core from now on."""
+        """Makes the picked entries the core."""
         self.chance.fill_(1.0)
         self.chance[flat_positions(picker.indices, picker.table, picker.phase)] = _CORE
 
@@ -147,7 +146,7 @@ class _SlimDPWork(SparseWork):
     def send(self) -> Exchange:
         picker = self.decider.picker
         if picker.scored:
-            # S: all drawn at random, without replacement, in proportion to the chance.
+            # S: all drawn at random, without replacement, in proportion to their weights.
             picker.pick_by([piece.of(self._core.chance)[: piece.numel] for piece in self.bucket.pieces], 1.0)
         yield from super().send()
         self._history.update(picker, self.values.channel.mean, self.step.number)

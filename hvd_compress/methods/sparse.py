@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec, codec, gather_codec
-from ..engine.arguments import NamedParameters, check_flag, check_integer, check_number
+from ..engine.arguments import NamedParameters, check_integer, check_number
 from ..engine.bucket import Bucket, strides_of
-from ..engine.facts import Facts, Traits
+from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.modes import modes_off
-from ..engine.nodes import owned
 from ..engine.state import Fixed, Tree
+from ..engine.two_levels import owned
 from ..selection.schedule import Density, check_density, warm_up
 from .base import Compressor
 from .momentum import MomentumCorrection
@@ -30,7 +30,6 @@ class SparseMethod(Compressor):
         density: slots as a share of the entries, in (0, 1], or a function of the step
             (:mod:`hvd_compress.schedule`).
         values: how values are encoded: the name of a codec or a codec (:mod:`hvd_compress.codecs`).
-        layerwise: encode each parameter by its own distribution; otherwise a bucket by one.
         budget_interval: steps between updates of the parameters' shares of a bucket's slots by importance (each within
             1/4 and 4 times the density); 0 keeps the shares equal.
         warmup_steps: steps over which the density decreases 1/4, 1/16, ... to ``density``.
@@ -40,11 +39,11 @@ class SparseMethod(Compressor):
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    #: By bucket that this rank owns.
+    #: The buckets that this rank owns.
     works: Sequence[SparseWork]
     #: The arguments of the subclass, if there are any: checked, and the same on all ranks.
     arguments: SimpleNamespace
-    #: Whether what is kept depends on the order in which parameters lie in memory.
+    #: Whether the state depends on the order in which parameters lie in memory.
     _ordered = False
 
     def __init__(
@@ -53,7 +52,6 @@ class SparseMethod(Compressor):
         density: float | Density,
         *,
         values: str | Codec,
-        layerwise: bool = True,
         budget_interval: int = 0,
         warmup_steps: int = 0,
         momentum: float = 0.0,
@@ -65,14 +63,13 @@ class SparseMethod(Compressor):
         if callable(density):
             if warmup_steps:
                 raise ValueError("warmup_steps goes with a density that is a number, not with a function")
-            # Ranks compare a function by its name, and in each step the slots that it leads to.
+            # Ranks compare the function's name, and in each step the slots that it leads to.
             self._density, shown = density, getattr(density, "__qualname__", type(density).__name__)
         else:
             shown = check_density(density)
             self._density = warm_up(shown, warmup_steps)
         self._sending: dict[str, Any] = {
             "values": codec(values),
-            "layerwise": check_flag("layerwise", layerwise),
             "budget_interval": check_integer("budget_interval", budget_interval, 0),
         }
         self._shown: dict[str, object] = {"density": shown, "warmup_steps": warmup_steps}
@@ -97,12 +94,11 @@ class SparseMethod(Compressor):
         return Traits(linear=not momentum, momentum=momentum, sparse=any(work.density < 1.0 for work in self.works))
 
     def made_with(self) -> dict[str, Any]:
-        """The options that a state depends on, by the name under which an error reports a difference."""
+        """The options that a state depends on, by their names in an error."""
         strides = {p.piece.name: list(strides_of(p.piece.weight())) for p in self.engine.place_of if p is not None}
         return {
             "strides (use the same memory_format)": strides if self._ordered else None,
             "values": self._sending["values"].name,
-            "layerwise": self._sending["layerwise"],
         }
 
     def state(self) -> dict[str, Tree]:
@@ -118,7 +114,7 @@ class SparseMethod(Compressor):
     def velocities(self) -> Velocities | None:
         return self.momentum if self.momentum.value else None
 
-    def check_optimizer(self, facts: Facts) -> None:
+    def check_optimizer(self, facts: OptimizerFacts) -> None:
         self.momentum.check(facts)
         super().check_optimizer(facts)
 
@@ -133,14 +129,13 @@ class SparseMethod(Compressor):
     def take_momentum(self, optimizer: Optimizer) -> float:
         """Moves the momentum of a ``torch.optim.SGD`` into this compressor, as momentum correction. Returns it.
 
-        Call it once, before the first step, on the optimizer that is given to Horovod or that steps the DDP model, with
-        one synchronised backward pass per step. The parameters that this optimizer holds then have their momentum here,
-        those of other optimizers do not: take it from every optimizer that has one, with equal momenta. Weight decay
-        stays in the optimizer, without momentum there, and is scaled by 1 / (1 - momentum) to keep its effect. To have
-        the momentum back, build a new compressor and set both in the optimizer. A learning-rate schedule that changes
-        the momentum (OneCycleLR) raises an error in the next step. With one process, or outside the process set, where
-        Horovod calls no compressor, the momentum stays in the optimizer; if a process set leaves ranks out, call
-        ``hvd.broadcast_optimizer_state()`` before: afterwards the states of the ranks differ.
+        Call it before the first step, on every optimizer with momentum whose parameters this compressor has; their
+        momenta must be equal. Run one synchronised backward pass per step. Weight decay stays in the optimizer, without
+        momentum there, and is scaled by 1 / (1 - momentum) to keep its effect. To have the momentum back, build a new
+        compressor and set both in the optimizer. A learning-rate schedule that changes the momentum (OneCycleLR) raises
+        an error in the next step. With one process, or outside the process set, where Horovod calls no compressor, the
+        momentum stays in the optimizer; if a process set leaves ranks out, call ``hvd.broadcast_optimizer_state()``
+        before: afterwards the states of the ranks differ.
 
         Raises:
             TypeError: another optimizer: its momentum is something else.
@@ -155,9 +150,9 @@ class SparseMethod(Compressor):
 
 
 def exchanged_codec(exchange: str, values: str | Codec | None, ring: str, gather: str) -> Codec:
-    """The codec, by default that of the exchange: ``ring``, where leaders pick entries that all ranks send, or
-    ``gather``, where every rank picks its own and sends them to all. Raises ``ValueError`` for another exchange, or a
-    codec that does not fit."""
+    """The codec for an exchange: ``values``, or the default ``ring`` for leaders, whose entries all ranks send, and
+    ``gather`` for ranks that each send their own. Raises ``ValueError`` for another exchange, or a codec that does not
+    fit."""
     if exchange not in ("ring", "gather"):
         raise ValueError(f"exchange must be one of gather, ring, got {exchange!r}")
     if exchange == "gather":

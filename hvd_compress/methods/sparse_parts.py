@@ -1,4 +1,4 @@
-"""What a sparse method keeps for a bucket: velocities, values on the wire, and the pieces' shares of the slots."""
+"""The parts of a sparse method's bucket: velocities, values on the wire, and the pieces' shares of the slots."""
 
 from collections.abc import Iterator
 
@@ -25,24 +25,24 @@ class Velocity(Part):
     def __init__(self, bucket: Bucket, basis: Basis, means: BlockMeans) -> None:
         self._bucket, self._basis, self._means = bucket, basis, means
         self.memory: Tensor | None = None
-        self.owe(0.0, set())
+        self.set_momentum(0.0, set())
 
-    def owe(self, momentum: float, names: set[str]) -> None:
-        """The pieces with these names have this momentum, the others none. Called before the first step."""
-        self.momentum, self._owed = momentum, names
+    def set_momentum(self, momentum: float, names: set[str]) -> None:
+        """Gives the pieces with these names this momentum, the others none. Called before the first step."""
+        self.momentum, self._names = momentum, names
         self.memory = self._bucket.zeros() if momentum else None
-        #: The pieces that have none although others have.
+        #: The pieces without momentum, if others have it.
         self.without = [piece for piece in self._bucket.pieces if momentum and piece.name not in names]
 
     def split(self, grads: list[Tensor]) -> Iterator[tuple[Tensor | None, list[Tensor]]]:
-        """Gradients with their velocity: those of pieces with momentum, and those of the others; empty where they
-        belong to the other group."""
+        """The gradients in two groups, those of pieces with momentum and the others, each with its velocity. A gradient
+        of the other group is empty. One group if all pieces are alike."""
         if not self.without:
             yield self.memory, grads
             return
-        for velocity, owed in ((self.memory, True), (None, False)):
+        for velocity, has in ((self.memory, True), (None, False)):
             pairs = zip(self._bucket.pieces, self._bucket.nothing(), grads, strict=True)
-            yield velocity, [grad if (piece.name in self._owed) == owed else empty for piece, empty, grad in pairs]
+            yield velocity, [grad if (piece.name in self._names) == has else empty for piece, empty, grad in pairs]
 
     def get(self, piece: Piece) -> Tensor:
         """The velocity of a piece, in its shape: float32."""
@@ -50,7 +50,7 @@ class Velocity(Part):
         return self._means.added(piece, self._basis.entries(piece, piece.of(self.memory)), self._means.velocity)
 
     def set(self, piece: Piece, velocity: Tensor) -> None:
-        """Replaces it."""
+        """Replaces the velocity of a piece."""
         assert self.memory is not None, "there is no momentum"
         self._basis.write(piece, velocity, piece.of(self.memory))
         piece.of_blocks(self._means.velocity).zero_()
@@ -62,8 +62,7 @@ class Velocity(Part):
 class Values(Part):
     """The values that are sent: their codec's channel, and what was sent last.
 
-    Args:
-        groups: of values; each has its own scale.
+    ``groups``: the number of groups of values, each with its own scale.
     """
 
     def __init__(self, bucket: Bucket, codec: Codec, groups: int, collectives: Collectives) -> None:
@@ -75,7 +74,7 @@ class Values(Part):
         self.restart()
 
     def lay_out(self, sizes: list[int]) -> None:
-        """From now on the groups have so many values."""
+        """Allocates memory for groups of these sizes."""
         if sizes != self._sizes:
             self.payload = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
             self.channel.set_group_sizes(sizes)
@@ -93,11 +92,11 @@ class Values(Part):
         return result
 
     def mark_sent(self) -> None:
-        """The values are leaving the residual: ``payload`` keeps them for undo."""
+        """Notes that the values are subtracted from the residual. ``payload`` keeps them for undo."""
         self.sent = True
 
     def clear_sent(self) -> None:
-        """The values are in the residual again."""
+        """Notes that the values are in the residual again."""
         self.sent = False
 
     def undo(self) -> None:
@@ -126,8 +125,8 @@ class Shares(Part):
         self.weights = [float(size) for size in self.sizes]
 
     def follow(self, importance: Tensor) -> Exchange:
-        """Shares by importance: float64, (pieces,), the sum of each piece's scores on this rank. Summed over ranks, so
-        that every rank computes its slots from the same bits."""
+        """Updates the shares by importance: float64, (pieces,), the sum of each piece's scores on this rank. It is
+        summed over the ranks, so that all compute their slots from the same bits."""
         agreed = yield allreduce(importance.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
         self.weights = shares(agreed.tolist(), self.sizes)
 

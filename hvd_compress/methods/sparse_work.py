@@ -1,6 +1,5 @@
-"""One bucket of a sparse method: gradients enter the residual, and a few of its entries are sent and leave it."""
+"""One bucket of a sparse method: gradients are added to the residual, and a few of its entries are sent."""
 
-import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from ..selection.base import NOT_SENT, Average, Output, Scoring, StepSeed, marke
 from ..selection.budget import apportion
 from ..selection.deciders import Decider, EachRank, Leaders, Shared, run_length
 from ..selection.idle import Idle
-from ..selection.pickers import Everything, Picker
+from ..selection.pickers import Blocks, Everything, Picker
 from ..selection.schedule import Density, check_density
 from .basis import Basis
 from .block_means import BlockMeans
@@ -35,22 +34,21 @@ class Sending:
 
     density: Density
     values: Codec
-    layerwise: bool
     budget_interval: int
     collectives: Collectives
 
 
 class SparseWork(Work):
-    """One bucket of a sparse method. A subclass says in :meth:`decide` who picks entries and how, and in :meth:`send`
-    what else is done with them.
+    """One bucket of a sparse method. A subclass may override :meth:`decide`, who picks entries and how, and
+    :meth:`send`, what else is done with them.
 
     Args:
         sending: how many entries are sent, and how.
         basis: in which the residual is kept.
+        gathers: whether every rank picks its own entries, and not leaders for all.
         scoring: how entries are scored.
         means: whether block means are sent.
-        finds_idle: whether a piece that no rank has a gradient for receives nothing, instead of the rest of its
-            residual.
+        finds_idle: whether a piece for which no rank has a gradient receives 0, instead of the rest of its residual.
         decay: factor of the residual in each step.
         subtract: the share of what was sent that leaves the residual.
         sign: whether averages are replaced by their signs.
@@ -65,6 +63,7 @@ class SparseWork(Work):
         sending: Sending,
         *,
         basis: Basis | None = None,
+        gathers: bool = False,
         scoring: Scoring | None = None,
         means: bool = False,
         finds_idle: bool = False,
@@ -74,36 +73,37 @@ class SparseWork(Work):
         **parts: Part,
     ) -> None:
         self._sending, self._basis, self._scoring = sending, basis or Basis(bucket), scoring or Scoring()
-        self._decay, self._subtract, self._sign = decay, subtract, sign
+        self._gathers, self._decay, self._subtract, self._sign = gathers, decay, subtract, sign
         self.means, self._idle, self._agreement = (
             BlockMeans(bucket, means),
             Idle(bucket, finds_idle),
             Agreement(bucket.device),
         )
-        groups = (len(bucket.pieces) if sending.layerwise else 1) + len(self.means.sizes)
+        groups = len(bucket.pieces) + len(self.means.sizes)
         self.values = Values(bucket, sending.values, groups, sending.collectives)
         self.velocity, self._shares = Velocity(bucket, self._basis, self.means), Shares(bucket)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
-        #: The share of entries that the last step that began sends, and what its selection was built from.
+        #: The density of the step that began last, and what the selection was built for.
         self.density, self._layout = 1.0, tuple[object, ...]()
         own = {"values": self.values, "velocity": self.velocity, "idle": self._idle, "agreement": self._agreement}
         super().__init__(bucket, **own, block_means=self.means, shares=self._shares, **parts)
 
-    # What a method says.
+    # What a method may override.
 
-    @abc.abstractmethod
     def decide(self, slots: list[int]) -> Decider:
-        """Chooses who decides, and how entries are picked. ``slots``: of each piece."""
+        """Who decides, and how entries are picked. ``slots``: of each piece."""
+        picker = Blocks(self.bucket, slots)
+        return self.each_rank(picker) if self._gathers else self.leaders(picker)
 
     def send(self) -> Exchange:
-        """Agrees on the entries and averages them; writes the averages, and what was sent leaves the residual."""
+        """Agrees on the entries, averages them, writes the averages, and subtracts what was sent from the residual."""
         return self.send_to(self.bucket.gradients)
 
     def most_slots(self) -> list[int]:
-        """The most slots that each piece can have."""
+        """The largest number of slots of each piece."""
         return self._shares.sizes
 
-    def _importance(self) -> Tensor:
+    def importance(self) -> Tensor:
         """The sum of each piece's scores on this rank, for its share of the slots: float64, (pieces,)."""
         bucket, scoring = self.bucket, self._scoring
         if scoring.floors is None:  # coefficients fill the padding, too
@@ -113,13 +113,13 @@ class SparseWork(Work):
     # Deciders.
 
     def leaders(self, picker: Picker, leaders: int | None = None) -> Leaders:
-        """``leaders`` ranks, on average, that share a block; None for all."""
+        """Entries picked by leaders. ``leaders``: how many ranks share a block on average; None for all."""
         step = self.step
         run = run_length(leaders, self.density, step.ranks)
         return Leaders(picker, self._idle, self._agreement, run, step.ranks, step.rank)
 
     def each_rank(self, picker: Picker) -> EachRank:
-        """Every rank for itself."""
+        """Entries that every rank picks for itself."""
         return EachRank(picker, self._idle, self._agreement)
 
     def shared(self, picker: Picker) -> Shared:
@@ -134,7 +134,7 @@ class SparseWork(Work):
         self.decider.begin(StepSeed.draw(step, self.bucket.index))
 
     def _lay_out(self) -> None:
-        """Makes what depends on the density and the shares, if they have changed."""
+        """Builds the decider anew if the density, the shares or the ranks have changed."""
         self.density = check_density(self._sending.density(self.step.number))
         layout = (self.density, self.step.ranks, self.step.rank, tuple(self._shares.weights))
         if layout == self._layout:
@@ -147,7 +147,7 @@ class SparseWork(Work):
         else:
             self.decider = self.decide(apportion(total, self._shares.weights, self.most_slots()))
         self._layout, picker = layout, self.decider.picker
-        self.values.lay_out([*(picker.slots if self._sending.layerwise else [picker.total]), *self.means.sizes])
+        self.values.lay_out([*picker.slots, *self.means.sizes])
 
     def accumulate(self) -> None:
         bucket, decider, step, scoring = self.bucket, self.decider, self.step, self._scoring
@@ -174,11 +174,11 @@ class SparseWork(Work):
             )
         for before, after in zip(given, grads, strict=True):
             if after is not before:
-                before.copy_(after)  # zeros, unless scatter() writes all of it
+                before.copy_(after)  # the operator has zeroed the copy
 
     def exchange(self) -> Exchange:
-        # Before entries leave the residual.
-        importance = self._importance() if self.step.every(self._sending.budget_interval) else None
+        # Before entries are subtracted from the residual.
+        importance = self.importance() if self.step.every(self._sending.budget_interval) else None
         yield from self.send()
         if importance is not None:
             yield from self._shares.follow(importance)
@@ -196,8 +196,8 @@ class SparseWork(Work):
             self.apply(*(yield from self.average()), grads)
 
     def average(self, predicted: Tensor | None = None) -> Averaged:
-        """Averages the picked entries over the ranks, less what was ``predicted`` of them, and the block means. Returns
-        the mean and what stays in the residual of this rank: float32, (slots,)."""
+        """Averages the picked entries over the ranks, minus their ``predicted`` values, and the block means. Returns
+        the mean and what stays in this rank's residual: float32, (slots,)."""
         picker, payload = self.decider.picker, self.values.payload
         total = picker.total
         sent = picker.gather(self.bucket.residual, payload[:total])
@@ -208,12 +208,12 @@ class SparseWork(Work):
         return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
 
     def _unsent(self, sent: Tensor, error: Tensor) -> Tensor:
-        """What stays in the residual of values that were sent, with this quantization error: float32, (slots,)."""
+        """What stays in the residual of values that were ``sent`` with a quantization ``error``: float32, (slots,)."""
         return error if self._subtract == 1.0 else torch.lerp(sent, error, self._subtract)
 
     def apply(self, mean: Tensor, error: Tensor, grads: list[Tensor]) -> None:
-        """Writes averages of the picked entries to ``grads``; ``error`` stays of them in the residual. What nobody
-        receives stays there. (Hosts pass the same parameters on all ranks, so a gradient is missing on all.)"""
+        """Writes the averages of the picked entries to ``grads``, and ``error`` to the residual. The residual of pieces
+        without a gradient stays. (Hosts pass the same parameters on all ranks, so it is missing on all.)"""
         picker, targets = self.decider.picker, self._basis.targets(grads)
         mean = marked(mean, map(picker.span, missing(targets)))
         picker.scatter(targets, self.velocity.memory, Average(mean, error, self._output(), self._mean_of_blocks))
@@ -223,7 +223,7 @@ class SparseWork(Work):
         return Output(self.step.scale, self._basis.transform, self._sign)
 
     def _send_each(self, grads: list[Tensor]) -> Exchange:
-        """Every rank's own entries: their mean over all ranks, with zeros where a rank did not send."""
+        """Averages every rank's own entries over all ranks, with zeros where a rank has sent none."""
         decider, channel, bucket = self.decider, self.values.channel, self.bucket
         assert isinstance(decider, EachRank) and isinstance(channel, GatherChannel)
         gathered = yield allgather(decider.encode(self._scoring), "indices")
@@ -249,7 +249,7 @@ class SparseWork(Work):
     def undo(self) -> None:
         super().undo()
         if self.values.sent:
-            # A mean of 0 with the sent values as error: they return to the residual, no gradient is written.
+            # A mean of 0 with the sent values as error: they are written to the residual, and no gradient is.
             picker, payload = self.decider.picker, self.values.payload
             sent = payload[: picker.total]
             average = Average(torch.zeros_like(sent), sent, Output(0.0))
@@ -266,11 +266,11 @@ class SparseWork(Work):
     def saved(self, residual: Tensor) -> Tree:
         return self._basis.saved(residual)
 
-    def held(self, piece: Piece) -> Tensor:
+    def residual_of(self, piece: Piece) -> Tensor:
         entries, means = self._basis.entries(piece, piece.of(self.bucket.residual)), self.means
         return means.added(piece, entries, means.unsent + means.fresh)
 
-    def hold(self, piece: Piece, entries: Tensor) -> None:
+    def set_residual(self, piece: Piece, entries: Tensor) -> None:
         self._basis.write(piece, entries, piece.of(self.bucket.residual).zero_())
         self.means.clear(piece)
 

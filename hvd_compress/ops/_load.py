@@ -34,7 +34,7 @@ def is_current(name: str, key: str) -> bool:
 
 
 def _load(module: str, key: str) -> str | None:
-    """Load the extension ``module``, which registers kernels for the dispatch key. Returns None, or the reason why it
+    """Loads the extension ``module``, which registers kernels for the dispatch key. Returns None, or the reason why it
     cannot be used."""
     spec = importlib.util.find_spec(f"{_PACKAGE}.{module}")
     if spec is None or spec.origin is None:
@@ -76,7 +76,7 @@ def _slow_cuda(function: Callable[..., None], reason: str) -> Callable[..., None
 
 
 def _fake(*args: Any) -> None:
-    """Shapes of the results: there are none, the operators mutate their arguments."""
+    """Returns nothing: the operators write to their arguments."""
 
 
 #: Why the operators for CPU and for CUDA tensors cannot be used; None if they can.

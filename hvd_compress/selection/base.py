@@ -1,5 +1,4 @@
-"""What the two halves of a selection share: how entries are picked (:mod:`.pickers`), and who decides
-(:mod:`.deciders`).
+"""What pickers (how entries are picked, :mod:`.pickers`) and deciders (who picks them, :mod:`.deciders`) share.
 
 A *slot* is one value that will be sent.
 """
@@ -16,7 +15,7 @@ from ..engine.rng import derive, permutation
 from ..engine.work import Step
 from ..reference import BLOCK
 
-#: A mean that is written to no residual: what was sent stays there. Every mean that is not finite has this effect.
+#: A mean with which nothing is written and the residual stays. Every mean that is not finite has this effect.
 NOT_SENT = float("nan")
 
 
@@ -40,7 +39,7 @@ class StepSeed:
 
     @property
     def phase(self) -> int:
-        """Rotates which blocks get the slots that do not divide evenly."""
+        """The rotation of the blocks that get the slots that do not divide evenly."""
         return self.key & 0xFFFF
 
 
@@ -64,7 +63,7 @@ class Scoring:
         return magnitude / (piece.flat_weight().float().abs() + self.floors[index])
 
     def weighted(self, bucket: Bucket, grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """``grads``, by piece, and the weights by which they are scored, if any, in one dtype."""
+        """``grads``, by piece, and the weights by which they are scored, if any. Of a piece, both have one dtype."""
         if self.floors is None:
             return grads, []
         weights = [piece.weight() for piece in bucket.pieces]

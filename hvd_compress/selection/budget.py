@@ -1,8 +1,8 @@
-"""Division of a bucket's slots among its parameters: integers in proportion to weights, with an upper limit each."""
+"""Apportions a bucket's slots to its parameters: integers in proportion to weights, each with an upper limit."""
 
 from collections.abc import Sequence
 
-#: The largest and the inverse of the smallest share of a parameter, relative to its size.
+#: The largest share of a parameter relative to its size, and the inverse of the smallest.
 SPREAD = 4.0
 
 

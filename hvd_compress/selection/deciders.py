@@ -1,7 +1,7 @@
 """Who decides which entries are sent.
 
-:class:`Leaders`: ranks drawn at random, and one allgather of indices. :class:`EachRank`: every rank for itself.
-:class:`Shared`: nobody; every rank computes the same entries from shared state, and no indices are sent.
+:class:`Leaders`: ranks drawn at random, for all; one allgather of indices. :class:`EachRank`: every rank for itself.
+:class:`Shared`: all ranks alike, since they compute the same entries from shared state; no indices are sent.
 """
 
 import abc
@@ -24,12 +24,12 @@ Deciding = Generator[Request, Tensor, None]
 
 
 class Decider(abc.ABC):
-    """Decides on the entries of a picker.
+    """Lets ranks decide on the entries of a picker.
 
     Args:
-        picker: how they are picked.
-        idle: finds out which pieces no rank has a gradient for, if it does.
-        agreement: whether ranks have decided differently.
+        picker: how entries are picked.
+        idle: is told which pieces have a gradient on some rank, if it wants to know.
+        agreement: is told whether the ranks differ.
     """
 
     #: Whether each rank sends entries of its own.
@@ -45,7 +45,7 @@ class Decider(abc.ABC):
         self.none = self.own = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def begin(self, seed: StepSeed) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self.seed = seed
         self.picker.begin(seed)
 
@@ -55,7 +55,7 @@ class Decider(abc.ABC):
         every rank, if they have decided differently."""
 
     def draw(self, scoring: Scoring) -> Draw:
-        """What this rank picks, for the operators."""
+        """What this rank picks, as arguments of the operators."""
         explore = int(scoring.explore * 2**32)
         return Draw(self.picker.phase, self.run, self.ranks, self.position, self.seed.key, explore)
 
@@ -69,7 +69,7 @@ class Shared(Decider):
     """The same entries on all ranks, without a leader."""
 
     def agree(self, scoring: Scoring) -> Deciding:
-        # No other message shows whether the ranks select alike. In every step, since all ranks have to take part.
+        # No other message shows whether the ranks select alike. In every step: all ranks have to take part.
         digest = torch.full((1,), self.digest() % LIMIT, dtype=torch.int64, device=self.device)
         same = yield from all_equal((digest + self.picker.checksum()) % LIMIT)
         self.agreement.note(~same)
@@ -93,8 +93,8 @@ class Leaders(Decider):
         count = -(-picker.total // (run * ranks)) * run
         self._digest_length = max(1, 4 // picker.dtype.itemsize)
         self.head = self._digest_length + (len(picker.slots) if idle.finds else 0)
-        #: This rank's part of the allgather: a digest of at least four bytes, which pieces it has a gradient for, if
-        #: that matters, then the indices that it picks.
+        #: This rank's part of the allgather: a digest of at least four bytes; a flag for each piece of which it has a
+        #: gradient, if idle pieces are found; the indices that it picks.
         self.message = torch.zeros(self.head + count, dtype=picker.dtype, device=self.device)
         self.own = self.message[self.head :]
 
@@ -113,7 +113,7 @@ class Leaders(Decider):
         self.picker.decided(in_order.view(-1)[: self.picker.total])
 
     def complete(self, scoring: Scoring) -> None:
-        """Writes to ``message`` what is known only when all gradients have arrived."""
+        """Completes ``message`` when all gradients have arrived."""
         self.picker.pick(scoring, self.own)
         if self.idle.finds:
             self.message[self._digest_length : self.head] = self.idle.touched
@@ -131,14 +131,14 @@ class Leaders(Decider):
 
 
 class EachRank(Leaders):
-    """Every rank picks its own entries, as the only leader, and sends them to all: what papers without a ring do. The
-    bytes grow with the number of ranks."""
+    """Every rank picks its own entries and sends them to all, as in papers without a ring. The bytes grow with the
+    number of ranks."""
 
     each_rank = True
 
     def __init__(self, picker: Picker, idle: Idle, agreement: Agreement) -> None:
         super().__init__(picker, idle, agreement, run=1, ranks=1, rank=0)
-        # As one bit for every entry of the bucket, where that is shorter.
+        # Whether indices are sent as one bit for every entry of the bucket, because that is shorter.
         self._as_bitmap = picker.dtype == torch.uint8 and picker.total * 8 > picker.bucket.blocks * BLOCK
 
     def begin(self, seed: StepSeed) -> None:
@@ -172,7 +172,8 @@ class EachRank(Leaders):
 
 
 def run_length(leaders: int | None, density: float, ranks: int) -> int:
-    """How many consecutive slots a leader picks so that ``leaders`` ranks (None: all) share a block on average."""
+    """The number of consecutive slots of one leader such that ``leaders`` ranks (None: all) share a block on
+    average."""
     return 1 if leaders is None else max(1, math.ceil(density * BLOCK / min(leaders, ranks)))
 
 

@@ -1,4 +1,4 @@
-"""What all ranks know of each entry without communication: the averages that they have received."""
+"""What all ranks know about each entry without communication: the averages that they have received."""
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ def check_smoothing(smoothing: float) -> float:
 
 
 class GradientHistory(Part):
-    """The smoothed average gradient per step of every entry, and the step in which it was last sent.
-
-    Equal on all ranks. ``smoothed``, ``last_sent``: bucket-wide. ``smoothing``: the weight of the past, in [0, 1).
-    """
+    """The smoothed average gradient per step of every entry, ``smoothed``, and the step in which it was last sent,
+    ``last_sent``: bucket-wide, and the same on all ranks. ``smoothing``: the weight of the past, in [0, 1)."""
 
     def __init__(self, bucket: Bucket, smoothing: float) -> None:
         self._smoothing, self._bucket = smoothing, bucket
@@ -51,9 +49,8 @@ class GradientHistory(Part):
         return {"smoothed": saved(self.smoothed), "last_sent": saved(self.last_sent, low=-1.0)}
 
     def update(self, picker: Picker, mean: Tensor, step: int, predicted: Tensor | float = 0.0) -> None:
-        """Updates the averages of the picked entries, for which ``mean`` was received: the sum of the gradients of all
-        steps since they were last sent, minus what was ``predicted`` of it in each of these steps. Ignored if it is not
-        finite."""
+        """Updates the picked entries, for which ``mean`` was received, unless it is not finite. It is the sum of the
+        gradients since an entry was last sent, minus what was ``predicted`` in each of these steps."""
         arrived = mean[:1].isfinite()
         smoothed, last = picker.read(self.smoothed), picker.read(self.last_sent)
         self._before = picker, smoothed, last

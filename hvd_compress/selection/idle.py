@@ -1,4 +1,4 @@
-"""Pieces that no rank has a gradient for, such as frozen layers."""
+"""Finds pieces for which no rank has a gradient, such as frozen layers."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from .pickers import Picker
 
 
 class Idle(Part):
-    """Which pieces of a bucket no rank has a gradient for, in the current step. What replaces gradients by signs would
-    apply the rest of their residuals for ever, however small: they receive 0, and keep what they hold.
+    """The idle pieces of a bucket in the current step: no rank has a gradient for them. They receive 0 and keep their
+    residuals; a method that sends signs would apply even a tiny residual for ever.
 
-    ``finds``: whether ranks tell each other. ``touched``: int32, (pieces,), whether an entry of this rank's gradient
-    was not zero.
+    ``finds``: whether idle pieces are found; otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of
+    this rank's gradient was not zero.
     """
 
     def __init__(self, bucket: Bucket, finds: bool) -> None:
@@ -29,14 +29,14 @@ class Idle(Part):
         self.touched.zero_()
 
     def found(self, touched: Tensor) -> None:
-        """Notes which pieces any rank has a gradient for. ``touched``: bool, (pieces,)."""
+        """Called by the decider. ``touched``: whether any rank has a gradient for a piece, bool, (pieces,)."""
         idle = ~touched
         # Free on the CPU; a GPU would be synchronised.
         self._pieces = idle if idle.is_cuda or bool(idle.any()) else None
 
     def keep(self, picker: Picker, mean: Tensor, error: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """An average, this rank's quantization error and the values that it has sent, such that idle pieces receive 0
-        and keep what they hold."""
+        """Returns the ``mean`` with 0 in idle pieces, and the quantization ``error`` with the values that were ``sent``
+        there, so that they stay in the residual. All float32, (slots,)."""
         if self._pieces is None:
             return mean, error
         idle = self._pieces.repeat_interleave(picker.slot_counts, output_size=picker.total)

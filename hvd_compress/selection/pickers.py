@@ -17,14 +17,14 @@ INT32_ENTRIES = 2**31
 
 
 class Picker(abc.ABC):
-    """Entries of a bucket, of which piece i has ``slots[i]``, in :meth:`span`.
+    """Picks entries of a bucket. Piece i has ``slots[i]`` of them, in :meth:`span`.
 
-    ``indices``: those of the current step, in slot order, once they are decided.
+    ``indices``: of the current step, in slot order, once they are decided.
     """
 
     #: dtype of an index on the wire.
     dtype = torch.uint8
-    #: Whether entries are picked while gradients are accumulated, when they are in the cache.
+    #: Whether entries are picked by the operator that accumulates gradients, which has them in the cache.
     early = False
     #: Whether :meth:`pick_by` needs scores.
     scored = False
@@ -47,30 +47,30 @@ class Picker(abc.ABC):
         return slice(self._first[index], self._first[index] + self.slots[index])
 
     def begin(self, seed: StepSeed) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self._seed, self.phase = seed, seed.phase
 
     def rotate(self, phase: int) -> None:
-        """Rotates by this number, instead of the seed's, which blocks get the slots that do not divide evenly."""
+        """Replaces the seed's phase (:attr:`.base.StepSeed.phase`)."""
         self.phase = phase
 
     def decided(self, indices: Tensor) -> None:
-        """These are the step's ``indices``."""
+        """Called with the step's ``indices``."""
         self.indices = indices
 
     def pick(self, scoring: Scoring, own: Tensor) -> None:
-        """Completes ``own``, the indices that this rank picks, when all gradients have arrived."""
+        """Completes ``own``, the indices that this rank picks. Called when all gradients have arrived."""
 
     def pick_by(self, scores: list[Tensor], explore: float) -> None:
         """Picks ``indices`` by scores that are the same on all ranks: by piece, float32, (entries,), in memory order.
         ``explore``: the share of blocks in which entries are drawn at random, in proportion to the scores."""
 
     def checksum(self) -> Tensor | int:
-        """Of what was picked by :meth:`pick_by`: below 2**32."""
+        """A checksum, below 2**32, of what :meth:`pick_by` has picked."""
         return 0
 
     def positions(self, indices: Tensor) -> Tensor:
-        """Where such indices, of all slots, lie in the bucket's flat memory: int64, (slots,)."""
+        """The positions of ``indices``, one for each slot, in the bucket's flat memory: int64, (slots,)."""
         return indices.long()
 
     @abc.abstractmethod
@@ -100,7 +100,7 @@ def table_of(ranges: list[BlockRange], picker: Picker) -> Tensor:
 class Blocks(Picker):
     """m of every 256 entries, one byte an index.
 
-    ``halves``: only in the first or the last half of each piece's blocks, in alternating steps.
+    ``halves``: they come from the first and from the last half of each piece's blocks in alternating steps.
     """
 
     early = scored = True
@@ -140,7 +140,7 @@ class Blocks(Picker):
         return out
 
     def write(self, memory: Tensor, values: Tensor) -> None:
-        # scatter writes the quantization error to the residual: here, the values to the memory.
+        # scatter writes an error to a residual: here, the values to the memory.
         nothing = self.bucket.nothing()
         ops.scatter(nothing, memory, None, self.indices, self.table, values, values, self.phase, 0.0)
 
@@ -159,7 +159,7 @@ class Exact(Picker):
     threshold, and only the entries above it are sorted. (Their number depends on the data, so this synchronises a GPU.)
     """
 
-    #: The threshold is set to let through this many times more entries than needed, so that they are seldom too few.
+    #: The threshold lets this many times more entries through than needed, so that they are seldom too few.
     MARGIN = 1.3
     MIN_SAMPLE = 64
 

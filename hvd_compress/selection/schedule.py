@@ -39,10 +39,9 @@ def warm_up(density: float, steps: int) -> Density:
 
 
 def diminishing(density: float, rate: Callable[[], float], highest: float) -> Density:
-    """What is dropped shrinks with the learning rate: ``1 - density(t) = (1 - density) rate / highest``, the
-    diminishing compression ratio with which SGD keeps its convergence rate (Wang et al., HPDC 2020).
-
-    Density and bytes rise as the learning rate falls, in steps of a factor sqrt(2).
+    """A density that rises as the learning rate falls: ``1 - density(t) = (1 - density) rate / highest``, the
+    diminishing compression ratio with which SGD keeps its convergence rate (Wang et al., HPDC 2020). It rises in steps
+    of a factor sqrt(2).
 
     Example::
 

@@ -29,11 +29,10 @@ def run(*arguments):
 
 def test_a_real_call(tmp_path):
     """What is measured by default: what docs/choosing.md advises, between the baselines."""
-    pytest.importorskip("matplotlib")
-    files = tmp_path / "json" / "out.json", tmp_path / "plot" / "out.png"
-    done = run("--model", "tiny", "--steps", "3", "--json", str(files[0]), "--plot", str(files[1]))
+    file = tmp_path / "json" / "out.json"
+    done = run("--model", "tiny", "--steps", "3", "--json", str(file))
     assert done.exit_code == 0, done.output
-    content = json.loads(files[0].read_text())
+    content = json.loads(file.read_text())
     assert [row["method"] for row in content["rows"]] == ["dense", "fp16", "low_bit", "DeMo", "IWP"]
     sizes = [shape for _, shape in shapes.named("tiny")]
     best = min(row["step_ms"] for row in content["rows"][:2])
@@ -44,7 +43,6 @@ def test_a_real_call(tmp_path):
         # What was counted is what the formula says; a look at the weights before an exchange of local steps is in it.
         want = wire.sent(wire.messages(row["method"], sizes, 2), 2) / wire.METHODS[row["method"]].local_steps
         assert row["sent_bytes"] == pytest.approx(want, rel=0.01)
-    assert files[1].read_bytes()[:4] == b"\x89PNG"
 
 
 def test_low_bit_is_the_recipe():
@@ -191,7 +189,6 @@ def test_a_signal_ends_the_ranks_and_removes_the_folder(default_signals, tmp_pat
     "arguments, says",
     [
         (["--methods", "dense;zip"], "unknown method 'zip'"),
-        (["--hosts", "a:1,b:1"], "--hosts is for --launcher mpirun"),
         (["--model", "x"], "PATH.py:FUNCTION"),
         (["--methods", "low_bit", "--ranks", "4", "--ranks-per-node", "2"], "low_bit is measured with"),
     ],
@@ -201,14 +198,6 @@ def test_a_wrong_argument_is_named(arguments, says):
     assert done.exit_code == 2 and says in done.output
 
 
-def test_other_hosts_get_the_environment():
-    command, environment = launchers.mpirun(4, "a.module", hosts="a:2,b:2")
-    assert command[command.index("-H") + 1] == "a:2,b:2" and "--oversubscribe" not in command
-    exported = [command[i + 1] for i, part in enumerate(command) if part == "-x"]
-    assert exported == [*environment, "PYTHONPATH"] and command[-2:] == ["-m", "a.module"]
-    assert "-x" not in launchers.mpirun(2, "a.module")[0]
-
-
 def test_the_users_own_launcher():
-    command, _ = bench._command("srun -n 8 python", 2, "", "a.module", "--x=1")
+    command, _ = bench._command("srun -n 8 python", 2, "a.module", "--x=1")
     assert command == ["srun", "-n", "8", "python", "-m", "a.module", "--x=1"]

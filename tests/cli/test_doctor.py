@@ -33,11 +33,6 @@ def test_two_ranks_of_every_host_exchange():
     assert ops.CPU_CAPABILITY in done.output and "16 of 16 compiled" in done.output
 
 
-def test_two_nodes_of_every_host_exchange():
-    done = run("doctor", "--ranks-per-node", "2")
-    assert done.exit_code == 0 and done.output.count("two nodes of 2 ranks exchange") in (1, 2), done.output
-
-
 def test_a_fault_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(ops, "MISSING", "the extension is not built")
     done = run("doctor", "--no-exchange")

@@ -231,7 +231,6 @@ def test_a_wrong_output_file_is_named_before_the_measurement(tmp_path, monkeypat
     "command, says",
     [
         ("estimate --model tiny --ranks 2 --bandwidth 1gbit --inside 10gbit", "give --ranks-per-node"),
-        ("doctor --no-exchange --ranks-per-node 2", "--no-exchange does not launch"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(command, says):

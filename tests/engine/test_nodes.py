@@ -13,7 +13,7 @@ from hvd_compress.carriers.nodes import divided, groups
 from hvd_compress.carriers.threads import ThreadCollectives, ThreadWorld
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.collectives import ring_bytes
-from hvd_compress.engine.nodes import owned
+from hvd_compress.engine.two_levels import owned
 from hvd_compress.methods import replacement
 
 

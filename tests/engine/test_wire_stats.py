@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from hvd_compress.engine.collectives import Kind, Level, Nodes, Request, broadcast, ring_bytes
+from hvd_compress.engine.collectives import Category, Level, Nodes, Request, broadcast, ring_bytes
 from hvd_compress.engine.wire_stats import WireStats
 
 
@@ -17,12 +17,12 @@ def test_ring_bytes():
     assert [ring_bytes(verb, 1000, 1) for verb in ("allreduce", "allgather", "alltoall")] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("category", get_args(Category))
 @pytest.mark.parametrize("level", get_args(Level))
-def test_the_level_of_a_request_decides_where_it_travels_and_only_its_kind_where_it_is_counted(kind, level):
-    """A new kind must not change the way of the bytes."""
+def test_the_level_of_a_request_decides_where_it_travels_and_only_its_category_where_it_is_counted(category, level):
+    """A new category must not change the way of the bytes."""
     between, inside = (SimpleNamespace(size=size, rank=0) for size in (4, 2))
-    request = Request("allreduce", torch.zeros(250), kind, level=level)
+    request = Request("allreduce", torch.zeros(250), category, level=level)
     nodes = Nodes(SimpleNamespace(size=8, rank=0), between, inside)
     assert nodes.level(request) is {"between": between, "inside": inside}[level]
     stats = WireStats()
@@ -30,8 +30,8 @@ def test_the_level_of_a_request_decides_where_it_travels_and_only_its_kind_where
     stats.count_request(request, nodes.level(request).size)
     stats.end_step()
     last = stats.report()["last"]
-    counted = {name: last[f"{name}_bytes"] for name in (*get_args(Kind), "inside") if last[f"{name}_bytes"]}
-    assert counted == ({kind: 1500} if level == "between" else {"inside": 1000})
+    counted = {name: last[f"{name}_bytes"] for name in (*get_args(Category), "inside") if last[f"{name}_bytes"]}
+    assert counted == ({category: 1500} if level == "between" else {"inside": 1000})
     assert last["wire_bytes"] == (1500 if level == "between" else 0)
 
 

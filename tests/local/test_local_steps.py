@@ -631,7 +631,7 @@ def test_the_last_average_cannot_be_taken_back():
 def test_no_differences_are_held_between_exchanges():
     world, group = workers(2, period=2)
     world.run(lambda i: group[i].train(2))
-    assert not any(bucket.gradients or bucket.waits for bucket in group[0].compression.buckets)
+    assert not any(bucket.gradients or bucket.incomplete for bucket in group[0].compression.buckets)
 
 
 def test_the_optimizer_does_not_keep_local_steps_alive():

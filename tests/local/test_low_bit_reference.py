@@ -63,7 +63,7 @@ def trained(make, ranks, model, bucket, scale, **options):
         optimizer, start = sgd(model.parameters()), collectives.start
 
         def recorded(request, name):
-            if request.kind in ("values", "dense_tensor"):
+            if request.category in ("values", "dense_tensor"):
                 sent[request.verb].append(request.tensor.clone())
             return start(request, name)
 

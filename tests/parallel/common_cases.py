@@ -13,7 +13,7 @@ from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from optimizers import muon_and_adamw
 
 import hvd_compress
-from hvd_compress.engine.nodes import owned
+from hvd_compress.engine.two_levels import owned
 
 CASES: Cases = {}
 

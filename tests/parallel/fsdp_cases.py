@@ -949,7 +949,7 @@ def _compressor_on(mesh: tuple[int, ...], groups: dict[int, Any]) -> Any:
         torch.manual_seed(0)
         compression = hvd_compress.IWP(Net(), process_group=groups[mesh[0]], min_numel=64)
     place = compression.engine.place_of[compression.engine.names.index("head.weight")]
-    place.work.hold(place.piece, torch.full(place.piece.shape, compression.collectives.rank + 1.0))
+    place.work.set_residual(place.piece, torch.full(place.piece.shape, compression.collectives.rank + 1.0))
     return compression
 
 

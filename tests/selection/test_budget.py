@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_compress import DGC, FFT, IWP, MIPD, SlimDP, TopK
+from hvd_compress.carriers.mirror import Mirror
 from hvd_compress.selection.budget import apportion, shares
 
 
@@ -50,3 +51,20 @@ def test_every_parameter_has_a_slot(kind):
     assert len(ranks[0].compression.buckets) == 1
     random_steps(world, ranks, range(4))
     assert all(slots >= 1 for slots in ranks[0].compression.works[0].decider.picker.slots)
+
+
+@pytest.mark.parametrize("method", [MIPD, SlimDP])
+def test_shares_follow_the_significance_that_the_method_computes(method):
+    """Gradients are equal, so the residuals' magnitudes would give equal shares."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[1].weight.copy_(torch.eye(64))
+    compression = method(model, density=1 / 16, budget_interval=1, collectives=Mirror(2))
+    for layer in model:
+        layer.weight.grad = torch.ones(64, 64)
+    for payload, context in [compression.compress(layer.weight.grad) for layer in reversed(model)]:
+        compression.decompress(payload, context)
+    (work,) = compression.works
+    dense, sparse = (work._shares.weights[index] for index in (1, 0))  # a bucket begins with the last layer
+    assert dense > 1.5 * sparse

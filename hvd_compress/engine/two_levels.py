@@ -1,7 +1,7 @@
-"""Two levels: a node sums the gradients of its ranks, and one of them exchanges a bucket with the other nodes.
+"""Two levels (``nodes=``): a node sums its ranks' gradients, and one of the ranks exchanges a bucket with other nodes.
 
-Each bucket has an owner, the rank with the same place in every node. It alone has the bucket's residual; to the method,
-it is one of as many ranks as there are nodes, with the mean gradient of its node.
+Each bucket has an owner, the rank with the same place in every node, which alone has the bucket's residual. To the
+method there are as many ranks as nodes, each with the mean gradient of its node.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from .state import Tree
 from .work import Work
 
 
-class Member(Work):
-    """A bucket that another rank of the node owns: nothing is kept here."""
+class NotOwned(Work):
+    """In place of the method's work, for a bucket that another rank of the node owns: no state, no exchange."""
 
     def accumulate(self) -> None:
-        """The owner does."""
+        """Done by the owner."""
 
     def exchange(self) -> Exchange:
         yield from ()
@@ -29,10 +29,10 @@ class Member(Work):
     def state(self) -> dict[str, Tree]:
         return {}
 
-    def held(self, piece: Piece) -> Tensor:
+    def residual_of(self, piece: Piece) -> Tensor:
         return torch.zeros(piece.shape, dtype=torch.float32, device=self.bucket.device)
 
-    def hold(self, piece: Piece, entries: Tensor) -> None:
+    def set_residual(self, piece: Piece, entries: Tensor) -> None:
         """Nothing is kept."""
 
     def scale_residual(self, factor: float) -> None:
@@ -40,13 +40,14 @@ class Member(Work):
 
 
 def owned(works: Iterable[Work]) -> list[Work]:
-    """Those of these buckets whose state is on this rank."""
-    return [work for work in works if not isinstance(work, Member)]
+    """The buckets whose state is on this rank."""
+    return [work for work in works if not isinstance(work, NotOwned)]
 
 
-def through_owner(work: Work, nodes: Nodes) -> Exchange:
-    """The exchange of a bucket whose gradients have arrived: the node's sum to the owner, the method's exchange between
-    the owners, and its result to all ranks of the node. In float32; no rank waits before the first collective."""
+def two_level_exchange(work: Work, nodes: Nodes) -> Exchange:
+    """The exchange of a bucket whose gradients have arrived: the node's sum goes to the owner, the owners run the
+    method's exchange, and its result goes to all ranks of the node. In float32; no rank waits before the first
+    collective."""
     bucket = work.bucket
     bucket.collect()
     given = [grad.numel() > 0 for grad in bucket.gradients]
