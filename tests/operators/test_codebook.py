@@ -4,18 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from checks import (
-    agrees,
-    agrees_within,
-    bad_tensors,
-    bounded,
-    errors_add_up,
-    on,
-    opchecks,
-    overlaps,
-    refusals,
-    threads,
-)
+from checks import agrees, agrees_within, bad_tensors, bounded, errors_add_up, on, opchecks, overlaps, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import MANY_EDGES, bytes_for, bytes_of, group_edges, kinds, scales, seeds, values

@@ -38,16 +38,8 @@ def buckets(rows: torch.Tensor, blocks: int, slots: int, phase: int) -> dict[str
     residual, indices = torch.randn(blocks * BLOCK), torch.randint(0, 256, (slots,)).to(torch.uint8)
     mean, error, means = torch.randn(slots), torch.randn(slots), torch.randn(blocks)
     flags, draw = torch.zeros(count, dtype=torch.int32), [phase, 3, 2, 1, 7, 2**31]
-    state = [
-        residual.clone(),
-        grads,
-        residual.flip(0),
-        rows,
-        torch.rand(count),
-        indices.clone(),
-        flags[:1].clone(),
-        flags,
-    ]
+    state = [residual.clone(), grads, residual.flip(0), rows, torch.rand(count), indices.clone()]
+    state += [flags[:1].clone(), flags]
     return {
         "accumulate_select": [grads, *state, means.clone(), 0.5, 0.9, 1.0, False, *draw],
         "select": [[grad.float() for grad in grads], rows, indices.clone(), *draw],
