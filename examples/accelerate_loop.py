@@ -60,6 +60,7 @@ def main() -> None:
                 accelerator.log(compression.metrics(), step)
             if step == options.steps:
                 break
+    accelerator.wait_for_everyone()  # another rank may still be loading what this one overwrites
     accelerator.save_state(str(options.checkpoints))
 
     x = x[:64].to(accelerator.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hvd_compress import IWP, Compressor, ddp_hook
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.codecs import Cast
 from hvd_compress.engine.collectives import Nodes, allreduce
 
 Build = Callable[..., Compressor]
@@ -203,11 +204,46 @@ def together(
     return world.run(lambda i: ranks[i].exchange(grads[i], shuffle))
 
 
-def random_steps(world: ThreadWorld, ranks: list[Rank], steps: Iterable[int], order: int = 0) -> list[list[Tensor]]:
-    """Steps with gradients seeded by step and rank. Returns the last step's results."""
+def random_steps(
+    world: ThreadWorld,
+    ranks: list[Rank],
+    steps: Iterable[int],
+    order: int = 0,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> list[list[Tensor]]:
+    """Steps with gradients seeded by step and rank, each followed by those of optimizers. Returns the last results."""
     for step in steps:
         grads = [gradients(r.model, seed=1000 * step + r.rank) for r in ranks]
         applied = together(world, ranks, grads, shuffle=order + step)
+        for optimizer in optimizers:
+            optimizer.step()
+    return applied
+
+
+def sgd(ranks: Iterable[Rank], lr: float = 0.0, **options: Any) -> list[torch.optim.Optimizer]:
+    """One optimizer a rank."""
+    return [torch.optim.SGD(rank.model.parameters(), lr=lr, **options) for rank in ranks]
+
+
+def without_loss(
+    world: ThreadWorld, ranks: list[Rank], grads: Sequence[Sequence[Tensor | None]], shuffle: int | None = None
+) -> list[list[Tensor]]:
+    """A step as :func:`together`, in which all ranks get the same bits and no entry is lost: the sum of residuals and
+    gradients is the number of ranks times what is applied, plus the residuals afterwards. In nodes of several ranks the
+    residual is of their mean gradient."""
+    compression, before = ranks[0].compression, [residuals(r) for r in ranks]
+    options, whole = compression.options(), not compression.buckets
+    given = [[None if g is None else g.to(torch.float64, copy=True) for g in grad] for grad in grads]
+    applied = together(world, ranks, grads, shuffle)
+    assert all(equal(applied[0], other) for other in applied[1:])
+    after, per_node = [residuals(r) for r in ranks], compression.engine.nodes.ranks
+    for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
+        total = per_node * sum(held[name] for held in before)
+        total = total + sum(grad[number] for grad in given if grad[number] is not None)
+        got = world.size * applied[0][number].double() + per_node * sum(held[name] for held in after)
+        # Only an allreduce of 16-bit floats rounds.
+        rounds = options["values" if compressed(p) or whole else "dense_values"] in ("fp16", Cast("fp16"))
+        torch.testing.assert_close(got, total, rtol=0, atol=5e-2 if rounds else 1e-4)
     return applied
 
 
@@ -215,13 +251,10 @@ def waiting_average(build: Build, host: str = "horovod") -> tuple[ThreadWorld, l
     """Two ranks with an average that nobody has applied, after some that an optimizer has. Each has its ``optimizer``,
     of learning rate 0."""
     world, ranks = replicas(2, build, host=host)
-    for rank in ranks:
-        rank.optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.0)
-    for step in range(3):
-        random_steps(world, ranks, [step])
-        for rank in ranks:
-            rank.optimizer.step()
-    for rank in ranks:
+    optimizers = sgd(ranks)
+    random_steps(world, ranks, range(3), optimizers=optimizers)
+    for rank, optimizer in zip(ranks, optimizers, strict=True):
+        rank.optimizer = optimizer
         rank.applied = lambda rank=rank: [p.grad for p in rank.model.parameters()]
     random_steps(world, ranks, [3])
     for rank in ranks:

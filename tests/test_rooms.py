@@ -17,19 +17,6 @@ from hvd_compress import Compressor
 PACKAGE = Path(hvd_compress.__file__).parent
 #: What each room may import, besides itself.
 BELOW = {
-    "cli": {
-        "",
-        "local",
-        "methods",
-        "hosts",
-        "gradients",
-        "selection",
-        "codecs",
-        "carriers",
-        "engine",
-        "ops",
-        "reference",
-    },
     "": {"local", "methods", "hosts", "selection", "checkpoints", "engine"},
     "local": {"methods", "hosts", "carriers", "engine", "reference"},
     "methods": {"checkpoints", "hosts", "gradients", "selection", "codecs", "carriers", "engine", "ops", "reference"},
@@ -43,6 +30,7 @@ BELOW = {
     "ops": {"reference"},
     "reference": set(),
 }
+BELOW["cli"] = {room for room in BELOW if room != "checkpoints"}
 #: Rooms that may import torch.distributed; only carriers import Horovod.
 DISTRIBUTED = {"hosts", "carriers"}
 #: Modules of other rooms that may import both: they start ranks of their own.

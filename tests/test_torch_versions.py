@@ -180,14 +180,8 @@ def test_the_oldest_torch_is_the_same_everywhere_and_was_tried():
     (target,) = re.findall(r"TORCH_TARGET_VERSION=0x(\w{4})0{12}", (ROOT / "setup.py").read_text())
     assert (int(target[:2], 16), int(target[2:], 16)) == oldest() == OLDEST_TORCH
     claim = re.compile(r"torch ?>= ?(\d+\.\d+)|torch (\d+\.\d+) (?:or|and) later|torches from (\d+\.\d+) on")
-    for file in (
-        "pyproject.toml",
-        "README.md",
-        "docs/install.md",
-        "CONTRIBUTING.md",
-        "setup.py",
-        "scripts/constraints.txt",
-    ):
+    files = ["pyproject.toml", "README.md", "docs/install.md", "CONTRIBUTING.md", "setup.py"]
+    for file in [*files, "scripts/constraints.txt"]:
         found = {"".join(groups) for groups in claim.findall((ROOT / file).read_text())}
         assert {torch_versions.key(version) for version in found} == {oldest()}, file
     runs = torch_versions.read_runs(torch_versions.RESULTS).values()

@@ -1,5 +1,6 @@
 """Observes the steps of optimizers, by torch's global hooks: hosts do not tell a compressor of them."""
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -114,16 +115,18 @@ def share_parameters(one: Optimizer, other: Optimizer) -> bool:
 
 
 _watching: tuple[weakref.ref[Optimizers], ...] = ()
+_registering = threading.Lock()
 
 
 def _register(optimizers: Optimizers) -> None:
     """Registers the global hooks, once. They serve all engines and are never removed: removing one while torch iterates
-    over its hooks would raise an error."""
+    over its hooks would raise an error. Several threads may register."""
     global _watching
-    if not _watching:  # once: from now on the tuple always holds at least the newest one
-        register_optimizer_step_pre_hook(_before_any_step)
-        register_optimizer_step_post_hook(_after_any_step)
-    _watching = (*(other for other in _watching if other() is not None), weakref.ref(optimizers))
+    with _registering:
+        if not _watching:  # once: from now on the tuple always holds at least the newest one
+            register_optimizer_step_pre_hook(_before_any_step)
+            register_optimizer_step_post_hook(_after_any_step)
+        _watching = (*(other for other in _watching if other() is not None), weakref.ref(optimizers))
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

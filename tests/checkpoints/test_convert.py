@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, equal, gradients, random_steps, replicas, residuals, together
+from harness import Rank, equal, gradients, random_steps, replicas, residuals, together, without_loss
 from local_workers import workers
 from methods import FORGETFUL, METHODS, SMALL, TRAINED
 
@@ -58,22 +58,10 @@ def test_nothing_is_lost(methods, name, before, after):
         for key in old:  # of a node, one rank has it
             node = sum(residuals(r)[key] for r in fresh[begin : begin + later])
             torch.testing.assert_close(node, old[key], rtol=0, atol=2e-5)
+    take_step = together if momentum or name in FORGETFUL else without_loss
     for step in range(20, 24):
-        held = [residuals(r) for r in fresh]
-        grads = [gradients(r.model, seed=1000 * step + r.rank) for r in fresh]
-        given = [[g.double().clone() for g in grad] for grad in grads]
-        applied = together(world, fresh, grads, shuffle=step)
-        for other in applied[1:]:
-            assert equal(applied[0], other)
-        if momentum or name in FORGETFUL:
-            continue
-        for number, (key, p) in enumerate(fresh[0].model.named_parameters()):
-            if p.dim() > 1 and p.numel() >= 1024:
-                given_in = later * sum(h[key] for h in held) + sum(g[number] for g in given)
-                kept = world.size * applied[0][number].double() + later * sum(residuals(r)[key] for r in fresh)
-                # An allreduce of float16 rounds the sum.
-                rounds = name in ("iwp-fp16", "powersgd", "none-fp16")
-                torch.testing.assert_close(kept, given_in, rtol=0, atol=5e-2 if rounds else 1e-4)
+        applied = take_step(world, fresh, [gradients(r.model, seed=1000 * step + r.rank) for r in fresh], shuffle=step)
+        assert all(equal(applied[0], other) for other in applied[1:])
 
 
 @pytest.mark.parametrize("name", ["iwp", "mipd"])

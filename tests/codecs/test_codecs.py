@@ -22,11 +22,8 @@ COUNT = sum(SLOTS)
 
 def drive(channel: Channel, world: ThreadWorld, rank: int, values: Tensor, step: int, bad: bool = False):
     """One exchange on one rank: (mean, quantization error, bytes sent)."""
-    exchange, result, sent = (
-        channel.average(values, torch.tensor([int(bad)], dtype=torch.int32), 1000 * step + rank),
-        None,
-        0.0,
-    )
+    exchange = channel.average(values, torch.tensor([int(bad)], dtype=torch.int32), 1000 * step + rank)
+    result, sent = None, 0.0
     for stage in itertools.count():
         try:
             request = exchange.send(result) if stage else next(exchange)

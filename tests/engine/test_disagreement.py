@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, Rank, equal, gradients, mixed_model, random_steps, replicas, residuals
+from harness import HOSTS, Rank, equal, gradients, mixed_model, random_steps, replicas, residuals, sgd
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import METHODS
@@ -144,10 +144,8 @@ def test_a_rank_that_does_not_compare_ends_the_others_waiting(missing):
 def test_ranks_compare_again_after_a_new_parameter_group(everywhere):
     """Ranks without it would wait for the others."""
     world, ranks = replicas(2, partial(IWP, start_timeout=0.5))
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
-    random_steps(world, ranks, [0])
-    for optimizer in optimizers:
-        optimizer.step()
+    optimizers = sgd(ranks)
+    random_steps(world, ranks, [0], optimizers=optimizers)
     for rank, optimizer in enumerate(optimizers):
         if everywhere or rank == 0:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})

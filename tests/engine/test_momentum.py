@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import gradients, mixed_model, replicas, single, together
+from harness import gradients, mixed_model, replicas, sgd, single, together
 
 from hvd_compress import IWP
 from hvd_compress.carriers.threads import ThreadWorld
@@ -118,7 +118,7 @@ def test_taking_the_momentum_does_not_change_dense_training(size):
     reference = mixed_model()
     stock = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9, weight_decay=0.001)
     world, ranks = replicas(size, IWP, model=reference, density=1.0, values="fp32")
-    ours = [torch.optim.SGD(r.model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.0) for r in ranks]
+    ours = sgd(ranks, lr=0.01, momentum=0.9)
     for rank, optimizer in zip(ranks, ours, strict=True):
         rank.compression.take_momentum(optimizer)
     stock.param_groups[0]["weight_decay"] = 0.0
@@ -131,5 +131,4 @@ def test_taking_the_momentum_does_not_change_dense_training(size):
         for optimizer in ours:
             optimizer.step()
     for rank in ranks:
-        for a, b in zip(reference.parameters(), rank.model.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close([*reference.parameters()], [*rank.model.parameters()], rtol=1e-4, atol=1e-5)

@@ -2,12 +2,16 @@
 
 import copy
 import gc
+import time
 import weakref
 
 import pytest
 import torch
 from harness import single
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.engine import optimizers
 
 
 def test_a_deleted_compressor_no_longer_watches_its_parameters():
@@ -92,3 +96,14 @@ def test_horovods_optimizer_and_the_one_it_wraps_count_as_one():
     assert wrapper.param_groups[0] is not plain.param_groups[0]
     wrapper.step()
     plain.step()
+
+
+def test_compressors_that_are_built_in_several_threads_all_watch_their_optimizers(monkeypatch):
+    def slow():
+        """A reference to a compressor that is gone; the other threads run meanwhile."""
+        time.sleep(0.05)
+
+    monkeypatch.setattr(optimizers, "_watching", (slow,))
+    built = ThreadWorld(3).run(lambda _: single())
+    watching = [reference() for reference in optimizers._watching]
+    assert len(watching) == 3 and {id(each) for each in watching} == {id(c.engine.optimizers) for c in built}

@@ -7,6 +7,7 @@ import torch
 from harness import (
     HOSTS,
     Rank,
+    compressed,
     equal,
     gradients,
     mixed_model,
@@ -14,12 +15,19 @@ from harness import (
     random_steps,
     replicas,
     residuals,
+    sgd,
     together,
+    without_loss,
 )
 from methods import METHODS, WITHOUT_RESIDUAL
 
 from hvd_compress import IWP
 from hvd_compress.carriers.threads import ThreadWorld
+
+
+def of_compressed(rank):
+    """(number, name) of the compressed parameters."""
+    return [(number, name) for number, (name, p) in enumerate(rank.model.named_parameters()) if compressed(p)]
 
 
 class Scaler:
@@ -44,11 +52,8 @@ def test_a_skipped_step_takes_nothing_from_any_residual(name, size, told_by, hos
     world, ranks = replicas(size, partial(METHODS[name], density=1 / 16, bucket_mb=0.08, grad_scaler=scaler), host=host)
     assert len(ranks[0].compression.buckets) > 1
     per_node = ranks[0].compression.engine.nodes.ranks
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
-
-    random_steps(world, ranks, range(2))
-    for optimizer in optimizers:
-        optimizer.step()
+    optimizers = sgd(ranks)
+    random_steps(world, ranks, range(2), optimizers=optimizers)
     before = [residuals(r) for r in ranks]
     grads = [gradients(r.model, seed=50 + r.rank) for r in ranks]
     grads[1][6].view(-1)[5] = float("inf")
@@ -64,9 +69,7 @@ def test_a_skipped_step_takes_nothing_from_any_residual(name, size, told_by, hos
     zeros = [[torch.zeros_like(g) for g in gradients(r.model, 0)] for r in ranks]
     sent = together(world, ranks, zeros)
     scale, Scaler.scale = 1.0 if scaler is None else Scaler.scale, 1.0
-    for number, (name, p) in enumerate(ranks[0].model.named_parameters()):
-        if p.dim() < 2 or p.numel() < 1024:
-            continue
+    for number, name in of_compressed(ranks[0]):
         kept = per_node * sum(residuals(r)[name] for r in ranks) + world.size * sent[0][number].double() / scale
         want = per_node * sum(b[name] for b in before) + sum(g[number] for g in given)
         torch.testing.assert_close(kept, want, rtol=0, atol=2e-2)
@@ -76,7 +79,7 @@ def test_a_skipped_step_undoes_mipds_compensation():
     """The compensation is applied to half of every layer, except in the bucket with the infinity."""
     method = partial(METHODS["mipd-compensated"], bucket_mb=0.08)
     world, ranks = replicas(2, method)
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    optimizers = sgd(ranks)
     steady = gradients(ranks[0].model, seed=7)
     for _ in range(30):
         together(world, ranks, [[g.clone() for g in steady] for _ in ranks])
@@ -92,10 +95,8 @@ def test_a_skipped_step_undoes_mipds_compensation():
     for rank in ranks:
         rank.compression.discard_step()
     for i, rank in enumerate(ranks):
-        for number, (name, p) in enumerate(rank.model.named_parameters()):
-            if p.dim() > 1 and p.numel() >= 1024:
-                want = before[i][name] + given[i][number]
-                torch.testing.assert_close(residuals(rank)[name], want, rtol=0, atol=1e-4)
+        for number, name in of_compressed(rank):
+            torch.testing.assert_close(residuals(rank)[name], before[i][name] + given[i][number], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -109,9 +110,8 @@ def test_a_checkpoint_after_skipping_the_very_first_step_contains_all_gradients(
     monkeypatch.setattr(Scaler, "scale", 0.5)
     for rank, mine in zip(ranks, given, strict=True):
         rank.compression.state_dict()
-        for number, (key, p) in enumerate(rank.model.named_parameters()):
-            if p.dim() > 1 and p.numel() >= 1024:
-                torch.testing.assert_close(residuals(rank)[key], mine[number], rtol=0, atol=1e-4)
+        for number, key in of_compressed(rank):
+            torch.testing.assert_close(residuals(rank)[key], mine[number], rtol=0, atol=1e-4)
 
 
 def test_a_step_reads_the_loss_scale_once():
@@ -127,7 +127,7 @@ def test_a_step_reads_the_loss_scale_once():
 def test_an_applied_step_is_not_undone(lowered, monkeypatch):
     """Also if the loss scale is lower afterwards: another optimizer of the same scaler has skipped its step."""
     world, ranks = replicas(2, IWP, density=1 / 16, grad_scaler=Scaler() if lowered else None)
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
+    optimizers = sgd(ranks)
     for step in range(3):
         random_steps(world, ranks, [step])
         before = [residuals(r) for r in ranks]
@@ -144,19 +144,11 @@ def test_an_applied_step_is_not_undone(lowered, monkeypatch):
 def test_loading_after_a_skipped_step_restores_the_saved_state(name):
     """The skipped step is not undone on top of the loaded state."""
     world, ranks = replicas(2, METHODS[name])
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
-
-    def steps(numbers, taken=True):
-        for number in numbers:
-            applied = random_steps(world, ranks, [number])
-            for optimizer in optimizers if taken else ():
-                optimizer.step()
-        return applied
-
+    steps = partial(random_steps, world, ranks, optimizers=sgd(ranks))
     steps(range(5))
     states = [r.compression.state_dict() for r in ranks]
     steps([5, 6])
-    steps([7], taken=False)
+    random_steps(world, ranks, [7])
     for rank, state in zip(ranks, states, strict=True):
         rank.compression.load_state_dict(state)
     held = [residuals(r) for r in ranks]
@@ -164,14 +156,8 @@ def test_loading_after_a_skipped_step_restores_the_saved_state(name):
     again_world, again = replicas(2, METHODS[name])
     for rank, state in zip(again, states, strict=True):
         rank.compression.load_state_dict(state)
-    assert all(
-        torch.equal(a, b)
-        for x, y in zip(held, map(residuals, again), strict=True)
-        for a, b in zip(x.values(), y.values(), strict=True)
-    )
-    second = random_steps(again_world, again, [8])
-    for a, b in zip(first[0], second[0], strict=True):
-        assert torch.equal(a, b)
+    assert all(equal(x.values(), residuals(r).values()) for x, r in zip(held, again, strict=True))
+    assert equal(first[0], random_steps(again_world, again, [8])[0])
 
 
 @on_hosts_in_turn
@@ -180,10 +166,7 @@ def test_loading_after_a_skipped_step_restores_the_saved_state(name):
 def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host):
     """The user's own update may have used it; or several backward passes precede a step."""
     world, ranks = replicas(2, partial(METHODS[name], grad_scaler=scaler), host=host)
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
-    random_steps(world, ranks, [0])
-    for optimizer in optimizers:
-        optimizer.step()
+    random_steps(world, ranks, [0], optimizers=sgd(ranks))
     held = [residuals(r) for r in ranks]
     random_steps(world, ranks, [1])
     after = [residuals(r) for r in ranks]
@@ -227,8 +210,7 @@ def test_a_step_that_a_fused_optimizer_skips_takes_nothing_either(make, fused):
 def test_users_may_apply_averages_themselves():
     """A true gradient of 1 in every step: what arrives is 1 in every step, also after a large one was dropped."""
     world, ranks = replicas(2, IWP, density=1.0, values="fp32")
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
-    for optimizer in optimizers:
+    for optimizer in sgd(ranks):
         optimizer.step()  # as hvd.broadcast_optimizer_state()
     for true in (1.0, 1.0, 1000.0, 1.0, 1.0):
         grads = [[torch.full_like(p, true) for p in r.model.parameters()] for r in ranks]
@@ -261,18 +243,6 @@ def test_a_step_in_progress_cannot_be_discarded():
 def test_under_ddp_an_average_is_not_undone_because_another_backward_follows():
     """Several synchronised backward passes may come before the optimizer's step."""
     world, ranks = replicas(2, IWP, host="ddp", density=1 / 16)
-    optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.0) for r in ranks]
-    random_steps(world, ranks, [0])
-    for optimizer in optimizers:
-        optimizer.step()
-    total = {name: sum(residuals(r)[name] for r in ranks) for name in residuals(ranks[0])}
+    random_steps(world, ranks, [0], optimizers=sgd(ranks))
     for step in (1, 2):
-        grads = [gradients(r.model, seed=10 * step + r.rank) for r in ranks]
-        for number, name in enumerate(total):
-            total[name] = total[name] + sum(g[number].double() for g in grads)
-        applied = together(world, ranks, grads)[0]
-        for number, name in enumerate(total):
-            total[name] = total[name] - 2 * applied[number].double()
-    for name, p in ranks[0].model.named_parameters():
-        if p.dim() > 1 and p.numel() >= 1024:
-            torch.testing.assert_close(sum(residuals(r)[name] for r in ranks), total[name], rtol=0, atol=1e-4)
+        without_loss(world, ranks, [gradients(r.model, seed=10 * step + r.rank) for r in ranks])

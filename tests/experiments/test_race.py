@@ -57,14 +57,8 @@ def raced(folder, runs, **changes):
     """A folder with results of such names."""
     folder.mkdir()
     for name, tests in runs.items():
-        made = {
-            **result(*tests),
-            "train_loss": 1.0,
-            "replicas_equal": True,
-            "config": {"model": folder.name},
-            **changes,
-        }
-        write_run(folder / "runs.jsonl" / name, made)
+        made = {**result(*tests), "train_loss": 1.0, "replicas_equal": True, "config": {"model": folder.name}}
+        write_run(folder / "runs.jsonl" / name, {**made, **changes})
     return folder
 
 

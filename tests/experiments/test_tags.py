@@ -21,20 +21,8 @@ def test_every_byte_has_the_tag_of_its_token():
 def test_fine_tuning_begins_with_the_weights_of_the_language_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(text, "TESTED", 4096)  # bytes
     saved, path = tmp_path / "weights" / "gpt.pt", tmp_path / "runs.jsonl" / "result"
-    common = [
-        "--host",
-        "threads",
-        "--ranks",
-        "2",
-        "--context",
-        "16",
-        "--batch-size",
-        "2",
-        "--limit-train",
-        "9999",
-        "--optimizer",
-        "adamw",
-    ]
+    common = ["--host", "threads", "--ranks", "2", "--context", "16", "--batch-size", "2"]
+    common += ["--limit-train", "9999", "--optimizer", "adamw"]
     common += ["--lr-warmup-epochs", "0"]
     threads = torch.get_num_threads()
     given = [*common, "--data", "text", "--model", "gpt", "--max-steps", "2", "--save", str(saved)]

@@ -1,7 +1,7 @@
 """Ranks that differ, on real ranks: all raise the same error before anything is exchanged, so the job can go on."""
 
 import time
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,30 +13,64 @@ from job import DEVICE, Branches
 import hvd_compress
 
 CASES: Cases = {}
-#: Makes a compressor on the last rank: from the model.
-Odd = Callable[[Any], Any]
 
 
-def differs(says: str) -> Callable[[Odd], Odd]:
-    """The last rank builds its compressor as the decorated function does, the others with IWP's defaults: the first
-    backward raises an error that contains ``says`` on every rank."""
+def frozen_before(model):
+    model.head.bias.requires_grad_(False)
+    return hvd_compress.IWP(model.named_parameters())
 
-    def add(odd: Odd) -> Odd:
-        def run() -> None:
-            torch.manual_seed(0)
-            model = Branches().to(DEVICE)
-            odd_one = job.host.rank() == job.host.size() - 1
-            compression = odd(model) if odd_one else hvd_compress.IWP(model.named_parameters())
-            text = _first_step(model, compression)
-            assert says in text and "must not" in text, text
-            everyone = job.host.gather(torch.tensor([hash_of(text)]))
-            assert (everyone == everyone[0]).all(), "ranks raise different errors"
 
-        run.__name__ = odd.__name__
-        register(CASES, named=True)(run)
-        return odd
+def frozen_after(model):
+    compression = hvd_compress.IWP(model.named_parameters())
+    model.head.bias.requires_grad_(False)
+    return compression
 
-    return add
+
+def loaded(model):
+    compression = hvd_compress.IWP(model.named_parameters())
+    compression.load_state_dict({**compression.state_dict(), "step": 3})
+    return compression
+
+
+def reordered(model):
+    return hvd_compress.IWP(list(model.named_parameters())[::-1])
+
+
+def renamed(model):
+    return hvd_compress.IWP([(f"network.{name}", p) for name, p in model.named_parameters()])
+
+
+#: What makes the last rank's compressor from its model, and what the error says; the others have IWP's defaults.
+DIFFERENCES = {
+    "another_density": (partial(hvd_compress.IWP, density=1.0), "density: 0.03125 on rank"),
+    "another_min_numel": (partial(hvd_compress.IWP, min_numel=16), "min_numel: 1024 on rank"),
+    "mipd_on_one_rank": (hvd_compress.MIPD, "method: IWP on rank"),
+    "qsgd_on_one_rank": (hvd_compress.QSGD, "method: IWP on rank"),
+    "terngrad_on_one_rank": (hvd_compress.TernGrad, "method: IWP on rank"),
+    "another_order": (reordered, "parameter stem.weight: number 0"),
+    "other_names": (renamed, "parameter stem.weight: number 0"),
+    "bias_frozen_before": (frozen_before, "frozen"),
+    "bias_frozen_between_compressor_and_optimizer": (frozen_after, "frozen"),
+    "state_loaded_on_one_rank": (loaded, "step: 0 on rank"),
+}
+
+
+def _differs(name: str) -> None:
+    """The first backward raises the same error on every rank."""
+    odd, says = DIFFERENCES[name]
+    torch.manual_seed(0)
+    model = Branches().to(DEVICE)
+    build = odd if job.host.rank() == job.host.size() - 1 else hvd_compress.IWP
+    text = _first_step(model, build(model))
+    assert says in text and "must not" in text, text
+    everyone = job.host.gather(torch.tensor([hash_of(text)]))
+    assert (everyone == everyone[0]).all(), "ranks raise different errors"
+
+
+for _name in DIFFERENCES:
+    _run = partial(_differs, _name)
+    _run.__name__ = _name
+    register(CASES, named=True)(_run)
 
 
 def hash_of(text: str) -> int:
@@ -53,61 +87,6 @@ def _first_step(model: Any, compression: Any) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
-
-
-@differs("density: 0.03125 on rank")
-def another_density(model):
-    return hvd_compress.IWP(model.named_parameters(), density=1.0)
-
-
-@differs("min_numel: 1024 on rank")
-def another_min_numel(model):
-    return hvd_compress.IWP(model.named_parameters(), min_numel=16)
-
-
-@differs("method: IWP on rank")
-def mipd_on_one_rank(model):
-    return hvd_compress.MIPD(model.named_parameters())
-
-
-@differs("method: IWP on rank")
-def qsgd_on_one_rank(model):
-    return hvd_compress.QSGD(model.named_parameters())
-
-
-@differs("method: IWP on rank")
-def terngrad_on_one_rank(model):
-    return hvd_compress.TernGrad(model.named_parameters())
-
-
-@differs("parameter stem.weight: number 0")
-def another_order(model):
-    return hvd_compress.IWP(list(model.named_parameters())[::-1])
-
-
-@differs("parameter stem.weight: number 0")
-def other_names(model):
-    return hvd_compress.IWP([(f"network.{name}", p) for name, p in model.named_parameters()])
-
-
-@differs("frozen")
-def bias_frozen_before(model):
-    model.head.bias.requires_grad_(False)
-    return hvd_compress.IWP(model.named_parameters())
-
-
-@differs("frozen")
-def bias_frozen_between_compressor_and_optimizer(model):
-    compression = hvd_compress.IWP(model.named_parameters())
-    model.head.bias.requires_grad_(False)
-    return compression
-
-
-@differs("step: 0 on rank")
-def state_loaded_on_one_rank(model):
-    compression = hvd_compress.IWP(model.named_parameters())
-    compression.load_state_dict({**compression.state_dict(), "step": 3})
-    return compression
 
 
 @register(CASES, named=True)

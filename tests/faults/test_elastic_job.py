@@ -22,17 +22,8 @@ def test_training_goes_on_after_a_worker_was_killed_and_another_one_joined(tmp_p
     hosts.write_text("localhost:1\n127.0.0.1:1\n")
     discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
     discover.chmod(0o755)
-    command = [
-        str(Path(sys.executable).with_name("horovodrun")),
-        "-np",
-        "2",
-        "--min-np",
-        "1",
-        "--max-np",
-        "2",
-        "--gloo",
-    ]
-    command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover)]
+    command = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--min-np", "1", "--max-np", "2"]
+    command += ["--gloo", "--network-interfaces", "lo", "--host-discovery-script", str(discover)]
     job = str(Path(__file__).with_name("elastic_job.py"))
     process = start([*command, sys.executable, job, str(STEPS)], OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     limit = threading.Timer(180.0, end, [process])

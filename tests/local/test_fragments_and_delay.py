@@ -171,8 +171,7 @@ def test_local_sgd_with_fragments_and_delay_by_hand(mode, ordered):
             begun[step] = numbers[turn % count], [worker.weights() for worker in alone]
             turn += 1
     for worker, by_hand in zip(group, alone, strict=True):
-        for got, want in zip(worker.weights(), by_hand.weights(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(worker.weights(), by_hand.weights(), rtol=1e-5, atol=1e-5)
 
 
 @on_both_hosts

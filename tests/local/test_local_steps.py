@@ -120,8 +120,7 @@ def test_density_one_is_local_sgd(name, unsent, ordered):
             for p, value in zip(worker.model.parameters(), average, strict=True):
                 p.data.copy_(value)
     for worker in group:
-        for got, want in zip(worker.weights(), alone[0].weights(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(worker.weights(), alone[0].weights(), rtol=1e-5, atol=2e-6)
 
 
 def test_period_one_with_a_buffer_is_the_method_in_gradient_mode():
@@ -135,8 +134,7 @@ def test_period_one_with_a_buffer_is_the_method_in_gradient_mode():
         together(other, ranks, [gradients(r.model, 100 * step + r.rank) for r in ranks])
         for optimizer in optimizers:
             optimizer.step()
-    for got, want in zip(group[0].weights(), ranks[0].model.parameters(), strict=True):
-        torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(group[0].weights(), [*ranks[0].model.parameters()], rtol=1e-5, atol=1e-6)
 
 
 def test_a_node_takes_local_steps_as_one_rank():
@@ -150,8 +148,7 @@ def test_a_node_takes_local_steps_as_one_rank():
     world.run(lambda i: group[i].train(5))
     flat_world.run(lambda i: flat[i].train(5))
     for rank, worker in enumerate(group):
-        for got, want in zip(worker.weights(), flat[rank // 2].weights(), strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(worker.weights(), flat[rank // 2].weights(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -193,8 +190,7 @@ def test_the_outer_optimizer_is_nesterov_sgd():
             p.grad = (p.detach() - average).float()
         outer.step()
     for worker in group:
-        for got, want in zip(worker.weights(), common.parameters(), strict=True):
-            torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(worker.weights(), [*common.parameters()], rtol=1e-5, atol=1e-5)
 
 
 def test_the_buffer_is_error_feedback_with_decay():
@@ -394,8 +390,7 @@ def test_a_new_rank_joins(unsent):
 @pytest.mark.alternate("unsent")
 @on_both_kinds
 @pytest.mark.parametrize(
-    "damage",
-    [("wide.weight", math.inf), ("wide.weight", math.nan), ("wide.weight", 3e38), ("wide.bias", math.nan)],
+    "damage", [("wide.weight", math.inf), ("wide.weight", math.nan), ("wide.weight", 3e38), ("wide.bias", math.nan)]
 )
 @pytest.mark.parametrize("mode", [{"period": 1}, {"period": 2, "delay": 1}], ids=["at once", "delayed"])
 @pytest.mark.parametrize("name", TRAINED)
@@ -404,11 +399,8 @@ def test_an_infinity_reaches_every_rank_and_is_gone_once_the_parameters_are_rest
     world, group = workers(2, build=METHODS[name], unsent=unsent, **mode)
     world.run(lambda i: group[i].train(3))
     saved = copy.deepcopy(group[0].model.state_dict())
-    damage = (
-        group[1]
-        .optimizers[0]
-        .register_step_post_hook(lambda *_: group[1].model.get_parameter(place).data.view(-1)[30:31].fill_(value))
-    )
+    damaged = group[1].model.get_parameter(place).data.view(-1)[30:31]
+    damage = group[1].optimizers[0].register_step_post_hook(lambda *_: damaged.fill_(value))
     world.run(lambda i: group[i].train(mode["period"], first=3))
     damage.remove()
     if not math.isfinite(value):
@@ -554,7 +546,7 @@ def test_ranks_that_differ_raise_an_error():
 def test_wrong_arguments_raise_an_error():
     model, other = mixed_model(), torch.nn.Linear(4, 4)
     named = [*model.named_parameters()]
-    make = partial(IWP, collectives=ThreadWorld(1).collectives(0))
+    make, demo = (partial(build, collectives=ThreadWorld(1).collectives(0)) for build in (IWP, DeMo))
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     for build, given, options, says in (
@@ -564,13 +556,8 @@ def test_wrong_arguments_raise_an_error():
         (make(named), optimizer, {"unsent": "buffer", "decay": 1.5}, r"decay must lie in \[0, 1\], got 1.5"),
         (make(named), optimizer, {"outer_lr": 0.0}, "outer_lr must be above 0"),
         (make(named), optimizer, {"outer_momentum": 1.0}, r"outer_momentum must lie in \[0, 1\)"),
-        (DeMo(named, collectives=ThreadWorld(1).collectives(0)), optimizer, {}, "with sign=False"),
-        (
-            DeMo(named, sign=False, collectives=ThreadWorld(1).collectives(0)),
-            optimizer,
-            {"unsent": "weights"},
-            "build .* with decay=1 and subtract=1",
-        ),
+        (demo(named), optimizer, {}, "with sign=False"),
+        (demo(named, sign=False), optimizer, {"unsent": "weights"}, "build .* with decay=1 and subtract=1"),
         (make(named, momentum=0.9), optimizer, {}, "build the compressor with momentum=0"),
         (make(named, grad_scaler=scaler), optimizer, {}, "without grad_scaler"),
         (make(named), sgd(other.parameters()), {}, "holds none of the compressor's parameters"),

@@ -5,7 +5,22 @@ import torch
 from harness import mixed_model, single
 
 import hvd_compress
-from hvd_compress import IWP, Compressor
+from hvd_compress import (
+    DGC,
+    FFT,
+    IWP,
+    MIPD,
+    MP2,
+    QSGD,
+    Compressor,
+    DeMo,
+    NoCompression,
+    PowerSGD,
+    Quantized,
+    SlimDP,
+    TernGrad,
+    TopK,
+)
 from hvd_compress.carriers.threads import ThreadWorld
 
 METHODS = [
@@ -13,38 +28,76 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"density": 0.0}, r"density must lie in \(0, 1\], got 0.0"),
-        ({"density": 1.5}, "got 1.5"),
-        ({"values": "fp8"}, "values must be one of fp32, fp16, lanes2 to lanes16.*got 'fp8'"),
-        ({"values": "lanes17"}, "bits of lanes must lie in 2 to 16, got 17"),
-        ({"values": "lloyd9"}, "bits of lloyd must lie in 1 to 8, got 9"),
-        ({"values": "range3"}, "bits of range must lie in 4 to 16, got 3"),
-        ({"values": "lanes4-gather"}, "got 'lanes4-gather'"),
-        ({"dense_values": "int8"}, "dense_values must be fp16 or fp32, got 'int8'"),
-        ({"leaders": 0}, "leaders must be at least 1"),
-        ({"explore": 1.1}, r"explore must lie in \[0, 1\], got 1.1"),
-        ({"floor": 0.0}, "floor must be above 0"),
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
-        ({"warmup_steps": -1}, "warmup_steps must not be negative"),
-        ({"budget_interval": -1}, "budget_interval must not be negative"),
-        ({"bucket_mb": 0}, "bucket_mb must be above 0"),
-        ({"min_numel": 0}, "min_numel must be at least 1"),
-    ],
-)
-def test_a_wrong_argument_raises_an_error_that_says_what_is_allowed(options, says):
+#: A method, options, and what the error says.
+WRONG = [
+    (IWP, dict(density=0.0), r"density must lie in \(0, 1\], got 0.0"),
+    (IWP, dict(density=1.5), "got 1.5"),
+    (IWP, dict(values="fp8"), "values must be one of fp32, fp16, lanes2 to lanes16.*got 'fp8'"),
+    (IWP, dict(values="lanes17"), "bits of lanes must lie in 2 to 16, got 17"),
+    (IWP, dict(values="lloyd9"), "bits of lloyd must lie in 1 to 8, got 9"),
+    (IWP, dict(values="range3"), "bits of range must lie in 4 to 16, got 3"),
+    (IWP, dict(values="lanes4-gather"), "got 'lanes4-gather'"),
+    (IWP, dict(dense_values="int8"), "dense_values must be fp16 or fp32, got 'int8'"),
+    (IWP, dict(leaders=0), "leaders must be at least 1"),
+    (IWP, dict(explore=1.1), r"explore must lie in \[0, 1\], got 1.1"),
+    (IWP, dict(floor=0.0), "floor must be above 0"),
+    (IWP, dict(momentum=1.0), r"momentum must lie in \[0, 1\), got 1.0"),
+    (IWP, dict(warmup_steps=-1), "warmup_steps must not be negative"),
+    (IWP, dict(budget_interval=-1), "budget_interval must not be negative"),
+    (IWP, dict(bucket_mb=0), "bucket_mb must be above 0"),
+    (IWP, dict(min_numel=0), "min_numel must be at least 1"),
+    (TopK, dict(values="lanes4"), "gather"),
+    (DGC, dict(sample=0.0), "sample must lie in"),
+    (DGC, dict(clip_norm=0.0), "clip_norm must be above 0"),
+    (QSGD, dict(bits=1), "bits must lie in 2 to 8"),
+    (QSGD, dict(run=0), "run must be at least 1"),
+    (TernGrad, dict(clip=-1.0), "clip must be above 0"),
+    (DeMo, dict(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
+    (DeMo, dict(subtract=0.0), r"subtract must lie in \(0, 1\], got 0.0"),
+    (DeMo, dict(dense_momentum=1.0), "dense_momentum must lie in"),
+    (DeMo, dict(momentum=0.9), "momentum goes with sign=False"),
+    (DeMo, dict(orthogonal=True, sign=False), "orthogonal goes with sign=True"),
+    (DeMo, dict(orthogonal=["head"]), "orthogonal names parameters that do not exist: head"),
+    (DeMo, dict(exchange="star"), "exchange must be one of gather, ring"),
+    (DeMo, dict(exchange="gather", values="fp16"), "values have to be gathered"),
+    (FFT, dict(exchange="gather", values="fp16"), "values have to be gathered"),
+    (FFT, dict(exchange="star"), "exchange must be one of gather, ring"),
+    (MP2, dict(density=0.0), "density must"),
+    (MP2, dict(floor=0.0), "floor must be above 0"),
+    (MP2, dict(smoothing=1.0), "smoothing must lie in"),
+    (SlimDP, dict(core=1.5), "core must lie in"),
+    (SlimDP, dict(reselect=0), "reselect must be at least 1"),
+    (SlimDP, dict(smoothing=1.0), "smoothing must lie in"),
+    (PowerSGD, dict(rank=0), "rank must be at least 1, got 0"),
+    (PowerSGD, dict(values="lanes4"), "values must be fp16 or fp32"),
+    (Quantized, dict(bits=0), "bits of lloyd must lie in 1 to 8, got 0"),
+    (Quantized, dict(bits=9), "got 9"),
+    (Quantized, dict(run=7), "run must"),
+    (NoCompression, dict(values="int8"), "values must be fp16 or fp32, got 'int8'"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "says"), WRONG)
+def test_a_wrong_argument_raises_an_error_that_says_what_is_allowed(method, options, says):
     with pytest.raises(ValueError, match=says):
-        single(**options)
+        method(mixed_model(), collectives=ThreadWorld(1).collectives(0), **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"), [({"seed": 1.0}, "seed"), ({"seed": None}, "seed"), ({"grad_scaler": True}, "grad_scaler")]
-)
-def test_an_argument_of_the_wrong_type_raises_an_error(options, says):
-    with pytest.raises(TypeError, match=f"{says} must be"):
-        single(**options)
+#: Of the wrong type, or none of the method's.
+UNKNOWN = [
+    (IWP, dict(seed=1.0), "seed must be"),
+    (IWP, dict(seed=None), "seed must be"),
+    (IWP, dict(grad_scaler=True), "grad_scaler must be"),
+    (NoCompression, dict(dense_values="fp16"), "all tensors of NoCompression are sent as values= says"),
+    (NoCompression, dict(momentum=0.9), "unexpected keyword argument 'momentum'"),
+    *((method, dict(block_means=True), "block_means") for method in (TopK, MIPD, FFT)),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "says"), UNKNOWN)
+def test_an_argument_of_the_wrong_type_raises_an_error(method, options, says):
+    with pytest.raises(TypeError, match=says):
+        method(mixed_model(), collectives=ThreadWorld(1).collectives(0), **options)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)

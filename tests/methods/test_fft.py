@@ -53,10 +53,3 @@ def test_a_wave_is_one_coefficient():
     wave = torch.cos(torch.arange(4096) * (2 * math.pi * 37 / 4096)).view(64, 64)
     applied = together(world, ranks, [[wave.clone()], [3 * wave]])
     torch.testing.assert_close(applied[0][0], 2 * wave, rtol=0, atol=1e-4)
-
-
-def test_the_gather_exchange_needs_a_gather_codec():
-    with pytest.raises(ValueError, match="values have to be gathered"):
-        replicas(1, FFT, exchange="gather", values="fp16")
-    with pytest.raises(ValueError, match="exchange must be one of gather, ring"):
-        replicas(1, FFT, exchange="star")

@@ -114,19 +114,6 @@ def test_other_dtypes(values, sent):
         assert equal(applied, want)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"values": "int8"}, ValueError, "values must be fp16 or fp32, got 'int8'"),
-        ({"dense_values": "fp16"}, TypeError, "all tensors of NoCompression are sent as values= says"),
-        ({"momentum": 0.9}, TypeError, "unexpected keyword argument 'momentum'"),
-    ],
-)
-def test_wrong_arguments_raise_an_error(options, error, says):
-    with pytest.raises(error, match=says):
-        replicas(1, NoCompression, **options)
-
-
 def test_repr_has_the_option_and_no_compressed_tensor():
     text = repr(replicas(1, NoCompression, values="fp16", seed=3)[1][0].compression)
     assert text == "NoCompression(values='fp16'; 0 of 9 tensors compressed (0 of 20,939 entries), 0 buckets)"

@@ -1,7 +1,5 @@
 """PowerSGD against an independent implementation of its paper."""
 
-from functools import partial
-
 import pytest
 import torch
 from harness import equal, gradients, random_steps, replicas, residuals, together
@@ -85,15 +83,6 @@ def test_fp16_factors_of_large_gradients_are_finite():
     applied = together(world, ranks, [[g * 3e4 for g in gradients(r.model, r.rank)] for r in ranks])
     assert all(g.isfinite().all() for rank in applied for g in rank)
     assert equal(*applied[:2])
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"rank": 0}, "rank must be at least 1, got 0"), ({"values": "lanes4"}, "values must be fp16 or fp32")],
-)
-def test_wrong_arguments_raise_an_error(options, says):
-    with pytest.raises(ValueError, match=says):
-        replicas(1, partial(PowerSGD, **options))
 
 
 def test_a_state_of_another_rank_raises_an_error():

@@ -97,12 +97,3 @@ def test_messages_have_room_for_the_runs_of_every_part(sizes, ranks):
         assert channel.own_runs.diff().max() <= 100 if len(channel.own_runs) > 1 else channel.begin == channel.end
     assert sum(c.end - c.begin for c in channels) == sum(sizes)
     assert channels[0].place.unique().numel() == channels[0].place.numel()  # no two runs at one place
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [({"bits": 0}, "bits of lloyd must lie in 1 to 8, got 0"), ({"bits": 9}, "got 9"), ({"run": 7}, "run must")],
-)
-def test_wrong_arguments_raise_an_error(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        replicas(1, partial(Quantized, **wrong))

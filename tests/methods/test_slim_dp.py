@@ -80,16 +80,3 @@ def test_the_explorer_is_drawn_after_the_density_falls_from_one():
     random_steps(world, ranks, range(4))
     indices = ranks[0].compression.works[0].decider.picker.indices
     assert int(indices.max()) > 100, "drawn at random, not the first of every block"
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"core": 1.5}, "core must lie in"),
-        ({"reselect": 0}, "reselect must be at least 1"),
-        ({"smoothing": 1.0}, "smoothing must lie in"),
-    ],
-)
-def test_wrong_arguments_raise_an_error(options, says):
-    with pytest.raises(ValueError, match=says):
-        replicas(1, partial(SlimDP, **options))

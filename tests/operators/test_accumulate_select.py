@@ -1,38 +1,18 @@
 """accumulate_select against its reference, bitwise."""
 
+from functools import partial
+
 import pytest
 import torch
+from checks import agrees, agrees_within, bad_selection, bounded, clone, on, opchecks, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    KINDS,
-    PAIR,
-    Layout,
-    agrees,
-    agrees_within,
-    bad_selection,
-    bounded,
-    check_device,
-    clone,
-    draws,
-    gradients,
-    kinds,
-    layout_of,
-    layouts,
-    needs_compiled,
-    on,
-    refuses,
-    seeds,
-    threads,
-    values,
-)
+from strategies import KINDS, PAIR, Layout, draws, gradients, kinds, layout_of, layouts, seeds, values
 
 from hvd_compress import ops
 from hvd_compress.ops import Draw
 from hvd_compress.reference import BLOCK
 
-pytestmark = needs_compiled
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DRAW = Draw(phase=5, run=1, ranks=2, position=0, key=7, explore=2**31)
 
@@ -88,14 +68,12 @@ def sample(device: str = "cpu") -> list:
     return on(device, args)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(250)
 @given(args=arguments())
 def test_equals_reference(device: str, args: list) -> None:
     agrees("accumulate_select", args, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", [{}, {"means": True}, {"velocity": True}, {"transform": True}])
 def test_within_other_memory(device: str, way: dict) -> None:
     """Unaligned tensors. No entry beyond the end counts, in the block's mean for example, or is written."""
@@ -106,7 +84,6 @@ def test_within_other_memory(device: str, way: dict) -> None:
     agrees_within("accumulate_select", arguments_of(layout, grads, weights, Draw(0, 1, 1, 0, 7, 2**31), **way), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["normal", "equal", "zero"])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_counts(device: str, kind: str, weighted: bool) -> None:
@@ -118,7 +95,6 @@ def test_counts(device: str, kind: str, weighted: bool) -> None:
     agrees("accumulate_select", arguments_of(layout, grads, weights, Draw(3, 1, 1, 0, 11, 2**31), kind="zero"), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_many_blocks(device: str) -> None:
     layout = layout_of([(1201 * BLOCK, 5000), (300, 0), (797 * BLOCK, 3600)])
     for phase in (0, -77, 2500):
@@ -127,7 +103,6 @@ def test_many_blocks(device: str) -> None:
             agrees("accumulate_select", arguments_of(layout, grads, weights, Draw(phase, 7, 3, 1, 11, 2**31)), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_many_pieces(device: str) -> None:
     layout = layout_of([(1 + 7 * i % 700, i % 3) for i in range(400)])
     grads = [
@@ -138,9 +113,7 @@ def test_many_pieces(device: str) -> None:
     assert args[8].bool().tolist() == [bool(i % 5) for i in range(400)], "touched"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_empty_gradient_skips_its_piece(device: str) -> None:
-    check_device(device)
     args = sample(device)
     args[0][0] = torch.empty(0, device=device)
     before = clone(args)
@@ -151,10 +124,8 @@ def test_an_empty_gradient_skips_its_piece(device: str) -> None:
     assert args[6][:4].eq(170).all() and args[6][4:].ne(170).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_block_means_are_subtracted(device: str) -> None:
     """The mean is of the entries without padding; nothing is subtracted in a block with an infinity."""
-    check_device(device)
     layout = layout_of([(600, 0)])
     grad = torch.randn(600) + 1.0
     grad[300] = float("inf")
@@ -171,10 +142,8 @@ def test_block_means_are_subtracted(device: str) -> None:
     assert not residual[600:].any() and args[7].item() == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_transform_is_orthonormal(device: str) -> None:
     """The residual takes the coefficients of the padded gradient: Parseval, and the largest are selected."""
-    check_device(device)
     grad = torch.zeros(600)
     grad[260:264] = torch.tensor([1.0, -1.0, 1.0, -1.0])
     grad[599] = 16.0
@@ -191,10 +160,8 @@ def test_transform_is_orthonormal(device: str) -> None:
     assert (args[6][2:4] % 2 == 1).all() and not residual[BLOCK : 2 * BLOCK : 2].any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 2.0**60, -3e38])
 def test_what_cannot_be_transformed_does_not_spread(device: str, bad: float) -> None:
-    check_device(device)
     grad = torch.zeros(600)
     grad[3], grad[4] = bad, 8.0
     args = on(device, arguments_of(layout_of([(600, 0)]), [grad], [], DRAW, transform=True))
@@ -204,12 +171,10 @@ def test_what_cannot_be_transformed_does_not_spread(device: str, bad: float) -> 
     assert (args[1][:BLOCK].abs() == 0.5).all() and not args[1][BLOCK:].any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", [{}, {"means": True}, {"transform": True}])
 def test_touched(device: str, dtype: torch.dtype, way: dict) -> None:
     """Set by one entry other than zero, wherever it is, and never unset. A thread's part has 128 blocks or more."""
-    check_device(device)
     n = 299 * BLOCK + 3
     layout = layout_of([(5, 1), (n, 300), (5, 0)])
 
@@ -232,15 +197,13 @@ def test_touched(device: str, dtype: torch.dtype, way: dict) -> None:
     assert touched(torch.full((n,), torch.finfo(dtype).smallest_normal), scale=1e-30) == 1, "before the scale"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    transformed = sample(device)
-    transformed[2], transformed[9], transformed[13] = [], None, True
-    without = sample(device)
-    without[2], without[3], without[9] = [], None, None
-    for args in (sample(device), transformed, without):
-        torch.library.opcheck(torch.ops.hvd_compress.accumulate_select.default, tuple(args))
+def changed(**arguments: object) -> list:
+    return [arguments.get(f"at{place}", arg) for place, arg in enumerate(sample())]
+
+
+TRANSFORMED = partial(changed, at2=[], at9=None, at13=True)
+WITHOUT = partial(changed, at2=[], at3=None, at9=None)
+test_opcheck = opchecks(*(("accumulate_select", make) for make in (sample, TRANSFORMED, WITHOUT)))
 
 
 BAD = {
@@ -267,6 +230,4 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_refuses(case: str) -> None:
-    refuses("accumulate_select", sample(), BAD[case])
+test_refuses = refusals("accumulate_select", sample, BAD)

@@ -1,27 +1,16 @@
 """block_means_send and block_means_keep against hvd_compress/reference/block_means.py, bitwise."""
 
+from functools import partial
+
 import pytest
 import torch
+from checks import agrees, agrees_within, bounded, on, opchecks, overlaps, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    agrees,
-    agrees_within,
-    bounded,
-    check_device,
-    kinds,
-    needs_compiled,
-    on,
-    refuses,
-    seeds,
-    threads,
-    values,
-)
+from strategies import kinds, seeds, values
 
 from hvd_compress import ops
 
-pytestmark = needs_compiled
 counts = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 257]), st.integers(1, 5000))
 MANY = 100_003
 
@@ -36,21 +25,18 @@ def to_keep(blocks: int, kind: str, seed: int) -> list:
     return [values(blocks, kind, seed + i) for i in range(3)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(100)
 @given(blocks=counts, kind=kinds, seed=seeds, velocity=st.booleans())
 def test_send_equals_reference(device: str, blocks: int, kind: str, seed: int, velocity: bool) -> None:
     agrees("block_means_send", to_send(blocks, kind, seed, velocity), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(100)
 @given(blocks=counts, kind=kinds, seed=seeds)
 def test_keep_equals_reference(device: str, blocks: int, kind: str, seed: int) -> None:
     agrees("block_means_keep", to_keep(blocks, kind, seed), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["normal", "wild"])
 def test_many_blocks(device: str, kind: str) -> None:
     with threads(3):
@@ -58,15 +44,12 @@ def test_many_blocks(device: str, kind: str) -> None:
         agrees("block_means_keep", to_keep(MANY, kind, 5), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_within_other_memory(device: str) -> None:
     agrees_within("block_means_send", to_send(999, "normal", 5, True), device)
     agrees_within("block_means_keep", to_keep(999, "normal", 5), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_not_finite(device: str) -> None:
-    check_device(device)
     for place in range(40):
         args = on(device, to_send(40, "normal", 5, True))
         fresh, unsent, velocity, out, invalid, momentum = args
@@ -78,14 +61,6 @@ def test_not_finite(device: str) -> None:
         others = torch.arange(40, device=device) != place
         torch.testing.assert_close(velocity[others], (before[1] * momentum + before[2])[others])
         torch.testing.assert_close(unsent[others], (before[0] + velocity)[others])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    operators = torch.ops.hvd_compress
-    torch.library.opcheck(operators.block_means_send.default, tuple(on(device, to_send(9, "normal", 3, True))))
-    torch.library.opcheck(operators.block_means_keep.default, tuple(on(device, to_keep(9, "normal", 3))))
 
 
 BAD_SEND = {
@@ -106,24 +81,9 @@ BAD_KEEP = {
 }
 
 
-def test_overlap() -> None:
-    for place, name in ((0, "fresh"), (2, "velocity"), (3, "out")):
-        args = to_send(9, "normal", 3, True)
-        args[place] = args[1]
-        with pytest.raises(RuntimeError, match=f"{name} must not overlap unsent"):
-            ops.block_means_send(*args)
-    for place, name in ((0, "mean"), (1, "quantization_error")):
-        args = to_keep(9, "normal", 3)
-        args[place] = args[2]
-        with pytest.raises(RuntimeError, match=f"{name} must not overlap unsent"):
-            ops.block_means_keep(*args)
-
-
-@pytest.mark.parametrize("case", BAD_SEND)
-def test_send_refuses(case: str) -> None:
-    refuses("block_means_send", to_send(9, "normal", 3, True), BAD_SEND[case])
-
-
-@pytest.mark.parametrize("case", BAD_KEEP)
-def test_keep_refuses(case: str) -> None:
-    refuses("block_means_keep", to_keep(9, "normal", 3), BAD_KEEP[case])
+sample_send, sample_keep = partial(to_send, 9, "normal", 3, True), partial(to_keep, 9, "normal", 3)
+test_overlap_of_send = overlaps("block_means_send", sample_send, [(0, 1), (2, 1), (3, 1)])
+test_overlap_of_keep = overlaps("block_means_keep", sample_keep, [(0, 2), (1, 2)])
+test_send_refuses = refusals("block_means_send", sample_send, BAD_SEND)
+test_keep_refuses = refusals("block_means_keep", sample_keep, BAD_KEEP)
+test_opcheck = opchecks(("block_means_send", sample_send), ("block_means_keep", sample_keep))

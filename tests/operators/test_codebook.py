@@ -1,36 +1,17 @@
 """codebook_encode and codebook_decode against hvd_compress/reference/codes.py, bitwise."""
 
+from functools import partial
+
 import pytest
 import torch
+from checks import agrees, agrees_within, bad_tensors, bounded, errors_add_up, on, opchecks, overlaps, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    MANY_EDGES,
-    agrees,
-    agrees_within,
-    bad_tensors,
-    bounded,
-    bytes_for,
-    bytes_of,
-    check_device,
-    errors_add_up,
-    group_edges,
-    kinds,
-    needs_compiled,
-    on,
-    refuses,
-    scales,
-    seeds,
-    threads,
-    values,
-)
+from strategies import MANY_EDGES, bytes_for, bytes_of, group_edges, kinds, scales, seeds, values
 from torch import Tensor
 
 from hvd_compress import ops, reference
 from hvd_compress.codecs.codebooks import codebook
-
-pytestmark = needs_compiled
 
 
 def levels_of(rows: int, kind: str, seed: int, bits: int) -> Tensor:
@@ -62,21 +43,9 @@ def decode_arguments(edges: Tensor, kind: str, book_kind: str, seed: int, bits: 
     return [codes, scale, edges, *tables(edges, book_kind, seed, bits, rows), value, bits, add]
 
 
-bit_counts = st.integers(1, 8)
-row_counts = st.integers(1, 3)
 book_kinds = st.sampled_from(["lloyd", "lloyd", "normal", "equal", "zero", "tiny", "huge"])
-
-
-@st.composite
-def to_encode(draw: st.DrawFn) -> list:
-    edges, kind, book_kind, seed = draw(group_edges()), draw(kinds), draw(book_kinds), draw(seeds)
-    return encode_arguments(edges, kind, book_kind, seed, draw(bit_counts), draw(row_counts))
-
-
-@st.composite
-def to_decode(draw: st.DrawFn) -> list:
-    edges, kind, book_kind, seed = draw(group_edges()), draw(kinds), draw(book_kinds), draw(seeds)
-    return decode_arguments(edges, kind, book_kind, seed, draw(bit_counts), draw(row_counts), draw(st.booleans()))
+#: Of edges, kind, book_kind, seed, bits and rows.
+drawn = (group_edges(), kinds, book_kinds, seeds, st.integers(1, 8), st.integers(1, 3))
 
 
 def decode(codes: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tensor, bits: int) -> Tensor:
@@ -85,22 +54,19 @@ def decode(codes: Tensor, scale: Tensor, edges: Tensor, book: Tensor, kind: Tens
     return value
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(150)
-@given(args=to_encode())
+@given(args=st.builds(encode_arguments, *drawn))
 def test_encode_equals_reference(device: str, args: list) -> None:
     value, scale, edges, book, kind, codes, error, bits = agrees("codebook_encode", args, device)
     errors_add_up(value, decode(codes, scale, edges, book, kind, bits), error)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(120)
-@given(args=to_decode())
+@given(args=st.builds(decode_arguments, *drawn, st.booleans()))
 def test_decode_equals_reference(device: str, args: list) -> None:
     agrees("codebook_decode", args, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_many_values(device: str, bits: int) -> None:
     with threads(3):
@@ -109,7 +75,6 @@ def test_many_values(device: str, bits: int) -> None:
         agrees("codebook_decode", decode_arguments(MANY_EDGES, "normal", "normal", 5, bits, 2, True), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_within_other_memory(device: str, bits: int) -> None:
     edges = torch.tensor([0, 0, 33, 999])
@@ -117,10 +82,8 @@ def test_within_other_memory(device: str, bits: int) -> None:
     agrees_within("codebook_decode", decode_arguments(edges, "normal", "normal", 5, bits, 2, False), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_nearest_level(device: str, bits: int) -> None:
-    check_device(device)
     edges = torch.tensor([0, 1500, 1500, 4003])
     args = on(device, encode_arguments(edges, "normal", "normal", 5, bits, 3))
     value, scale, _, book, kind, codes, error, _ = args
@@ -133,7 +96,6 @@ def test_nearest_level(device: str, bits: int) -> None:
     assert torch.equal(reference.unpack(codes, bits, len(value)).unique(), torch.arange(1 << bits))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_codebooks(device: str, bits: int) -> None:
     """Values on every midpoint of the codebooks, next to it and between; infinities and a NaN."""
@@ -149,9 +111,7 @@ def test_codebooks(device: str, bits: int) -> None:
     assert len(reference.unpack(codes, bits, 2 * n).unique()) == 1 << bits
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_bit(device: str) -> None:
-    check_device(device)
     value, book = values(4096, "normal", 3), torch.tensor([[-0.75, 0.75]])
     codes, error = torch.empty(4096 // 8, dtype=torch.uint8), torch.empty(4096)
     assert codes.nbytes * 32 == value.nbytes
@@ -165,10 +125,8 @@ def test_one_bit(device: str) -> None:
     assert torch.equal(got, torch.where(value > 0, 0.75, -0.75))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_padding_is_zero(device: str, bits: int) -> None:
-    check_device(device)
     for n in range(1, 17):
         codes, error = torch.full((bytes_for(n, bits),), 255, dtype=torch.uint8), torch.empty(n)
         tensors = [torch.ones(n), torch.ones(1), torch.tensor([0, n])]
@@ -179,10 +137,8 @@ def test_padding_is_zero(device: str, bits: int) -> None:
         assert padded.tolist() == [min(128, (1 << bits) - 1)] * n + [0] * (-n % 8)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [1, 3, 8])
 def test_add_adds(device: str, bits: int) -> None:
-    check_device(device)
     edges = torch.tensor([0, 333, 1001])
     args = on(device, decode_arguments(edges, "normal", "normal", 5, bits, 2, True))
     before, alone = args[5].clone(), decode(*args[:5], bits)
@@ -195,10 +151,8 @@ def test_add_adds(device: str, bits: int) -> None:
     assert torch.equal(args[5], alone)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ties_nan_and_infinity(device: str) -> None:
     """A value on a midpoint is not above it; a NaN has code 0; infinities have the last levels."""
-    check_device(device)
     value = torch.tensor([-1.0, 0.0, 1.0, torch.nan, torch.inf, -torch.inf, 1.0000001])
     tensors = [value, torch.full((1,), 2.0), torch.tensor([0, 7]), torch.tensor([[-0.5, -0.5, 0.5, 0.5]])]
     tensors += [torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8), torch.zeros(7)]
@@ -209,20 +163,10 @@ def test_ties_nan_and_infinity(device: str) -> None:
     assert error[:3] == [0.0, 1.0, 0.0] and error[3] != error[3] and error[4:6] == [torch.inf, -torch.inf]
 
 
-def sample_encode() -> list:
-    """13 values in 3 groups, of 3 bits; 2 rows."""
-    return encode_arguments(torch.tensor([0, 5, 5, 13]), "normal", "normal", 3, 3, 2)
-
-
-def sample_decode() -> list:
-    return decode_arguments(torch.tensor([0, 5, 5, 13]), "normal", "normal", 3, 3, 2, True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    for name, args in (("codebook_encode", sample_encode()), ("codebook_decode", sample_decode())):
-        torch.library.opcheck(getattr(torch.ops.hvd_compress, name).default, tuple(on(device, args)))
+#: 13 values in 3 groups, of 3 bits; 2 rows.
+SAMPLE = (torch.tensor([0, 5, 5, 13]), "normal", "normal", 3, 3, 2)
+sample_encode, sample_decode = partial(encode_arguments, *SAMPLE), partial(decode_arguments, *SAMPLE, True)
+test_opcheck = opchecks(("codebook_encode", sample_encode), ("codebook_decode", sample_decode))
 
 
 BAD_BOTH = {
@@ -255,18 +199,6 @@ BAD_DECODE = bad_tensors(values=5, edges=2) | {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ENCODE)
-def test_encode_refuses(case: str) -> None:
-    refuses("codebook_encode", sample_encode(), BAD_ENCODE[case])
-
-
-@pytest.mark.parametrize("case", BAD_DECODE)
-def test_decode_refuses(case: str) -> None:
-    refuses("codebook_decode", sample_decode(), BAD_DECODE[case])
-
-
-def test_overlap() -> None:
-    args = sample_encode()
-    args[6] = args[0]
-    with pytest.raises(RuntimeError, match="quantization_error must not overlap values"):
-        ops.codebook_encode(*args)
+test_encode_refuses = refusals("codebook_encode", sample_encode, BAD_ENCODE)
+test_decode_refuses = refusals("codebook_decode", sample_decode, BAD_DECODE)
+test_overlap = overlaps("codebook_encode", sample_encode, [(6, 0)])

@@ -1,31 +1,12 @@
 """gather against its reference, bitwise."""
 
-import pytest
 import torch
+from checks import agrees, bounded, opchecks, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    MANY,
-    Layout,
-    agrees,
-    bounded,
-    check_device,
-    kinds,
-    layouts,
-    needs_compiled,
-    on,
-    phases,
-    random_indices,
-    refuses,
-    seeds,
-    threads,
-    values,
-)
+from strategies import MANY, Layout, kinds, layouts, phases, random_indices, seeds, values
 
 from hvd_compress.reference import BLOCK
-
-pytestmark = needs_compiled
 
 
 def arguments_of(layout: Layout, kind: str, seed: int, spread: int, phase: int) -> list:
@@ -33,35 +14,24 @@ def arguments_of(layout: Layout, kind: str, seed: int, spread: int, phase: int) 
     return [residual, indices, layout.tensor(), torch.full((layout.slots,), 7.0), phase]
 
 
-@st.composite
-def arguments(draw: st.DrawFn) -> list:
-    return arguments_of(draw(layouts()), draw(kinds), draw(seeds), draw(st.sampled_from([256, 20, 1])), draw(phases))
-
-
-def sample(device: str = "cpu") -> list:
+def sample() -> list:
     pieces = torch.tensor([[0, 2, 0, 8], [2, 1, 8, 5]])
-    tensors = [torch.randn(3 * BLOCK), torch.randint(0, 256, (13,)).to(torch.uint8), pieces, torch.zeros(13)]
-    return on(device, [*tensors, 3])
+    return [torch.randn(3 * BLOCK), torch.randint(0, 256, (13,)).to(torch.uint8), pieces, torch.zeros(13), 3]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(250)
-@given(args=arguments())
+@given(args=st.builds(arguments_of, layouts(), kinds, seeds, st.sampled_from([256, 20, 1]), phases))
 def test_equals_reference(device: str, args: list) -> None:
     agrees("gather", args, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_many_blocks(device: str) -> None:
     for phase in (0, 1, -77, 2500, 2**40):
         with threads(3):
             agrees("gather", arguments_of(MANY, "normal", 5, 256, phase), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.gather.default, tuple(sample(device)))
+test_opcheck = opchecks(("gather", sample))
 
 
 BAD = {
@@ -81,6 +51,4 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_refuses(case: str) -> None:
-    refuses("gather", sample(), BAD[case])
+test_refuses = refusals("gather", sample, BAD)

@@ -9,8 +9,6 @@ from launch import ROOT
 
 from hvd_compress import ops
 
-pytestmark = pytest.mark.skipif(not ops.COMPILED, reason="the extension is not built")
-
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_operators_equal_the_reference_at_every_level(capability):

@@ -1,35 +1,31 @@
 """lanes_encode and lanes_decode against hvd_compress/reference/codes.py, bitwise; and that no carry crosses lanes."""
 
+from functools import partial
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
+from checks import (
     FEW,
-    MANY_EDGES,
     agrees,
     agrees_within,
     bad_tensors,
     bounded,
-    check_device,
     errors_add_up,
-    group_edges,
-    kinds,
-    needs_compiled,
     on,
-    refuses,
-    scales,
-    seeds,
+    opchecks,
+    overlaps,
+    refusals,
     threads,
-    values,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import MANY_EDGES, group_edges, kinds, scales, seeds, values
 from torch import Tensor
 
 from hvd_compress import ops
 
-pytestmark = needs_compiled
 keys = st.one_of(st.just(-1), st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1]))
+factors = st.sampled_from([1.0, 0.5, 1 / 3, 1 / 7, 1 / 64, 1e-30])
 MOST_BITS = 24
 
 
@@ -60,12 +56,6 @@ def to_encode(draw: st.DrawFn) -> list:
     return encode_arguments(draw(group_edges()), draw(kinds), draw(seeds), bits, width, draw(keys))
 
 
-@st.composite
-def to_decode(draw: st.DrawFn) -> list:
-    factor = draw(st.sampled_from([1.0, 0.5, 1 / 3, 1 / 7, 1 / 64, 1e-30]))
-    return decode_arguments(draw(group_edges()), draw(seeds), draw(st.integers(2, 32)), factor)
-
-
 def encode(
     value: Tensor, scale: Tensor, edges: Tensor, bits: int, width: int, key: int, device: str
 ) -> tuple[Tensor, Tensor]:
@@ -91,7 +81,6 @@ def whole(value: Tensor, bits: int, width: int, key: int, device: str) -> tuple[
     return words, torch.where(inside, q, torch.where(value > 0, top, -top))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(200)
 @given(args=to_encode())
 def test_encode_equals_reference(device: str, args: list) -> None:
@@ -99,14 +88,12 @@ def test_encode_equals_reference(device: str, args: list) -> None:
     errors_add_up(value, decode(words, scale, edges, width, 1.0, device), error)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(150)
-@given(args=to_decode())
+@given(args=st.builds(decode_arguments, group_edges(), seeds, st.integers(2, 32), factors))
 def test_decode_equals_reference(device: str, args: list) -> None:
     agrees("lanes_decode", args, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", range(2, 33))
 def test_every_width(device: str, width: int) -> None:
     edges = torch.tensor([0, 700, 700, 1003])
@@ -116,7 +103,6 @@ def test_every_width(device: str, width: int) -> None:
     agrees("lanes_decode", decode_arguments(edges, 5, width, 0.2), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [6, 13, 20])
 def test_many_values(device: str, width: int) -> None:
     with threads(3):
@@ -124,7 +110,6 @@ def test_many_values(device: str, width: int) -> None:
         agrees("lanes_decode", decode_arguments(MANY_EDGES, 5, width, 0.2), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [6, 13, 20])
 def test_within_other_memory(device: str, width: int) -> None:
     edges = torch.tensor([0, 0, 33, 999])
@@ -171,18 +156,14 @@ def few_ranks(bits: int) -> list[int]:
     return [ranks for ranks in ((3, 16) if FEW else (2, 3, 4, 7, 16, 33, 64)) if bits + (ranks - 1).bit_length() <= 32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(2, MOST_BITS + 1))
 def test_no_carry_crosses(device: str, bits: int) -> None:
-    check_device(device)
     for ranks in few_ranks(bits):
         check_sums(ranks, bits, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(2, MOST_BITS))
 def test_integers_are_exact(device: str, bits: int) -> None:
-    check_device(device)
     top = 2 ** (bits - 1) - 1
     value = torch.linspace(-top, top, 301).round()
     for width in {bits, min(bits + 3, 32), 32}:
@@ -192,10 +173,8 @@ def test_integers_are_exact(device: str, bits: int) -> None:
         assert torch.equal(got.cpu(), value * 0.125)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [3, 8])
 def test_stochastic_rounding_is_unbiased(device: str, bits: int) -> None:
-    check_device(device)
     top, count, trials = 2 ** (bits - 1) - 1, 101, 1000 if FEW else 4000
     value = torch.cat([torch.linspace(-top, top, count), torch.arange(-3.0, 4.0), torch.tensor([0.01, -0.01, 0.99])])
     edges, scale = torch.tensor([0, len(value)], device=device), torch.ones(1, device=device)
@@ -210,10 +189,8 @@ def test_stochastic_rounding_is_unbiased(device: str, bits: int) -> None:
     assert bool(((total.cpu() / trials - value.double()).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_draws_are_independent(device: str) -> None:
     """For one key, rounding is unbiased, and adjacent values are rounded up together as often as independent ones."""
-    check_device(device)
     n = 100_000
     for key in (0, 1, 2**32 - 1):
         for part in (0.1, 0.5, 0.7):
@@ -225,9 +202,7 @@ def test_draws_are_independent(device: str) -> None:
             assert abs(float(both) - part**2) < 5 * (3 * part**2 * (1 - part**2) / n) ** 0.5
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_to_nearest(device: str) -> None:
-    check_device(device)
     value = torch.linspace(-7.4, 7.4, 10_001)
     for key, most in ((-1, 0.5), (3, 1.0)):
         error = encode(value, torch.ones(1), torch.tensor([0, 10_001]), 4, 5, key, device)[1].abs()
@@ -236,22 +211,10 @@ def test_to_nearest(device: str) -> None:
     assert whole(halves, 4, 4, -1, device)[1].tolist() == [-1, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    for name, args in (("lanes_encode", sample_encode()), ("lanes_decode", sample_decode())):
-        torch.library.opcheck(getattr(torch.ops.hvd_compress, name).default, tuple(on(device, args)))
-
-
-def sample_encode() -> list:
-    """13 values in 3 groups, 3 words of 5 lanes."""
-    return encode_arguments(torch.tensor([0, 5, 5, 13]), "normal", 3, 4, 12, 9)
-
-
-def sample_decode() -> list:
-    return decode_arguments(torch.tensor([0, 5, 5, 13]), 3, 12, 0.5)
-
-
+#: 13 values in 3 groups, 3 words of 5 lanes.
+SAMPLE = torch.tensor([0, 5, 5, 13])
+sample_encode = partial(encode_arguments, SAMPLE, "normal", 3, 4, 12, 9)
+sample_decode = partial(decode_arguments, SAMPLE, 3, 12, 0.5)
 BAD_ENCODE = bad_tensors(values=0, edges=2, error=4) | {
     "scale dtype": (1, lambda x: x.double(), "scale must be Float, got Double"),
     "scale numel": (1, lambda x: x[:2].clone(), "scale must have 3 entries, got 2"),
@@ -274,14 +237,8 @@ BAD_DECODE = bad_tensors(values=3, edges=2) | {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ENCODE)
-def test_encode_refuses(case: str) -> None:
-    refuses("lanes_encode", sample_encode(), BAD_ENCODE[case])
-
-
-@pytest.mark.parametrize("case", BAD_DECODE)
-def test_decode_refuses(case: str) -> None:
-    refuses("lanes_decode", sample_decode(), BAD_DECODE[case])
+test_encode_refuses = refusals("lanes_encode", sample_encode, BAD_ENCODE)
+test_decode_refuses = refusals("lanes_decode", sample_decode, BAD_DECODE)
 
 
 def test_at_most_24_bits() -> None:
@@ -290,8 +247,5 @@ def test_at_most_24_bits() -> None:
         ops.lanes_encode(*args)
 
 
-def test_overlap() -> None:
-    args = sample_encode()
-    args[4] = args[0]
-    with pytest.raises(RuntimeError, match="quantization_error must not overlap values"):
-        ops.lanes_encode(*args)
+test_opcheck = opchecks(("lanes_encode", sample_encode), ("lanes_decode", sample_decode))
+test_overlap = overlaps("lanes_encode", sample_encode, [(4, 0)])

@@ -1,70 +1,44 @@
 """moments against hvd_compress/reference/codes.py, bitwise."""
 
+from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
+from checks import agrees, agrees_within, bounded, on, opchecks, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    MANY_EDGES,
-    agrees,
-    agrees_within,
-    bounded,
-    check_device,
-    group_edges,
-    kinds,
-    needs_compiled,
-    on,
-    refuses,
-    seeds,
-    threads,
-    values,
-)
+from strategies import MANY_EDGES, group_edges, kinds, seeds, values
 
 from hvd_compress import ops
 from hvd_compress.reference.codes import PART
-
-pytestmark = needs_compiled
 
 
 def arguments_of(edges: torch.Tensor, kind: str, seed: int) -> list:
     return [values(int(edges[-1]), kind, seed), edges, torch.full((len(edges) - 1, 3), 7.0, dtype=torch.float64)]
 
 
-@st.composite
-def arguments(draw: st.DrawFn) -> list:
-    return arguments_of(draw(group_edges()), draw(kinds), draw(seeds))
+sample = partial(arguments_of, torch.tensor([0, 40, 40, 141]), "normal", 3)
 
 
-def sample(device: str = "cpu") -> list:
-    return on(device, arguments_of(torch.tensor([0, 40, 40, 141]), "normal", 3))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(150)
-@given(args=arguments())
+@given(args=st.builds(arguments_of, group_edges(), kinds, seeds))
 def test_equals_reference(device: str, args: list) -> None:
     agrees("moments", args, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["normal", "huge", "wild"])
 def test_many_values(device: str, kind: str) -> None:
     with threads(3):
         agrees("moments", arguments_of(MANY_EDGES, kind, 5), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_within_other_memory(device: str) -> None:
     agrees_within("moments", arguments_of(torch.tensor([0, 0, 33, 999]), "normal", 5), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_close_to_plain_sums(device: str) -> None:
     args = on(device, arguments_of(MANY_EDGES, "normal", 5))
-    check_device(device)
     ops.moments(*args)
     value, edges, out = on("cpu", args)
     for got, begin, end in zip(out, edges, edges[1:], strict=False):
@@ -73,10 +47,8 @@ def test_close_to_plain_sums(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_order_of_the_sums(device: str) -> None:
     """Rounding depends on the order: 2**54 + 1 is 2**54, but 2**54 + 3 is 2**54 + 4."""
-    check_device(device)
     value = torch.zeros(128)
     value[0] = 2.0**27
     value[[32, 64, 96]] = 1.0  # into sum 0, one by one
@@ -87,10 +59,8 @@ def test_order_of_the_sums(device: str) -> None:
     assert out[0].tolist() == [2.0**54 + 4, 2.0**108, 2.0**27]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_order_of_the_parts(device: str) -> None:
     """As above, with the first values of parts in place of values: their sums are added by the number of the part."""
-    check_device(device)
     value = torch.zeros(96 * PART + 1)
     value[0] = 2.0**27
     value[[32 * PART, 64 * PART, 96 * PART]] = 1.0
@@ -100,17 +70,14 @@ def test_order_of_the_parts(device: str) -> None:
     assert out[0].tolist() == [2.0**54 + 4, 2.0**108, 2.0**27]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", [[PART - 1, PART, PART + 1], [0, 3 * PART, 0, 1, 33 * PART + 3, 0]])
 def test_parts(device: str, sizes: list[int]) -> None:
     agrees("moments", arguments_of(torch.tensor([0, *accumulate(sizes)]), "normal", 5), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
 def test_nan_and_infinity(device: str, count: int) -> None:
     """The sums propagate NaNs, the largest magnitude ignores them; infinities are in both."""
-    check_device(device)
     for place in range(count):
         value = torch.full((count,), -2.0)
         value[place] = torch.nan
@@ -123,10 +90,7 @@ def test_nan_and_infinity(device: str, count: int) -> None:
         assert out[1].tolist() == [torch.inf] * 3
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.moments.default, tuple(sample(device)))
+test_opcheck = opchecks(("moments", sample))
 
 
 BAD = {
@@ -146,6 +110,4 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_refuses(case: str) -> None:
-    refuses("moments", sample(), BAD[case])
+test_refuses = refusals("moments", sample, BAD)

@@ -1,35 +1,30 @@
 """range_encode and range_decode against hvd_compress/reference/codes.py, bitwise."""
 
+from functools import partial
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    MANY_EDGES,
+from checks import (
     agrees,
     agrees_within,
     bad_tensors,
     bounded,
-    bytes_for,
-    bytes_of,
-    check_device,
     errors_add_up,
-    group_edges,
-    kinds,
-    needs_compiled,
     on,
-    refuses,
+    opchecks,
+    overlaps,
+    refusals,
     same,
-    seeds,
     threads,
-    values,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import MANY_EDGES, bytes_for, bytes_of, group_edges, kinds, seeds, values
 from torch import Tensor
 
 from hvd_compress import ops, reference
 
-pytestmark = needs_compiled
+drawn = st.tuples(group_edges(), kinds, seeds)
 LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
 
 
@@ -87,16 +82,6 @@ def decode_arguments(edges: Tensor, kind: str, seed: int, bits: int, mantissa: i
     return [bytes_of(bytes_for(len(value), bits), seed), base, edges, value, bits, mantissa, positive, add]
 
 
-@st.composite
-def to_encode(draw: st.DrawFn) -> list:
-    return encode_arguments(draw(group_edges()), draw(kinds), draw(seeds), *draw(formats()))
-
-
-@st.composite
-def to_decode(draw: st.DrawFn) -> list:
-    return decode_arguments(draw(group_edges()), draw(kinds), draw(seeds), *draw(formats()), draw(st.booleans()))
-
-
 def encode(value: Tensor, base: Tensor, edges: Tensor, format: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """The packed codes, and the quantization error."""
     codes = torch.empty(bytes_for(len(value), format[0]), dtype=torch.uint8, device=value.device)
@@ -120,22 +105,20 @@ def magnitudes(base: int, format: tuple[int, int, int], count: int) -> Tensor:
     return ((base + torch.arange(count)) << (23 - format[1])).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(200)
-@given(args=to_encode())
-def test_encode_equals_reference(device: str, args: list) -> None:
+@given(drawn=drawn, format=formats())
+def test_encode_equals_reference(device: str, drawn: tuple, format: tuple) -> None:
+    args = encode_arguments(*drawn, *format)
     value, base, edges, codes, error, *format = agrees("range_encode", args, device)
     errors_add_up(value, decode(codes, base, edges, format), error)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(150)
-@given(args=to_decode())
-def test_decode_equals_reference(device: str, args: list) -> None:
-    agrees("range_decode", args, device)
+@given(drawn=drawn, format=formats(), add=st.booleans())
+def test_decode_equals_reference(device: str, drawn: tuple, format: tuple, add: bool) -> None:
+    agrees("range_decode", decode_arguments(*drawn, *format, add), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(4, 17))
 def test_many_values(device: str, bits: int) -> None:
     format = (bits, max(4, bits - 6), 2 ** (bits - 1) - 1)
@@ -144,7 +127,6 @@ def test_many_values(device: str, bits: int) -> None:
         agrees("range_decode", decode_arguments(MANY_EDGES, "normal", 5, *format, True), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(4, 17))
 def test_within_other_memory(device: str, bits: int) -> None:
     edges, format = torch.tensor([0, 0, 33, 999]), (bits, max(4, bits - 6), 2 ** (bits - 1) - 1)
@@ -156,11 +138,9 @@ def test_within_other_memory(device: str, bits: int) -> None:
 FORMATS = [(4, 1, 7), (4, 22, 1), (8, 4, 127), (8, 4, 200), (8, 1, 254), (10, 5, 511), (12, 7, 3), (16, 10, 32_767)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("where", ["low", "one", "high"])
 def test_decode_is_the_inverse_of_encode(device: str, format: tuple[int, int, int], where: str) -> None:
-    check_device(device)
     bits, mantissa, positive = format
     count, highest = 2**bits, highest_base(*format)
     base = {"low": 1, "one": min((127 << mantissa) - 3, highest), "high": highest}[where]
@@ -174,10 +154,8 @@ def test_decode_is_the_inverse_of_encode(device: str, format: tuple[int, int, in
     assert torch.equal(again, codes) and not bool(error.any())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_relative_error(device: str, format: tuple[int, int, int]) -> None:
-    check_device(device)
     bits, mantissa, positive = format
     base = min((120 << mantissa) + 1, highest_base(*format))
     for sign, count in ((1, positive), (-1, 2**bits - 1 - positive)):
@@ -193,10 +171,8 @@ def test_relative_error(device: str, format: tuple[int, int, int]) -> None:
         assert count < 5 or mantissa > 15 or float(error.max()) > 2.0 ** -(mantissa + 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ends_of_the_window(device: str) -> None:
     """From half of the least magnitude on the code is not 0; larger values and infinities have the last code."""
-    check_device(device)
     format, base = (8, 4, 100), 1500
     least, below = float(magnitudes(base, format, 1)), 155
     half = torch.tensor(least / 2)
@@ -213,10 +189,8 @@ def test_ends_of_the_window(device: str) -> None:
     assert bool(error[6:8].isnan().all()) and error[8:10].tolist() == [torch.inf, -torch.inf]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", range(4, 17))
 def test_padding_is_zero(device: str, bits: int) -> None:
-    check_device(device)
     format = (bits, 10, 2 ** (bits - 1) - 1)
     for n in range(1, 17):
         value = torch.full((n,), -3e38, device=device)
@@ -225,10 +199,8 @@ def test_padding_is_zero(device: str, bits: int) -> None:
         assert padded.tolist() == [2**bits - 1] * n + [0] * (-n % 8)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [4, 9, 16])
 def test_add_adds(device: str, bits: int) -> None:
-    check_device(device)
     format = (bits, 10, 2 ** (bits - 1) - 1)
     args = on(device, decode_arguments(torch.tensor([0, 333, 1001]), "normal", 5, *format, True))
     args[1].fill_(127 << 10)
@@ -242,20 +214,10 @@ def test_add_adds(device: str, bits: int) -> None:
     assert torch.equal(args[3], alone)
 
 
-def sample_encode() -> list:
-    """13 values in 3 groups, of 10 bits."""
-    return encode_arguments(torch.tensor([0, 5, 5, 13]), "normal", 3, 10, 5, 511)
-
-
-def sample_decode() -> list:
-    return decode_arguments(torch.tensor([0, 5, 5, 13]), "normal", 3, 10, 5, 511, True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    for name, args in (("range_encode", sample_encode()), ("range_decode", sample_decode())):
-        torch.library.opcheck(getattr(torch.ops.hvd_compress, name).default, tuple(on(device, args)))
+#: 13 values in 3 groups, of 10 bits.
+SAMPLE = (torch.tensor([0, 5, 5, 13]), "normal", 3, 10, 5, 511)
+sample_encode, sample_decode = partial(encode_arguments, *SAMPLE), partial(decode_arguments, *SAMPLE, True)
+test_opcheck = opchecks(("range_encode", sample_encode), ("range_decode", sample_decode))
 
 
 def bad_format(codes: int, first: int) -> dict[str, tuple]:
@@ -280,18 +242,6 @@ BAD_ENCODE = BAD_BOTH | bad_tensors(values=0, edges=2, error=4) | bad_format(cod
 BAD_DECODE = BAD_BOTH | bad_tensors(values=3, edges=2) | bad_format(codes=0, first=4)
 
 
-@pytest.mark.parametrize("case", BAD_ENCODE)
-def test_encode_refuses(case: str) -> None:
-    refuses("range_encode", sample_encode(), BAD_ENCODE[case])
-
-
-@pytest.mark.parametrize("case", BAD_DECODE)
-def test_decode_refuses(case: str) -> None:
-    refuses("range_decode", sample_decode(), BAD_DECODE[case])
-
-
-def test_overlap() -> None:
-    args = sample_encode()
-    args[4] = args[0]
-    with pytest.raises(RuntimeError, match="quantization_error must not overlap values"):
-        ops.range_encode(*args)
+test_encode_refuses = refusals("range_encode", sample_encode, BAD_ENCODE)
+test_decode_refuses = refusals("range_decode", sample_decode, BAD_DECODE)
+test_overlap = overlaps("range_encode", sample_encode, [(4, 0)])

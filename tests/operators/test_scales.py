@@ -1,31 +1,18 @@
 """lanes_prepare and lanes_update against hvd_compress/reference/scales.py, bitwise."""
 
+from functools import partial
+
 import pytest
 import torch
+from checks import agrees, agrees_within, bad_tensors, bounded, on, opchecks, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    MANY_EDGES,
-    agrees,
-    agrees_within,
-    bad_tensors,
-    bounded,
-    check_device,
-    group_edges,
-    needs_compiled,
-    on,
-    refuses,
-    seeds,
-    threads,
-    values,
-)
+from strategies import MANY_EDGES, group_edges, seeds, values
 from torch import Tensor
 
 from hvd_compress import ops
 from hvd_compress.reference.scales import LARGEST, RATIO_STEPS, SMALLEST
 
-pytestmark = needs_compiled
 #: Only finite values.
 kinds = st.sampled_from(["normal", "equal", "zero", "tiny", "huge"])
 rank_counts = st.sampled_from([1, 2, 3, 4, 64, 1000, 2**30])
@@ -60,43 +47,39 @@ def to_update(edges: Tensor, kind: str, seed: int, ranks: int, invalid: int = 0)
 
 
 MAKERS = {"lanes_prepare": to_prepare, "lanes_update": to_update}
+#: 13 values in 3 groups, on 4 ranks.
+SAMPLES = {name: partial(make, torch.tensor([0, 5, 5, 13]), "normal", 3, 4) for name, make in MAKERS.items()}
 
 
 def edges_of_some() -> st.SearchStrategy[Tensor]:
     return group_edges().filter(lambda edges: len(edges) > 1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(150)
 @given(edges=edges_of_some(), kind=kinds, seed=seeds, ranks=rank_counts, invalid=st.integers(0, 1))
 def test_prepare_equals_reference(device: str, edges: Tensor, kind: str, seed: int, ranks: int, invalid: int) -> None:
     agrees("lanes_prepare", to_prepare(edges, kind, seed, ranks, invalid), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(150)
 @given(edges=edges_of_some(), kind=kinds, seed=seeds, ranks=rank_counts, invalid=st.integers(0, 3))
 def test_update_equals_reference(device: str, edges: Tensor, kind: str, seed: int, ranks: int, invalid: int) -> None:
     agrees("lanes_update", to_update(edges, kind, seed, ranks, invalid), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_many_values(device: str, name: str) -> None:
     with threads(3):
         agrees(name, MAKERS[name](MANY_EDGES, "normal", 5, 4, 1), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_within_other_memory(device: str, name: str) -> None:
     agrees_within(name, MAKERS[name](torch.tensor([0, 0, 33, 999]), "normal", 5, 4, 1), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_moving_average(device: str) -> None:
     """The values of four ranks are three times as large as the shared scale 1, which becomes 0.75 + 0.25 * 3."""
-    check_device(device)
     args = on(device, to_prepare(torch.tensor([0, 5, 5, 9]), "equal", 3, 4))
     value, edges, shared, kind, _, _, step, header, ranks = args
     value.copy_(torch.tensor([3.0, -3.0] * 4 + [3.0]))
@@ -109,9 +92,7 @@ def test_moving_average(device: str) -> None:
     assert kinds_then.tolist() == [0, int(kind[1]), 0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_largest_ratios_do_not_overflow(device: str) -> None:
-    check_device(device)
     for ranks in (1, 3, 4, 1000):
         args = on(device, to_prepare(torch.tensor([0, 4, 8]), "equal", 3, ranks))
         args[0].fill_(3e38)
@@ -122,22 +103,12 @@ def test_largest_ratios_do_not_overflow(device: str) -> None:
         assert ranks * low < 2**31
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_invalid_rank(device: str) -> None:
-    check_device(device)
     good, bad = (on(device, to_update(torch.tensor([0, 40, 141]), "normal", 3, 4, invalid)) for invalid in (0, 1))
     ops.lanes_update(*good)
     ops.lanes_update(*bad)
     assert bool(good[0].isfinite().all()) and bool(bad[0].isnan().all())
     assert torch.equal(good[5], bad[5]) and torch.equal(good[6], bad[6])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    for name, make in MAKERS.items():
-        operator = getattr(torch.ops.hvd_compress, name)
-        torch.library.opcheck(operator.default, tuple(on(device, make(torch.tensor([0, 5, 5, 13]), "normal", 3, 4))))
 
 
 BAD = bad_tensors(edges=1) | {
@@ -174,14 +145,9 @@ BAD_UPDATE = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_PREPARE)
-def test_prepare_refuses(case: str) -> None:
-    refuses("lanes_prepare", to_prepare(torch.tensor([0, 5, 5, 13]), "normal", 3, 4), BAD_PREPARE[case])
-
-
-@pytest.mark.parametrize("case", BAD_UPDATE)
-def test_update_refuses(case: str) -> None:
-    refuses("lanes_update", to_update(torch.tensor([0, 5, 5, 13]), "normal", 3, 4), BAD_UPDATE[case])
+test_opcheck = opchecks(*SAMPLES.items())
+test_prepare_refuses = refusals("lanes_prepare", SAMPLES["lanes_prepare"], BAD_PREPARE)
+test_update_refuses = refusals("lanes_update", SAMPLES["lanes_update"], BAD_UPDATE)
 
 
 def test_no_group() -> None:
@@ -191,9 +157,7 @@ def test_no_group() -> None:
         ops.lanes_prepare(*nothing, args[4], args[5], args[6][:0], args[7][:1].clone(), 4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ratios_are_rounded_to_even(device: str) -> None:
-    check_device(device)
     args = on(device, to_prepare(torch.tensor([0, 1, 2]), "equal", 3, 1))
     args[0].copy_(torch.tensor([2.5, 3.5]) / RATIO_STEPS)
     args[2].fill_(1.0)

@@ -1,37 +1,17 @@
 """scatter against its reference, bitwise."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from checks import EMULATED, agrees, bounded, clone, on, opchecks, refusals, same, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    EMULATED,
-    MANY,
-    agrees,
-    bounded,
-    check_device,
-    clone,
-    gradients,
-    kinds,
-    layouts,
-    needs_compiled,
-    on,
-    phases,
-    random_indices,
-    refuses,
-    same,
-    seeds,
-    threads,
-    values,
-)
+from strategies import MANY, gradients, kinds, layouts, phases, random_indices, seeds, values
 
 from hvd_compress import ops, reference
 from hvd_compress.reference import BLOCK
-
-pytestmark = needs_compiled
 
 
 @st.composite
@@ -64,14 +44,12 @@ def sample(device: str = "cpu") -> list:
     return on(device, [[torch.zeros(400), torch.zeros(256).bfloat16()], *tensors, 3, 0.5, torch.randn(3), False, False])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(250)
 @given(args=arguments())
 def test_equals_reference(device: str, args: list) -> None:
     agrees("scatter", args, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_blocks(device: str, dtype: torch.dtype) -> None:
     """Every phase, and every combination of what is optional."""
@@ -86,11 +64,9 @@ def test_many_blocks(device: str, dtype: torch.dtype) -> None:
             agrees("scatter", [grads, *tensors, values(slots, "wild", 4), error, phase, 0.25, *rest], device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
     """Views into larger tensors, above and below the size for non-temporal stores; nothing outside them is written."""
-    check_device(device)
     for blocks, writes in itertools.product((3,) if EMULATED else (3, 5000), ("means", "entries", "transform")):
         memory = torch.zeros(blocks * BLOCK + 2, device=device).to(dtype)
         memory[0] = memory[-1] = 1
@@ -106,7 +82,6 @@ def test_unaligned_gradients(device: str, dtype: torch.dtype) -> None:
         assert memory[0] == memory[-1] == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_many_tensors(device: str) -> None:
     """400 pieces of all dtypes."""
     count, kinds_of = 400, [torch.float32, torch.float16, torch.bfloat16]
@@ -122,11 +97,9 @@ def test_many_tensors(device: str) -> None:
     agrees("scatter", [grads, *tensors, *more, None, True, True], device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", [7, 40, 200])
 def test_last_slot_of_an_entry_counts(device: str, slots: int) -> None:
     """All slots have the same entry. The last mean is not finite: only the gradient is assigned."""
-    check_device(device)
     mean, error = torch.arange(slots).float(), torch.arange(slots).float() + 0.5
     mean[-1] = float("inf")
     indices, pieces = torch.full((slots,), 9, dtype=torch.uint8), torch.tensor([[0, 1, 0, slots]])
@@ -147,10 +120,8 @@ def test_scatter_at_does_not_synchronise() -> None:
     reference.scatter_at(grads, residual, velocity, where, pieces, mean, error, scale, means)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_skipped_gradient(device: str) -> None:
     """An empty gradient is skipped, but the residual is updated."""
-    check_device(device)
     args = sample(device)
     args[0] = [torch.empty(0, device=device)] * 2
     where = reference.flat_positions(args[3], args[4], args[7])
@@ -159,14 +130,11 @@ def test_skipped_gradient(device: str) -> None:
     assert args[2][where].eq(0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.scatter.default, tuple(sample(device)))
-    for optional in (2, 9):
-        without = sample(device)
-        without[optional] = None
-        torch.library.opcheck(torch.ops.hvd_compress.scatter.default, tuple(without))
+def without(optional: int) -> list:
+    return [None if place == optional else arg for place, arg in enumerate(sample())]
+
+
+test_opcheck = opchecks(("scatter", sample), *(("scatter", partial(without, optional)) for optional in (2, 9)))
 
 
 BAD = {
@@ -188,6 +156,4 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_refuses(case: str) -> None:
-    refuses("scatter", sample(), BAD[case])
+test_refuses = refusals("scatter", sample, BAD)

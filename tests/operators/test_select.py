@@ -2,34 +2,14 @@
 
 import pytest
 import torch
+from checks import agrees, agrees_within, bad_selection, bounded, on, opchecks, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    DEVICES,
-    PAIR,
-    Layout,
-    agrees,
-    agrees_within,
-    bad_selection,
-    bounded,
-    check_device,
-    draws,
-    kinds,
-    layout_of,
-    layouts,
-    needs_compiled,
-    on,
-    refuses,
-    seeds,
-    threads,
-    values,
-)
+from strategies import PAIR, Layout, draws, kinds, layout_of, layouts, seeds, values
 
 from hvd_compress import ops
 from hvd_compress.ops import Draw
 from hvd_compress.reference import BLOCK
-
-pytestmark = needs_compiled
 
 
 def arguments_of(layout: Layout, scores: list, draw: Draw) -> list:
@@ -50,14 +30,12 @@ def sample(device: str = "cpu") -> list:
     return on(device, [scores, PAIR.tensor(), torch.zeros(6, dtype=torch.uint8), *draw])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @bounded(250)
 @given(args=arguments())
 def test_equals_reference(device: str, args: list) -> None:
     agrees("select", args, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["equal", "wild"])
 def test_counts(device: str, kind: str) -> None:
     """So many slots a block, of which half are explored."""
@@ -67,7 +45,6 @@ def test_counts(device: str, kind: str) -> None:
     agrees("select", arguments_of(layout, scores, Draw(3, 1, 1, 0, 11, 2**31)), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_many_blocks(device: str) -> None:
     layout = layout_of([(1201 * BLOCK, 5000), (300, 0), (797 * BLOCK, 3600)])
     scores = [values(n, "normal", n).abs() for n in layout.entries]
@@ -76,9 +53,7 @@ def test_many_blocks(device: str) -> None:
             agrees("select", arguments_of(layout, scores, Draw(phase, 7, 3, 1, 11, 2**31)), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_is_the_second_half_of_accumulate_select(device: str) -> None:
-    check_device(device)
     grads, residual = [torch.randn(entries, device=device) for entries in PAIR.entries], torch.zeros(3 * BLOCK)
     scores, pieces, indices, *draw = sample(device)
     residual, wanted = residual.to(device), indices.clone()
@@ -91,27 +66,21 @@ def test_is_the_second_half_of_accumulate_select(device: str) -> None:
     assert torch.equal(indices, wanted)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_unaligned_scores(device: str) -> None:
     agrees_within("select", sample(), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [2, 4, 20])
 @pytest.mark.parametrize("score", [-0.0, -1.0, -float("inf"), -float("nan")])
 def test_negative_scores_count_as_zero(device: str, count: int, score: float) -> None:
     """Only -0.0 is allowed, but no score may lead to an invalid index or to an entry selected twice."""
-    check_device(device)
     indices = torch.zeros(count, dtype=torch.uint8, device=device)
     scores, pieces = [torch.full((BLOCK,), score, device=device)], torch.tensor([[0, 1, 0, count]], device=device)
     ops.select(scores, pieces, indices, 0, 1, 1, 0, 7, 0)
     assert indices.tolist() == list(range(count))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
-    check_device(device)
-    torch.library.opcheck(torch.ops.hvd_compress.select.default, tuple(sample(device)))
+test_opcheck = opchecks(("select", sample))
 
 
 BAD = {
@@ -122,6 +91,4 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_refuses(case: str) -> None:
-    refuses("select", sample(), BAD[case])
+test_refuses = refusals("select", sample, BAD)

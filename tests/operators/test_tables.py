@@ -3,14 +3,13 @@ and none reaches memory outside the tensors. In builds with the address sanitize
 
 import pytest
 import torch
+from checks import bounded, within_memory
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import UNCHECKED_DEVICES, bounded, check_device, needs_compiled, within_memory
 
 from hvd_compress import ops
 from hvd_compress.reference import BLOCK
 
-pytestmark = needs_compiled
 EXTREMES = [0, 1, -1, 2**31, -(2**31), 2**62, -(2**62), 2**63 - 1, -(2**63)]
 
 
@@ -27,7 +26,6 @@ def tables(draw: st.DrawFn, limit: int, size: int, ascending: bool = True) -> to
 
 
 def run(name: str, args: list, device: str) -> None:
-    check_device(device)
     for before in (1, 4):
         with within_memory(args, before, device) as given:
             getattr(ops, name)(*given)
@@ -40,16 +38,8 @@ def buckets(rows: torch.Tensor, blocks: int, slots: int, phase: int) -> dict[str
     residual, indices = torch.randn(blocks * BLOCK), torch.randint(0, 256, (slots,)).to(torch.uint8)
     mean, error, means = torch.randn(slots), torch.randn(slots), torch.randn(blocks)
     flags, draw = torch.zeros(count, dtype=torch.int32), [phase, 3, 2, 1, 7, 2**31]
-    state = [
-        residual.clone(),
-        grads,
-        residual.flip(0),
-        rows,
-        torch.rand(count),
-        indices.clone(),
-        flags[:1].clone(),
-        flags,
-    ]
+    state = [residual.clone(), grads, residual.flip(0), rows, torch.rand(count), indices.clone()]
+    state += [flags[:1].clone(), flags]
     return {
         "accumulate_select": [grads, *state, means.clone(), 0.5, 0.9, 1.0, False, *draw],
         "select": [[grad.float() for grad in grads], rows, indices.clone(), *draw],
@@ -58,24 +48,22 @@ def buckets(rows: torch.Tensor, blocks: int, slots: int, phase: int) -> dict[str
     }
 
 
-@pytest.mark.parametrize("device", UNCHECKED_DEVICES)
 @bounded(60)
 @given(data=st.data())
-def test_pieces(device: str, data: st.DataObject) -> None:
+def test_pieces(unchecked: str, data: st.DataObject) -> None:
     blocks, slots = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 900))
     count = data.draw(st.sampled_from([1, 2, 5, 200]))
     columns = [data.draw(tables(limit, min(count, 5))) for limit in (blocks, blocks, slots, slots)]
     rows = torch.stack([column.repeat(-(-count // 5))[:count] for column in columns], 1)
     phase = data.draw(st.one_of(st.integers(-5, 5), st.sampled_from(EXTREMES)))
     for name, args in buckets(rows, blocks, slots, phase).items():
-        run(name, args, device)
+        run(name, args, unchecked)
 
 
-@pytest.mark.parametrize("device", UNCHECKED_DEVICES)
 @pytest.mark.parametrize("first", [-1, -(2**31), -(2**63)])
-def test_negative_first_block(device: str, first: int) -> None:
+def test_negative_first_block(unchecked: str, first: int) -> None:
     for name, args in buckets(torch.tensor([[first, 1, 0, 4], [2, 1, 4, 4]]), 3, 8, 0).items():
-        run(name, args, device)
+        run(name, args, unchecked)
 
 
 def grouped(edges: torch.Tensor, kind: torch.Tensor, base: torch.Tensor, n: int) -> dict[str, list]:
@@ -100,20 +88,18 @@ def grouped(edges: torch.Tensor, kind: torch.Tensor, base: torch.Tensor, n: int)
     }
 
 
-@pytest.mark.parametrize("device", UNCHECKED_DEVICES)
 @bounded(60)
 @given(data=st.data())
-def test_groups(device: str, data: st.DataObject) -> None:
+def test_groups(unchecked: str, data: st.DataObject) -> None:
     n, groups = data.draw(st.sampled_from([1, 13, 256, 2049, 9000])), data.draw(st.integers(1, 9))
     edges = data.draw(tables(n, groups + 1))
     kind, base = data.draw(tables(2, groups, ascending=False)), data.draw(tables(2**16, groups, ascending=False))
     for name, args in grouped(edges, kind, base, n).items():
-        run(name, args, device)
+        run(name, args, unchecked)
 
 
-@pytest.mark.parametrize("device", UNCHECKED_DEVICES)
 @pytest.mark.parametrize("edges", [[0, 2**63 - 1, 5, 13], [0, 13, 12, 13], [2**63 - 1, 0, 13, 13]])
-def test_falling_edges(device: str, edges: list[int]) -> None:
+def test_falling_edges(unchecked: str, edges: list[int]) -> None:
     ones = torch.ones(3, dtype=torch.int64)
     for name, args in grouped(torch.tensor(edges), ones, ones, 13).items():
-        run(name, args, device)
+        run(name, args, unchecked)

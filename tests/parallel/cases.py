@@ -1,8 +1,10 @@
 """The registry of cases that run on real ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 from methods import EXACT, METHODS
 
 
@@ -29,6 +31,14 @@ def register(cases: Cases, **properties: object) -> Callable[[Callable[[], None]
         return function
 
     return add
+
+
+@contextmanager
+def refused(error: type[Exception] | tuple[type[Exception], ...], says: str) -> Iterator[pytest.ExceptionInfo]:
+    """Checks that its block raises an error that contains this text."""
+    with pytest.raises(error) as raised:
+        yield raised
+    assert says in str(raised.value), raised.value
 
 
 def has_exact_options(method: str) -> bool:

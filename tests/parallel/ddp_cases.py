@@ -9,8 +9,9 @@ from contextlib import nullcontext
 from datetime import timedelta
 
 import job
+import pytest
 import torch
-from cases import Cases, register
+from cases import Cases, refused, register
 from job import DEVICE, Branches, Job
 from torch import distributed
 from torch.distributed import DeviceMesh, init_device_mesh
@@ -22,6 +23,19 @@ import hvd_compress
 from hvd_compress.reference import low_bit
 
 CASES: Cases = {}
+
+
+def branches():
+    """A model with the same weights on every rank, its optimizer, and the generator of this rank's data."""
+    torch.manual_seed(0)
+    model = Branches().to(DEVICE)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(distributed.get_rank())
+
+
+def train_step(model, optimizer, data):
+    optimizer.zero_grad()
+    model(torch.randn(4, 3, 6, 6, generator=data).to(DEVICE), range(6)).square().mean().backward()
+    optimizer.step()
 
 
 @register(CASES)
@@ -143,11 +157,8 @@ def nodes_by_launcher_and_mesh():
         (True if rank == 1 else 2, "must be the same on all ranks, got 2, True, 2, 2 on ranks 0 to 3"),
         (3 if rank == 1 else mesh, "divisor" if rank == 1 else "got a mesh, an invalid one, a mesh, a mesh"),
     ):
-        try:
+        with refused(ValueError, says):
             Job(nodes=nodes)
-            raise AssertionError(f"no error that says {says!r}")
-        except ValueError as error:
-            assert says in str(error), error
     os.environ["LOCAL_RANK"] = launched
 
 
@@ -155,27 +166,19 @@ def nodes_by_launcher_and_mesh():
 def local_steps_of_nodes():
     """DDP inside two nodes of two, local steps between them: the same as between the two ranks of each place, each of
     which exchanges everything. Each rank sends half as much."""
-    rank = distributed.get_rank()
-    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("node", "gpu"))
-    trained = []
+    mesh, trained = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("node", "gpu")), []
 
     def flat(model):
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     for where in ({"nodes": mesh}, {"process_group": mesh.get_group("node")}):
-        torch.manual_seed(0)
-        model = Branches().to(DEVICE)
+        model, optimizer, data = branches()
         begun = flat(model)
         ddp = DistributedDataParallel(model, process_group=mesh.get_group("gpu"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         compression = hvd_compress.TopK(model, density=1.0, bucket_mb=0.01, **where)
         local = hvd_compress.LocalSteps(compression, optimizer, 2, unsent="buffer")
-        data = torch.Generator().manual_seed(rank)
         for _ in range(9):
-            x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
-            model.zero_grad()
-            ddp(x, range(6)).square().mean().backward()
-            optimizer.step()
+            train_step(ddp, optimizer, data)
             local.step()
         trained.append((compression, flat(model)))
     (_, mine), (_, theirs) = trained
@@ -183,11 +186,8 @@ def local_steps_of_nodes():
     sent = torch.tensor([float(c.stats()["total"]["values_bytes"]) for c, _ in trained])
     between_nodes, between_all = job.host.total(sent).tolist()
     assert between_nodes == between_all / 2
-    try:
+    with refused(ValueError, 'unsent="buffer"'):
         hvd_compress.LocalSteps(hvd_compress.IWP(model, nodes=mesh), optimizer, 2, unsent="weights")
-        raise AssertionError("no error for what was not sent in the weights of nodes")
-    except ValueError as error:
-        assert 'unsent="buffer"' in str(error), error
 
 
 @register(CASES, once=True)
@@ -195,15 +195,10 @@ def refusals():
     """Horovod's protocol and arguments raise clear errors under DDP."""
     model = torch.nn.Linear(64, 64).to(DEVICE)
     compression = hvd_compress.IWP(model.named_parameters())
-    for call, says in (
-        (lambda: compression.compress(torch.zeros(64, 64)), "bound to torch.distributed"),
-        (lambda: hvd_compress.IWP(model.named_parameters(), process_set=1, process_group=1), "not both"),
-    ):
-        try:
-            call()
-            raise AssertionError(f"no error that says {says!r}")
-        except (RuntimeError, ValueError) as error:
-            assert says in str(error), error
+    with refused(RuntimeError, "bound to torch.distributed"):
+        compression.compress(torch.zeros(64, 64))
+    with refused(ValueError, "not both"):
+        hvd_compress.IWP(model.named_parameters(), process_set=1, process_group=1)
 
 
 @register(CASES, once=True)
@@ -215,13 +210,10 @@ def join_raises_an_error():
     group = distributed.new_group(timeout=timedelta(seconds=5))
     compression = hvd_compress.IWP(model.named_parameters(), process_group=group)
     ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
-    try:
-        with ddp.join():
-            for _ in range(min(distributed.get_rank(), 1)):
-                ddp(torch.ones(1, 64, device=DEVICE)).sum().backward()
-        raise AssertionError("join() raised no error")
-    except RuntimeError as error:
-        assert distributed.get_rank() > 0 or "does not support DistributedDataParallel.join()" in str(error), error
+    says = "" if distributed.get_rank() > 0 else "does not support DistributedDataParallel.join()"
+    with refused(RuntimeError, says), ddp.join():
+        for _ in range(min(distributed.get_rank(), 1)):
+            ddp(torch.ones(1, 64, device=DEVICE)).sum().backward()
     distributed.barrier()
 
 
@@ -273,25 +265,17 @@ def local_steps_of_averaged_gradients():
     warm-up, is right."""
 
     def train(averages, warm_up=0, hook=None, given=None, sync=True):
-        torch.manual_seed(0)
-        model = Branches().to(DEVICE)
+        model, optimizer, data = branches()
         ddp = DistributedDataParallel(model)
         if hook is not None:
             ddp.register_comm_hook(None, hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data, local = torch.Generator().manual_seed(distributed.get_rank()), None
-        for step in range(warm_up + 6):
-            if step == warm_up:
-                compressed = ddp if given == "ddp" else model
-                local = hvd_compress.recipes.low_bit(compressed, optimizer, 2)
-            x = torch.randn(4, 3, 6, 6, generator=data).to(DEVICE)
-            optimizer.zero_grad()
+        for _ in range(warm_up):
+            train_step(ddp, optimizer, data)
+        local = hvd_compress.recipes.low_bit(ddp if given == "ddp" else model, optimizer, 2)
+        for _ in range(6):
             with nullcontext() if sync else ddp.no_sync():
-                used = model if averages == "warm-up" and local is not None else ddp
-                used(x, range(6)).square().mean().backward()
-            optimizer.step()
-            if local is not None:
-                local.step()
+                train_step(model if averages == "warm-up" else ddp, optimizer, data)
+            local.step()
         local.finish(model)
 
     def of_nothing(_, bucket):
@@ -300,11 +284,8 @@ def local_steps_of_averaged_gradients():
         return future
 
     for wrong in ({}, {"given": "ddp"}, {"hook": fp16_compress_hook}):
-        try:
+        with pytest.raises(RuntimeError, match=r"(?s)averaged by DistributedDataParallel.*ddp\.module"):
             train("all", **wrong)
-            raise AssertionError(f"no error with {wrong}")
-        except RuntimeError as error:
-            assert "averaged by DistributedDataParallel" in str(error) and "ddp.module" in str(error), error
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train("nothing", hook=of_nothing)
@@ -315,16 +296,12 @@ def local_steps_of_averaged_gradients():
 @register(CASES, once=True)
 def local_steps_on_the_same_data():
     """Nothing averages the gradients: a warning."""
-    torch.manual_seed(0)
-    model = Branches().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _ = branches()
     local = hvd_compress.recipes.low_bit(model, optimizer, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(4, 3, 6, 6, device=DEVICE), range(6)).square().mean().backward()
-            optimizer.step()
+        for step in range(4):
+            train_step(model, optimizer, torch.Generator().manual_seed(step))
             local.step()
     assert sum("all ranks have the same gradients" in str(w.message) for w in caught) == 1, caught
 
@@ -332,22 +309,14 @@ def local_steps_on_the_same_data():
 @register(CASES, once=True)
 def one_rank_compares_its_options():
     """After load_state_dict() there. Its first message is as long as that of the others, who are in an exchange."""
-    torch.manual_seed(0)
-    model = Branches().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, data = branches()
     local = hvd_compress.LocalSteps(hvd_compress.NoCompression(model), optimizer, 2)
-    data = torch.Generator().manual_seed(distributed.get_rank())
-    try:
+    with refused(RuntimeError, "was load_state_dict() called"):
         for step in range(4):
             if step == 3 and distributed.get_rank() == 0:
                 local.load_state_dict(local.state_dict())
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, 6, 6, generator=data).to(DEVICE), range(6)).square().mean().backward()
-            optimizer.step()
+            train_step(model, optimizer, data)
             local.step()
-        raise AssertionError("no error")
-    except RuntimeError as error:
-        assert "was load_state_dict() called" in str(error), error
     distributed.barrier()
 
 
@@ -358,16 +327,12 @@ def a_rank_that_is_late():
     model = Branches().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     local = hvd_compress.recipes.low_bit(model, optimizer, 50, start_timeout=0.5)
-    late = distributed.get_rank() == 1
-    if not late:
-        try:
-            local.step()
-            raise AssertionError("no error")
-        except RuntimeError as error:
-            assert "rank 1 has not compared its options within 0.5 s" in str(error), error
-    else:
+    if distributed.get_rank() == 1:
         time.sleep(1.5)
         local.step()
+    else:
+        with refused(RuntimeError, "rank 1 has not compared its options within 0.5 s"):
+            local.step()
     distributed.barrier()
 
 
@@ -385,13 +350,9 @@ def the_specification_of_low_bit():
     for code in (example, example.replace("local = LowBit(model.parameters(), 3, Group())", recipe)):
         model = copy.deepcopy(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        names = {
-            "model": model,
-            "optimizer": optimizer,
-            "batches": batches,
-            "loss_function": torch.nn.functional.mse_loss,
-        }
-        exec(code, {**names, "torch": torch, "hvd_compress": hvd_compress, "LowBit": low_bit.LowBit})
+        names = {"model": model, "optimizer": optimizer, "batches": batches, "LowBit": low_bit.LowBit}
+        names |= {"loss_function": torch.nn.functional.mse_loss, "torch": torch, "hvd_compress": hvd_compress}
+        exec(code, names)
         models.append(model)
     # finish() sums tensors one by one or together: of more than two ranks, a host adds in another order.
     atol = 0.0 if distributed.get_world_size() == 2 else 1e-6
