@@ -112,5 +112,5 @@ class _Owed(Leaf):
 
 
 def _names(owed: State) -> set[str]:
-    """Of the kinds, and of the tensors of each."""
+    """The names of the kinds, and of the tensors of each kind."""
     return {*owed, *(f"{kind}.{name}" for kind, tensors in owed.items() for name in tensors)}

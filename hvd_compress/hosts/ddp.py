@@ -206,7 +206,7 @@ class DDPHost(HookedHost):
                 gradient.copy_(part.view_as(gradient))
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager[object]:
-        """On a GPU, a stream that waits for the gradients: exchanges do not delay the rest of backward."""
+        """A stream that waits for the gradients, on a GPU: exchanges do not delay the rest of backward."""
         if device.type != "cuda":
             return nullcontext()
         if (stream := self._streams.get(device)) is None:

@@ -86,7 +86,7 @@ class MIPD(SparseMethod):
         return _MIPDWork(bucket, sending, self.arguments)
 
 
-class _Floors(Part):
+class _Constants(Part):
     """The constants under weights and smoothed gradients: float32, (pieces,)."""
 
     def __init__(self, bucket: Bucket, history: GradientHistory) -> None:
@@ -148,7 +148,7 @@ class _MIPDWork(SparseWork):
     def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
         self._explore = arguments.explore
         self._history = GradientHistory(bucket, _SMOOTHING)
-        self._floors = _Floors(bucket, self._history)
+        self._floors = _Constants(bucket, self._history)
         self._compensation = _Compensation(bucket, self._history, arguments.compensation)
         # The history is undone first: the compensation then finds the smoothed gradients that it was made of.
         super().__init__(bucket, sending, floors=self._floors, compensation=self._compensation, history=self._history)

@@ -9,12 +9,12 @@ from torch import Tensor
 from ..codecs import Codec
 from ..codecs.scales import Moments
 from ..engine.agreement import all_equal, hash_of
-from ..engine.arguments import NamedParameters, check_flag, check_number
+from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..reference import BLOCK
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, check_smoothing, flat_weights
+from ..selection.history import GradientHistory, flat_weights
 from ..selection.pickers import Blocks
 from ..selection.schedule import check_density
 from .prediction import Prediction
@@ -22,6 +22,8 @@ from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork
 
 _TINY = 1e-12
+# Weight of the past in smoothed gradients, and the constant under their size in units of their root mean square.
+_SMOOTHING, _FLOOR = 0.7, 0.5
 _PRIME = 1048573  # the largest below agreement.LIMIT
 # Steps between two comparisons of predictions and weights.
 _CHECK_INTERVAL = 100
@@ -34,7 +36,7 @@ class MP2(SparseMethod):
     gradient g_i and residual r_i; h is the same on all ranks::
 
         a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
-        S   = m of every 256 entries, drawn in proportion to |smoothed| + floor rms(smoothed)
+        S   = m of every 256 entries, drawn in proportion to |smoothed| + rms(smoothed) / 2
         h   = predictor(received values on S; S; age; last received values; their trend; w), 0 where the gate is closed
         g   = mean_i Q(a_i[S]) on S, h off it                   Q: the codec
         r_i = a_i - Q(a_i[S]) on S, a_i - h off it
@@ -64,8 +66,6 @@ class MP2(SparseMethod):
         density: entries sent in a step as a share of all; a number.
         prediction: predict what is not sent. Off by default: it costs time, and the shipped predictor gains little
             (docs/shared_selection.md).
-        smoothing: weight of the past in smoothed gradients, in [0, 1).
-        floor: the constant under the smoothed gradient's size, in units of its root mean square; above 0.
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
 
@@ -80,30 +80,23 @@ class MP2(SparseMethod):
         *,
         values: str | Codec = "lanes4",
         prediction: bool = False,
-        smoothing: float = 0.7,
-        floor: float = 0.5,
         **common: Any,
     ) -> None:
-        self.arguments = SimpleNamespace(
-            prediction=check_flag("prediction", prediction),
-            smoothing=check_smoothing(smoothing),
-            floor=check_number("floor", floor, above=0),
-        )
+        self.arguments = SimpleNamespace(prediction=check_flag("prediction", prediction))
         super().__init__(named_parameters, check_density(density), values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _MP2Work(bucket, sending, self.arguments)
+        return _MP2Work(bucket, sending, self.arguments.prediction)
 
     def made_with(self) -> dict[str, Any]:
         return {**super().made_with(), "prediction": self.arguments.prediction}
 
 
 class _MP2Work(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
-        self._floor, smoothing = arguments.floor, arguments.smoothing
+    def __init__(self, bucket: Bucket, sending: Sending, prediction: bool) -> None:
         self.period = max(1, round(1 / sending.density(0)))
-        self._history = GradientHistory(bucket, smoothing)
-        self.prediction = Prediction(bucket, self.period, smoothing) if arguments.prediction else None
+        self._history = GradientHistory(bucket, _SMOOTHING)
+        self.prediction = Prediction(bucket, self.period, _SMOOTHING) if prediction else None
         parts: dict[str, Any] = {} if self.prediction is None else {"prediction": self.prediction}
         # Where pieces begin and end in the bucket's flat memory.
         ends = [0, *((piece.first_block + piece.blocks) * BLOCK for piece in bucket.pieces)]
@@ -137,7 +130,7 @@ class _MP2Work(SparseWork):
         smoothed = self._history.smoothed
         units = Moments(smoothed, self._ends).rms.float() + _TINY
         pairs = zip(self.bucket.pieces, units, strict=True)
-        return [piece.of(smoothed)[: piece.numel].abs() + self._floor * unit for piece, unit in pairs]
+        return [piece.of(smoothed)[: piece.numel].abs() + _FLOOR * unit for piece, unit in pairs]
 
     def _compare(self, prediction: Prediction) -> Exchange:
         """Raises ``RuntimeError``, on every rank, if their predictions or weights differ."""

@@ -40,7 +40,7 @@ _lock = threading.RLock()
 
 
 class Predictor(nn.Module):
-    """From windows, float32 (n, 6, 256), to each entry's next gradient per step, (n, 256)."""
+    """Maps windows, float32 (n, 6, 256), to each entry's next gradient per step, (n, 256)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction, check_integer
+from ..engine.arguments import NamedParameters, check_fraction, check_integer, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
@@ -15,7 +15,7 @@ from ..engine.work import Part, Step
 from ..reference import flat_positions
 from ..selection.base import StepSeed
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, check_smoothing, flat_weights, root_mean_squares
+from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .sparse import SparseMethod
@@ -80,7 +80,7 @@ class SlimDP(SparseMethod):
         self.arguments = SimpleNamespace(
             core=check_fraction("core", core),
             reselect=check_integer("reselect", reselect, 1),
-            smoothing=check_smoothing(smoothing),
+            smoothing=check_number("smoothing", smoothing, at_least=0, below=1),
         )
         super().__init__(named_parameters, density, values=values, **common)
 

@@ -74,19 +74,16 @@ class SparseWork(Work):
     ) -> None:
         self._sending, self._basis, self._scoring = sending, basis or Basis(bucket), scoring or Scoring()
         self._gathers, self._decay, self._subtract, self._sign = gathers, decay, subtract, sign
-        self.means, self._idle, self._agreement = (
-            BlockMeans(bucket, means),
-            Idle(bucket, finds_idle),
-            Agreement(bucket.device),
-        )
-        groups = len(bucket.pieces) + len(self.means.sizes)
+        self._means, self._idle = BlockMeans(bucket, means), Idle(bucket, finds_idle)
+        self._agreement = Agreement(bucket.device)
+        groups = len(bucket.pieces) + len(self._means.sizes)
         self.values = Values(bucket, sending.values, groups, sending.collectives)
-        self.velocity, self._shares = Velocity(bucket, self._basis, self.means), Shares(bucket)
+        self.velocity, self._shares = Velocity(bucket, self._basis, self._means), Shares(bucket)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
         #: The density of the step that began last, and what the selection was built for.
         self.density, self._layout = 1.0, tuple[object, ...]()
         own = {"values": self.values, "velocity": self.velocity, "idle": self._idle, "agreement": self._agreement}
-        super().__init__(bucket, **own, block_means=self.means, shares=self._shares, **parts)
+        super().__init__(bucket, **own, block_means=self._means, shares=self._shares, **parts)
 
     # What a method may override.
 
@@ -147,7 +144,7 @@ class SparseWork(Work):
         else:
             self.decider = self.decide(apportion(total, self._shares.weights, self.most_slots()))
         self._layout, picker = layout, self.decider.picker
-        self.values.lay_out([*picker.slots, *self.means.sizes])
+        self.values.lay_out([*picker.slots, *self._means.sizes])
 
     def accumulate(self) -> None:
         bucket, decider, step, scoring = self.bucket, self.decider, self.step, self._scoring
@@ -165,7 +162,7 @@ class SparseWork(Work):
                 decider.own if picks else decider.none,
                 self.values.invalid,
                 self._idle.touched,
-                self.means.fresh if self.means.sizes else None,
+                self._means.fresh if self._means.sizes else None,
                 1.0 / step.scale,
                 self.velocity.momentum,
                 self._decay,
@@ -201,10 +198,10 @@ class SparseWork(Work):
         picker, payload = self.decider.picker, self.values.payload
         total = picker.total
         sent = picker.gather(self.bucket.residual, payload[:total])
-        self.means.load(payload[total:], self.velocity.momentum, self.velocity.without, self.values.invalid)
+        self._means.load(payload[total:], self.velocity.momentum, self.velocity.without, self.values.invalid)
         values = payload if predicted is None else sent - predicted
         mean, error = yield from self.values.average(values, derive(self.decider.seed.key, self.step.rank))
-        self._mean_of_blocks = self.means.receive(mean[total:], error[total:])
+        self._mean_of_blocks = self._means.receive(mean[total:], error[total:])
         return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
 
     def _unsent(self, sent: Tensor, error: Tensor) -> Tensor:
@@ -254,7 +251,7 @@ class SparseWork(Work):
             sent = payload[: picker.total]
             average = Average(torch.zeros_like(sent), sent, Output(0.0))
             picker.scatter(self.bucket.nothing(), self.velocity.memory, average)
-            self.means.undo_send(payload[picker.total :])
+            self._means.undo_send(payload[picker.total :])
             self.values.clear_sent()
 
     # Between steps.
@@ -267,16 +264,16 @@ class SparseWork(Work):
         return self._basis.saved(residual)
 
     def residual_of(self, piece: Piece) -> Tensor:
-        entries, means = self._basis.entries(piece, piece.of(self.bucket.residual)), self.means
+        entries, means = self._basis.entries(piece, piece.of(self.bucket.residual)), self._means
         return means.added(piece, entries, means.unsent + means.fresh)
 
     def set_residual(self, piece: Piece, entries: Tensor) -> None:
         self._basis.write(piece, entries, piece.of(self.bucket.residual).zero_())
-        self.means.clear(piece)
+        self._means.clear(piece)
 
     def scale_residual(self, factor: float) -> None:
         super().scale_residual(factor)
-        self.means.unsent.mul_(factor)
+        self._means.unsent.mul_(factor)
 
 
 def totals(scores: Iterable[Tensor]) -> Tensor:

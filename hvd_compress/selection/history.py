@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ..codecs.scales import Moments
-from ..engine.arguments import check_number
 from ..engine.bucket import Bucket
 from ..engine.state import Tree
 from ..engine.work import Part, Step
@@ -12,11 +11,6 @@ from .pickers import Picker
 
 # Keeps root mean squares of all-zero tensors above 0.
 _TINY = 1e-12
-
-
-def check_smoothing(smoothing: float) -> float:
-    """``smoothing``, in [0, 1). Raises as :func:`check_number`."""
-    return check_number("smoothing", smoothing, at_least=0, below=1)
 
 
 class GradientHistory(Part):

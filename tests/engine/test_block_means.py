@@ -58,7 +58,7 @@ def test_quantization_errors_of_means_are_kept():
             sum_ += gradient
     rounded = False
     for bucket in range(len(ranks[0].compression.buckets)):
-        means = [r.compression.works[bucket].means for r in ranks]
+        means = [r.compression.works[bucket].parts["block_means"] for r in ranks]
         unsent = (means[0].unsent + means[1].unsent) / 2
         rounded = rounded or bool(unsent.any())
         for piece in ranks[0].compression.buckets[bucket].pieces:
@@ -131,7 +131,7 @@ def test_a_huge_gradient_enters_neither_its_blocks_mean_nor_the_residuals_of_its
     grads = like(model, 1.0)
     grads[0][2, 7] = 2.0**64
     together(world, ranks, [grads])
-    means = ranks[0].compression.works[0].means
+    means = ranks[0].compression.works[0].parts["block_means"]
     assert means.unsent.tolist() == means.velocity.tolist() == [1.0, 1.0, 0.0, 1.0]
     held = residuals(ranks[0])["weight"]
     assert held[2, 7] == 0.0 and held[2, 8] == 1.0 and held.sum() == 4 * 256 - 1

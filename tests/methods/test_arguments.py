@@ -63,8 +63,6 @@ WRONG = [
     (FFT, dict(exchange="gather", values="fp16"), "values have to be gathered"),
     (FFT, dict(exchange="star"), "exchange must be one of gather, ring"),
     (MP2, dict(density=0.0), "density must"),
-    (MP2, dict(floor=0.0), "floor must be above 0"),
-    (MP2, dict(smoothing=1.0), "smoothing must lie in"),
     (SlimDP, dict(core=1.5), "core must lie in"),
     (SlimDP, dict(reselect=0), "reselect must be at least 1"),
     (SlimDP, dict(smoothing=1.0), "smoothing must lie in"),
