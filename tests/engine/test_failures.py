@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from harness import compressed, gradients, random_steps, replicas, residuals, together
+from harness import random_steps, replicas, residuals, together
 from methods import FORGETFUL, METHODS
+from models import compressed, gradients
 
 from hvd_compress import IWP, MIPD, MP2, QSGD, SlimDP, TernGrad
 from hvd_compress.engine import exchange

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HOSTS, Rank, equal, gradients, mixed_model, replicas, residuals, together
+from harness import HOSTS, Rank, replicas, residuals, together
 from methods import METHODS, TRAINED, WHOLE, WITHOUT_RESIDUAL
+from models import equal, gradients, mixed_model
 from torch import Tensor
 
 from hvd_compress import DGC, IWP

@@ -191,17 +191,6 @@ def local_steps_of_nodes():
 
 
 @register(CASES, once=True)
-def refusals():
-    """Horovod's protocol and arguments raise clear errors under DDP."""
-    model = torch.nn.Linear(64, 64).to(DEVICE)
-    compression = hvd_compress.IWP(model.named_parameters())
-    with refused(RuntimeError, "bound to torch.distributed"):
-        compression.compress(torch.zeros(64, 64))
-    with refused(ValueError, "not both"):
-        hvd_compress.IWP(model.named_parameters(), process_set=1, process_group=1)
-
-
-@register(CASES, once=True)
 def join_raises_an_error():
     """Rank 0 has no batch. Its error names join(); the others' collectives fail when their time is over."""
     torch.manual_seed(0)
