@@ -170,7 +170,6 @@ case $experiment in
       one "64-iwp-waiting-$seed" iwp "${ours[@]}" --no-block-means --density 1/29.3 --seed "$seed"
     done
     one 16-iwp-waiting iwp "${ours[@]}" --no-block-means --density 1/5.58
-    one 64-mipd-whole mipd "${ours[@]}" --density 1/18.2 --no-layerwise
     one 64-slimdp-no-explorer slimdp "${ours[@]}" --density 1/18.2 --core 1
     one 64-slimdp-no-core slimdp "${ours[@]}" --density 1/18.2 --core 0
     one mp2-half mp2 "${ours[@]}" --density 1/2

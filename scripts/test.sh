@@ -11,7 +11,7 @@ find csrc tests/emulation -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/b
 [[ -z $* || $* == --all ]] || exec .venv/bin/python -m pytest "$@"
 
 # All tests: those of one process at a time, on one core, beside those that start several. The former print at the end.
-alone=(tests/{carriers,codecs,emulation,engine,hosts,local,methods,operators,selection})
+alone=(tests/{carriers,checkpoints,codecs,emulation,engine,hosts,local,methods,operators,selection})
 log=$(mktemp)
 .venv/bin/python -m pytest "$@" "${alone[@]}" > "$log" 2>&1 &
 trap 'kill $! 2>/dev/null || true; rm -f "$log"' EXIT

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_ddp import FakeBucket, in_backward
+from models import compressed, equal, gradients, mixed_model
 from torch import Tensor
 
 from hvd_compress import IWP, Compressor, ddp_hook
@@ -26,36 +27,12 @@ def on_hosts_in_turn(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.alternate("host")(pytest.mark.parametrize("host", HOSTS)(test))
 
 
-def mixed_model(seed: int = 0) -> torch.nn.Module:
-    """A small convolution (not compressed), padding, a channels_last convolution, biases, a norm."""
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential()
-    model.first = torch.nn.Conv2d(3, 8, 3)
-    model.norm = torch.nn.BatchNorm2d(8)
-    model.conv = torch.nn.Conv2d(8, 33, 3).to(memory_format=torch.channels_last)
-    model.wide = torch.nn.Linear(301, 47)
-    model.deep = torch.nn.Linear(64, 64, bias=False)
-    return model
-
-
 def toy_model() -> torch.nn.Module:
     """A model that can be trained: 32 inputs, 8 outputs."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)
     )
-
-
-def compressed(parameter: Tensor) -> bool:
-    """Whether a parameter is compressed under the default ``min_numel``."""
-    return parameter.dim() >= 2 and parameter.numel() >= 1024
-
-
-def gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> list[Tensor]:
-    """One random gradient per parameter, in the parameter's memory order and dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    values = (torch.randn(p.shape, generator=generator, dtype=torch.float32) * scale for p in model.parameters())
-    return [torch.empty_like(p).copy_(value) for p, value in zip(model.parameters(), values, strict=True)]
 
 
 class Rank:
@@ -283,8 +260,3 @@ def train(world: ThreadWorld, ranks: list[Rank], steps: int) -> list[float]:
 def residuals(rank: Rank) -> dict[str, Tensor]:
     """By parameter name, in the parameter's shape and double precision; zeros for an uncompressed parameter."""
     return {name: rank.compression.residual(name).double() for name, _ in rank.model.named_parameters()}
-
-
-def equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    """Whether two lists of tensors are bit-equal."""
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from harness import equal, gradients, mixed_model
+from harness import set_collectives
+from models import equal, gradients, mixed_model
 
 from hvd_compress import LocalSteps, TopK
 from hvd_compress.carriers.threads import ThreadWorld
@@ -105,6 +106,28 @@ def assert_nothing_is_lost(group, unsent, atol=1e-6):
     """The mean of the weights, or of the weights and the error-feedback buffers, is what the optimizers have made."""
     kept = (lambda w: w.weights()) if unsent == "weights" else (lambda w: w.with_residuals())
     torch.testing.assert_close(mean(map(kept, group)), mean(w.made for w in group), rtol=0, atol=atol)
+
+
+def fail(worker, at):
+    """Lets the ``at``-th collective from now on fail."""
+    collectives, count = worker.compression.engine.collectives, iter(range(1000))
+    start = collectives.start
+
+    def failing(request, name):
+        if next(count) == at:
+            raise ConnectionError
+        return start(request, name)
+
+    collectives.start = failing
+
+
+def in_a_new_world(group, ordered=False):
+    """After a failure. Without a new generation: the ranks go on as they are."""
+    world = ThreadWorld(len(group), timeout=20, ordered=ordered)
+    for rank, worker in enumerate(group):
+        set_collectives(worker.compression, world.collectives(rank))
+        worker.compression.engine._generation = world
+    return world
 
 
 def resumes_bit_exactly(options, saved_after=7, steps=15):

@@ -26,15 +26,17 @@ _LINEAR = dict(decay=1.0, sign=False)
 
 
 class Guessing(MP2):
-    """MP2 with predictions whose gate is always open; ``guess`` replaces the predictor."""
+    """MP2 with predictions. ``guess``: a function of the windows in place of the predictor. ``gate``: whether it may
+    close; otherwise it is always open."""
 
-    def __init__(self, *args, guess=None, **options):
-        self._guess = guess
+    def __init__(self, *args, guess=None, gate=False, **options):
+        self._guess, self._gate = guess, gate
         super().__init__(*args, prediction=True, **options)
 
     def sparse_work(self, bucket, sending):
         work = super().sparse_work(bucket, sending)
-        work.prediction.opened = lambda: [True] * len(bucket.pieces)
+        if not self._gate:
+            work.prediction.opened = lambda: [True] * len(bucket.pieces)
         if self._guess is not None:
             work.prediction.predict = lambda index, windows, seen: self._guess(seen)
         return work

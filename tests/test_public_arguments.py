@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import torch
-from harness import mixed_model
+from models import mixed_model
 
 import hvd_compress
 from hvd_compress import Compressor, LocalSteps, NoCompression, recipes, schedule

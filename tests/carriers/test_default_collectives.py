@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import equal, toy_model
+from harness import toy_model
+from models import equal
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 

@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, equal, gradients, random_steps, replicas, residuals, together, without_loss
+from harness import Rank, random_steps, replicas, residuals, together, without_loss
 from local_workers import workers
 from methods import FORGETFUL, METHODS, SMALL, TRAINED
+from models import equal, gradients
 
 from hvd_compress import IWP, SlimDP, reshard
 from hvd_compress.carriers.threads import ThreadWorld
@@ -94,9 +95,7 @@ def test_another_compressor_gets_what_fits_it():
         assert bool(owed[key].any()) == (p.dim() > 1 and p.numel() >= 5000)
         torch.testing.assert_close(average, owed[key], rtol=0, atol=1e-5)
     _, (fewer, *_) = replicas(3, IWP, min_numel=10**6)
-    with pytest.raises(
-        ValueError, match=r"^owed\.residual\.wide\.weight: is not compressed here, and its residual wou"
-    ):
+    with pytest.raises(ValueError, match=r"^owed\.residual\.wide\.weight: is not compressed here, and its residual"):
         fewer.compression.load_state_dict(converted)
     _, (heavy, *_) = replicas(3, IWP, momentum=0.9)
     with pytest.raises(ValueError, match=r"^owed\.velocity: missing from the state"):
@@ -112,15 +111,12 @@ def test_states_of_another_layout_raise_an_error_and_load_nothing():
     converts = r"hvd_compress.reshard\(states\) converts the states of all ranks"
     _, (nodes, _) = replicas((2, 1), IWP)
     nodes.compression.load_state_dict(states[0])  # nodes of one rank are none
+    small = replicas(2, IWP, bucket_mb=0.02)[1][0]
     for other, state, says in (
         (ranks[1], states[0], r"owner: .* with {'rank': 0, .*DCPState; " + converts),
         (replicas(3, IWP)[1][1], states[1], r"owner: .* with {'rank': 1, 'ranks': 2, .* has {'rank': 1, 'ranks': 3, "),
         (replicas((1, 2), IWP)[1][0], states[0], r"owner: .* has {.*'ranks_of_a_node': 2}"),
-        (
-            replicas(2, IWP, bucket_mb=0.02)[1][0],
-            states[0],
-            r"shared.layout: .* bucket_mb and nodes .*, or " + converts,
-        ),
+        (small, states[0], r"shared.layout: .* bucket_mb and nodes .*, or " + converts),
     ):
         before = other.compression.state_dict()
         with pytest.raises(ValueError, match=says):
@@ -157,10 +153,7 @@ def test_wrong_states_raise_an_error():
         (damaged({}, "owed"), r"^owed: the states have different items: \['residual', 'residual\."),
         (damaged(None, "owed", "residual"), r"^owed: must be dicts of tensors, got {'residual': None"),
         (damaged({}, *wide), r"^owed\.residual\.wide\.weight: must be a float tensor or None, got {}"),
-        (
-            damaged(torch.zeros(3), *wide),
-            r"^owed\.residual\.wide\.weight: must have one shape on all ranks, got .*\(3,\)",
-        ),
+        (damaged(torch.zeros(3), *wide), r"^owed\.residual\.wide\.weight: must have one shape .*, got .*\(3,\)"),
     ):
         with pytest.raises(ValueError, match=says):
             reshard(wrong)
@@ -169,9 +162,8 @@ def test_wrong_states_raise_an_error():
 @pytest.mark.parametrize("unsent", ["weights", "buffer"])
 def test_local_steps_are_converted_after_finish_only(unsent):
     """Between exchanges each rank's parameters differ, and they are in the user's model."""
-    options = dict(
-        build=partial(SlimDP, density=1 / 8), model=torch.nn.Linear(64, 64), unsent=unsent, outer_momentum=0.5
-    )
+    options = dict(build=partial(SlimDP, density=1 / 8), unsent=unsent, outer_momentum=0.5)
+    options["model"] = torch.nn.Linear(64, 64)
     world, group = workers(2, **options)
     world.run(lambda i: group[i].train(4))
     says = r"^local_steps.hash of the weights \(call finish\(\) before saving\): differs between rank 0 and rank 1"
@@ -206,9 +198,7 @@ def test_after_an_elastic_reset_the_ranks_gather_and_convert_their_states(name):
     formed = ThreadWorld(3, timeout=20)
     survivor.move_to(formed, 0)
     everyone = [survivor, *(Rank(formed, i, survivor.model, TRAINED[name]) for i in (1, 2))]
-    with pytest.raises(
-        ValueError, match=r"^owner: the state was made with {'rank': 1, 'ranks': 2, .*hvd_compress.resh"
-    ):
+    with pytest.raises(ValueError, match=r"^owner: the state was made with {'rank': 1, 'ranks': 2, .*hvd_compress."):
         survivor.compression.load_state_dict(old)
     state = reshard(states_of(everyone))
     for r in everyone:

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from harness import mixed_model, toy_model
+from harness import toy_model
+from models import mixed_model
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as of_models
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import gradients, replicas, together
+from harness import replicas, together
+from models import gradients
 
 from hvd_compress import IWP
 from hvd_compress.codecs import codec

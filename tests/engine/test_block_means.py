@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import equal, gradients, mixed_model, random_steps, replicas, residuals, together, without_loss
+from harness import random_steps, replicas, residuals, together, without_loss
+from models import equal, gradients, mixed_model
 
 from hvd_compress import IWP
 from hvd_compress.reference import BLOCK

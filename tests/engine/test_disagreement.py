@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, Rank, equal, gradients, mixed_model, random_steps, replicas, residuals, sgd
+from harness import HOSTS, Rank, random_steps, replicas, residuals, sgd
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import METHODS
+from models import equal, gradients, mixed_model
 
 from hvd_compress import IWP, TopK
 from hvd_compress.carriers.threads import ThreadWorld
@@ -34,10 +35,7 @@ from hvd_compress.selection.pickers import Everything
         ({"min_numel": 16}, "min_numel: 1024 on ranks 0, 1; 16 on rank 2"),
         ({"momentum": 0.5}, "momentum: 0 on ranks 0, 1; 0.5 on rank 2"),
         ({"block_means": False}, "block_means: True on ranks 0, 1; False on rank 2"),
-        (
-            {"values": Lanes(4, stochastic=False)},
-            "values: Lanes.bits=4, stochastic=True. on ranks 0, 1; .*=False. on rank 2",
-        ),
+        ({"values": Lanes(4, stochastic=False)}, "values: Lanes.*stochastic=True. on ranks 0, 1; .*=False. on rank 2"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler: False on ranks 0, 1; True on rank 2"),
     ],
     ids=lambda value: next(iter(value), "step") if isinstance(value, dict) else "",

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, equal, gradients, random_steps, replicas, together, without_loss
+from harness import Rank, random_steps, replicas, together, without_loss
 from methods import METHODS
+from models import equal, gradients
 
 from hvd_compress import IWP
 from hvd_compress.carriers.threads import ThreadWorld

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import gradients, mixed_model, on_hosts_in_turn, replicas
+from harness import on_hosts_in_turn, replicas
 from methods import KINDS, SMALL
+from models import gradients, mixed_model
 from torch import Tensor
 
 from hvd_compress import IWP, LocalSteps, TopK, reshard

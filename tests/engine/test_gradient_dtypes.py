@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import compressed, gradients, mixed_model, on_hosts_in_turn, replicas, together
+from harness import on_hosts_in_turn, replicas, together
 from methods import KINDS, SMALL
+from models import compressed, gradients, mixed_model
 
 from hvd_compress import IWP, DeMo
 from hvd_compress.engine.state import same

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import gradients, mixed_model, replicas, sgd, single, together
+from harness import replicas, sgd, single, together
+from models import gradients, mixed_model
 
 from hvd_compress import IWP
 from hvd_compress.carriers.threads import ThreadWorld

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, mixed_model, random_steps, replicas, residuals, toy_model
+from harness import Rank, random_steps, replicas, residuals, toy_model
 from methods import METHODS, SMALL, fitting
+from models import mixed_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 

@@ -5,21 +5,9 @@ import warnings
 
 import pytest
 import torch
-from harness import (
-    HOSTS,
-    DDPRank,
-    Rank,
-    compressed,
-    equal,
-    gradients,
-    mixed_model,
-    random_steps,
-    replicas,
-    residuals,
-    sgd,
-    together,
-)
+from harness import HOSTS, DDPRank, Rank, random_steps, replicas, residuals, sgd, together
 from methods import METHODS
+from models import compressed, equal, gradients, mixed_model
 
 from hvd_compress import IWP, DeMo, NoCompression, TopK
 from hvd_compress.carriers.nodes import divided, groups

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, compressed, gradients, replicas
+from harness import HOSTS, replicas
+from models import compressed, gradients
 
 from hvd_compress import IWP, PowerSGD
 from hvd_compress.engine.profiling import stage

@@ -4,22 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from harness import (
-    HOSTS,
-    Rank,
-    compressed,
-    equal,
-    gradients,
-    mixed_model,
-    on_hosts_in_turn,
-    random_steps,
-    replicas,
-    residuals,
-    sgd,
-    together,
-    without_loss,
-)
+from harness import HOSTS, Rank, on_hosts_in_turn, random_steps, replicas, residuals, sgd, together, without_loss
 from methods import METHODS, WITHOUT_RESIDUAL
+from models import compressed, equal, gradients, mixed_model
 
 from hvd_compress import IWP
 from hvd_compress.carriers.threads import ThreadWorld

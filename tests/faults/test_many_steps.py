@@ -6,8 +6,9 @@ import time
 from functools import partial
 
 import pytest
-from harness import equal, gradients, on_hosts_in_turn, replicas, together, without_loss
+from harness import on_hosts_in_turn, replicas, together, without_loss
 from methods import FORGETFUL, METHODS
+from models import equal, gradients
 
 
 def late(exchange, chance, grads, shuffle):

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HOSTS, Rank, equal, gradients, mixed_model, replicas, residuals, together
+from harness import HOSTS, Rank, replicas, residuals, together
 from methods import METHODS, TRAINED, WHOLE, WITHOUT_RESIDUAL
+from models import equal, gradients, mixed_model
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from hvd_compress import DGC, IWP
 from hvd_compress.reference import OVERFLOW
@@ -139,18 +141,11 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.nan_to_num(nan=12345.0), other.nan_to_num(nan=12345.0))
 
 
-def tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
     """All tensors of floating dtype, and floats, of a state, with their paths."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from tensors(value, f"{path}/{key}")
-    elif isinstance(state, list | tuple):
-        for i, value in enumerate(state):
-            yield from tensors(value, f"{path}/{i}")
-    elif isinstance(state, float):
-        yield path, torch.tensor(state)
-    elif isinstance(state, Tensor) and state.is_floating_point():
-        yield path, state
+    for path, leaf in tree_leaves_with_path(state):
+        if isinstance(leaf, float) or (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            yield keystr(path), torch.as_tensor(leaf)
 
 
 def attacks(method: str, values: Any, flags: Any, **fixed: Any) -> Iterator[Attack]:

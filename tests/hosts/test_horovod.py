@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from harness import gradients, random_steps, replicas, single, together
+from harness import random_steps, replicas, single, together
+from models import gradients
 
 from hvd_compress import IWP
 

@@ -3,7 +3,7 @@
 import gc
 
 import torch
-from harness import mixed_model
+from models import mixed_model
 
 from hvd_compress import IWP
 from hvd_compress.carriers.threads import ThreadWorld

@@ -86,9 +86,8 @@ def test_ddp_rows_on_the_loopback(tmp_path):
     path = tmp_path / "runs.jsonl" / "rows"
     run(f"--ranks 2 --methods ddp-powersgd,ddp-iwp --json {path}", timeout=240)
     powersgd, iwp = read_runs(path.parent)[path.name]["rows"]
-    assert (
-        powersgd["replicas_equal"] and iwp["replicas_equal"] and powersgd["wire_ratio"] > 2 and iwp["wire_ratio"] > 30
-    )
+    assert powersgd["replicas_equal"] and powersgd["wire_ratio"] > 2
+    assert iwp["replicas_equal"] and iwp["wire_ratio"] > 30
     assert iwp["compress_ms"] > 0
 
 

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from harness import mixed_model
 from local_workers import CALL, DELAYED, SPARSE, Worker, on_both_hosts, same, workers
 from methods import SMALL
+from models import mixed_model
 
 from hvd_compress import DCPState, NoCompression
 from hvd_compress.carriers.threads import ThreadWorld
@@ -63,6 +63,7 @@ WRONG = {
     "unequal epochs": (unequal_epochs, PERIOD, {0: STEP.format(12), 1: FINISH}),
     "early stop": (early_stop, PERIOD, {0: STEP.format(8), 1: FINISH}),
     "take_weights() on rank 1": (weights_on_rank_1, PERIOD, {0: FINISH, 1: TAKE}),
+    "take_weights() on rank 1 in flight": (weights_on_rank_1, LATE, {0: FINISH, 1: TAKE}),
     "another period on rank 1": (another_period, PERIOD, {0: STEP.format(8), 1: STEP.format(12)}),
     "state_dict() in flight on rank 0": (saved_on_rank_0, LATE, {0: STATE, 1: FINISH}),
     "finish() on rank 0, delayed": (finish_on_rank_0, LATE, {0: FINISH, 1: STEP.format(8)}),
@@ -76,21 +77,18 @@ WRONG = {
 def test_ranks_in_different_calls(name, build, ordered):
     wrong, options, calls = WRONG[name]
     world, group = workers(2, ordered=ordered, build=build, **options)
-    errors = [None, None]
 
     def body(i):
-        try:
+        with pytest.raises(RuntimeError) as raised:
             wrong(group[i])
-        except RuntimeError as error:
-            errors[i] = str(error)
+        return str(raised.value)
 
-    world.run(body)
+    errors = world.run(body)
     for rank, call in calls.items():
         assert all(f"rank {rank} in {call}" in error for error in errors), errors
 
 
-@on_both_hosts
-def test_ranks_that_save_by_dcp_alone(ordered):
+def test_ranks_that_save_by_dcp_alone():
     world, group = workers(2, ordered=True)
 
     def body(i):
@@ -103,21 +101,6 @@ def test_ranks_that_save_by_dcp_alone(ordered):
         world.run(body)
 
 
-def test_weights_are_taken_on_one_rank_with_an_exchange_in_flight():
-    world, group = workers(2, ordered=True, period=4, delay=2)
-    errors = []
-
-    def body(i):
-        group[i].train(4)
-        try:
-            group[i].local.take_weights() if i else group[i].local.finish()
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    world.run(body)
-    assert len(errors) == 2 and all("rank 0 in finish(), rank 1 in take_weights()" in error for error in errors), errors
-
-
 def test_a_row_is_small():
     world, group = workers(3, period=2)
     world.run(lambda i: group[i].train(2))
@@ -125,11 +108,22 @@ def test_a_row_is_small():
 
 
 @on_both_hosts
-def test_ranks_compare_their_options_in_the_first_step(ordered):
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"period": 4}, "LocalSteps: period: 3 on rank 0; 4 on rank 1"),
+        ({"unsent": "buffer"}, "unsent: weights on rank 0; buffer on rank 1"),
+        ({"outer_lr": 0.5}, "outer_lr: 1 on rank 0; 0.5 on rank 1"),
+        ({"restore_length": True}, "LocalSteps: restore_length: False on rank 0; True on rank 1"),
+        ({"model": mixed_model(seed=1)}, "hash of the weights before the first step .were they broadcast"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_ranks_compare_their_options_in_the_first_step(options, says, ordered):
     """Not in the first exchange: a rank that is late has a whole period."""
     world = ThreadWorld(2, timeout=20, ordered=ordered)
-    group = [Worker(world, rank, period=100 + rank) for rank in range(2)]
-    with pytest.raises(RuntimeError, match=r"LocalSteps: period: 100 on rank 0; 101 on rank 1"):
+    group = [Worker(world, 0, NoCompression), Worker(world, 1, NoCompression, **options)]
+    with pytest.raises(RuntimeError, match=says):
         world.run(lambda i: group[i].train(1))
 
 
@@ -139,14 +133,6 @@ def test_the_error_names_the_ranks_that_are_missing(ordered):
     group = [Worker(world, rank) for rank in range(3)]
     with pytest.raises(RuntimeError, match=r"rank 1 has not compared its options"):
         world.run(lambda i: i == 1 or group[i].train(1))
-
-
-@on_both_hosts
-def test_weights_before_the_first_step_must_be_equal(ordered):
-    world = ThreadWorld(2, timeout=20, ordered=ordered)
-    group = [Worker(world, rank, model=mixed_model(seed=rank)) for rank in range(2)]
-    with pytest.raises(RuntimeError, match="were they broadcast"):
-        world.run(lambda i: group[i].train(1))
 
 
 @on_both_hosts

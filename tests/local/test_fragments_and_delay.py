@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import equal, mixed_model, set_collectives
+from harness import set_collectives
 from local_workers import (
     CALL,
     DELAYED,
@@ -15,12 +15,15 @@ from local_workers import (
     Worker,
     alone_at,
     assert_nothing_is_lost,
+    fail,
+    in_a_new_world,
     on_both_hosts,
     on_both_kinds,
     same,
     workers,
 )
 from methods import METHODS, SMALL
+from models import equal, mixed_model
 
 from hvd_compress import IWP, NoCompression, TopK
 from hvd_compress.carriers.threads import ThreadWorld
@@ -276,19 +279,6 @@ def test_finish_lands_what_is_in_flight(unsent):
     assert world.run(lambda i: group[i].train(3, first=6)) == [[False, False, True]] * 2
 
 
-def fail(worker, at):
-    """Lets the ``at``-th collective from now on fail."""
-    collectives, count = worker.compression.engine.collectives, iter(range(1000))
-    start = collectives.start
-
-    def failing(request, name):
-        if next(count) == at:
-            raise ConnectionError
-        return start(request, name)
-
-    collectives.start = failing
-
-
 @on_both_hosts
 @on_both_kinds
 @pytest.mark.parametrize("name", ["iwp", "fft", "topk", "powersgd-cold"])
@@ -309,12 +299,8 @@ def test_a_failure_in_flight_loses_nothing(name, stage, unsent, ordered):
     world.run(body)
     assert equal(common, group[0].common()) and group[0].idle
     assert_nothing_is_lost(group, unsent)
-    anew = ThreadWorld(2, timeout=20, ordered=ordered)
-    for rank, worker in enumerate(group):
-        # Without a new generation: the ranks go on as they are.
-        set_collectives(worker.compression, anew.collectives(rank))
-        worker.compression.engine._generation = anew
-    assert anew.run(lambda i: group[i].train(4, first=9)) == [[False, False, False, True]] * 2, "it begins at once"
+    exchanged = in_a_new_world(group, ordered).run(lambda i: group[i].train(4, first=9))
+    assert exchanged == [[False, False, False, True]] * 2, "it begins at once"
     assert equal(group[0].common(), group[1].common())
     assert_nothing_is_lost(group, unsent)
 

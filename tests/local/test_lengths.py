@@ -1,17 +1,17 @@
 """Local steps whose averages have the length of the ranks' own differences."""
 
-import copy
 import math
 from functools import partial, reduce
 from itertools import zip_longest
 
 import pytest
 import torch
-from harness import equal, gradients, mixed_model, set_collectives
-from local_workers import DELAYED, IN_TURN, Worker, mean, on_both_hosts, resumes_bit_exactly, same, workers
+from harness import set_collectives
+from local_workers import DELAYED, IN_TURN, Worker, mean, on_both_hosts, resumes_bit_exactly, workers
 from methods import METHODS, SMALL
+from models import equal, gradients, mixed_model
 
-from hvd_compress import DeMo, LocalSteps, NoCompression, Quantized, TopK, recipes
+from hvd_compress import DeMo, NoCompression, Quantized, TopK, recipes
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.local import lengths
 from hvd_compress.local.lengths import sum_of_squares
@@ -201,29 +201,8 @@ def test_compressors_of_few_entries_are_refused():
         workers(1, build=Quantized, restore_length="ranks")
 
 
-def test_ranks_that_differ_raise_an_error():
-    world = ThreadWorld(2, timeout=20)
-    group = [Worker(world, i, Quantized, restore_length=bool(i)) for i in range(2)]
-    with pytest.raises(RuntimeError, match="LocalSteps: restore_length: False on rank 0; True on rank 1"):
-        world.run(lambda i: group[i].train(3))
-
-
 def test_the_recipe_passes_it_on():
-    world, group = workers(
-        2, build=partial(Quantized, bits=2, dense_values="fp16"), unsent="buffer", restore_length=True
-    )
-    world.run(lambda i: group[i].train(6))
-    model, again = mixed_model(), ThreadWorld(2, timeout=20)
-
-    class Recipe(Worker):
-        def __init__(self, rank):
-            super().__init__(again, rank, Quantized, model)
-            options = {"collectives": again.collectives(rank), "restore_length": True}
-            self.model = copy.deepcopy(model)
-            self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)]
-            self.local = recipes.low_bit(self.model, self.optimizers, 3, **options)
-            assert isinstance(self.local, LocalSteps)
-
-    made = [Recipe(0), Recipe(1)]
-    again.run(lambda i: made[i].train(6))
-    assert same(group[0], made[0])
+    model, collectives = mixed_model(), ThreadWorld(1).collectives(0)
+    options = {"collectives": collectives, "restore_length": True}
+    local = recipes.low_bit(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, **options)
+    assert local._rounds._settings.restore_length

@@ -8,17 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import (
-    compressed,
-    equal,
-    gradients,
-    mixed_model,
-    random_steps,
-    replicas,
-    set_collectives,
-    together,
-    toy_model,
-)
+from harness import random_steps, replicas, set_collectives, together, toy_model
 from local_workers import (
     CALL,
     DELAYED,
@@ -26,6 +16,8 @@ from local_workers import (
     Worker,
     alone_at,
     assert_nothing_is_lost,
+    fail,
+    in_a_new_world,
     mean,
     on_both_hosts,
     on_both_kinds,
@@ -35,10 +27,20 @@ from local_workers import (
     workers,
 )
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL, fitting
+from models import compressed, equal, gradients, mixed_model
 from optimizers import muon_and_adamw
 
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, SlimDP, TopK
 from hvd_compress.carriers.threads import ThreadWorld
+
+
+def doubles(worker):
+    return [weight.double() for weight in worker.weights()]
+
+
+def assert_mean(worker, alone):
+    """Its weights are the mean of those of others."""
+    torch.testing.assert_close(doubles(worker), mean([other.weights() for other in alone]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", [{"period": 2}, DELAYED], ids=["at once", "delayed"])
@@ -244,8 +246,7 @@ def test_local_steps_of_two_optimizers(ordered):
     assert world.run(lambda i: group[i].train(3)) == [[False, False, True]] * 3
     for worker in alone:
         worker.train(3)
-    for got, want in zip(group[0].weights(), mean([worker.weights() for worker in alone]), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+    assert_mean(group[0], alone)
 
 
 def test_each_optimizers_parameters_are_taken_before_its_own_first_step():
@@ -330,8 +331,7 @@ def test_finish_averages_the_weights_and_the_statistics_of_a_model(unsent, order
     free, residuals = mean([w.weights() for w in group]), [w.with_residuals() for w in group]
     world.run(lambda i: group[i].local.finish(group[i].model))
     assert all(same(group[0], other) for other in group)
-    for got, want in zip(group[0].weights(), free, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(doubles(group[0]), free, rtol=0, atol=1e-6)
     for rank, worker in enumerate(group):
         assert worker.model.norm.running_mean.eq(3.0).all()
         assert worker.model.norm.num_batches_tracked == 0, "rank 0's"
@@ -361,8 +361,7 @@ def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts():
     world.run(lambda i: body(i, group[i], True))
     for rank, worker in enumerate(alone):
         body(rank, worker, False)
-    for got, want in zip(group[0].weights(), mean([w.weights() for w in alone]), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+    assert_mean(group[0], alone)
 
 
 @on_both_kinds
@@ -428,34 +427,18 @@ def test_a_failed_exchange_loses_nothing(name, stage, unsent, decay):
     kept = (lambda w: w.weights()) if unsent == "weights" else (lambda w: w.with_residuals())
     before, common = mean(map(kept, group)), copy.deepcopy(group[0].common())
 
-    def fail(i):
-        collectives = group[i].compression.engine.collectives
-        start, count = collectives.start, iter(range(100))
-
-        def failing(request, name):
-            if next(count) == stage:
-                raise ConnectionError
-            return start(request, name)
-
-        collectives.start = failing
+    def step(i):
+        fail(group[i], at=stage)
         with pytest.raises(ConnectionError):
             group[i].local.step()
-        collectives.start = start
 
-    anew = ThreadWorld(2, timeout=20)
-    world.run(fail)
-    for rank, worker in enumerate(group):
-        # Without a new generation: the ranks go on as they are.
-        set_collectives(worker.compression, anew.collectives(rank))
-        worker.compression.engine._generation = anew
+    world.run(step)
     assert equal(common, group[0].common())
-    for got, want in zip(mean(map(kept, group)), before, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
-    anew.run(lambda i: group[i].local.step())
+    torch.testing.assert_close(mean(map(kept, group)), before, rtol=0, atol=1e-6)
+    in_a_new_world(group).run(lambda i: group[i].local.step())
     assert equal(group[0].common(), group[1].common())
     if decay == 1.0:
-        for got, want in zip(mean(map(kept, group)), before, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mean(map(kept, group)), before, rtol=0, atol=1e-6)
 
 
 @pytest.mark.alternate("unsent")
@@ -475,8 +458,7 @@ def test_parameters_of_other_dtypes(name, dtype, unsent):
     before = mean([worker.weights() for worker in group])
     world.run(lambda i: group[i].local.finish())
     assert same(*group)
-    for got, want in zip(group[0].weights(), before, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    torch.testing.assert_close(doubles(group[0]), before, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
 def test_common_weights_do_not_take_over_the_rounding_of_16_bit_parameters():
@@ -528,19 +510,6 @@ def test_training_works(name, options):
     before = loss(group[0].model, x).item()
     world.run(body)
     assert loss(group[0].model, x).item() < 0.25 * before
-
-
-def test_ranks_that_differ_raise_an_error():
-    for options, says in (
-        ({"period": 4}, "LocalSteps: period: 3 on rank 0; 4 on rank 1"),
-        ({"unsent": "buffer"}, "unsent: weights on rank 0; buffer on rank 1"),
-        ({"outer_lr": 0.5}, "outer_lr: 1 on rank 0; 0.5 on rank 1"),
-        ({"model": mixed_model(seed=1)}, "hash of the weights before the first step .were they broadcast"),
-    ):
-        world = ThreadWorld(2, timeout=20)
-        group = [Worker(world, 0), Worker(world, 1, **options)]
-        with pytest.raises(RuntimeError, match=says):
-            world.run(lambda i, group=group: group[i].train(4))
 
 
 def test_wrong_arguments_raise_an_error():

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import equal, gradients, mixed_model
 from local_workers import sgd
+from models import equal, gradients, mixed_model
 
 from hvd_compress import recipes
 from hvd_compress.carriers.threads import ThreadWorld

@@ -6,8 +6,9 @@ import weakref
 
 import pytest
 import torch
-from harness import HOSTS, equal, gradients, mixed_model, random_steps, replicas, residuals, toy_model
+from harness import HOSTS, random_steps, replicas, residuals, toy_model
 from local_workers import SPARSE, Worker, resumes_bit_exactly, same, sgd, workers
+from models import equal, gradients, mixed_model
 from optimizers import muon_and_adamw
 from torch import nn
 

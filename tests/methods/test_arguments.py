@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import mixed_model, single
+from harness import single
+from models import mixed_model
 
 import hvd_compress
 from hvd_compress import (
@@ -120,9 +121,7 @@ def test_wrong_named_parameters_raise_an_error_that_shows_the_call_to_write(meth
         says = rf"named_parameters must be the model or .* pairs.*: write {name}\(model\); got {got}"
         with pytest.raises(TypeError, match=says):
             method(wrong, collectives=collectives)
-    with pytest.raises(
-        TypeError, match=rf"{name} takes \d arguments? by position, got 3.* as {name}\(named_parameters, "
-    ):
+    with pytest.raises(TypeError, match=rf"{name} takes \d arguments? by position, got 3.* as {name}\(named_par"):
         method(model, *[0.1] * 2, collectives=collectives)
 
 
@@ -138,27 +137,16 @@ def test_a_used_up_iterator_raises_an_error():
         IWP(iterator, collectives=ThreadWorld(1).collectives(0))
 
 
-def test_duplicate_names_raise_an_error():
-    p = torch.nn.Parameter(torch.zeros(64, 64))
-    q = torch.nn.Parameter(torch.zeros(64, 64))
-    with pytest.raises(ValueError, match="more than once: w"):
-        IWP([("w", p), ("w", q)], collectives=ThreadWorld(1).collectives(0))
-
-
-def test_one_parameter_under_two_names_raises_an_error():
-    p = torch.nn.Parameter(torch.zeros(64, 64))
-    with pytest.raises(ValueError, match="a and b are one parameter"):
-        IWP([("a", p), ("b", p)], collectives=ThreadWorld(1).collectives(0))
+def test_names_and_parameters_that_come_twice_raise_an_error():
+    p, q = (torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+    for named, says in ([("w", p), ("w", q)], "more than once: w"), ([("a", p), ("b", p)], "a and b are one parameter"):
+        with pytest.raises(ValueError, match=says):
+            IWP(named, collectives=ThreadWorld(1).collectives(0))
 
 
 def test_an_integer_gradient_raises_an_error_that_names_it():
-    class Odd(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.codes = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int32), requires_grad=False)
-            self.linear = torch.nn.Linear(64, 64)
-
-    model = Odd()
+    model = torch.nn.Linear(64, 64)
+    model.codes = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int32), requires_grad=False)
     compression = single(model)
     model.codes.grad = torch.ones(64, 64, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"codes: gradient of dtype torch.int32; allowed are float32"):
@@ -170,9 +158,7 @@ def test_a_parameter_that_moved_to_another_device_raises_an_error_that_names_it(
     compression = single(model)
     compression.buckets[0].device = torch.device("cuda", 0)
     model.weight.grad = torch.ones(64, 64)
-    with pytest.raises(
-        ValueError, match="weight: was on cuda:0 when the compressor was built and its gradient is on cpu"
-    ):
+    with pytest.raises(ValueError, match=r"weight: was on cuda:0 when .* was built and its gradient is on cpu"):
         compression.compress(model.weight.grad)
 
 

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from harness import gradients, mixed_model, replicas, residuals, together
+from harness import replicas, residuals, together
+from models import gradients, mixed_model
 
 from hvd_compress import DGC, QSGD, TernGrad, TopK
 

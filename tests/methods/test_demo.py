@@ -6,21 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
-    HOSTS,
-    Rank,
-    compressed,
-    equal,
-    gradients,
-    mixed_model,
-    random_steps,
-    replicas,
-    residuals,
-    together,
-    toy_model,
-    train,
-)
+from harness import HOSTS, Rank, random_steps, replicas, residuals, together, toy_model, train
 from methods import SMALL
+from models import compressed, equal, gradients, mixed_model
 
 from hvd_compress import DeMo, reference
 from hvd_compress.carriers.threads import ThreadWorld
@@ -96,16 +84,6 @@ def test_a_share_of_what_is_sent_leaves_the_momentum(options: dict, host: str) -
             if compressed(p):
                 change = sum(b[name] - a[name] for b, a in zip(before, after, strict=True)) + total
                 torch.testing.assert_close(0.25 * 3 * got.double(), change, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_replicas_are_equal_and_gradients_are_signs(exchange: str, host: str) -> None:
-    world, ranks = replicas(3, partial(DeMo, exchange=exchange, **SMALL), host=host)
-    results = random_steps(world, ranks, range(5))
-    assert all(equal(results[0], other) for other in results)
-    for grad in results[0]:
-        assert set(grad.unique().tolist()) <= {-1.0, 0.0, 1.0}
 
 
 def test_uncompressed_gradients_are_signs_of_a_momentum() -> None:
@@ -277,9 +255,7 @@ def test_ranks_must_agree_on_orthogonal_parameters() -> None:
         mine = Rank(world, rank, mixed_model(), DeMo, orthogonal=[["wide.weight"], ["deep.weight"]][rank])
         mine.exchange(gradients(mine.model, seed=0))
 
-    with pytest.raises(
-        RuntimeError, match=r"orthogonal: 1 parameters, checksum .* on rank 0; 1 parameters, checksum .* on rank 1"
-    ):
+    with pytest.raises(RuntimeError, match=r"orthogonal: 1 parameters, checksum .* on rank 0; 1 .* on rank 1"):
         world.run(begin)
 
 

@@ -8,10 +8,6 @@ import torch
 from harness import (
     HOSTS,
     NODES,
-    compressed,
-    equal,
-    gradients,
-    mixed_model,
     on_hosts_in_turn,
     random_steps,
     replicas,
@@ -22,6 +18,7 @@ from harness import (
     without_loss,
 )
 from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WHOLE, WITHOUT_RESIDUAL
+from models import compressed, equal, gradients, mixed_model
 
 from hvd_compress import NoCompression
 from hvd_compress.carriers.threads import ThreadCollectives

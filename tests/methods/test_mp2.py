@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import gradients, mixed_model, random_steps, replicas, residuals, together, toy_model, train
+from harness import random_steps, replicas, residuals, together, toy_model, train
 from methods import Guessing
+from models import gradients, mixed_model
 from safetensors.torch import load_file
 
 from hvd_compress import MP2
@@ -14,17 +15,7 @@ from hvd_compress.engine.state import same, save
 from hvd_compress.methods import mp2
 from hvd_compress.methods.predictor import Predictor, shipped
 
-
-def with_guess(guess, build=MP2):
-    """MP2 whose predictor is ``guess``, a function of the windows."""
-
-    class Predicting(build):
-        def sparse_work(self, bucket, sending):
-            work = super().sparse_work(bucket, sending)
-            work.prediction.predict = lambda index, windows, seen: guess(seen)
-            return work
-
-    return partial(Predicting, prediction=True, density=1 / 4, values="fp32")
+judged = partial(Guessing, gate=True, density=1 / 4, values="fp32")
 
 
 def gates(rank):
@@ -64,7 +55,7 @@ def test_the_wire_ratio_is_nine():
 
 def test_a_good_prediction_opens_the_gate():
     """With the same gradient in every step, the last value predicts the next one."""
-    world, ranks = replicas(2, with_guess(lambda seen: seen[:, 3].sinh()))
+    world, ranks = replicas(2, judged, guess=lambda seen: seen[:, 3].sinh())
     grads = [constant_gradients(r.model, r.rank) for r in ranks]
     number = [n for n, _ in ranks[0].model.named_parameters()].index("wide.weight")
     mean = torch.stack([g[number] for g in grads]).mean(0)
@@ -75,7 +66,7 @@ def test_a_good_prediction_opens_the_gate():
 
 
 def test_a_bad_prediction_closes_the_gate():
-    world, ranks = replicas(2, with_guess(lambda seen: torch.full_like(seen[:, 0], -1.0)))
+    world, ranks = replicas(2, judged, guess=lambda seen: torch.full_like(seen[:, 0], -1.0))
     for step in range(40):
         grads = [constant_gradients(r.model, 100 * step + r.rank) for r in ranks]
         applied = together(world, ranks, grads, shuffle=step)
@@ -107,16 +98,12 @@ def test_replicas_that_differ_raise_an_error_on_every_rank(monkeypatch, cause):
         else:
             ranks[1].model[0].weight.view(-1)[5].nextafter_(torch.tensor(9.0))
     grads = [gradients(r.model, r.rank) for r in ranks]
-    errors = world.run(lambda i: _error_of(lambda: ranks[i].exchange(grads[i])))
-    assert all(isinstance(e, RuntimeError) and "predictions or weights differ" in str(e) for e in errors), errors
 
+    def body(i):
+        with pytest.raises(RuntimeError, match="predictions or weights differ"):
+            ranks[i].exchange(grads[i])
 
-def _error_of(body):
-    try:
-        body()
-    except Exception as error:
-        return error
-    return None
+    world.run(body)
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "infinity"])

@@ -5,7 +5,8 @@ import operator
 
 import pytest
 import torch
-from harness import HOSTS, equal, gradients, mixed_model, random_steps, replicas, together
+from harness import HOSTS, random_steps, replicas, together
+from models import equal, gradients, mixed_model
 
 from hvd_compress import IWP, NoCompression
 from hvd_compress.carriers.threads import ThreadWorld

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import equal, gradients, random_steps, replicas, residuals, together
+from harness import random_steps, replicas, residuals, together
+from models import equal, gradients
 
 from hvd_compress import PowerSGD
 

@@ -5,7 +5,8 @@ from functools import partial
 import gradient_errors
 import pytest
 import torch
-from harness import gradients, replicas, together
+from harness import replicas, together
+from models import gradients
 
 from hvd_compress import Quantized
 from hvd_compress.codecs.coded_ring import CodedRing

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import mixed_model, toy_model
+from harness import toy_model
+from models import mixed_model
 from optimizers import muon_and_adamw
 
 from hvd_compress import LocalSteps, recipes
@@ -40,9 +41,8 @@ def test_averages_may_arrive_later(recipe):
 
     def train(rank):
         model, chosen = models[rank], muon_and_adamw(models[rank].parameters())
-        local = recipe(
-            model, chosen, period=4, fragments=2, delay=1, bucket_mb=0.01, collectives=world.collectives(rank)
-        )
+        options = {"bucket_mb": 0.01, "collectives": world.collectives(rank)}
+        local = recipe(model, chosen, period=4, fragments=2, delay=1, **options)
         return [local.step() for _ in range(6)]
 
     assert world.run(train) == [[False, False, True, False, True, False]] * 2

@@ -26,6 +26,7 @@ def register(cases: Cases, **properties: object) -> Callable[[Callable[[], None]
     """A decorator that adds a case under its function's name."""
 
     def add(function: Callable[[], None]) -> Callable[[], None]:
+        assert function.__name__ not in cases
         defaults = {"once": False, "named": False, "applies": lambda method: True}
         cases[function.__name__] = Case(function, **{**defaults, **properties})  # type: ignore[arg-type]
         return function

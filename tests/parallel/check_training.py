@@ -41,10 +41,13 @@ def main() -> None:
     host = job.host = importlib.import_module(f"{chosen.host}_job")
     job.steps, job.nodes = chosen.steps, chosen.nodes
     names = ["common_cases", f"{chosen.host}_cases", f"{chosen.host}_script_cases", "mismatch_cases", "script_cases"]
+    if chosen.host == "horovod":
+        names.append("optimizer_cases")
     if chosen.host == "fsdp":  # its modules run in the same order on all ranks, unlike those of the common cases
         names = ["fsdp_cases"]
     modules = list(map(importlib.import_module, names))
     cases = {name: case for module in modules for name, case in module.CASES.items()}
+    assert len(cases) == sum(len(module.CASES) for module in modules), "two cases of one name"
     host.start()
     assert host.size() > 1
     folder = Path(os.environ.get("HVD_COMPRESS_TEST_LOGS") or tempfile.mkdtemp())

@@ -1,6 +1,5 @@
 """Cases for both hosts."""
 
-import copy
 import os
 import warnings
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import job
 import torch
 from cases import Cases, has_exact_options, has_momentum, is_demo, refused, register
-from job import DEVICE, Branches, Job
+from job import DEVICE, Accounts, Branches, Job
 from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from optimizers import muon_and_adamw
 
@@ -22,27 +21,21 @@ CASES: Cases = {}
 def plain():
     """Conservation: the sum over ranks of all gradients is what was applied plus the residuals."""
     trained = Job()
-    names = dict(trained.model.named_parameters())
-    given = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in names.items()}
-    applied = copy.deepcopy(given)
-    by_id = {id(p): name for name, p in names.items()}
+    accounts = Accounts(trained.model, trained.compression)
+    names = {id(p): name for name, p in accounts.parameters.items()}
 
     def observe(parameter, grad):
-        if (name := by_id.get(id(parameter))) is not None:
-            given[name] += grad.detach().double().cpu()
+        if (name := names.get(id(parameter))) is not None:
+            accounts.given[name] += grad.detach().double().cpu()
 
     trained.observe = observe
     for step in range(job.steps):
         trained.backward(step)
         job.host.synchronize(trained)
-        for name, p in names.items():
-            applied[name] += job.host.size() * p.grad.double().cpu()
+        accounts.take()
         trained.apply()
-    rounds = "fp16" in METHODS[job.method].keywords.values()
-    for name in names if job.method not in FORGETFUL else ():
-        held = trained.compression.residual(name).double().cpu() * trained.compression.engine.nodes.ranks
-        everyone = job.host.total(given[name] - held)
-        torch.testing.assert_close(applied[name], everyone, rtol=0, atol=1e-2 if rounds else 1e-4)
+    if job.method not in FORGETFUL:
+        accounts.check(atol=1e-2 if "fp16" in METHODS[job.method].keywords.values() else 1e-4)
     trained.assert_equal_replicas()
     stats = trained.compression.stats()
     assert stats["steps"] == job.steps and stats["total"]["wire_bytes"] > 0

@@ -3,9 +3,7 @@
 import os
 
 import horovod.torch as hvd
-import horovod_script_cases
 import job
-import optimizer_cases
 import torch
 from cases import Cases, refused, register
 from job import DEVICE, Job
@@ -13,12 +11,6 @@ from job import DEVICE, Job
 import hvd_compress
 
 CASES: Cases = {}
-
-
-@register(CASES)
-def groups():
-    # Stock Horovod waits for ever if a member of a group is unused on one rank.
-    Job(density=1 / 32, unused=False, wrap={"groups": 2}).train().assert_equal_replicas()
 
 
 @register(CASES)
@@ -155,9 +147,6 @@ def plain_allreduce_with_compression():
     mean = hvd.allreduce(x, compression=trained.compression, name="check.plain")
     assert torch.equal(mean, torch.full_like(x, (hvd.size() - 1) / 2))
     assert x[0, 0] == hvd.rank()
-
-
-CASES.update(optimizer_cases.CASES | horovod_script_cases.CASES)
 
 
 @register(CASES, once=True)

@@ -1,5 +1,6 @@
 """A small training job on real ranks, under Horovod or torch DistributedDataParallel."""
 
+import copy
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -130,3 +131,33 @@ class Job:
         everyone = host.gather(mine, self.group)
         assert all(torch.equal(everyone[0], other) for other in everyone), "replicas differ"
         return self
+
+
+class Accounts:
+    """Of each parameter, in double precision: what this rank gave to the compressor (None: there is none), and what was
+    applied. Nothing is lost between them."""
+
+    def __init__(self, model: torch.nn.Module, compression: Any) -> None:
+        self.parameters, self.compression = dict(model.named_parameters()), compression
+        self.given = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
+        self.applied = copy.deepcopy(self.given)
+
+    def give(self, loss: torch.Tensor) -> None:
+        """The gradients of a loss."""
+        grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True, allow_unused=True)
+        for total, grad in zip(self.given.values(), grads, strict=True):
+            total += 0.0 if grad is None else grad.double().cpu()
+
+    def take(self) -> None:
+        """The averages."""
+        for name, p in self.parameters.items():
+            self.applied[name] += 0.0 if p.grad is None else p.grad.double().cpu()
+
+    def check(self, atol: float = 1e-4) -> None:
+        for name, given in self.given.items():
+            held = 0.0
+            if self.compression is not None:
+                held = self.compression.residual(name).double().cpu() * self.compression.engine.nodes.ranks
+            everyone = host.total(given - held)
+            allowed = atol * (float(given.abs().max()) + 1.0)
+            torch.testing.assert_close(host.size() * self.applied[name], everyone, rtol=0, atol=allowed)

@@ -13,8 +13,8 @@ import job
 import pytest
 import torch
 from cases import Cases, refused, register
-from job import DEVICE
-from optimizer_job import OPTIMIZERS, Accounts, assert_equal, batch, distributed, loss_of, network, step
+from job import DEVICE, Accounts
+from optimizer_job import OPTIMIZERS, assert_equal, batch, distributed, loss_of, network, step
 
 CASES: Cases = {}
 
@@ -51,6 +51,7 @@ def dynamic_requires_grad() -> None:
         assert all(torch.equal(p, b) for p, b in zip(models[idle].parameters(), before, strict=True))
     for account in accounts:
         account.check()
+        assert all(total.any() for total in account.applied.values())
     assert_equal(*generator.parameters(), *critic.parameters())
 
 
@@ -220,6 +221,7 @@ def several_backward_passes() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
     accounts.check()
+    assert all(total.any() for total in accounts.applied.values())
     assert_equal(*model.parameters())
 
 

@@ -1,6 +1,5 @@
 """Models under Horovod's optimizer with the method under test, for tests/parallel/optimizer_cases.py."""
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -64,29 +63,3 @@ def assert_equal(*tensors: torch.Tensor) -> None:
     assert mine.isfinite().all()
     everyone = hvd.allgather(mine[None], name="check.equal")
     assert all(torch.equal(everyone[0], other) for other in everyone)
-
-
-class Accounts:
-    """Of each parameter: what all ranks gave, and what was averaged. Nothing is lost between them."""
-
-    def __init__(self, model: torch.nn.Module, compression: Any) -> None:
-        self.parameters, self.compression = dict(model.named_parameters()), compression
-        self.given = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.parameters.items()}
-        self.averages = copy.deepcopy(self.given)
-
-    def give(self, loss: torch.Tensor) -> None:
-        grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
-        for total, grad in zip(self.given.values(), grads, strict=True):
-            total += grad
-
-    def take(self) -> None:
-        for name, p in self.parameters.items():
-            self.averages[name] += p.grad
-
-    def check(self) -> None:
-        for name, given in self.given.items():
-            held = 0.0 if self.compression is None else self.compression.residual(name)
-            everyone = hvd.allreduce(given - held, op=hvd.Sum, name="check.accounts")
-            scale = float(given.abs().max()) + 1.0
-            torch.testing.assert_close(hvd.size() * self.averages[name], everyone, rtol=0, atol=1e-4 * scale)
-            assert self.averages[name].any(), f"nothing of {name} was ever applied"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from cases import is_demo
-from harness import equal
 from launch import run_cases
 from methods import METHODS, TRAINED
+from models import equal
 
 CASES = ("plain", "bits")
 

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from harness import HOSTS, equal, random_steps, replicas, together
+from harness import HOSTS, random_steps, replicas, together
 from methods import METHODS
+from models import equal
 
 from hvd_compress import IWP
 from hvd_compress.engine.state import same

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness import gradients, random_steps, replicas, together
+from harness import random_steps, replicas, together
+from models import gradients
 
 from hvd_compress import FFT, IWP
 from hvd_compress.selection.schedule import diminishing, warm_up
