@@ -190,6 +190,10 @@ class Engine:
             "only parameters whose gradients are averaged in every step"
         )
 
+    def withdraw(self) -> None:
+        """The last exchange is not counted. The caller undoes it."""
+        self.step -= 1
+
     def reset(self, versions: bool = False, overwritten: bool = False) -> None:
         """Ends an exchange that failed: what it has sent returns to the state. What has arrived stays there, and
         becomes zero where the caller reads it; in nodes, where it may have been summed already, it is lost.
@@ -244,11 +248,15 @@ class Engine:
         self.driver.restart(same_ranks=False)
         self.nodes.renew()
         self._generation = generation
-        self.peer.renew()
         self.optimizers.restart()
         self.step = 0
-        self.restart()
+        self.renew()
         return True
+
+    def renew(self) -> None:
+        """The set of ranks is another one, between exchanges: they compare their configurations again."""
+        self.peer.renew()
+        self.restart()
 
     def restart(self) -> None:
         """Resets what new ranks cannot know, and what belongs to the last exchange."""
