@@ -248,15 +248,11 @@ class Engine:
         self.driver.restart(same_ranks=False)
         self.nodes.renew()
         self._generation = generation
+        self.peer.renew()
         self.optimizers.restart()
         self.step = 0
-        self.renew()
-        return True
-
-    def renew(self) -> None:
-        """The set of ranks is another one, between exchanges: they compare their configurations again."""
-        self.peer.renew()
         self.restart()
+        return True
 
     def restart(self) -> None:
         """Resets what new ranks cannot know, and what belongs to the last exchange."""

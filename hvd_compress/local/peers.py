@@ -66,7 +66,8 @@ class Peers:
             self.fail(failure)
             return False
         if changed:
-            self._engine.renew()
+            self._engine.peer.renew()
+            self._engine.restart()
         return True
 
     def commit(self) -> bool:
