@@ -46,7 +46,7 @@ BELOW = {
 #: Rooms that may import torch.distributed; only carriers import Horovod.
 DISTRIBUTED = {"hosts", "carriers"}
 #: Modules of other rooms that may import both: they start ranks of their own.
-RANKS = {"cli.ranks"}
+RANKS = {"cli.ranks", "cli.peers"}
 #: torch's functions that make a tensor of the default dtype or on the default device, unless they are given both.
 FACTORIES = {
     *("empty", "zeros", "ones", "full", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),

@@ -113,7 +113,7 @@ class Fleet:
         options += ["--join_timeout_ms", join, "--heartbeat_timeout_ms", heartbeat, "--quorum_tick_ms", "20"]
         with (self.folder / "lighthouse.err").open("a") as log:
             self._lighthouse = subprocess.Popen([program, *options], stdout=log, stderr=log)
-        self.wait(self._answers, 20, "the lighthouse")
+        self.wait(self._answers, 120, "the lighthouse")  # it imports torch, on cores that peers use
 
     def _answers(self):
         with socket.socket(socket.AF_INET6) as probe:
