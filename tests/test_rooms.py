@@ -34,7 +34,7 @@ BELOW["cli"] = {room for room in BELOW if room != "checkpoints"}
 #: Rooms that may import torch.distributed; only carriers import Horovod.
 DISTRIBUTED = {"hosts", "carriers"}
 #: Modules of other rooms that may import both: they start ranks of their own.
-RANKS = {"cli.ranks"}
+RANKS = {"cli.ranks", "cli.peers"}
 #: torch's functions that make a tensor of the default dtype or on the default device, unless they are given both.
 FACTORIES = {
     *("empty", "zeros", "ones", "full", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),
@@ -45,6 +45,7 @@ MOST_NAMES = 24
 _GRAD = "the protocol of the host, which reads the gradient there"
 #: By module and attribute, how often the package writes an attribute of an object of somebody else, and why.
 WRITTEN_BY_OTHERS = {
+    ("carriers.torchft", "manager._quorum_future"): (1, "torchft raises an error of the last quorum again"),
     ("cli.kernels", "parameter.grad"): (1, "gradients of its own sample, as backward would leave them"),
     ("cli.synthetic", "ctx.gradient"): (1, "torch's protocol: what forward keeps for backward"),
     ("cli.synthetic", "ctx.pause"): (1, "torch's protocol: what forward keeps for backward"),

@@ -11,6 +11,7 @@ from ..engine.collectives import Collectives
 from ..engine.shards import is_sharded, shards
 from .horovod import HorovodCollectives
 from .torch_collectives import TorchCollectives
+from .torchft import TorchftCollectives, is_manager
 
 
 def default_collectives(process_set: Any, process_group: Any) -> Collectives:
@@ -35,6 +36,8 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
             if ddp
             else "build the compressor after hvd.init() (Horovod) or torch.distributed.init_process_group() (DDP)"
         )
+    if is_manager(process_group):
+        return TorchftCollectives(process_group)
     if process_group is not None or (ddp and process_set is None):
         return TorchCollectives(process_group)
     return HorovodCollectives(process_set)

@@ -13,6 +13,7 @@ from functools import partial
 from ..engine import state as states_of
 from ..engine.driver import Unapplied
 from ..engine.engine import Engine
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.shards import place_in_mesh
 from ..engine.state import Fixed, Saved, State, Tree
@@ -89,6 +90,8 @@ def _whole(engine: Engine) -> dict[str, Tree]:
 def _exact(engine: Engine) -> dict[str, Tree]:
     ranks, per_node = engine.collectives, engine.nodes.ranks
     owner = {"rank": ranks.rank, "ranks": ranks.size, "ranks_of_a_node": per_node}
+    if isinstance(ranks, Membership):  # which has no rank of its own
+        owner = {"peers": True}
     hint = f"every rank loads its own; torch.distributed.checkpoint needs hvd_compress.DCPState; {_CONVERT}"
     layout = [[piece.name for piece in work.bucket.pieces] for work in engine.works]
     body: dict[str, Tree] = {

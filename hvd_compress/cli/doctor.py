@@ -71,6 +71,7 @@ def examine(timeout: float, exchange: bool = True) -> Iterator[Finding]:
     yield cuda_operators()
     yield from torch_distributed(timeout, exchange)
     yield from horovod(timeout, exchange)
+    yield torchft(timeout, exchange)
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
@@ -157,6 +158,27 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
         yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout)
     elif exchange and gloo:
         yield two_ranks("Horovod, Gloo", launchers.horovodrun, "horovod", timeout)
+
+
+def torchft(timeout: float, exchange: bool) -> Finding:
+    """Its peers are in a child, as Horovod's ranks."""
+    try:
+        version = importlib.metadata.version("torchft")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torchft", "not installed (needed only for peers that come and go)")
+    if not exchange:
+        return Finding("torchft", version)
+    command = [sys.executable, "-m", "hvd_compress.cli.peers"]
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
+        log = Path(folder) / "log"
+        try:
+            run_group(command, timeout, log, {}, "the round of two peers")
+        except (Failed, OSError) as error:
+            said = re.findall(r"^((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
+            fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
+            cure = f"all output of the peers: {shlex.join(command)}"
+            return Finding("torchft", f"{version}; two peers end no round", fault, cure)
+    return Finding("torchft", f"{version}; two peers end rounds")
 
 
 def two_ranks(

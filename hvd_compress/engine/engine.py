@@ -190,6 +190,10 @@ class Engine:
             "only parameters whose gradients are averaged in every step"
         )
 
+    def withdraw(self) -> None:
+        """The last exchange is not counted. The caller undoes it."""
+        self.step -= 1
+
     def reset(self, versions: bool = False, overwritten: bool = False) -> None:
         """Ends an exchange that failed: what was sent is added back to the residuals. What has arrived stays in the
         residuals, and becomes zero where the caller reads it; with nodes, where it may have been summed already, it is

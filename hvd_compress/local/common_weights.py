@@ -81,19 +81,31 @@ class CommonWeights:
             weight.own.copy_(mean)
         self._clear_unsent()
 
+    def write_common(self) -> None:
+        """Makes the parameters the common weights."""
+        for weight in self.weights:
+            with weight.order:
+                weight.own.copy_(weight.common)
+        self._clear_unsent()
+
     def progress(self, weights: Sequence[Weight]) -> list[Tensor]:
         """How far each parameter has come since the last exchange. Until :meth:`end`, compressors that select by
         weights see the common weights, which are the same on all ranks."""
         found = []
         for weight in weights:
-            p, wide = weight.own, weight.common.dtype
-            with weight.order:
-                difference = p.to(wide) - self._start(weight).to(p.dtype).to(wide)
-                if weight.place is not None:
-                    difference = difference.to(p.dtype)  # as a compressed gradient
-                    weight.place.piece.let_stand_in(weight.common.to(p.dtype))
+            difference = self.advance(weight)
+            if weight.place is not None:
+                with weight.order:
+                    difference = difference.to(weight.own.dtype)  # as a compressed gradient
+                    weight.place.piece.let_stand_in(weight.common.to(weight.own.dtype))
             found.append(difference)
         return found
+
+    def advance(self, weight: Weight) -> Tensor:
+        """How far one parameter has come: in the dtype of the common weights."""
+        p, wide = weight.own, weight.common.dtype
+        with weight.order:
+            return p.to(wide) - self._start(weight).to(p.dtype).to(wide)
 
     def end(self, weights: Sequence[Weight]) -> None:
         """Ends an exchange, or what became of it."""

@@ -44,6 +44,8 @@ class Turns:
         #: By fragment, the calls of ``LocalSteps.step()`` since its last exchange, or since the common weights were
         #: taken or averaged.
         self.ages = [0] * count
+        # By fragment, those before, if the last exchange was taken back.
+        self._before = [0] * count
 
     def due(self, period: int, calls: int = 0) -> bool:
         """Whether the next exchange is due, or will be after so many more calls of ``LocalSteps.step()``, if each
@@ -60,13 +62,26 @@ class Turns:
         """How many times the fragment whose turn it is was exchanged."""
         return self._engine.step // len(self.fragments)
 
+    def take(self) -> int:
+        """The fragment whose turn it is is exchanged. Returns the calls that its progress is of."""
+        number = self.next.number
+        age = self.ages[number] + self._before[number]
+        self.ages[number] = self._before[number] = 0
+        return age
+
+    def take_back(self, fragment: Fragment, age: int, at_once: bool) -> None:
+        """Its exchange, of so many calls, did not happen. ``at_once``: the next one is due with the next call, not
+        after an interval."""
+        counts = self.ages if at_once else self._before
+        counts[fragment.number] += age
+
     def count(self) -> None:
         """A call of ``LocalSteps.step()``."""
         self.ages[:] = [age + 1 for age in self.ages]
 
     def restart(self) -> None:
         """All weights are the common weights. The turn stays."""
-        self.ages[:] = [0] * len(self.ages)
+        self.ages[:] = self._before[:] = [0] * len(self.ages)
 
     def state(self) -> Tree:
         """The saved state."""

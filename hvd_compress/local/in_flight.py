@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
+from ..engine.membership import PeerLost
 from ..engine.state import Entry, OptionalTensor, Tree
 from .calls import Calls, Different, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
 from .gradients import OwnGradients
 from .lengths import Lengths
+from .peers import Peers
 from .round import Round
 
 
@@ -27,6 +29,7 @@ class InFlight:
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
         decay: factor of the residuals after a round.
         lengths: restores the length of averages, or None.
+        peers: if ranks come and go, or None: a round that fails is then taken back, and raises no error.
     """
 
     def __init__(
@@ -39,12 +42,13 @@ class InFlight:
         delay: int,
         decay: float,
         lengths: Lengths | None,
+        peers: Peers | None,
     ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
-        self._calls, self._gradients, self._lengths = calls, gradients, lengths
+        self._calls, self._gradients, self._lengths, self._peers = calls, gradients, lengths, peers
         self._round: Round | None = None
-        #: Calls until the parameters change.
-        self._left = 0
+        #: Calls until the parameters change, and whether the last round counts.
+        self._left, self._counts = 0, False
         #: Of weights whose averages have arrived and wait, by name, w(0) and w': float32 or wider, (2, *shape).
         self._waiting: dict[str, Tensor] = {}
 
@@ -57,19 +61,24 @@ class InFlight:
         """Begins the next round, in the call of ``LocalSteps.step()`` with this number. Returns whether it has ended:
         without delay."""
         self.finish()
-        fragment, engine = self._turns.next, self._engine
-        age = self._turns.ages[fragment.number]
+        engine, self._counts = self._engine, False
+        if self._peers is not None and not self._peers.begin():
+            fragment = self._turns.next
+            self._turns.take_back(fragment, self._turns.take(), at_once=False)
+            return False
+        fragment, rounds, age = self._turns.next, self._turns.rounds, self._turns.take()
         with self._reset_on_failure():
             self._round = Round(engine, self._common, fragment, age, self._delay > 0, self._lengths)
-            rounds, self._turns.ages[fragment.number], self._left = self._turns.rounds, 0, self._delay
+            self._left = self._delay
             engine.begin(fragment.works, rounds)
-            self._calls.begin(Row("step()", age, number, self._gradients.taken()))
-            if not self._delay:  # or a rank would wait here for the slowest one
+            same = age if self._peers is None else engine.step
+            self._calls.begin(Row("step()", same, number, self._gradients.taken()))
+            if not self._delay or self._peers is not None:  # or a rank would wait here for the slowest one
                 self.check()
             self._round.send()
         if not self._delay:
             self.finish()
-        return not self._delay
+        return not self._delay and self._counts
 
     def called(self) -> bool:
         """A call of ``LocalSteps.step()``: resumes the exchange. Returns whether the round has ended."""
@@ -78,7 +87,7 @@ class InFlight:
         self._left -= 1
         if not self._left:
             self.finish()
-            return True
+            return self._counts
         if self._round is not None:
             with self._reset_on_failure():
                 if self._calls.due:
@@ -97,7 +106,10 @@ class InFlight:
         with self._reset_on_failure():
             self.check()
             self._round.receive()
-            ended, self._round = self._round, None
+            if not self._committed(self._round):
+                return
+            self._round.store()
+            ended, self._round, self._counts = self._round, None, True
             self._waiting |= ended.land(received=True)
             if self._decay != 1.0:
                 scale_residuals(ended.fragment.works, self._decay)
@@ -117,9 +129,26 @@ class InFlight:
         failed, self._round = self._round, None
         self._calls.clear()
         if failed is not None:
-            self._turns.ages[failed.fragment.number] += failed.age
-            self._waiting |= failed.land(received=False)
-            self.finish()
+            self._take_back(failed)
+
+    def _committed(self, ended: Round) -> bool:
+        """Whether a round counts of which this rank has everything. If not, it is taken back."""
+        if self._peers is None:
+            return True
+        counts = False
+        try:
+            counts = self._peers.commit()
+        finally:
+            if not counts:
+                self._round = None
+                self._peers.doubt(ended.fragment.works, ended.withdraw())
+                self._take_back(ended)
+        return counts
+
+    def _take_back(self, failed: Round) -> None:
+        self._turns.take_back(failed.fragment, failed.age, at_once=self._peers is None)
+        self._waiting |= failed.land(received=False)
+        self.finish()
 
     def discard(self, wait: bool) -> None:
         """The parameters are other ones: what is in flight is not applied to them. ``wait``: for its messages, or the
@@ -155,6 +184,8 @@ class InFlight:
         with self._engine.entered:
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 self._engine.driver.reset()  # calls reset() here
-                raise
+                if self._peers is None or not isinstance(error, PeerLost):
+                    raise
+                self._peers.fail(error)

@@ -49,6 +49,7 @@ class Round:
         self._pairs = [_pair(weight) if keep else None for weight in fragment.weights]
         self._dense: list[DenseGradient] = []
         self._averaging: Averaging | None = None
+        self._averages: list[Tensor] = []
 
     def send(self) -> None:
         """Starts to exchange the progress."""
@@ -68,19 +69,35 @@ class Round:
 
     def receive(self) -> None:
         """Waits for the averages."""
-        engine = self._engine
-        engine.finish()
+        self._engine.finish()
         assert self._averaging is not None
-        averages = self._averaging.results()
-        squares = averages.pop() if self._squares else None
-        for gradient, average in zip(self._dense, averages, strict=True):
+        self._averages = self._averaging.results()
+
+    def store(self) -> None:
+        """The averages count."""
+        squares = self._averages.pop() if self._squares else None
+        for gradient, average in zip(self._dense, self._averages, strict=True):
             gradient.store(average)
-            engine.method.dense_averaged(gradient.number, gradient.grad)
+            self._engine.method.dense_averaged(gradient.number, gradient.grad)
         for work in self.fragment.works:
             work.bucket.write_results()
             work.bucket.clear()  # or it would hold the averages until its next exchange
         if self._lengths is not None and squares is not None:
             self._factors = self._lengths.factors(self.fragment.weights, self._tensors, squares)
+
+    def withdraw(self) -> list[tuple[Weight, Tensor]]:
+        """The averages that were received do not count here, and what was compressed stays sent for now. Returns the
+        progress that was not compressed, by weight; nothing is left of it here."""
+        for work in self.fragment.works:
+            work.bucket.clear()
+        uncompressed = {gradient.number for gradient in self._dense}
+        pairs = zip(self.fragment.weights, self._tensors, strict=True)
+        kept = [(weight, tensor.clone()) for weight, tensor in pairs if weight.number in uncompressed]
+        for weight, tensor in zip(self.fragment.weights, self._tensors, strict=True):
+            with weight.order:
+                tensor.zero_()
+        self._engine.withdraw()
+        return kept
 
     def land(self, received: bool) -> dict[str, Tensor]:
         """Moves the common weights by the averages, if they were ``received``, and makes the new weights of this rank.

@@ -25,6 +25,7 @@ from ..carriers import shard_groups
 from ..engine.arguments import check_integer, plain_names
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.state import Entry, Fixed, Tree
 from ..hosts.horovod import is_distributed_optimizer
@@ -38,6 +39,7 @@ from .in_flight import InFlight
 from .lengths import Lengths
 from .optimizers import LocalOptimizers
 from .outside import OutsideChanges
+from .peers import Peers
 from .round import count_gradients
 
 #: Local steps between two rounds of one weight, or a function of the local steps so far that returns them.
@@ -96,6 +98,8 @@ class Rounds:
         rounded = bool(engine.works) or "fp16" in engine.method.options().values()
         self._exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
         self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
+        members = engine.collectives
+        self._peers = Peers(engine, members, self._common) if isinstance(members, Membership) else None
         self._in_flight = InFlight(
             engine,
             self._common,
@@ -105,6 +109,7 @@ class Rounds:
             settings.delay,
             settings.decay,
             Lengths(engine) if settings.restore_length else None,
+            self._peers,
         )
         self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
         self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)
@@ -129,24 +134,37 @@ class Rounds:
         self._optimizers.counted()
         self._begun, self._stepped = True, False
         self._applied.clear()
-        due = self._turns.due(self.period, calls=1)
+        period = self.period
         self._number += 1
         self._turns.count()
         if not self._exchanging:
-            ended = due
+            ended = self._turns.due(period)
             if ended:
                 self._turns.restart()
         else:
-            with self._engine.entered:
-                self._engine.peer.compare()
+            if self._peers is None:
+                with self._engine.entered:
+                    self._engine.peer.compare()
             ended = self._in_flight.called()
-            if due:
+            if self._turns.due(period):
                 self._check()
                 ended = self._in_flight.begin(self._number) or ended
-            if ended:
+            if ended or self._peers is not None:  # of which a round that is taken back changes the weights, too
                 self._owners.reshard()
                 self._note()
         return ended
+
+    def join(self) -> None:
+        """Takes part in a round of the others without progress, until one counts."""
+        if self._peers is None:
+            return
+        self._begin()
+        self._check()
+        while not self._peers.joined:
+            self._in_flight.begin(self._number)
+            self._in_flight.finish()
+        self._owners.reshard()
+        self._note()
 
     @property
     def period(self) -> int:
@@ -172,6 +190,10 @@ class Rounds:
             self._outside.check(_AFTER_STEP if self._stepped else _AFTER_CALL, routine=False)
         self._in_flight.finish()
         engine = self._engine
+        if self._peers is not None:
+            self._common.write_common()
+            self._restarted()
+            return
         with engine.entered:
             engine.peer.compare()
             engine.stats.begin_step()
@@ -186,6 +208,10 @@ class Rounds:
             if model is not None:
                 refresh_spectral_norms(model)
             engine.stats.end_step()
+        self._restarted()
+
+    def _restarted(self) -> None:
+        """All parameters are the common weights."""
         self._owners.reshard()
         self._turns.restart()
         self._finished = True
@@ -209,6 +235,10 @@ class Rounds:
 
     def take_weights(self) -> None:
         """Makes the parameters the common weights; nothing is kept of before."""
+        if self._peers is not None:
+            raise RuntimeError(
+                "with a torchft.Manager, all peers have the weights of the last round: load other ones before join()"
+            )
         self._engine.check_generation()
         self._check()
         self._in_flight.discard(wait=True)
@@ -300,12 +330,14 @@ class Rounds:
         self._in_flight.check()
         with self._calls.meeting(Row("state_dict()")):
             self._in_flight.wait()
-        with self._engine.entered:
-            self._calls.compare(Row("state_dict()"))
+        self._note()
+        if self._peers is None:
+            with self._engine.entered:
+                self._calls.compare(Row("state_dict()"))
 
     def check_equal_weights(self) -> None:
         differs = self._taken and not self._common.applied()
-        if self._exchanging:
+        if self._exchanging and self._peers is None:
             with self._engine.entered:
                 rows = self._calls.compare(Row("DCPState.state_dict()", extra=int(differs)))
             differs = any(row.extra for row in rows)
@@ -315,12 +347,14 @@ class Rounds:
     def options(self) -> dict[str, object]:
         first = "were they broadcast? After a restart, was local.load_state_dict() called?"
         compared = {
-            "period": self.period,
             **asdict(self._settings),
-            "steps since the last exchange": " ".join(map(str, self._turns.ages)),
+            **(self._clock() if self._peers is None else {}),
             f"hash of the weights before the first step ({first})": self._common.hash(),
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
+
+    def _clock(self) -> dict[str, object]:
+        return {"period": self.period, "steps since the last exchange": " ".join(map(str, self._turns.ages))}
 
     def state(self) -> dict[str, Tree]:
         own: Tree = {
@@ -338,7 +372,8 @@ class Rounds:
     def _exchanging(self) -> bool:
         """Whether there is anything to exchange: the plain average of one rank is what it has."""
         collectives = self._engine.collectives
-        return collectives.active and not (collectives.size == 1 and self._settings.plain)
+        alone = collectives.size == 1 and self._settings.plain and self._peers is None
+        return collectives.active and not alone
 
     @property
     def _watching(self) -> bool:

@@ -159,6 +159,18 @@ class LocalSteps:
         """
         return self._rounds.count()
 
+    @modes_off
+    def join(self) -> None:
+        """With a torchft ``Manager``: takes part in a round of the others without progress, and returns with their
+        weights. Call it once before training, after a state was loaded. A peer that does not join drops the progress of
+        its first period. Without a manager it does nothing.
+
+        Raises:
+            RuntimeError: on all ranks, their options differ; rounds have failed more often than the manager's
+                ``max_retries``.
+        """
+        self._rounds.join()
+
     @property
     def period(self) -> int:
         """Calls of :meth:`step` between two exchanges of a weight, at this place of the training. It can be set to a

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..engine.arguments import find_name
 from ..engine.engine import Engine
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.shards import local
 
@@ -41,14 +42,18 @@ class Reporting:
         its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, ``wire_ratio =
         dense_bytes / wire_bytes``, and ``inside_bytes``, which stay in this rank's node and are not in the others.
         ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over recent steps of the time spent
-        in the compressor without waiting.
+        in the compressor without waiting. With a torchft ``Manager``: ``peers``, those of the last round;
+        ``rounds_committed`` and ``rounds_taken_back`` on this rank; ``quorum_seconds`` and ``commit_seconds``, spent in
+        all of them.
         """
         norms = []
         for place in filter(None, self.engine.place_of):
             with place.work.bucket.order:
                 norms.append(place.work.residual_of(place.piece).norm())
         norm = torch.stack([norm.cpu() for norm in norms]).norm().item() if norms else 0.0
-        return {"steps": self.engine.step, **self.engine.stats.report(), "residual_norm": norm}
+        members = self.engine.collectives
+        peers = members.report() if isinstance(members, Membership) else {}
+        return {"steps": self.engine.step, **self.engine.stats.report(), "residual_norm": norm, **peers}
 
     def metrics(self) -> dict[str, float]:
         """:meth:`stats` as a flat dict of finite numbers, for a logger such as ``wandb.log(compression.metrics())``.

@@ -1,0 +1,176 @@
+"""torchft as the carrier of bytes: its Manager says which ranks take part in an exchange, and whether it counts.
+
+torchft itself is never imported here: a program that has a ``Manager`` has imported it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from ..engine.collectives import Handle, Nodes, Request, allgather
+from ..engine.membership import PeerLost
+from ..engine.registry import Registry
+from ..engine.state import Saved
+
+_KEY = "hvd_compress"
+
+
+def is_manager(value: object) -> bool:
+    """Whether it is a ``torchft.Manager``, or of a class derived from it."""
+    return any(c.__name__ == "Manager" and c.__module__.partition(".")[0] == "torchft" for c in type(value).__mro__)
+
+
+class _Handle:
+    def __init__(self, work: Any, output: Tensor) -> None:
+        self._work, self._output = work, output
+
+    def done(self) -> bool:
+        return False  # the order of collectives must not depend on timing
+
+    def result(self, timeout: float = math.inf) -> Tensor:
+        """Waits as long as the process group's own timeout."""
+        try:
+            arrived = self._work.wait()
+        except Exception as error:
+            raise PeerLost(f"a collective of torchft's process group has failed: {error}") from error
+        if arrived is False:
+            raise PeerLost("a collective of torchft's process group was aborted")
+        return self._output
+
+
+class TorchftCollectives:
+    """The process group of a ``torchft.Manager``. Before the first quorum this rank is alone.
+
+    Raises:
+        ValueError: an asynchronous quorum, or spare replicas: ranks without a part in an exchange.
+    """
+
+    ordered = True
+    active = True
+
+    def __init__(self, manager: Any) -> None:
+        if manager._use_async_quorum:
+            raise ValueError(
+                "an exchange needs its ranks when it begins: build the torchft.Manager with use_async_quorum=False"
+            )
+        if manager._replica_world_size_mode.name != "DYNAMIC":
+            raise ValueError(
+                "all replicas take part in an exchange: build the torchft.Manager with WorldSizeMode.DYNAMIC, got "
+                f"{manager._replica_world_size_mode.name}"
+            )
+        self._manager = manager
+        self.rank, self.size = 0, 1
+        self._quorum, self._step = -1, 0
+        self._device = torch.device("cpu")
+        self._report = {"rounds_committed": 0.0, "rounds_taken_back": 0.0, "quorum_seconds": 0.0, "commit_seconds": 0.0}
+
+    def generation(self) -> object:
+        return self._manager  # ranks change in start_quorum() only
+
+    def registry(self) -> Registry:
+        return Registry()  # collectives have no names
+
+    def check_in(self) -> Callable[[], list[int]]:
+        return list
+
+    def in_nodes(self, nodes: object) -> Nodes:
+        raise ValueError("nodes= does not go with a torchft.Manager: ranks inside a replica group are FSDP2's")
+
+    def start(self, request: Request, name: str) -> Handle:
+        group, tensor = self._group, request.tensor
+        self._device = tensor.device
+        try:
+            if request.verb == "allreduce":
+                output = tensor.clone()
+                work = group.allreduce([output], c10d.AllreduceOptions())
+            elif request.verb == "allgather":
+                output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+                work = group.allgather_into_tensor_coalesced([output], [tensor], c10d.AllgatherOptions())
+            else:
+                output = torch.empty_like(tensor)
+                work = group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())
+        except Exception as error:
+            raise PeerLost(f"a collective of torchft's process group did not start: {error}") from error
+        return _Handle(work, output)
+
+    # See Membership.
+
+    @property
+    def attempt(self) -> tuple[int, int]:
+        return self._step, self._quorum
+
+    def start_quorum(self) -> bool:
+        manager = self._manager
+        with self._timed("quorum_seconds"):
+            try:
+                manager.start_quorum()
+            except Exception as error:
+                # Or the next call would raise this error again, before it asks for a quorum.
+                manager._quorum_future = None
+                raise PeerLost(f"no quorum of torchft: {error}") from error
+        rank, before, failure = manager.participating_rank(), self._quorum, manager.errored()
+        if failure is not None or rank is None:
+            raise PeerLost(f"torchft's quorum {manager._quorum_id} has failed: {failure}")
+        self.rank, self.size = rank, manager.num_participants()
+        self._quorum, self._step = manager._quorum_id, manager.current_step()
+        return self._quorum != before
+
+    def commit(self) -> bool:
+        # A rank that passes this knows that all have received everything: if one commits, all can.
+        vote = torch.zeros(1, 1, dtype=torch.uint8, device=self._device)
+        with self._timed("commit_seconds"):
+            try:
+                self.start(allgather(vote, "budget"), "").result()
+            except PeerLost as error:
+                self._close(error)
+            return self._should_commit()
+
+    def fail(self, error: PeerLost) -> None:
+        with self._timed("commit_seconds"):
+            self._close(error)
+            self._should_commit()
+
+    def report(self) -> dict[str, float]:
+        return {"peers": float(self.size), **self._report}
+
+    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
+        manager = self._manager
+        if _KEY in manager._load_state_dict_fns:
+            raise ValueError("this torchft.Manager has a compressor already: build one Manager for each")
+        manager.register_state_dict_fn(_KEY, load, save)
+        first = {_KEY: manager._load_state_dict_fns.pop(_KEY)}
+        others = dict(manager._load_state_dict_fns)
+        manager._load_state_dict_fns.clear()
+        manager._load_state_dict_fns.update({**first, **others})
+
+    @property
+    def _group(self) -> Any:
+        """A process group that torchft replaces inside when the quorum changes."""
+        return self._manager._pg
+
+    def _should_commit(self) -> bool:
+        committed = False
+        try:
+            committed = bool(self._manager.should_commit())
+        finally:
+            self._report["rounds_committed" if committed else "rounds_taken_back"] += 1
+        return committed
+
+    def _close(self, error: PeerLost) -> None:
+        """Closes the connections, or the others would wait for this rank until their timeout."""
+        self._manager.report_error(error)
+        self._group.abort()
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._report[what] += time.perf_counter() - begin

@@ -1,0 +1,41 @@
+"""Ranks that come and go: what a carrier provides beside :class:`~hvd_compress.engine.collectives.Collectives`, if the
+set of its ranks may change from exchange to exchange."""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from .state import Saved
+
+
+class PeerLost(RuntimeError):
+    """A collective has failed because of another rank or of the network: the exchange is taken back and repeated."""
+
+
+@runtime_checkable
+class Membership(Protocol):
+    """Each exchange lies between :meth:`start_quorum` and :meth:`commit`, or :meth:`fail`."""
+
+    @property
+    def attempt(self) -> tuple[int, int]:
+        """The exchange that has begun last: how many were committed before it, and the number of its quorum. No two
+        attempts are equal, unless the first of them was committed nowhere."""
+
+    def start_quorum(self) -> bool:
+        """Waits for the ranks of the next exchange; a rank that is behind is healed. Returns whether the ranks are
+        others than before. Raises :class:`PeerLost` if there is no quorum, or healing has failed."""
+
+    def commit(self) -> bool:
+        """Called when this rank has received everything. Waits until all have. Returns whether the exchange counts. If
+        not, it may still count on other ranks: this one is then healed in the next quorum."""
+
+    def fail(self, error: PeerLost) -> None:
+        """The exchange has failed on this rank before :meth:`commit`: it counts nowhere."""
+
+    def report(self) -> dict[str, float]:
+        """``peers``: ranks of the last quorum. ``rounds_committed``, ``rounds_taken_back``: on this rank.
+        ``quorum_seconds``, ``commit_seconds``: spent in all of them so far."""
+
+    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
+        """``save`` is called on a rank from which others are healed, in a thread of its own while ``start_quorum()``
+        waits; ``load``, with what that has returned, on those, before the user's model and optimizers are loaded.
+        Raises ``ValueError`` if there are such functions already."""

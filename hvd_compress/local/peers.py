@@ -1,0 +1,127 @@
+"""The rounds of ranks that come and go: each begins with a quorum, and counts if it is committed.
+
+A rank that has everything of a round, but was not told to commit it, is in doubt: others may have committed it. The
+next quorum tells. Either the round is taken back, or this rank, which is behind, is healed, and what it has sent was
+applied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..engine.engine import Engine
+from ..engine.membership import Membership, PeerLost
+from ..engine.state import Saved, TensorLeaf, Tree, load, save
+from ..engine.work import Work, undo
+from .common_weights import CommonWeights, Weight, scale_residuals
+
+# Committed rounds that are remembered for ranks in doubt.
+_REMEMBERED = 1024
+
+Progress = Sequence[tuple[Weight, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """A round that may have been committed by others. ``works``: residuals are as after it. ``uncompressed``: progress
+    that it has sent from no residual; the parameters do not contain it."""
+
+    attempt: tuple[int, int]
+    works: Sequence[Work]
+    uncompressed: Progress
+
+
+class Peers:
+    """The quorums and commits of rounds, and healing: a rank that is behind gets the common weights, the outer momentum
+    and the number of rounds. Its own progress since its last round, and its residual, stay, and are exchanged in the
+    next one; a rank that has ended no round so far has none.
+
+    Args:
+        members: the ranks.
+    """
+
+    def __init__(self, engine: Engine, members: Membership, common: CommonWeights) -> None:
+        self._engine, self._members, self._common = engine, members, common
+        #: Whether this rank has ended a round with the others, so that its progress is relative to their weights.
+        self.joined = False
+        self._committed: list[tuple[int, int]] = []
+        self._doubt: _Doubt | None = None
+        # In a quorum: whether this rank was healed, and its progress before that.
+        self._healed, self._progress = False, list[tuple[Weight, Tensor]]()
+        members.heal_with(self._save, self._load)
+
+    def begin(self) -> bool:
+        """Waits for the ranks of the next round. Returns whether it can begin."""
+        self._healed, self._progress = False, self._own_progress() if self._doubt else []
+        failure = None
+        try:
+            changed = self._members.start_quorum()
+        except PeerLost as error:
+            failure = error
+        if self._healed or (self._doubt and failure is None):
+            self._settle()
+        self._progress = []
+        if failure is not None:
+            self.fail(failure)
+            return False
+        if changed:
+            self._engine.peer.renew()
+            self._engine.restart()
+        return True
+
+    def commit(self) -> bool:
+        """This rank has everything of a round. Returns whether the round counts."""
+        if not self._members.commit():
+            return False
+        self.joined = True
+        self._committed = [*self._committed, self._members.attempt][-_REMEMBERED:]
+        return True
+
+    def fail(self, error: PeerLost) -> None:
+        """A round has failed before this rank had everything: no rank commits it."""
+        self._members.fail(error)
+        self._engine.warn(f"a round is taken back, and the next one exchanges its progress: {error}")
+
+    def doubt(self, works: Sequence[Work], uncompressed: Progress) -> None:
+        """A round was not committed by this rank, which had everything of it. See :class:`_Doubt`."""
+        self._doubt = _Doubt(self._members.attempt, works, uncompressed)
+
+    def _settle(self) -> None:
+        """Takes a round in doubt back, unless others have committed it; then makes the parameters the common weights
+        and this rank's progress."""
+        doubt, self._doubt = self._doubt, None
+        if not self.joined:
+            scale_residuals(self._engine.works, 0.0)
+        taken_back = doubt is not None and doubt.attempt not in self._committed
+        if doubt is not None and taken_back:
+            undo(doubt.works)
+        progress = {weight.name: tensor for weight, tensor in self._progress}
+        for weight in self._common.weights:
+            with weight.order:
+                left = progress.get(weight.name, weight.common.new_zeros(()))
+                self._common.write_after(weight, left, weight.own)
+        for weight, tensor in doubt.uncompressed if doubt is not None and taken_back else ():
+            with weight.order:
+                weight.own.add_(tensor)
+
+    def _own_progress(self) -> list[tuple[Weight, Tensor]]:
+        return [(weight, self._common.advance(weight)) for weight in self._common.weights]
+
+    def _save(self) -> Saved:
+        return {"state": save(self._shared()), "committed": list(self._committed)}
+
+    def _load(self, state: Saved) -> None:
+        if self.joined and not self._progress:
+            self._progress = self._own_progress()
+        load(self._shared(), state["state"])
+        self._committed, self._healed = list(state["committed"]), True
+
+    def _shared(self) -> Tree:
+        """What all ranks have in common between rounds."""
+        weights = self._common.weights
+        return {
+            "rounds": self._engine.state(),
+            "common": {w.name: TensorLeaf(w.common) for w in weights},
+            "velocity": {w.name: TensorLeaf(w.velocity) for w in weights if w.velocity is not None},
+        }

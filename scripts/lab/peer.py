@@ -1,0 +1,182 @@
+"""One peer of a small training on torchft, for scripts/lab/chaos.py and tests/peers.
+
+``peer.py LIGHTHOUSE NAME OPTIONS``, with the options as JSON (:data:`DEFAULTS`).
+It prints a line of JSON for each event: ``joined``, ``round`` (committed), ``taken back``, ``end``; each with the
+rounds that were committed, a hash of the common weights, the peers of the last round, and the memory in MB.
+A line ``POINT`` on its standard input, one of :data:`POINTS`, makes it kill itself by SIGKILL when it next comes there;
+``end`` lets it end after its next round.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torchft
+from torch import distributed, nn
+
+import hvd_compress
+from hvd_compress.engine.agreement import hash_of
+
+#: Where a peer may die. ``healing``: while it loads the state of another one; ``serving``: while it saves its own for
+#: another one; ``voting``: when it has all averages; ``voted``: when all peers have them, before it commits.
+POINTS = ("forward", "quorum", "exchange", "healing", "serving", "voting", "voted")
+
+DEFAULTS = {
+    "recipe": "low_bit",
+    "options": {},
+    "rounds": 10,
+    "period": 2,
+    "timeout": 5.0,
+    "min_peers": 2,
+    "pause": 0.01,
+    "width": 64,
+    "die": "",
+    "join": True,
+    "host": "localhost",
+}
+
+
+class Fate:
+    """Where this process is to die."""
+
+    def __init__(self, point: str) -> None:
+        self._point, self.ending = point, False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            word = line.strip()
+            if word == "end":
+                self.ending = True
+            else:
+                self._point = word
+
+    def meets(self, point: str) -> bool:
+        return self._point == point
+
+    def at(self, point: str) -> None:
+        if self.meets(point):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Training:
+    def __init__(self, lighthouse, name, settings):
+        torch.set_num_threads(1)
+        width = settings["width"]
+        layers = nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
+        self.model = nn.Sequential(*layers)  # of other weights in each peer: the first round makes them equal
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.settings, self.fate = settings, Fate(settings["die"])
+        seconds = timedelta(seconds=settings["timeout"])
+        self.store = distributed.TCPStore(settings["host"], 0, is_master=True, wait_for_workers=False)
+        self.manager = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=seconds),
+            load_state_dict=self.load,
+            state_dict=self.save,
+            min_replica_size=settings["min_peers"],
+            use_async_quorum=False,
+            timeout=seconds,
+            quorum_timeout=4 * seconds,
+            store_addr=settings["host"],
+            store_port=self.store.port,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=lighthouse,
+            replica_id=name,
+            hostname=settings["host"],
+            heartbeat_interval=timedelta(milliseconds=50),
+        )
+        recipe = getattr(hvd_compress.recipes, settings["recipe"])
+        self.local = recipe(
+            self.model, self.optimizer, settings["period"], process_group=self.manager, **settings["options"]
+        )
+        self.data = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**31)
+        self.taken_back = 0.0
+        _die_in(self.local.compression.collectives, self.manager, self.fate)
+
+    def save(self):
+        self.fate.at("serving")
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state):
+        self.fate.at("healing")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def say(self, event):
+        weights = self.local._rounds._common.weights
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found = {
+            "event": event,
+            "step": self.manager.current_step(),
+            "hash": hash_of(weight.common for weight in weights),
+            "same": all(torch.equal(weight.own, weight.common) for weight in weights),
+            "peers": self.local.compression.collectives.size,
+            "megabytes": pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
+            "at": round(time.time(), 3),
+        }
+        print(json.dumps(found), flush=True)
+
+    def run(self):
+        if self.settings["join"]:
+            self.local.join()
+        self.say("joined")
+        while self.manager.current_step() < self.settings["rounds"] and not self.fate.ending:
+            self.train()
+        self.say("end")
+
+    def train(self):
+        x = torch.randn(8, 16, generator=self.data)
+        self.optimizer.zero_grad()
+        predicted = self.model(x)
+        self.fate.at("forward")
+        (predicted - x[:, :4].sin()).square().mean().backward()
+        self.optimizer.step()
+        time.sleep(self.settings["pause"])
+        if self.local.step():
+            self.say("round")
+        taken_back = self.local.compression.stats()["rounds_taken_back"]
+        if taken_back > self.taken_back:
+            self.say("taken back")
+        self.taken_back = taken_back
+
+
+def _die_in(collectives, manager, fate):
+    """Adds the points to die at that are inside of a round."""
+    start, start_quorum, should_commit = collectives.start, manager.start_quorum, manager.should_commit
+    chance = random.Random(os.getpid())
+
+    def started(request, name):
+        if not name:
+            fate.at("voting")
+        handle = start(request, name)
+        if fate.meets("exchange") and chance.random() < 0.2:
+            fate.at("exchange")
+        return handle
+
+    def quorum(*arguments, **options):
+        if fate.meets("quorum"):
+            threading.Timer(chance.random() * 0.02, fate.at, ["quorum"]).start()
+        return start_quorum(*arguments, **options)
+
+    def committed(*arguments, **options):
+        fate.at("voted")
+        return should_commit(*arguments, **options)
+
+    collectives.start, manager.start_quorum, manager.should_commit = started, quorum, committed
+
+
+def main(lighthouse, name, options="{}"):
+    Training(lighthouse, name, {**DEFAULTS, **json.loads(options)}).run()
+    os._exit(0)  # torchft's threads would wait for their timeouts
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,165 @@
+"""Peers come, go and fail in threads: nothing is lost but what a dead peer had not sent."""
+
+from functools import partial
+
+import pytest
+import torch
+from harness import mixed_model
+from local_workers import Worker
+from members import Lighthouse
+
+from hvd_compress import IWP, NoCompression, Quantized, TopK
+
+KINDS = {
+    "quantized": partial(Quantized, bits=2, bucket_mb=0.05),
+    "iwp": partial(IWP, density=1 / 16, bucket_mb=0.05),
+    "topk": partial(TopK, density=1 / 16, bucket_mb=0.05),
+    "dense": NoCompression,
+}
+
+
+IN_FLIGHT = {"period": 4, "fragments": 2, "delay": 1}
+
+
+class Peer(Worker):
+    """``kept``: what it has still to send, by parameter, float64. ``applied``: by committed round, the peers times the
+    change of the common weights."""
+
+    def __init__(self, lighthouse, name, build, **options):
+        super().__init__(lighthouse, name, build, **{"unsent": "buffer", "period": 2, **options})
+        self.member, self.applied = self.compression.collectives, {}
+        self.begun_with = None
+        self.steps = 0
+
+    def join(self):
+        self.local.join()
+        # Healing has replaced the weights.
+        self.made = [w.own.double() for w in self._all()]
+        self.begun_with = [tensor.clone() for tensor in self.made]
+
+    def train_until(self, round_):
+        while self.member.step < round_:
+            self.local_step(self.steps)
+            self.steps += 1
+            before, step = [w.common.double() for w in self._all()], self.member.step
+            self.local.step()
+            if self.member.results[-1] == "committed" and self.member.step == step + 1:
+                now = [w.common.double() for w in self._all()]
+                self.applied[self.member.step] = [self.member.size * (b - a) for a, b in zip(before, now, strict=True)]
+
+    def _all(self):
+        return self.local._rounds._common.weights
+
+    def kept(self):
+        # With unsent="weights", the residual is a part of the weights beside the progress.
+        common = self.local._rounds._common
+        held = [0.0 if w.place is None else w.place.work.held(w.place.piece).double() for w in common.weights]
+        return [common.advance(w).double() + h for w, h in zip(common.weights, held, strict=True)]
+
+    def take_back(self):
+        """No other peer has committed its last round."""
+        rounds = self.local._rounds._peers
+        rounds._progress = rounds._own_progress()
+        rounds._settle()
+
+    def sent(self):
+        """What it has made and not kept."""
+        return [made - begun - kept for made, begun, kept in zip(self.made, self.begun_with, self.kept(), strict=True)]
+
+
+def begin(kind, count=3, **options):
+    lighthouse = Lighthouse()
+    peers = {}
+    for n in range(count):
+        peer = Peer(lighthouse, n, KINDS[kind], **options)
+        peers[peer.member] = peer
+    lighthouse.run(list(peers), lambda member: peers[member].join())
+    return lighthouse, peers
+
+
+def check_conserved(everyone):
+    """What all peers have sent is what was applied, with the number of those that took part."""
+    applied = {}
+    for peer in everyone:
+        for step, change in peer.applied.items():
+            if step in applied:
+                assert all(torch.equal(a, b) for a, b in zip(applied[step], change, strict=True)), step
+            applied[step] = change
+    sums = [sum(changes) for changes in zip(*applied.values(), strict=True)]
+    sent = [sum(parts) for parts in zip(*(peer.sent() for peer in everyone), strict=True)]
+    for a, b in zip(sums, sent, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4)
+
+
+def check_equal(peers):
+    for other in peers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(peers[0].common(), other.common(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in KINDS), ("quantized", IN_FLIGHT), ("topk", IN_FLIGHT), ("topk", {"unsent": "weights"})],
+    ids=str,
+)
+@pytest.mark.parametrize("fault", [("lost", 0), ("lost", 1), ("unsure", None)], ids=str)
+def test_a_round_that_fails_is_taken_back_and_its_progress_is_in_the_next_one(kind, options, fault):
+    lighthouse, peers = begin(kind, **options)
+    next(iter(peers)).faults = {3: fault, 4: fault, 7: fault}
+    stay = lighthouse.run(list(peers), lambda member: peers[member].train_until(9))
+    assert len(stay) == 3
+    everyone = list(peers.values())
+    expected = "in doubt" if fault[0] == "unsure" else "failed"
+    assert everyone[0].member.results.count(expected) == 3
+    check_equal(everyone)
+    check_conserved(everyone)
+    assert not any(p.isnan().any() for peer in everyone for p in peer.weights())
+
+
+@pytest.mark.parametrize("kind", ["quantized", "topk", "dense"])
+@pytest.mark.parametrize("place", [1, None], ids=["in the exchange", "in the vote"])
+def test_a_peer_dies_and_another_joins(kind, place):
+    """What the dead one had not sent is lost, and nothing else; the new one has the weights of the others."""
+    lighthouse, peers = begin(kind)
+    dying = list(peers)[1]
+    dying.faults = {3: ("dies", place)}
+    stay = lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
+    assert [member.name for member in stay] == [0, 2] and all(member.size == 2 for member in stay)
+    peers[dying].take_back()
+    new = Peer(lighthouse, 3, KINDS[kind], model=mixed_model(seed=5))
+    peers[new.member] = new
+
+    def body(member):
+        if member is new.member:
+            new.join()
+        peers[member].train_until(9)
+
+    assert len(lighthouse.run([*stay, new.member], body)) == 3
+    check_equal([peers[member] for member in stay] + [new])
+    # The progress of the dead one counts as far as it was sent before.
+    check_conserved(list(peers.values()))
+    assert new.member.size == 3
+
+
+def test_a_peer_that_missed_rounds_keeps_its_own_progress():
+    """It stood still while the others went on."""
+    lighthouse, peers = begin("quantized")
+    slow = peers[next(iter(peers))]
+    others = [member for member in peers if member is not slow.member]
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(3))
+    slow.local_step(slow.steps)
+    slow.steps += 1
+    slow.local.step()
+    before = slow.kept()
+    assert any(tensor.abs().max() > 0.01 for tensor in before)
+    lighthouse.run(others, lambda member: peers[member].train_until(6))
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(8))
+    check_equal(list(peers.values()))
+    check_conserved(list(peers.values()))
+
+
+def test_peers_that_differ_in_their_options_raise_an_error_on_all():
+    lighthouse = Lighthouse()
+    built = [Peer(lighthouse, n, partial(Quantized, bits=2 + n)) for n in range(2)]
+    peers = {peer.member: peer for peer in built}
+    with pytest.raises(RuntimeError, match="the ranks differ"):
+        lighthouse.run(list(peers), lambda member: peers[member].join())

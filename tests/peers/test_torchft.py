@@ -1,0 +1,136 @@
+"""Peers on torchft, as processes: they die, stop and join."""
+
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+from chaos import Fleet
+from torch import distributed
+
+from hvd_compress import NoCompression, ddp_hook, recipes
+
+torchft = pytest.importorskip("torchft", reason="torchft is not installed")
+coordination = pytest.importorskip("torchft.coordination")
+
+
+def check(fleet, lost=2):
+    """All peers that stay had the same common weights after each round, and lost at most so many of them."""
+    assert fleet.different() == []
+    for peer in fleet.staying:
+        assert len(peer.events("taken back")) <= lost
+    assert all(event["same"] for peer in fleet.staying for event in peer.events("round"))
+
+
+@pytest.mark.parametrize("point", ["exchange", "voted"])
+@pytest.mark.parametrize("recipe", ["low_bit", "diloco"])
+def test_a_peer_dies_in_a_round_and_another_one_takes_its_place(point, recipe):
+    with Fleet(rounds=10**6, pause=0.05, recipe=recipe) as fleet:
+        fleet.add(3)
+        fleet.wait_for_rounds(3, 90)
+        victim = fleet.peers[1]
+        victim.tell(point)
+        fleet.wait(lambda: not victim.alive, 60, "the end of a peer")
+        fleet.wait_for_rounds(2, 60)
+        new = fleet.add()
+        fleet.wait(lambda: new.events("round"), 90, "a round of the new peer")
+        fleet.wait_for_rounds(2, 60)
+        assert new.events("round")[-1]["peers"] == 3
+        check(fleet)
+
+
+def test_a_peer_that_stands_still_is_left_behind_and_comes_back():
+    with Fleet(
+        rounds=10**6, pause=0.05, timeout=3.0, period=4, options=dict(fragments=2, delay=1, bucket_mb=0.01)
+    ) as f:
+        f.add(3)
+        f.wait_for_rounds(3, 90)
+        slow, others = f.peers[0], f.peers[1:]
+        slow.process.send_signal(signal.SIGSTOP)
+        first = max(peer.step for peer in others)
+        f.wait(lambda: all(peer.step > first + 3 for peer in others), 60, "rounds of the others")
+        slow.process.send_signal(signal.SIGCONT)
+        f.wait_for_rounds(3, 60)
+        assert f.different() == [] and slow.events("round")[-1]["peers"] == 3
+
+
+def manager(**options):
+    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    seconds = timedelta(seconds=10)
+    lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=1)
+    made = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=seconds),
+        min_replica_size=1,
+        timeout=seconds,
+        quorum_timeout=seconds,
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse.address(),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        **{"use_async_quorum": False, **options},
+    )
+    made.kept_for_test = store, lighthouse
+    return made
+
+
+@pytest.fixture
+def alone():
+    made = manager()
+    yield made
+    made.shutdown(wait=False)
+
+
+def linear():
+    model = torch.nn.Linear(64, 64)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_one_peer_trains_alone_and_counts_its_rounds(alone):
+    model, optimizer = linear()
+    local = recipes.low_bit(model, optimizer, 2, process_group=alone)
+    local.join()
+    for step in range(4):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        assert local.step() == (step % 2 == 1)
+    stats = local.compression.metrics()
+    assert stats["hvd_compress/peers"] == 1.0 and stats["hvd_compress/rounds_committed"] == 3.0
+    assert stats["hvd_compress/rounds_taken_back"] == 0.0 and stats["hvd_compress/quorum_seconds"] > 0.0
+
+
+def test_a_state_is_saved_and_loaded_by_any_peer(alone):
+    model, optimizer = linear()
+    local = recipes.low_bit(model, optimizer, 1, process_group=alone)
+    local.join()
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    assert local.step()
+    state = local.state_dict()
+    local.load_state_dict(state)
+    assert local.compression.step == 2
+
+
+def test_what_does_not_fit_is_an_error(alone):
+    model, optimizer = linear()
+    compression = NoCompression(model, process_group=alone)
+    with pytest.raises(RuntimeError, match=r"exchanged by local steps.*recipes or LocalSteps"):
+        ddp_hook(compression, None)
+    local = recipes.low_bit(model, optimizer, 2, process_group=alone)
+    with pytest.raises(ValueError, match=r"this torchft.Manager has a compressor already"):
+        recipes.low_bit(*linear(), 2, process_group=alone)
+    with pytest.raises(RuntimeError, match=r"load other ones before join\(\)"):
+        local.take_weights()
+    with pytest.raises(ValueError, match=r"nodes= does not go with a torchft.Manager"):
+        recipes.low_bit(*linear(), 2, process_group=alone, nodes=2)
+
+
+def test_an_asynchronous_quorum_is_refused():
+    made = manager(use_async_quorum=True)
+    try:
+        with pytest.raises(ValueError, match="use_async_quorum=False"):
+            recipes.low_bit(*linear(), 2, process_group=made)
+    finally:
+        made.shutdown(wait=False)
