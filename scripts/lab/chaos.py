@@ -208,6 +208,7 @@ class Chaos:
     def kill_while_another_heals(self):
         """A peer joins, and the one from which it is to be healed dies."""
         before = list(self.fleet.staying)
+        (self.fleet.folder / "serving.first").unlink(missing_ok=True)
         for peer in before:
             peer.tell("serving")
         joins = self.fleet.add()

@@ -59,6 +59,14 @@ class Fate:
         except FileNotFoundError:
             return False
 
+    def first(self, point):
+        """Whether no other peer has come to this point before."""
+        try:
+            self._path.with_name(f"{point}.first").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
     def at(self, point):
         if self.meets(point):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -100,7 +108,8 @@ class Training:
         _die_in(self.local.compression.collectives, self.manager, self.fate)
 
     def save(self):
-        self.fate.at("serving")
+        if self.fate.meets("serving") and self.fate.first("serving"):
+            self.fate.at("serving")
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state):
