@@ -80,7 +80,7 @@ if [[ $level == test ]]; then
   begin=$SECONDS
   say "setup: packages for tests, examples and documentation (about a minute)"
   install matplotlib pandas pytest hypothesis expecttest ruff mypy clang-format tensorboard lightning accelerate \
-    transformers sphinx myst-parser furo
+    transformers sphinx myst-parser furo torchft
   .venv/bin/python -m compileall -qq -j 0 .venv/lib || true  # some packages have templates that are no Python
   took "packages for tests"
 fi

@@ -60,6 +60,7 @@ class Settings:
     restore_length: bool
     fragments: int
     delay: int
+    average_by: str
 
     @property
     def plain(self) -> bool:
@@ -110,6 +111,7 @@ class Rounds:
             settings.decay,
             Lengths(engine) if settings.restore_length else None,
             self._peers,
+            settings.average_by == "steps",
         )
         self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
         self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)

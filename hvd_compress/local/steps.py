@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_flag, check_fraction, check_integer, check_number
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
 from ..hosts.fsdp import FSDPHost, check_sharded, hooked
@@ -95,6 +96,8 @@ class LocalSteps:
             :meth:`step`, which must be an integer. The compressor must have at least as many buckets
             (``bucket_mb=``). The bytes of one exchange are divided by it.
         delay: calls of :meth:`step` between the beginning and the end of an exchange, 0 to ``period / fragments``.
+        average_by: what a rank counts as in the average: equally, ``"ranks"``; or with a torchft ``Manager``, where
+            ranks may have different periods, ``"steps"``: as its local steps since its last round.
         watch_weights: whether weights that were replaced without :meth:`take_weights` raise an error. False if
             something else than the optimizers changes them, and in some steps only.
 
@@ -124,6 +127,7 @@ class LocalSteps:
         restore_length: bool = False,
         fragments: int = 1,
         delay: int = 0,
+        average_by: str = "ranks",
         watch_weights: bool = True,
     ) -> None:
         if not isinstance(compression, Compressor):
@@ -141,9 +145,10 @@ class LocalSteps:
         outer_momentum = check_number("outer_momentum", outer_momentum, at_least=0, below=1)
         restore_length = check_flag("restore_length", restore_length)
         _check_fits(compression, unsent, restore_length)
+        _check_average(compression, average_by, unsent, restore_length)
         _check_gradients_are_own(compression)
         self.compression, engine = compression, compression.engine
-        settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
+        settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay, average_by)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
         compression.host.release()
@@ -262,6 +267,21 @@ def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> N
             "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
             'use unsent="buffer"'
         )
+
+
+def _check_average(compression: Compressor, average_by: str, unsent: str, restore_length: bool) -> None:
+    """Raises ``ValueError`` for a way to average that does not fit."""
+    if average_by not in ("ranks", "steps"):
+        raise ValueError(f"average_by must be ranks or steps, got {average_by!r}")
+    if average_by == "ranks":
+        return
+    if not isinstance(compression.engine.collectives, Membership):
+        raise ValueError(
+            'average_by="steps" is for ranks of different periods, with a torchft.Manager: without one all ranks take '
+            "equally many steps"
+        )
+    if unsent == "weights" or restore_length:
+        raise ValueError('average_by="steps" goes with unsent="buffer" and without restore_length')
 
 
 def _check_gradients_are_own(compression: Compressor) -> None:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,50 +31,52 @@ KILLS = ("forward", "quorum", "exchange", "voting", "voted")
 
 
 class Peer:
-    """A process of scripts/lab/peer.py, and the events that it has printed."""
+    """A child of scripts/lab/peer.py, and the events that it has written. ``dies``: where it is to die, if anywhere."""
 
-    def __init__(self, fleet, name, settings):
-        self.name, self._log = name, fleet.folder / f"{name}.jsonl"
-        self._errors = fleet.folder / f"{name}.err"
-        with self._log.open("w") as out, self._errors.open("w") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, str(LAB / "peer.py"), fleet.address, name, json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            )
-        #: Whether it may end: it was killed, or told to end.
-        self.ends = bool(settings.get("die"))
+    def __init__(self, folder, name, dies, start):
+        self.name, self._path = name, folder / name
+        #: Whether it may end: it was killed, or told to.
+        self.ends = False
+        if dies:
+            self.tell(dies)
+        self.number = start({"folder": str(folder), "name": name})
+        self._events, self._read = [], 0
 
     def events(self, kind=None):
-        lines = self._log.read_text().splitlines()
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [event for event in found if kind in (None, event["event"])]
+        with suppress(FileNotFoundError), self._path.with_suffix(".jsonl").open() as log:
+            log.seek(self._read)
+            while (line := log.readline()).endswith("}\n"):
+                self._events.append(json.loads(line))
+                self._read = log.tell()
+        return [event for event in self._events if kind in (None, event["event"])]
 
     @property
     def step(self):
-        """Rounds that were committed when it has last printed."""
+        """Rounds that were committed when it has last written."""
         events = self.events()
         return events[-1]["step"] if events else 0
 
     @property
     def alive(self):
-        return self.process.poll() is None
+        with suppress(ProcessLookupError):
+            os.kill(self.number, 0)
+            return True
+        return False
 
     def tell(self, word, ends=True):
+        """Tells it where to die, or to ``end``. ``ends``: whether it may end then."""
         self.ends = ends
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
+        self._path.with_suffix(".fate").write_text(word)
 
-    def kill(self):
-        self.ends = True
-        self.process.kill()
+    def send(self, what):
+        """Sends it a signal."""
+        self.ends = self.ends or what == signal.SIGKILL
+        with suppress(ProcessLookupError):
+            os.kill(self.number, what)
 
     def errors(self):
         """The last lines that it has printed as errors."""
-        lines = self._errors.read_text(errors="replace").splitlines()
+        lines = self._path.with_suffix(".err").read_text(errors="replace").splitlines()
         return "\n".join([line for line in lines if "[INFO]" not in line][-12:])
 
 
@@ -93,17 +96,28 @@ class Fleet:
             self._port = free.getsockname()[1]
         self.address = f"http://localhost:{self._port}"
         self._timeouts = join_timeout, heartbeat_timeout
-        self.peers, self._count = [], 0
+        self.peers, self._lighthouse = [], None
 
     def __enter__(self):
-        self.start_lighthouse()
+        self._parent = subprocess.Popen(
+            [sys.executable, str(LAB / "peer.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            self.start_lighthouse()
+            self._parent.stdout.readline()  # ready
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error):
-        for process in [*(peer.process for peer in self.peers), self._lighthouse]:
-            if process.poll() is None:
-                process.kill()  # SIGKILL ends a stopped one, too
-            process.wait()
+        self._parent.communicate("")  # the end of its input
+        if self._lighthouse is not None:
+            self.kill_lighthouse()
         self._temporary.cleanup()
 
     def start_lighthouse(self):
@@ -123,12 +137,17 @@ class Fleet:
         self._lighthouse.kill()
         self._lighthouse.wait()
 
-    def add(self, count=1, **settings):
+    def add(self, count=1, dies=""):
         """Starts peers. Returns the last of them."""
         for _ in range(count):
-            self._count += 1
-            self.peers.append(Peer(self, f"peer{self._count}", {**self.settings, **settings}))
+            self.peers.append(Peer(self.folder, f"peer{len(self.peers) + 1}", dies, self._start))
         return self.peers[-1]
+
+    def _start(self, settings):
+        line = json.dumps({**self.settings, "lighthouse": self.address, **settings})
+        self._parent.stdin.write(f"{line}\n")
+        self._parent.stdin.flush()
+        return int(self._parent.stdout.readline())
 
     @property
     def staying(self):
@@ -141,7 +160,7 @@ class Fleet:
         while not condition():
             for peer in self.staying:
                 if not peer.alive and not any(event["event"] == "end" for event in peer.events()):
-                    raise RuntimeError(f"{peer.name} has ended with {peer.process.returncode}: {peer.errors()}")
+                    raise RuntimeError(f"{peer.name} has ended: {peer.errors()}")
             if time.monotonic() > deadline:
                 states = ", ".join(f"{peer.name} at {peer.step}" for peer in self.staying)
                 raise TimeoutError(f"{what} did not come in {timeout} s: {states}")
@@ -177,18 +196,19 @@ class Chaos:
 
     def kill_at_random(self):
         time.sleep(self._random.random())
-        self.any().kill()
+        self.any().send(signal.SIGKILL)
 
     def kill_two(self):
         for _ in range(2):
-            self.any().kill()
+            self.any().send(signal.SIGKILL)
 
     def kill_in_healing(self):
-        self._gone(self.fleet.add(die="healing"))
+        self._gone(self.fleet.add(dies="healing"))
 
     def kill_while_another_heals(self):
         """A peer joins, and the one from which it is to be healed dies."""
         before = list(self.fleet.staying)
+        (self.fleet.folder / "serving.first").unlink(missing_ok=True)
         for peer in before:
             peer.tell("serving")
         joins = self.fleet.add()
@@ -200,9 +220,9 @@ class Chaos:
 
     def stop(self):
         victim = self.any()
-        victim.process.send_signal(signal.SIGSTOP)
+        victim.send(signal.SIGSTOP)
         time.sleep(1.5 * self.timeout)
-        victim.process.send_signal(signal.SIGCONT)
+        victim.send(signal.SIGCONT)
 
     def restart_lighthouse(self):
         self.fleet.kill_lighthouse()
@@ -210,7 +230,7 @@ class Chaos:
         self.fleet.start_lighthouse()
 
     def come_back_after(self, rounds):
-        self.any().kill()
+        self.any().send(signal.SIGKILL)
         self.fleet.wait_for_rounds(rounds)
         self.fleet.add()
 

@@ -1,10 +1,13 @@
-"""One peer of a small training on torchft, for scripts/lab/chaos.py and tests/peers.
+"""Peers of a small training on torchft, for scripts/lab/chaos.py and tests/peers.
 
-``peer.py LIGHTHOUSE NAME OPTIONS``, with the options as JSON (:data:`DEFAULTS`).
-It prints a line of JSON for each event: ``joined``, ``round`` (committed), ``taken back``, ``end``; each with the
-rounds that were committed, a hash of the common weights, the peers of the last round, and the memory in MB.
-A line ``POINT`` on its standard input, one of :data:`POINTS`, makes it kill itself by SIGKILL when it next comes there;
-``end`` lets it end after its next round.
+It imports what they need once, then reads a line of JSON for each peer, ``{"folder", "lighthouse", "name", ...}`` with
+those of :data:`DEFAULTS` that differ, starts the peer as a child, and prints its process number. It ends, with its
+children, at the end of its input.
+
+A peer writes to ``FOLDER/NAME.jsonl`` a line of JSON for each event: ``joined``, ``round`` (committed), ``taken
+back``, ``end``; each with the rounds that were committed, a hash of the common weights, the peers of the last round,
+and the memory in MB. ``FOLDER/NAME.fate`` may have a point, one of :data:`POINTS`: when the peer next comes there, it
+kills itself by SIGKILL. With ``end`` it ends after a local step.
 """
 
 import json
@@ -14,6 +17,8 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,31 +42,32 @@ DEFAULTS = {
     "min_peers": 2,
     "pause": 0.01,
     "width": 64,
-    "die": "",
     "join": True,
     "host": "localhost",
 }
 
 
 class Fate:
-    """Where this process is to die."""
+    """Where this process is to die: what the file ``path`` says."""
 
-    def __init__(self, point: str) -> None:
-        self._point, self.ending = point, False
-        threading.Thread(target=self._listen, daemon=True).start()
+    def __init__(self, path):
+        self._path = path
 
-    def _listen(self) -> None:
-        for line in sys.stdin:
-            word = line.strip()
-            if word == "end":
-                self.ending = True
-            else:
-                self._point = word
+    def meets(self, point):
+        try:
+            return self._path.read_text() == point
+        except FileNotFoundError:
+            return False
 
-    def meets(self, point: str) -> bool:
-        return self._point == point
+    def first(self, point):
+        """Whether no other peer has come to this point before."""
+        try:
+            self._path.with_name(f"{point}.first").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
-    def at(self, point: str) -> None:
+    def at(self, point):
         if self.meets(point):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -73,7 +79,7 @@ class Training:
         layers = nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
         self.model = nn.Sequential(*layers)  # of other weights in each peer: the first round makes them equal
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.settings, self.fate = settings, Fate(settings["die"])
+        self.settings, self.fate = settings, Fate(Path(settings["folder"], f"{name}.fate"))
         seconds = timedelta(seconds=settings["timeout"])
         self.store = distributed.TCPStore(settings["host"], 0, is_master=True, wait_for_workers=False)
         self.manager = torchft.Manager(
@@ -102,7 +108,8 @@ class Training:
         _die_in(self.local.compression.collectives, self.manager, self.fate)
 
     def save(self):
-        self.fate.at("serving")
+        if self.fate.meets("serving") and self.fate.first("serving"):
+            self.fate.at("serving")
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state):
@@ -128,7 +135,7 @@ class Training:
         if self.settings["join"]:
             self.local.join()
         self.say("joined")
-        while self.manager.current_step() < self.settings["rounds"] and not self.fate.ending:
+        while self.manager.current_step() < self.settings["rounds"] and not self.fate.meets("end"):
             self.train()
         self.say("end")
 
@@ -173,10 +180,38 @@ def _die_in(collectives, manager, fate):
     collectives.start, manager.start_quorum, manager.should_commit = started, quorum, committed
 
 
-def main(lighthouse, name, options="{}"):
-    Training(lighthouse, name, {**DEFAULTS, **json.loads(options)}).run()
-    os._exit(0)  # torchft's threads would wait for their timeouts
+def peer(settings):
+    """In a child: trains."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = Path(settings["folder"], settings["name"])
+    for number, suffix in ((1, ".jsonl"), (2, ".err")):
+        os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    code = 1
+    try:
+        Training(settings["lighthouse"], settings["name"], settings).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # torchft's threads would wait for their timeouts
+
+
+def main():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    children, warm = [], nn.Parameter(torch.zeros(1))
+    warm.grad = torch.zeros(1)
+    torch.optim.AdamW([warm]).step()  # which imports more
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            peer({**DEFAULTS, **json.loads(line)})
+        children.append(child)
+        print(child, flush=True)
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -46,10 +46,10 @@ def test_a_peer_that_stands_still_is_left_behind_and_comes_back():
         f.add(3)
         f.wait_for_rounds(3, 90)
         slow, others = f.peers[0], f.peers[1:]
-        slow.process.send_signal(signal.SIGSTOP)
+        slow.send(signal.SIGSTOP)
         first = max(peer.step for peer in others)
         f.wait(lambda: all(peer.step > first + 3 for peer in others), 60, "rounds of the others")
-        slow.process.send_signal(signal.SIGCONT)
+        slow.send(signal.SIGCONT)
         f.wait_for_rounds(3, 60)
         assert f.different() == [] and slow.events("round")[-1]["peers"] == 3
 
