@@ -94,8 +94,9 @@ class InFlight:
             return False
         self._left -= 1
         if not self._left:
+            arrived = bool(self._waiting)  # before, for a state that was saved: of a round that counts
             self.finish()
-            return self._counts
+            return arrived or self._counts
         if self._round is not None:
             with self._reset_on_failure():
                 if self._calls.due:
