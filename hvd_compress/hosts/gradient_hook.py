@@ -1,6 +1,6 @@
-"""The communication hook of a DistributedDataParallel model that somebody else has built, such as a trainer.
+"""The communication hook of a DistributedDataParallel model that a trainer has built.
 
-DDP takes one hook in its life, and a model may be trained several times: the hook asks its state whose turn it is.
+DDP takes one hook, and its model may be trained several times: the state of the hook says who exchanges gradients now.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ class GradientHook:
     """The state of the hook of one DDP model.
 
     Args:
-        ddp: the model. Its ``broadcast_buffers`` is turned off while the gradients stay local.
+        ddp: the model. While the gradients stay local, it is as in ``no_sync()``, and broadcasts no buffers. Where the
+            program ends that (nanoGPT, Lightning's manual optimization), the hook returns the rank's own gradients.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -43,6 +44,7 @@ class GradientHook:
         """From now on gradients are exchanged by a compressor, or, of None, by nobody."""
         self._compression = compression
         ddp.broadcast_buffers = self._broadcasts and not self.local
+        ddp.require_backward_grad_sync = not self.local
 
 
 def local_gradients(model: torch.nn.Module) -> None:
@@ -50,8 +52,7 @@ def local_gradients(model: torch.nn.Module) -> None:
     wraps its model anyway.
 
     Without it, DDP averages the gradients in each step, and :class:`~hvd_compress.LocalSteps` raises an error. DDP
-    still gives all ranks rank 0's weights when it is built. With ``find_unused_parameters=True`` it still sends one
-    message a step, which names the unused parameters.
+    still gives all ranks rank 0's weights when it is built.
 
     Example::
 

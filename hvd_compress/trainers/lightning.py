@@ -59,9 +59,12 @@ class LightningCallback(Callback):
         """The compressor. Raises ``RuntimeError`` before the training has begun."""
         return self.training.compression
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.training.begin(pl_module, trainer.optimizers, scaler)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning has loaded the optimizers, which ModelParallelStrategy does after ``on_fit_start``."""
         if self._states:
             self.training.load(len(self._states), self._states.__getitem__)
         self._states, self._step = [], trainer.global_step
@@ -92,7 +95,9 @@ class LightningCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Of all ranks, on rank 0. All ranks must call it."""
-        return {"states": world.gather_to_first(self.training.state())} if self.training.begun else {}
+        if not self.training.begun or self._states:  # a fit without a step left
+            return {"states": self._states}
+        return {"states": world.gather_to_first(self.training.state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the states until the training begins."""

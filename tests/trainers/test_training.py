@@ -1,10 +1,12 @@
 """What the callbacks share, without a trainer, and the optimizer for trainers that take one."""
 
 import copy
+import re
 
 import pytest
 import torch
 from harness import mixed_model
+from launch import ROOT
 
 import hvd_compress
 from hvd_compress import recipes, trainers
@@ -166,3 +168,9 @@ def test_local_gradients_needs_ddp():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'KerasCallback'"):
         _ = trainers.KerasCallback
+
+
+def test_every_name_is_documented():
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    names = re.findall(r"^.. auto\w+:: hvd_compress\.trainers\.(\w+)$", page, re.MULTILINE)
+    assert sorted(names) == sorted(trainers.__all__)

@@ -71,6 +71,24 @@ def raises_errors_on_all_ranks(folder):
         step.load(2, states.__getitem__)
 
 
+def gradients_stay_local():
+    """Also where the program says that DDP is to average them."""
+    model = net()
+    ddp, rank = DistributedDataParallel(model, find_unused_parameters=True), distributed.get_rank()
+    hvd_compress.trainers.local_gradients(ddp)
+    for synchronised in (False, True):
+        assert not ddp.require_backward_grad_sync or synchronised
+        ddp.require_backward_grad_sync = synchronised
+        model.zero_grad()
+        torch.manual_seed(rank)
+        inputs = torch.randn(8, 16), torch.randint(4, (8,))
+        ddp(*inputs)["loss"].backward()
+        loss = torch.nn.functional.cross_entropy(model.layers(inputs[0]), inputs[1])
+        own = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], own))
+    assert not equal_on_all_ranks(flat(model)), "buffers were broadcast"
+
+
 def evaluates_and_stops(train, folder, average):
     """Local steps: all ranks evaluate the same weights, or each its own. All stop at one step."""
     model, _, steps, _ = train(folder, *LOCAL, evaluate=True, average=average)
@@ -82,6 +100,7 @@ def evaluates_and_stops(train, folder, average):
 folder, *trainers = sys.argv[1:]
 distributed.init_process_group("gloo")
 destroy, distributed.destroy_process_group = distributed.destroy_process_group, lambda *_, **__: None
+gradients_stay_local()
 raises_errors_on_all_ranks(Path(folder, "errors"))
 for name in trainers:
     train, place = import_module(f"with_{name}").train, Path(folder, name)
