@@ -170,7 +170,11 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = trainers.KerasCallback
 
 
-def test_every_name_is_documented():
+def test_every_name_is_documented_and_the_code_of_the_page_compiles():
     page = (ROOT / "docs" / "trainers.md").read_text()
     names = re.findall(r"^.. auto\w+:: hvd_compress\.trainers\.(\w+)$", page, re.MULTILINE)
     assert sorted(names) == sorted(trainers.__all__)
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 5
+    for block in blocks:
+        compile(block, "docs/trainers.md", "exec")
