@@ -1,5 +1,7 @@
 """The documentation site: `bash scripts/docs.sh` builds it, without a network, into build/docs."""
 
+from importlib.util import find_spec
+
 from hvd_compress import __version__
 
 project = "hvd_compress"
@@ -14,6 +16,8 @@ myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+# Optional: the callbacks for them are documented without them, too.
+autodoc_mock_imports = [name for name in ("accelerate", "lightning", "transformers") if find_spec(name) is None]
 autoclass_content = "class"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

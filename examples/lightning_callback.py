@@ -1,9 +1,8 @@
 """Lightning: a callback that compresses the gradients of any LightningModule.
 
-    torchrun --nproc-per-node 2 examples/lightning_callback.py --steps 200 --checkpoints /tmp/lightning
+    torchrun --nproc-per-node 2 examples/lightning_callback.py --steps 240 --checkpoints /tmp/lightning
 
-``DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...)`` does not fit: a compressor is built after the process group and
-with the model on its device, a strategy before; and Lightning registers its hook on GPUs only.
+Local steps in its place: ``LightningCallback(hvd_compress.recipes.low_bit, period=3)``.
 """
 
 import argparse
@@ -11,34 +10,10 @@ from pathlib import Path
 
 import lightning
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_compress
-
-
-class Compression(lightning.Callback):
-    """``build``: makes a compressor from named parameters. Lightning's checkpoint gets the states of all ranks."""
-
-    def __init__(self, build=hvd_compress.IWP, **options):
-        self.build, self.options, self.states = build, options, None
-
-    def on_fit_start(self, trainer, module):
-        self.compression = self.build(module.named_parameters(), **self.options)
-        trainer.strategy.model.register_comm_hook(self.compression, hvd_compress.ddp_hook)
-        if self.states is not None:
-            self.compression.load_state_dict(self.states[trainer.global_rank])
-
-    def on_load_checkpoint(self, trainer, module, checkpoint):
-        self.states = checkpoint["hvd_compress"]  # on another number of ranks: [hvd_compress.reshard(states)] * ranks
-
-    def on_save_checkpoint(self, trainer, module, checkpoint):
-        checkpoint["hvd_compress"] = [None] * trainer.world_size
-        distributed.all_gather_object(checkpoint["hvd_compress"], self.compression.state_dict())
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.logger and trainer.global_step % 50 == 0:
-            trainer.logger.log_metrics(self.compression.metrics(), trainer.global_step)
 
 
 class Classifier(lightning.LightningModule):
@@ -55,17 +30,17 @@ class Classifier(lightning.LightningModule):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200, help="a multiple of the 10 of an epoch on 2 ranks")
+    parser.add_argument("--steps", type=int, default=240, help="a multiple of the 12 of an epoch on 2 ranks")
     parser.add_argument("--checkpoints", type=Path, required=True)
     options = parser.parse_args()
     file = options.checkpoints / "last.ckpt"
     lightning.seed_everything(0)
-    x = torch.randn(1280, 128)
+    x = torch.randn(1536, 128)
     batches, module = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=64), Classifier()
-    callback = Compression(hvd_compress.IWP, density=1 / 64)
+    callback = hvd_compress.trainers.LightningCallback(hvd_compress.IWP, density=1 / 64)
     devices = "auto" if torch.cuda.is_available() else 2
     trainer = lightning.Trainer(
-        strategy="ddp", devices=devices, max_epochs=options.steps // 10, callbacks=[callback], logger=False,
+        strategy="ddp", devices=devices, max_epochs=options.steps // 12, callbacks=[callback], logger=False,
         default_root_dir=options.checkpoints, enable_progress_bar=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(module, batches, ckpt_path=str(file) if file.exists() else None, weights_only=True)

@@ -1,6 +1,6 @@
-"""Hugging Face Trainer: a callback that compresses the gradients of any model that it trains.
+"""Hugging Face Trainer: local steps of Muon and AdamW by a callback, which serves any model.
 
-torchrun --nproc-per-node 2 examples/transformers_trainer.py --steps 200 --checkpoints /tmp/trainer
+torchrun --nproc-per-node 2 examples/transformers_trainer.py --steps 201 --checkpoints /tmp/trainer
 """
 
 import argparse
@@ -8,33 +8,10 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import hvd_compress
-
-
-class Compression(TrainerCallback):
-    """``build``: makes a compressor from named parameters. Every rank's state lies in the Trainer's checkpoints."""
-
-    def __init__(self, build=hvd_compress.IWP, **options):
-        self.build, self.options = build, options
-
-    def on_train_begin(self, args, state, control, **others):
-        model = self.trainer.model_wrapped  # DistributedDataParallel
-        self.compression = self.build(model.module.named_parameters(), **self.options)
-        model.register_comm_hook(self.compression, hvd_compress.ddp_hook)
-        if state.global_step:
-            self.compression.load_state_dict(torch.load(self.file(args, state), weights_only=True))
-
-    def on_save(self, args, state, control, **others):
-        torch.save(self.compression.state_dict(), self.file(args, state))
-
-    def on_log(self, args, state, control, logs=None, **others):
-        logs.update(self.compression.metrics())
-
-    def file(self, args, state):
-        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"compression-{args.process_index}.pt")
 
 
 def collate(pieces):
@@ -44,7 +21,7 @@ def collate(pieces):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=201)
     parser.add_argument("--checkpoints", type=Path, required=True)
     options = parser.parse_args()
     text = torch.frombuffer(bytearray(Path(torch.nn.functional.__file__).read_bytes()), dtype=torch.uint8).long()
@@ -52,15 +29,20 @@ def main():
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2))
+    matrices, others = hvd_compress.hidden_matrices(model)
+    muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others.values(), lr=3e-3)
+    optimizer = hvd_compress.trainers.CombinedOptimizer([muon, adamw])
+    callback = hvd_compress.trainers.TransformersCallback(hvd_compress.recipes.low_bit, period=3)
+
     arguments = TrainingArguments(
-        str(options.checkpoints), max_steps=options.steps, per_device_train_batch_size=8, learning_rate=2e-3,
-        lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, report_to="none", disable_tqdm=True,
-        save_steps=10**9, logging_steps=50, use_cpu=not torch.cuda.is_available(),
+        str(options.checkpoints), max_steps=options.steps, per_device_train_batch_size=8, lr_scheduler_type="constant",
+        report_to="none", disable_tqdm=True, save_steps=10**9, logging_steps=50, use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
-    callback = Compression(hvd_compress.DeMo)  # signs of momentum, in place of AdamW: optim="sgd", no clipping
-    data = TensorDataset(pieces)
-    trainer = Trainer(model, arguments, train_dataset=data, data_collator=collate, callbacks=[callback])
-    callback.trainer = trainer
+    trainer = Trainer(
+        model, arguments, train_dataset=TensorDataset(pieces), data_collator=collate, optimizers=(optimizer, None),
+        callbacks=[callback],
+    )  # fmt: skip
     last = get_last_checkpoint(str(options.checkpoints)) if options.checkpoints.exists() else None
     trainer.train(resume_from_checkpoint=last)
 

@@ -1,6 +1,6 @@
 """Gradient compression for data-parallel training with Horovod, torch DistributedDataParallel or FSDP2."""
 
-from . import recipes, schedule
+from . import recipes, schedule, trainers
 from ._version import __version__
 from .checkpoints.convert import reshard
 from .checkpoints.dcp import DCPState
@@ -45,4 +45,5 @@ __all__ = [
     "register_fsdp_hooks",
     "reshard",
     "schedule",
+    "trainers",
 ]

@@ -17,7 +17,8 @@ from hvd_compress import Compressor
 PACKAGE = Path(hvd_compress.__file__).parent
 #: What each room may import, besides itself.
 BELOW = {
-    "": {"local", "methods", "hosts", "selection", "checkpoints", "engine"},
+    "": {"trainers", "local", "methods", "hosts", "selection", "checkpoints", "engine"},
+    "trainers": {"local", "methods", "checkpoints", "hosts", "carriers", "engine"},
     "local": {"methods", "hosts", "carriers", "engine", "reference"},
     "methods": {"checkpoints", "hosts", "gradients", "selection", "codecs", "carriers", "engine", "ops", "reference"},
     "hosts": {"gradients", "carriers", "engine"},
@@ -52,6 +53,8 @@ WRITTEN_BY_OTHERS = {
     ("hosts.ddp", "parameter.grad"): (1, _GRAD),
     ("hosts.fsdp", "p.grad"): (1, _GRAD),
     ("hosts.fsdp", "self._engine.parameters[number].grad"): (2, _GRAD),
+    ("hosts.gradient_hook", "ddp.broadcast_buffers"): (1, "DDP reads it in each forward pass and has no call for it"),
+    ("hosts.gradient_hook", "ddp.require_backward_grad_sync"): (1, "no_sync(), but not as a context"),
     ("hosts.fsdp_modules", "cast(Any, module._get_fsdp_state())._hvd_compress"): (1, "lives as long as the module"),
     ("hosts.fsdp_modules", "self.group._partial_reduce_output"): (2, "FSDP2 has no call for it"),
     ("local.buffers", "part.training"): (2, "train() may be the user's own"),
@@ -295,12 +298,13 @@ def test_few_classes_lie_between_a_method_and_the_base():
         assert len(between) <= MOST_CLASSES_BETWEEN, (method, between)
 
 
-def test_importing_the_package_imports_neither_horovod_nor_fsdp():
+def test_importing_the_package_imports_neither_horovod_nor_fsdp_nor_a_trainer():
     """Not even an installed Horovod: sys.modules["horovod"] = None makes the import fail. FSDP takes most of a
     second."""
     script = (
         "import sys; sys.modules['horovod'] = None; import hvd_compress; "
-        "foreign = ('horovod', 'torch.distributed.fsdp', 'torch.distributed.checkpoint'); "
+        "foreign = ('horovod', 'torch.distributed.fsdp', 'torch.distributed.checkpoint', 'lightning', 'transformers', "
+        "'accelerate'); "
         "assert sorted(m for m in sys.modules if m.startswith(foreign)) == ['horovod']; print(hvd_compress.IWP)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)

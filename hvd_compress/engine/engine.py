@@ -190,10 +190,6 @@ class Engine:
             "only parameters whose gradients are averaged in every step"
         )
 
-    def withdraw(self) -> None:
-        """The last exchange is not counted. The caller undoes it."""
-        self.step -= 1
-
     def reset(self, versions: bool = False, overwritten: bool = False) -> None:
         """Ends an exchange that failed: what was sent is added back to the residuals. What has arrived stays in the
         residuals, and becomes zero where the caller reads it; with nodes, where it may have been summed already, it is
@@ -262,7 +258,7 @@ class Engine:
             work.restart()
 
     def state(self) -> Tree:
-        """Describes the engine's own saved state."""
+        """Describes the engine's own saved state: how many exchanges have ended."""
         return Entry(vars(self), "step", int, low=0)
 
     def warn(self, text: str) -> None:

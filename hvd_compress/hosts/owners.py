@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.optimizers import parameters_of
 from ..engine.shards import is_sharded
+from . import gradient_hook
 from .fsdp import hooked
 from .fsdp_modules import sharded_modules
 from .living import living
@@ -82,12 +82,11 @@ def averages(parameters: Sequence[Tensor]) -> str | None:
     ids = {id(p) for p in parameters}
     if hooked(parameters):
         return "the hooks of register_fsdp_hooks(): call remove() of the handle that it has returned"
-    for model in living(DistributedDataParallel):
-        if model.require_backward_grad_sync and any(id(p) in ids for p in model.parameters()):
-            return (
-                "DistributedDataParallel (accelerate.prepare() and Lightning's ddp strategy make one): train the plain "
-                "model, ddp.module, or run forward and backward passes in ddp.no_sync()"
-            )
+    if any(map(gradient_hook.averages, gradient_hook.ddp_models(parameters))):
+        return (
+            "DistributedDataParallel (accelerate.prepare() and Lightning's ddp strategy make one): call "
+            "hvd_compress.trainers.local_gradients(ddp), or train the plain model, ddp.module"
+        )
     for optimizer in living(torch.optim.Optimizer):
         if hasattr(optimizer, "_compression") and not ids.isdisjoint(parameters_of([optimizer])):
             return "Horovod's DistributedOptimizer: step the plain optimizer, and do not build it"

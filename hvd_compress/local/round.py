@@ -8,6 +8,7 @@ from torch import Tensor
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.place import check_gradient
+from ..engine.state import load
 from .common_weights import CommonWeights, Weight
 from .fragments import Fragment
 from .lengths import Lengths
@@ -101,7 +102,7 @@ class Round:
         for weight, tensor in zip(self.fragment.weights, self._tensors, strict=True):
             with weight.order:
                 tensor.zero_()
-        self._engine.withdraw()
+        load(self._engine.state(), self._engine.step - 1)  # it is not counted
         return kept
 
     def land(self, received: bool) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ LAUNCHES = {
 ELASTIC = "horovod_elastic"
 #: Seconds of a launch, on a machine that is busy otherwise.
 LIMIT = 480.0
-LINE = r"rank (\d): (\d+) steps(?: from (\d+))?, loss (\d+\.\d+), (\d+\.\d) times fewer bytes"
+LINE = r"rank (\d): (\d+) steps(?: from (\d+))?, loss (\d+\.\d+), (\d+\.\d|nan) times fewer bytes"
 
 
 def results(output, runs):
@@ -46,7 +46,8 @@ def check_resumed(whole, half, resumed, again, steps):
     assert resumed[1] in ("", str(steps // 2)) and again[1] in ("", str(steps))
     assert resumed[2] == whole[2], "training differs after resuming"
     if int(again[0]) == steps:  # transformers' Trainer takes one more step
-        assert again[2:] == resumed[2:], "a run without a step left differs"
+        assert again[2] == resumed[2], "a run without a step left differs"
+        assert again[3] in (resumed[3], "nan")  # Lightning's callbacks are not called
     assert float(whole[2]) < float(half[2]), "nothing was learnt"
     assert float(whole[3]) > 8
 
@@ -79,7 +80,7 @@ def test_every_example_is_tested_short_and_in_the_index():
 
 @pytest.mark.parametrize("examples_of", LAUNCHES.values(), ids=LAUNCHES)
 def test_examples(examples_of, tmp_path):
-    names, steps = [name for package in examples_of if find_spec(package) for name in examples_of[package]], 20
+    names, steps = [name for package in examples_of if find_spec(package) for name in examples_of[package]], 24
     if not names:
         pytest.skip(f"not installed: {', '.join(examples_of)}")
     launcher, *others = map(printed, names)

@@ -1,0 +1,105 @@
+"""Hugging Face Accelerate."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.optim import Optimizer
+
+from ..methods.base import Compressor
+from . import rank_files
+from .training import Build, Training
+
+
+class AccelerateLoop:
+    """Local steps, or compressed gradients, in a loop of Accelerate.
+
+    ``accelerator.save_state()`` and ``load_state()`` write and read a file of every rank beside their own files, with
+    which a training resumes bit-exactly, also between two exchanges. The model in the folder is rank 0's own: call
+    :meth:`finish` before saving one for others.
+
+    Example::
+
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+        loop = hvd_compress.trainers.AccelerateLoop(hvd_compress.recipes.low_bit, accelerator, model, optimizer)
+        for inputs, targets in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_function(model(inputs), targets))
+                optimizer.step()
+                loop.step()
+                optimizer.zero_grad()
+        loop.finish()  # on all ranks, before testing the model
+
+    Args:
+        build: a recipe of :mod:`hvd_compress.recipes`, a compressor class such as :class:`hvd_compress.DeMo`, or a
+            function ``build(model, optimizers, **options)`` that returns :class:`~hvd_compress.LocalSteps` or a
+            compressor.
+        accelerator: whose ``prepare()`` was called.
+        model: as prepared.
+        optimizers: the prepared optimizer, or a list of several, of different parameters.
+        options: of ``build``.
+
+    Raises:
+        TypeError: see ``build``.
+        FileNotFoundError: in ``load_state()``, on all ranks, the folder has no files of the ranks.
+        ValueError: in ``load_state()``, they do not fit.
+        RuntimeError: the model of a compressor is in neither DDP nor FSDP2.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        **options: Any,
+    ) -> None:
+        self.training, self._accelerator = Training(build, options), accelerator
+        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+        self.training.begin(plain, given, accelerator.scaler)
+        checkpoint = _Checkpoint(self.training)
+        accelerator.register_save_state_pre_hook(checkpoint.save)
+        accelerator.register_load_state_pre_hook(checkpoint.begin_loading)
+        accelerator.register_for_checkpointing(checkpoint)
+
+    @property
+    def compression(self) -> Compressor:
+        """The compressor."""
+        return self.training.compression
+
+    def step(self) -> None:
+        """Call it after each ``optimizer.step()``; of several optimizers, once, after all of them. While gradients are
+        accumulated, it does nothing, as the prepared optimizers."""
+        if self._accelerator.sync_gradients:
+            self.training.stepped()
+
+    def finish(self) -> None:
+        """Gives all ranks the average of their weights, before testing. With a compressor of each step's gradients it
+        does nothing. Training may go on. All ranks must call it."""
+        self.training.average()
+
+    def metrics(self) -> dict[str, float]:
+        """:meth:`hvd_compress.Compressor.metrics`, for ``accelerator.log(loop.metrics(), step)``."""
+        return self.training.metrics()
+
+
+class _Checkpoint:
+    """An object of ``register_for_checkpointing()``: Accelerate loads those last, after model and optimizers, but does
+    not tell them the folder."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._folder = training, ""
+
+    def save(self, models: Any, weights: Any, folder: str) -> None:
+        rank_files.save(self._training, folder)
+
+    def begin_loading(self, models: Any, folder: str) -> None:
+        self._folder = folder
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rank_files.load(self._training, self._folder)

@@ -1,0 +1,104 @@
+"""Lightning."""
+
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from ..carriers import world
+from ..engine.arguments import check_flag
+from ..methods.base import Compressor
+from .training import Build, Training
+
+
+class LightningCallback(Callback):
+    """Trains any ``LightningModule`` by local steps, or with compressed gradients, under ``DDPStrategy`` or
+    ``ModelParallelStrategy`` (FSDP2).
+
+    After each batch in which an optimizer has stepped, it takes a local step. When the fit ends, all ranks have the
+    average of their weights.
+
+    Lightning's checkpoints contain the states of all ranks, with which ``ckpt_path`` resumes bit-exactly, also between
+    two exchanges: rank 0 gathers them, with local steps a model and its optimizers of every rank. The model itself is
+    rank 0's own, unless it was averaged in the same step. :meth:`hvd_compress.Compressor.metrics` is logged every
+    ``log_every_n_steps``.
+
+    With ``ModelParallelStrategy`` the compressor needs the group of the replicas, which exists when it is built::
+
+        def build(module, optimizers):
+            return hvd_compress.recipes.low_bit(module, optimizers, process_group=module.mesh.get_group("replicate"))
+
+    Example::
+
+        callback = hvd_compress.trainers.LightningCallback(hvd_compress.recipes.low_bit, period=3)
+        trainer = lightning.Trainer(strategy="ddp", callbacks=[callback])
+        trainer.fit(module, batches)
+
+    Args:
+        build: a recipe of :mod:`hvd_compress.recipes`, a compressor class such as :class:`hvd_compress.DeMo`, or a
+            function ``build(module, optimizers, **options)`` that returns :class:`~hvd_compress.LocalSteps` or a
+            compressor. With automatic optimization a module has one optimizer:
+            :class:`~hvd_compress.trainers.CombinedOptimizer` makes one of several.
+        average: whether local steps average the weights before each validation, which sends what one step of dense
+            training sends. False: each rank validates its own weights, on its part of the data.
+        options: of ``build``.
+
+    Raises:
+        TypeError: see ``build``.
+        ValueError: on resuming, the states do not fit.
+        RuntimeError: the module of a compressor is in neither DDP nor FSDP2.
+    """
+
+    def __init__(self, build: Build, *, average: bool = True, **options: Any) -> None:
+        self.training = Training(build, options)
+        self._average = check_flag("average", average)
+        self._states: list[dict[str, Any]] = []
+        self._step = 0
+
+    @property
+    def compression(self) -> Compressor:
+        """The compressor. Raises ``RuntimeError`` before the training has begun."""
+        return self.training.compression
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.training.begin(pl_module, trainer.optimizers, scaler)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning has loaded the optimizers, which ModelParallelStrategy does after ``on_fit_start``."""
+        if self._states:
+            self.training.load(len(self._states), self._states.__getitem__)
+        self._states, self._step = [], trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self._step:  # gradients are accumulated
+            return
+        self._step = trainer.global_step
+        self.training.stepped()
+        if trainer.loggers and self._step % trainer.log_every_n_steps == 0:
+            metrics = self.training.metrics()
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, self._step)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._average and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.training.average()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Checkpoints are saved after this, and the last one should have the averaged model."""
+        steps, epochs = trainer.max_steps, trainer.max_epochs
+        last = 0 <= steps <= trainer.global_step or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
+        if last or trainer.should_stop:
+            self.training.average()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.training.average()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all ranks, on rank 0. All ranks must call it."""
+        if not self.training.begun or self._states:  # a fit without a step left
+            return {"states": self._states}
+        return {"states": world.gather_to_first(self.training.state())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the states until the training begins."""
+        self._states = state_dict.get("states", [])

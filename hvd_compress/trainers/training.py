@@ -1,0 +1,153 @@
+"""One training, as its trainer sees it: the same calls for local steps and for a compressor of each step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..carriers import world
+from ..checkpoints.convert import reshard
+from ..engine.shards import is_sharded
+from ..hosts.fsdp import register_fsdp_hooks
+from ..hosts.gradient_hook import use_hook
+from ..local.steps import LocalSteps
+from ..methods.base import Compressor
+from . import rank_state
+
+#: Makes what a training uses: a compressor class, or a function of the model, the optimizers and options.
+Build = Callable[..., LocalSteps | Compressor]
+
+
+class Training:
+    """What a trainer does with local steps or a compressor.
+
+    Args:
+        build: a compressor class, called as ``build(model, **options)``, with the ``grad_scaler`` that the trainer
+            uses; or a function, called as ``build(model, optimizers, **options)``.
+        options: of it.
+
+    Raises:
+        TypeError: ``build`` cannot be called; in :meth:`begin`, it returns neither local steps nor a compressor.
+    """
+
+    def __init__(self, build: Build, options: dict[str, Any]) -> None:
+        if not callable(build):
+            raise TypeError(
+                "the first argument builds the method: a recipe such as hvd_compress.recipes.low_bit, a compressor "
+                f"class, or a function build(model, optimizers); got {build!r:.80}"
+            )
+        self._build, self._options = build, options
+        self._built: LocalSteps | Compressor | None = None
+        self._model = torch.nn.Module()
+        self._optimizers: list[Optimizer] = []
+        self._scaler: Any = None
+        #: Whether a local step has followed the last average of all weights.
+        self._stepped = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether :meth:`begin` was called."""
+        return self._built is not None
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps, if the training takes some."""
+        return self._built if isinstance(self._built, LocalSteps) else None
+
+    @property
+    def compression(self) -> Compressor:
+        """The compressor. Raises ``RuntimeError`` before the training has begun."""
+        if self._built is None:
+            raise RuntimeError("the compressor is built when the training begins")
+        return self._built.compression if isinstance(self._built, LocalSteps) else self._built
+
+    def begin(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any = None) -> None:
+        """The model is on its device, and wrapped, and the trainer's checkpoint is loaded.
+
+        Args:
+            model: without wrappers.
+            optimizers: all of them; wrappers are removed.
+            scaler: the ``GradScaler`` in use, if any.
+
+        Raises:
+            TypeError: see the class.
+            RuntimeError: a compressor of several ranks, and a model in neither DDP nor FSDP2.
+        """
+        self._model, self._scaler, self._stepped = model, scaler, False
+        self._optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+        build: Any = self._build
+        if isinstance(build, type) and issubclass(build, Compressor):
+            scaled = {} if scaler is None else {"grad_scaler": scaler}
+            built = build(model, **{**scaled, **self._options})
+        else:
+            built = build(model, self._optimizers, **self._options)
+        if not isinstance(built, LocalSteps | Compressor):
+            raise TypeError(
+                f"build(model, optimizers) must return hvd_compress.LocalSteps or a compressor, got {built!r:.80}"
+            )
+        self._built = built
+        if isinstance(built, LocalSteps):
+            use_hook(model, None)
+        elif any(map(is_sharded, built.engine.parameters)):
+            register_fsdp_hooks(model, built)
+        elif not use_hook(model, built) and world.place()[1] > 1:
+            raise RuntimeError(
+                "nothing averages the gradients: a compressor needs the model in DistributedDataParallel or FSDP2 "
+                "(fully_shard()); local steps need neither"
+            )
+
+    def stepped(self) -> None:
+        """All optimizers have taken a step, or a scaler has skipped it."""
+        self._stepped = True
+        if self.local is not None:
+            self.local.step()
+
+    def average(self) -> None:
+        """Gives all ranks the average of their weights, unless nothing has changed since the last one."""
+        if self.local is not None and self._stepped:
+            self.local.finish(self._model)
+        self._stepped = False
+
+    def replaced(self) -> None:
+        """The trainer has put other weights into the model, the same on all ranks."""
+        if self.local is not None:
+            self.local.take_weights()
+        self._stepped = False
+
+    def metrics(self) -> dict[str, float]:
+        """:meth:`hvd_compress.Compressor.metrics`."""
+        return self.compression.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """What this rank saves beside the trainer's checkpoint. All ranks must call it."""
+        own = {"compression": self.compression.state_dict(), "stepped": self._stepped}
+        if self.local is not None:
+            own["rank"] = rank_state.save(self._model, self._optimizers, self._scaler)
+        return own
+
+    def load(self, ranks: int, read: Callable[[int], dict[str, Any]]) -> None:
+        """Resumes, after the trainer has: bit-exactly on equally many ranks.
+
+        On others, residuals become their mean (:func:`hvd_compress.reshard`), and model and optimizers stay those of
+        the trainer's checkpoint, rank 0's.
+
+        Args:
+            ranks: that saved.
+            read: returns the :meth:`state` of one of them.
+
+        Raises:
+            ValueError: a state does not fit; on another number of ranks, the saved weights differ between ranks.
+        """
+        rank, size = world.place()
+        if ranks != size:
+            self.compression.load_state_dict(reshard(read(number)["compression"] for number in range(ranks)))
+            return
+        state = read(rank)
+        if ("rank" in state) != (self.local is not None):
+            kinds = "local steps" if "rank" in state else "a compressor of each step's gradients"
+            raise ValueError(f"the checkpoint was saved with {kinds}: resume with the method that saved it")
+        if self.local is not None:
+            rank_state.load(state["rank"], self._model, self._optimizers, self._scaler)
+        self.compression.load_state_dict(state["compression"])
+        self._stepped = state["stepped"]

@@ -1,0 +1,180 @@
+"""What the callbacks share, without a trainer, and the optimizer for trainers that take one."""
+
+import copy
+import re
+
+import pytest
+import torch
+from harness import mixed_model
+from launch import ROOT
+
+import hvd_compress
+from hvd_compress import recipes, trainers
+from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.trainers.training import Training
+
+
+def two(model):
+    """Optimizers with state, of different parameters."""
+    parameters = list(model.parameters())
+    return [
+        torch.optim.SGD(parameters[:2], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([{"params": parameters[2:4], "lr": 0.03}, {"params": parameters[4:]}], lr=0.01),
+    ]
+
+
+def step(model, optimizers, number):
+    torch.manual_seed(number)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_the_combined_optimizer_steps_schedules_and_resumes_as_its_parts():
+    models = [mixed_model() for _ in range(3)]
+    apart, joined, resumed = map(two, models)
+    joined, other = trainers.CombinedOptimizer(joined), trainers.CombinedOptimizer(resumed)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (*apart, joined)]
+    for number in range(4):
+        step(models[0], apart, number)
+        step(models[1], [joined], number)
+        if number > 1:
+            step(models[2], [other], number)
+        for schedule in schedules:
+            schedule.step()
+        if number == 1:
+            models[2].load_state_dict(models[1].state_dict())
+            other.load_state_dict(copy.deepcopy(joined.state_dict()))
+            schedules.append(torch.optim.lr_scheduler.ExponentialLR(other, 0.5, last_epoch=2))
+            assert [group["lr"] for group in resumed[1].param_groups] == [0.03 / 4, 0.01 / 4]
+    for p, *others in zip(*(model.parameters() for model in models), strict=True):
+        assert all(torch.equal(p, o) for o in others)
+    assert joined.state_dict()["state"].keys() == set(range(len(list(models[0].parameters()))))
+
+
+def test_the_combined_optimizer_calls_a_closure_once_with_gradients_on():
+    model, calls = mixed_model(), []
+    optimizer = trainers.CombinedOptimizer(two(model))
+    with torch.no_grad():
+        assert optimizer.step(lambda: calls.append(torch.is_grad_enabled()) or 3.0) == 3.0
+    assert calls == [True]
+
+
+def test_the_combined_optimizer_refuses_none_and_shared_parameters():
+    model = mixed_model()
+    with pytest.raises(ValueError, match="at least one optimizer"):
+        trainers.CombinedOptimizer([])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        trainers.CombinedOptimizer([two(model)[0], two(model)[0]])
+
+
+def of_rank(world, rank, model=None):
+    """A training of local steps on one of the threads' ranks."""
+    model = model or mixed_model()
+    training = Training(recipes.low_bit, {"period": 3, "collectives": world.collectives(rank), "min_numel": 1})
+    training.begin(model, two(model))
+    return training, model, training.local
+
+
+def train(world, trainings, steps):
+    def one(rank):
+        training, model, _ = trainings[rank]
+        for number in range(steps):
+            step(model, training._optimizers, 10 * number + rank)
+            training.stepped()
+
+    world.run(one)
+
+
+def test_on_another_number_of_ranks_a_training_begins_with_the_mean_of_what_was_not_sent():
+    world = ThreadWorld(2, timeout=20)
+    trainings = [of_rank(world, rank) for rank in range(2)]
+    train(world, trainings, 4)
+    states = [training.state() for training, _, _ in trainings]
+    alone, model, _ = of_rank(ThreadWorld(1), 0)
+    with pytest.raises(ValueError, match="differs between rank 0 and rank 1"):
+        alone.load(2, states.__getitem__)
+    world.run(lambda rank: trainings[rank][0].average())
+    states = [training.state() for training, _, _ in trainings]
+    model.load_state_dict(trainings[0][1].state_dict())
+    alone.load(2, states.__getitem__)
+    owed = [state["compression"]["owed"]["residual"] for state in [*states, alone.state()]]
+    assert any(r.any() for r in owed[0].values() if r is not None)
+    for name, first in owed[0].items():
+        if first is not None:
+            assert torch.allclose(owed[2][name], (first + owed[1][name]) / 2)
+
+
+def test_all_weights_are_averaged_once():
+    world = ThreadWorld(2, timeout=20)
+    trainings = [of_rank(world, rank) for rank in range(2)]
+    sent = []
+    for steps in (0, 2, 0, 1):
+        train(world, trainings, steps)
+        before = trainings[0][0].compression.stats()["total"]["wire_bytes"]
+        world.run(lambda rank: trainings[rank][0].average())
+        sent.append(trainings[0][0].compression.stats()["total"]["wire_bytes"] > before)
+        weights = [torch.cat([p.detach().flatten() for p in model.parameters()]) for _, model, _ in trainings]
+        assert torch.equal(*weights)
+    assert sent == [False, True, False, True]
+
+
+def test_a_checkpoint_of_another_model_or_of_other_optimizers_is_refused():
+    training, _, _ = of_rank(ThreadWorld(1), 0)
+    state = training.state()
+    other, _, _ = of_rank(ThreadWorld(1), 0, torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3))))
+    with pytest.raises(ValueError, match=r"parameters\..*the checkpoint has the shape"):
+        other.load(1, lambda rank: state)
+    state["rank"]["optimizers"].pop()
+    with pytest.raises(ValueError, match="the checkpoint has 1 optimizers, this training 2"):
+        training.load(1, lambda rank: state)
+
+
+def test_a_scaler_goes_to_a_compressor_and_is_saved_with_local_steps():
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=8.0), mixed_model()
+    world = ThreadWorld(1)
+    training = Training(hvd_compress.IWP, {"collectives": world.collectives(0)})
+    training.begin(model, two(model), scaler)
+    assert training.compression.grad_scaler is scaler
+    local = Training(recipes.low_bit, {"collectives": world.collectives(0)})
+    local.begin(model, two(model), scaler)
+    scaler.scale(torch.ones(1))
+    state = local.state()
+    scaler.update(2.0)
+    local.load(1, lambda rank: state)
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("build", ["low_bit", None, 3])
+def test_what_builds_the_method_must_be_callable(build):
+    with pytest.raises(TypeError, match=r"the first argument builds the method.*got"):
+        Training(build, {})
+
+
+def test_what_builds_the_method_must_return_it():
+    training = Training(lambda model, optimizers: None, {})
+    with pytest.raises(TypeError, match=r"must return hvd_compress\.LocalSteps or a compressor, got None"):
+        training.begin(mixed_model(), [])
+    with pytest.raises(RuntimeError, match="built when the training begins"):
+        _ = training.compression
+
+
+def test_local_gradients_needs_ddp():
+    with pytest.raises(ValueError, match="takes a model in DistributedDataParallel, got Sequential"):
+        trainers.local_gradients(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'KerasCallback'"):
+        _ = trainers.KerasCallback
+
+
+def test_every_name_is_documented_and_the_code_of_the_page_compiles():
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    names = re.findall(r"^.. auto\w+:: hvd_compress\.trainers\.(\w+)$", page, re.MULTILINE)
+    assert sorted(names) == sorted(trainers.__all__)
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 5
+    for block in blocks:
+        compile(block, "docs/trainers.md", "exec")
