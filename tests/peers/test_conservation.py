@@ -54,7 +54,7 @@ class Peer(Worker):
     def kept(self):
         # With unsent="weights", the residual is a part of the weights beside the progress.
         common = self.local._rounds._common
-        held = [0.0 if w.place is None else w.place.work.held(w.place.piece).double() for w in common.weights]
+        held = [0.0 if w.place is None else w.place.work.residual_of(w.place.piece).double() for w in common.weights]
         return [common.advance(w).double() + h for w, h in zip(common.weights, held, strict=True)]
 
     def take_back(self):
