@@ -190,10 +190,6 @@ class Engine:
             "only parameters whose gradients are averaged in every step"
         )
 
-    def withdraw(self) -> None:
-        """The last exchange is not counted. The caller undoes it."""
-        self.step -= 1
-
     def reset(self, versions: bool = False, overwritten: bool = False) -> None:
         """Ends an exchange that failed: what it has sent returns to the state. What has arrived stays there, and
         becomes zero where the caller reads it; in nodes, where it may have been summed already, it is lost.
