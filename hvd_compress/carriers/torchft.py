@@ -67,6 +67,8 @@ class TorchftCollectives:
         self._manager = manager
         self.rank, self.size = 0, 1
         self._quorum, self._step = -1, 0
+        # Whether the ranks are as in the last quorum, if that has the same number.
+        self._settled = False
         self._device = torch.device("cpu")
         self._report = {"rounds_committed": 0.0, "rounds_taken_back": 0.0, "quorum_seconds": 0.0, "commit_seconds": 0.0}
 
@@ -119,7 +121,8 @@ class TorchftCollectives:
             raise PeerLost(f"torchft's quorum {manager._quorum_id} has failed: {failure}")
         self.rank, self.size = rank, manager.num_participants()
         self._quorum, self._step = manager._quorum_id, manager.current_step()
-        return self._quorum != before
+        changed, self._settled = self._quorum != before or not self._settled, True
+        return changed
 
     def commit(self) -> bool:
         # A rank that passes this knows that all have received everything: if one commits, all can.
@@ -131,7 +134,7 @@ class TorchftCollectives:
                 self._close(error)
             return self._should_commit()
 
-    def fail(self, error: PeerLost) -> None:
+    def fail(self, error: RuntimeError) -> None:
         with self._timed("commit_seconds"):
             self._close(error)
             self._should_commit()
@@ -159,10 +162,11 @@ class TorchftCollectives:
         try:
             committed = bool(self._manager.should_commit())
         finally:
+            self._settled = self._settled and committed
             self._report["rounds_committed" if committed else "rounds_taken_back"] += 1
         return committed
 
-    def _close(self, error: PeerLost) -> None:
+    def _close(self, error: RuntimeError) -> None:
         """Closes the connections, or the others would wait for this rank until their timeout."""
         self._manager.report_error(error)
         self._group.abort()

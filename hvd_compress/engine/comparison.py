@@ -28,6 +28,10 @@ COMPARES = -1
 Configuration = Callable[[], Mapping[str, object]]
 
 
+class Unexpected(RuntimeError):
+    """Some ranks compare their configurations, and others do not: all of them raise it."""
+
+
 class _Run:
     """One comparison with the other ranks. Starts without waiting.
 
@@ -211,7 +215,7 @@ def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Reque
     heads = yield allgather(head)
     if bool((heads[:, 0] != COMPARES).any()):
         others = [rank for rank, row in enumerate(heads.tolist()) if row[0] != COMPARES]
-        raise RuntimeError(
+        raise Unexpected(
             f"this rank compares its options, and {ranks_text(others)} {'are' if len(others) > 1 else 'is'} in an "
             "exchange of LocalSteps: was load_state_dict() called, or a parameter group added, on some ranks only?"
         )

@@ -28,7 +28,7 @@ class Membership(Protocol):
         """Called when this rank has received everything. Waits until all have. Returns whether the exchange counts. If
         not, it may still count on other ranks: this one is then healed in the next quorum."""
 
-    def fail(self, error: PeerLost) -> None:
+    def fail(self, error: RuntimeError) -> None:
         """The exchange has failed on this rank before :meth:`commit`: it counts nowhere."""
 
     def report(self) -> dict[str, float]:

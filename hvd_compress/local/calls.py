@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..engine.collectives import Handle, allgather
-from ..engine.comparison import COMPARES, ranks_by_value, ranks_text
+from ..engine.comparison import COMPARES, Unexpected, ranks_by_value, ranks_text
 from ..engine.engine import Engine
 
 #: What a rank may be in; a call is sent as its place here.
@@ -69,7 +69,7 @@ class Calls:
         rows = gathered.tolist()
         if any(row[0] == COMPARES for row in rows):
             others = [rank for rank, row in enumerate(rows) if row[0] == COMPARES]
-            raise Different(
+            raise Unexpected(
                 f"this rank is in LocalSteps' {self._own}, and {ranks_text(others)} will compare options first: was "
                 "load_state_dict() called, or a parameter group added, on some ranks only?"
             )

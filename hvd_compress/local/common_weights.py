@@ -142,8 +142,9 @@ class CommonWeights:
         return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
 
     def hash(self) -> int:
-        """A hash of the common weights."""
-        return hash_of(weight.common for weight in self.weights)
+        """A hash of the common weights and the outer momentum."""
+        velocities = (weight.velocity for weight in self.weights if weight.velocity is not None)
+        return hash_of([*(weight.common for weight in self.weights), *velocities])
 
     def state(self) -> dict[str, Tree]:
         """The saved state. A rank's own weights are in the model, which the user saves: while they differ between

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..engine.comparison import Unexpected
 from ..engine.engine import Engine
 from ..engine.membership import PeerLost
 from ..engine.state import Entry, OptionalTensor, Tree
@@ -174,7 +175,7 @@ class InFlight:
                 with self._engine.entered:
                     self._calls.check()
                     discarded.receive()
-        except Different:
+        except (Different, Unexpected):
             raise
         except Exception:  # ranks may have failed
             pass
@@ -198,6 +199,8 @@ class InFlight:
                 yield
             except BaseException as error:
                 self._engine.driver.reset()  # calls reset() here
-                if self._peers is None or not isinstance(error, PeerLost):
+                # Some peers may see a new quorum where others see their last one: its numbers begin again with a new
+                # lighthouse.
+                if self._peers is None or not isinstance(error, PeerLost | Unexpected):
                     raise
                 self._peers.fail(error)

@@ -78,7 +78,7 @@ class Peers:
         self._committed = [*self._committed, self._members.attempt][-_REMEMBERED:]
         return True
 
-    def fail(self, error: PeerLost) -> None:
+    def fail(self, error: RuntimeError) -> None:
         """A round has failed before this rank had everything: no rank commits it."""
         self._members.fail(error)
         self._engine.warn(f"a round is taken back, and the next one exchanges its progress: {error}")

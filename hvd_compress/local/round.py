@@ -9,6 +9,7 @@ from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.place import check_gradient
 from ..engine.state import load
+from ..engine.work import undo
 from .common_weights import CommonWeights, Weight
 from .fragments import Fragment
 from .lengths import Lengths
@@ -76,7 +77,14 @@ class Round:
         """Waits for the averages."""
         self._engine.finish()
         assert self._averaging is not None
-        self._averages = self._averaging.results()
+        try:
+            self._averages = self._averaging.results()
+        except BaseException:  # the engine's own exchange has ended, and is not reset
+            undo(self.fragment.works)
+            for work in self.fragment.works:
+                work.bucket.zero()
+            self._uncount()
+            raise
 
     def store(self) -> None:
         """The averages count."""
@@ -93,8 +101,7 @@ class Round:
     def withdraw(self) -> list[tuple[Weight, Tensor]]:
         """The averages that were received do not count here, and what was compressed stays sent for now. Returns the
         progress that was not compressed, by weight; nothing is left of it here."""
-        for work in self.fragment.works:
-            work.bucket.clear()
+        self._uncount()
         uncompressed = {gradient.number for gradient in self._dense}
         self._multiply(1.0 / self._share)
         pairs = zip(self.fragment.weights, self._tensors, strict=True)
@@ -102,8 +109,13 @@ class Round:
         for weight, tensor in zip(self.fragment.weights, self._tensors, strict=True):
             with weight.order:
                 tensor.zero_()
-        load(self._engine.state(), self._engine.step - 1)  # it is not counted
         return kept
+
+    def _uncount(self) -> None:
+        """The engine's exchange has ended, and does not count."""
+        for work in self.fragment.works:
+            work.bucket.clear()
+        load(self._engine.state(), self._engine.step - 1)
 
     def land(self, received: bool) -> dict[str, Tensor]:
         """Moves the common weights by the averages, if they were ``received``, and makes the new weights of this rank.

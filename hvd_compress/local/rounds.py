@@ -165,6 +165,8 @@ class Rounds:
         while not self._peers.joined:
             self._in_flight.begin(self._number)
             self._in_flight.finish()
+        # From now on the common weights are the peers', and not the parameters before the first step.
+        self._begun = self._finished = True
         self._owners.reshard()
         self._note()
 
