@@ -34,15 +34,16 @@ class _Doubt:
 
 class Peers:
     """The quorums and commits of rounds, and healing: a rank that is behind gets the common weights, the outer momentum
-    and the number of rounds. Its own progress since its last round, and its residual, stay, and are exchanged in the
-    next one; a rank that has ended no round so far has none.
+    and the numbers of rounds and of local steps. Its own progress since its last round, and its residual, stay, and are
+    exchanged in the next one; a rank that has ended no round so far has none.
 
     Args:
         members: the ranks.
+        steps: describes the number of local steps, which schedules of the period get.
     """
 
-    def __init__(self, engine: Engine, members: Membership, common: CommonWeights) -> None:
-        self._engine, self._members, self._common = engine, members, common
+    def __init__(self, engine: Engine, members: Membership, common: CommonWeights, steps: Tree) -> None:
+        self._engine, self._members, self._common, self._steps = engine, members, common, steps
         #: Whether this rank has ended a round with the others, so that its progress is relative to their weights.
         self.joined = False
         self._committed: list[tuple[int, int]] = []
@@ -122,6 +123,7 @@ class Peers:
         weights = self._common.weights
         return {
             "rounds": self._engine.state(),
+            "steps": self._steps,
             "common": {w.name: TensorLeaf(w.common) for w in weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in weights if w.velocity is not None},
         }

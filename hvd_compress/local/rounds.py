@@ -99,8 +99,9 @@ class Rounds:
         rounded = bool(engine.works) or "fp16" in engine.method.options().values()
         self._exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
         self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
-        members = engine.collectives
-        self._peers = Peers(engine, members, self._common) if isinstance(members, Membership) else None
+        members, self._peers = engine.collectives, None
+        if isinstance(members, Membership):
+            self._peers = Peers(engine, members, self._common, self._steps())
         self._in_flight = InFlight(
             engine,
             self._common,
@@ -364,13 +365,16 @@ class Rounds:
         own: Tree = {
             **self._common.state(),
             "fragments": Fixed(self._settings.fragments),
-            "steps": Entry(vars(self), "_number", int, 0),
+            "steps": self._steps(),
             "since": self._turns.state(),
             "in_flight": self._in_flight.state(),
             "taken": Entry(vars(self), "_taken", bool),
             "begun": Entry(vars(self), "_begun", bool),
         }
         return {"local_steps": own}
+
+    def _steps(self) -> Tree:
+        return Entry(vars(self), "_number", int, 0)
 
     @property
     def _exchanging(self) -> bool:
