@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Take the loss of 16 ranks' local steps apart: is it the period, the bits, or that each rank normalises its own noisy
+gradient, and of which parameters?
+
+    ranks_apart.py            the table in docs/local_steps.md, of stored runs
+    ranks_apart.py --train    first simulates what is not stored, about five minutes a row on one core
+
+A simulation: the weights of all ranks are the first dimension of each tensor, and nothing is sent. It trains the GPT of
+docs/choosing.md (1,500 steps of 32 windows, seed 0, learning rate 4.5e-3, dense 3e-3) by Muon for the hidden matrices
+and by the sign of the momentum for the others (embedding, positions, norms), as scripts/experiments/train.py does.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import table
+import torch
+import torch.nn.functional as F
+from experiment import data, models
+from experiment.files import script_parser
+from experiment.optimizers import learning_rate
+from torch import Tensor
+
+from hvd_compress.reference.low_bit import encode, lloyd_max
+
+FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "ranks-apart" / "runs.jsonl"
+STEPS, WARM_UP, WINDOWS, CONTEXT, HEADS = 1500, 100, 32, 64, 4
+BETA, DECAY, RUN = 0.95, 0.01, 512
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row. ``shared``: "matrices" or "others", whose gradients are averaged over the ranks in each step, in
+    ``shared_bits`` with feedback (0: float32). ``outer``: the others take no local steps: once a period, one step of
+    this many times the rate by the mean of their gradients (FedOpt, Reddi et al., ICLR 2021)."""
+
+    title: str
+    ranks: int = 16
+    rate: float = 4.5e-3
+    period: int = 3
+    bits: int = 2
+    shared: str = ""
+    shared_bits: int = 0
+    outer: float = 0.0
+
+
+SETTINGS = (
+    Setting("dense", ranks=1, rate=3e-3, period=1, bits=0),
+    Setting("each rank's own step, averaged in every step", period=1, bits=0),
+    Setting("the same; gradients of the matrices are averaged first", period=1, bits=0, shared="matrices"),
+    Setting("the same; gradients of the others are averaged first", period=1, bits=0, shared="others"),
+    Setting("every third step, 2 bits (`low_bit`)"),
+    Setting("the same; gradients of the others are averaged in each step", shared="others"),
+    Setting("the same, those in 2 bits", shared="others", shared_bits=2),
+    Setting("`low_bit`; the others take one outer step a period, at twice the rate", outer=2.0),
+)
+
+
+def forward(weights: Weights, tokens: Tensor) -> Tensor:
+    """The GPT of :mod:`experiment.transformers`: tokens int64 (ranks, n, length) to logits (ranks, n, length, 256)."""
+    ranks, n, length = tokens.shape
+    words = weights["words.weight"]
+    vocabulary, width = words.shape[1:]
+    first = torch.arange(ranks).mul(vocabulary)[:, None, None]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (width,)) * weights[name][:, None, None]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return torch.bmm(x.reshape(ranks, n * length, -1), weights[name].mT).view(ranks, n, length, -1)
+
+    x = F.embedding(tokens + first, words.flatten(0, 1)) + weights["positions"][:, None, :length]
+    for block in sorted({name[: len("blocks.0.")] for name in weights if name.startswith("blocks.")}):
+        heads = linear(norm(x, f"{block}norm1.weight"), f"{block}attention.weight")
+        query, key, value = heads.view(ranks * n, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+        x = x + linear(mixed.reshape(ranks, n, length, width), f"{block}output.weight")
+        hidden = F.gelu(linear(norm(x, f"{block}norm2.weight"), f"{block}up.weight"))
+        x = x + linear(hidden, f"{block}down.weight")
+    return linear(norm(x, "norm.weight"), "words.weight")
+
+
+def gradients(weights: Weights, inputs: Tensor, targets: Tensor) -> Weights:
+    """Of each rank's own mean loss."""
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    loss = F.cross_entropy(forward(leaves, inputs).flatten(0, 2), targets.flatten()) * len(inputs)
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Muon's update of each matrix (ranks, m, n): root mean square 1; bfloat16 inside, as is usual."""
+    x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None]
+    x = x.bfloat16()
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.float() * max(x.shape[1:]) ** 0.5
+
+
+class Feedback:
+    """The mean over the ranks in few bits, with error feedback both ways, as :func:`hvd_compress.recipes.low_bit`; of
+    tensors of one dimension or less than 1,024 entries as it is."""
+
+    def __init__(self, like: Tensor, bits: int) -> None:
+        self._levels = lloyd_max(bits) if bits and like[0].dim() >= 2 and like[0].numel() >= 1024 else None
+        self._residuals, self._owners = torch.zeros_like(like), torch.zeros_like(like[0])
+        runs, rest = divmod(like[0].numel(), RUN)
+        self._lengths = torch.tensor([RUN] * runs + [rest] * bool(rest))
+
+    def mean(self, tensors: Tensor) -> Tensor:
+        if self._levels is None:
+            return tensors.mean(0)
+        wanted = self._residuals + tensors
+        sent = torch.stack([self._rounded(tensor) for tensor in wanted])
+        self._residuals = wanted - sent
+        mean = sent.mean(0) + self._owners
+        answer = self._rounded(mean)
+        self._owners = mean - answer
+        return answer
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        flat, levels = tensor.flatten(), self._levels
+        assert levels is not None
+        padded = F.pad(flat, (0, -len(flat) % 8))
+        lengths = (
+            torch.cat([self._lengths, torch.tensor([len(padded) - len(flat)])]) if len(flat) % 8 else self._lengths
+        )
+        return encode(padded, lengths, levels, len(lengths))[1][: len(flat)].view_as(tensor)
+
+
+def simulate(setting: Setting) -> float:
+    """Bits per byte of the mean weights at the end."""
+    text = data.load("text", None, CONTEXT)
+    torch.manual_seed(0)
+    model = models.build("gpt", *text.shape)
+    matrices = set(models.hidden_matrices(model))
+    common = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.expand(setting.ranks, *p.shape).clone() for name, p in common.items()}
+    velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
+    gathered = {name: torch.zeros_like(w) for name, w in weights.items() if setting.outer and name not in matrices}
+    outer = {name: torch.zeros_like(common[name]) for name in gathered}
+    shared = {
+        name: Feedback(w, setting.shared_bits)
+        for name, w in weights.items()
+        if setting.shared == ("matrices" if name in matrices else "others")
+    }
+    # What every rank has in common after each step needs no bits.
+    local = {
+        name: Feedback(w, 0 if setting.shared_bits and name in shared else setting.bits) for name, w in weights.items()
+    }
+    steps = (b for epoch in range(STEPS // 100) for b in text.train_batches(WINDOWS, 0, 1, 0, epoch))
+    for step, batch in enumerate(steps):
+        rate = learning_rate(step, setting.rate, WARM_UP, STEPS)
+        inputs, targets = (part.view(-1, setting.ranks, CONTEXT).transpose(0, 1) for part in batch)
+        for name, gradient in gradients(weights, inputs, targets).items():
+            if name in gathered:
+                gathered[name] += gradient / setting.period
+                continue
+            if name in shared:
+                gradient = shared[name].mean(gradient).expand_as(gradient)
+            velocity[name].mul_(BETA).add_(gradient)
+            update = gradient + BETA * velocity[name]
+            update = orthogonal(update) if name in matrices else update.sign()
+            weights[name] = weights[name] * (1 - rate * DECAY) - rate * update
+        if (step + 1) % setting.period:
+            continue
+        for name, a in common.items():
+            if name in gathered:
+                mean, beta = local[name].mean(gathered[name]), BETA**setting.period
+                gathered[name].zero_()
+                outer[name].mul_(beta).add_(mean)
+                decayed = a * (1 - rate * DECAY * setting.period)
+                common[name] = decayed - rate * setting.outer * (mean + beta * outer[name]).sign()
+            else:
+                common[name] = a + local[name].mean(weights[name] - a)
+            weights[name] = common[name].expand_as(weights[name]).clone()
+    return bits_per_byte(common, text)
+
+
+def bits_per_byte(weights: Weights, text: data.text.Text) -> float:
+    total, count, alone = 0.0, 0, {name: w[None] for name, w in weights.items()}
+    with torch.no_grad():
+        for inputs, targets in text.test_batches(256, 0, 1):
+            logits = forward(alone, inputs[None]).flatten(0, 2)
+            total += float(F.cross_entropy(logits, targets.flatten(), reduction="sum"))
+            count += targets.numel()
+    return total / count / math.log(2)
+
+
+def rows(stored: dict[str, float]) -> list[dict[str, str]]:
+    """Of the table; "-" where there is no run."""
+    dense, lines = stored.get(SETTINGS[0].title), []
+    for setting in SETTINGS:
+        value = stored.get(setting.title)
+        over = "-" if value is None or dense is None else f"{value / dense - 1:+.1%}"
+        lines.append({"16 ranks": setting.title, "bits per byte": f"{value:.3f}" if value else "-", "over dense": over})
+    return lines
+
+
+def main() -> None:
+    parser: argparse.ArgumentParser = script_parser(__doc__)
+    parser.add_argument("--train", action="store_true", help="simulate what is not stored")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = FILE.read_text().splitlines() if FILE.exists() else []
+    stored = {run["title"]: run["bits_per_byte"] for run in map(json.loads, lines)}
+    for setting in SETTINGS if args.train else ():
+        if setting.title not in stored:
+            print(setting.title, file=sys.stderr)
+            stored[setting.title] = simulate(setting)
+            FILE.parent.mkdir(parents=True, exist_ok=True)
+            with FILE.open("a") as file:
+                file.write(json.dumps({**asdict(setting), "bits_per_byte": stored[setting.title]}) + "\n")
+    print(table.markdown(rows(stored), left=1))
+
+
+if __name__ == "__main__":
+    main()
