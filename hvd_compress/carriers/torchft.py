@@ -19,6 +19,8 @@ from ..engine.registry import Registry
 from ..engine.state import Saved
 
 _KEY = "hvd_compress"
+#: What a lost peer or a broken network is seen as. Other errors are the program's.
+_LOST = (RuntimeError, TimeoutError, OSError)
 
 
 def is_manager(value: object) -> bool:
@@ -37,7 +39,7 @@ class _Handle:
         """Waits as long as the process group's own timeout."""
         try:
             arrived = self._work.wait()
-        except Exception as error:
+        except _LOST as error:
             raise PeerLost(f"a collective of torchft's process group has failed: {error}") from error
         if arrived is False:
             raise PeerLost("a collective of torchft's process group was aborted")
@@ -97,7 +99,7 @@ class TorchftCollectives:
             else:
                 output = torch.empty_like(tensor)
                 work = group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())
-        except Exception as error:
+        except _LOST as error:
             raise PeerLost(f"a collective of torchft's process group did not start: {error}") from error
         return _Handle(work, output)
 
@@ -112,7 +114,12 @@ class TorchftCollectives:
         with self._timed("quorum_seconds"):
             try:
                 manager.start_quorum()
-            except Exception as error:
+            except _LOST as error:
+                if manager._healing and manager._pending_state_dict is not None:
+                    raise RuntimeError(
+                        "this peer was sent the state of another one, and a load_state_dict function of the "
+                        f"torchft.Manager has failed: {error}"
+                    ) from error
                 # Or the next call would raise this error again, before it asks for a quorum.
                 manager._quorum_future = None
                 raise PeerLost(f"no quorum of torchft: {error}") from error

@@ -44,8 +44,8 @@ class Turns:
         #: By fragment, the calls of ``LocalSteps.step()`` since its last exchange, or since the common weights were
         #: taken or averaged.
         self.ages = [0] * count
-        # By fragment, those before, if the last exchange was taken back.
-        self._before = [0] * count
+        # By fragment, the calls before those, of exchanges that were taken back.
+        self._taken_back = [0] * count
 
     def due(self, period: int, calls: int = 0) -> bool:
         """Whether the next exchange is due, or will be after so many more calls of ``LocalSteps.step()``, if each
@@ -62,17 +62,25 @@ class Turns:
         """How many times the fragment whose turn it is was exchanged."""
         return self._engine.step // len(self.fragments)
 
-    def take(self) -> int:
-        """The fragment whose turn it is is exchanged. Returns the calls that its progress is of."""
+    @property
+    def age(self) -> int:
+        """Of the fragment whose turn it is, the calls that its progress is of."""
+        return self.ages[self.next.number] + self._taken_back[self.next.number]
+
+    def take(self) -> None:
+        """An exchange of the fragment whose turn it is has begun."""
         number = self.next.number
-        age = self.ages[number] + self._before[number]
-        self.ages[number] = self._before[number] = 0
-        return age
+        self.ages[number] = self._taken_back[number] = 0
+
+    def counted(self, fragment: Fragment, age: int) -> None:
+        """Its exchange, of so many calls, did happen, though it was taken back here."""
+        number = fragment.number
+        self._taken_back[number] = max(0, self._taken_back[number] - age)
 
     def take_back(self, fragment: Fragment, age: int, at_once: bool) -> None:
         """Its exchange, of so many calls, did not happen. ``at_once``: the next one is due with the next call, not
         after an interval."""
-        counts = self.ages if at_once else self._before
+        counts = self.ages if at_once else self._taken_back
         counts[fragment.number] += age
 
     def count(self) -> None:
@@ -81,7 +89,7 @@ class Turns:
 
     def restart(self) -> None:
         """All weights are the common weights. The turn stays."""
-        self.ages[:] = self._before[:] = [0] * len(self.ages)
+        self.ages[:] = self._taken_back[:] = [0] * len(self.ages)
 
     def state(self) -> Tree:
         """The saved state."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,13 +67,19 @@ class InFlight:
         without delay."""
         self.finish()
         engine, self._counts = self._engine, False
-        if self._peers is not None and not self._peers.begin():
-            fragment = self._turns.next
-            self._turns.take_back(fragment, self._turns.take(), at_once=False)
-            return False
-        fragment, rounds, age = self._turns.next, self._turns.rounds, self._turns.take()
+        if self._peers is not None:
+            begins = self._peers.begin()
+            if self._peers.dropped:
+                self._turns.restart()
+            if not begins:
+                age = self._turns.age
+                self._turns.take()
+                self._turns.take_back(self._turns.next, age, at_once=False)
+                return False
+        fragment, rounds, age = self._turns.next, self._turns.rounds, self._turns.age
         with self._reset_on_failure():
             self._round = Round(engine, self._common, fragment, age, self._delay > 0, self._lengths)
+            self._turns.take()
             self._left = self._delay
             engine.begin(fragment.works, rounds)
             if self._peers is None:
@@ -95,7 +102,7 @@ class InFlight:
             return False
         self._left -= 1
         if not self._left:
-            arrived = bool(self._waiting)  # before, for a state that was saved: of a round that counts
+            arrived = bool(self._waiting)  # since a state was saved, which has waited for them
             self.finish()
             return arrived or self._counts
         if self._round is not None:
@@ -154,7 +161,8 @@ class InFlight:
         finally:
             if not counts:
                 self._round = None
-                self._peers.doubt(ended.fragment.works, ended.withdraw())
+                counted = partial(self._turns.counted, ended.fragment, ended.age)
+                self._peers.doubt(ended.fragment.works, ended.withdraw(), counted)
                 self._take_back(ended)
         return counts
 
@@ -199,8 +207,7 @@ class InFlight:
                 yield
             except BaseException as error:
                 self._engine.driver.reset()  # calls reset() here
-                # Some peers may see a new quorum where others see their last one: its numbers begin again with a new
-                # lighthouse.
+                # A new lighthouse numbers quorums from 1 again: some peers may take a new quorum for their last one.
                 if self._peers is None or not isinstance(error, PeerLost | Unexpected):
                     raise
                 self._peers.fail(error)

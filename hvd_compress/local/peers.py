@@ -5,14 +5,14 @@ next quorum tells. Either the round is taken back, or this rank, which is behind
 applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.membership import Membership, PeerLost
-from ..engine.state import Saved, TensorLeaf, Tree, load, save
+from ..engine.state import Saved, TensorLeaf, Tree, check, load, save
 from ..engine.work import Work, undo
 from .common_weights import CommonWeights, Weight, scale_residuals
 
@@ -25,11 +25,13 @@ Progress = Sequence[tuple[Weight, Tensor]]
 @dataclass(frozen=True)
 class _Doubt:
     """A round that may have been committed by others. ``works``: residuals are as after it. ``uncompressed``: progress
-    that it has sent from no residual; the parameters do not contain it."""
+    that it has sent from no residual; the parameters do not contain it. ``counts``: called if others have committed
+    it."""
 
     attempt: tuple[int, int]
     works: Sequence[Work]
     uncompressed: Progress
+    counts: Callable[[], None]
 
 
 class Peers:
@@ -44,22 +46,30 @@ class Peers:
 
     def __init__(self, engine: Engine, members: Membership, common: CommonWeights, steps: Tree) -> None:
         self._engine, self._members, self._common, self._steps = engine, members, common, steps
-        #: Whether this rank has ended a round with the others, so that its progress is relative to their weights.
-        self.joined = False
+        #: Whether this rank has ended a round with the others, so that its progress is relative to their weights; and
+        #: whether the last quorum has dropped its progress, since it had not.
+        self.joined, self.dropped = False, False
         self._committed: list[tuple[int, int]] = []
         self._doubt: _Doubt | None = None
         # In a quorum: whether this rank was healed, and its progress before that.
         self._healed, self._progress = False, list[tuple[Weight, Tensor]]()
-        members.heal_with(self._save, self._load)
+        self._failures = 0
+
+    def register(self) -> None:
+        """Lets other ranks be healed from this one, and this one from them. Raises ``ValueError`` if the ``Manager``
+        has a compressor already."""
+        self._members.heal_with(self._save, self._load)
 
     def begin(self) -> bool:
-        """Waits for the ranks of the next round. Returns whether it can begin."""
+        """Waits for the ranks of the next round. Returns whether it can begin. What this rank has done before its first
+        round with others may be :attr:`dropped`."""
         self._healed, self._progress = False, self._own_progress() if self._doubt else []
         failure = None
         try:
             changed = self._members.start_quorum()
         except PeerLost as error:
             failure = error
+        self.dropped = self._healed and not self.joined
         if self._healed or (self._doubt and failure is None):
             self._settle()
         self._progress = []
@@ -75,28 +85,34 @@ class Peers:
         """This rank has everything of a round. Returns whether the round counts."""
         if not self._members.commit():
             return False
-        self.joined = True
+        self.joined, self._failures = True, 0
         self._committed = [*self._committed, self._members.attempt][-_REMEMBERED:]
         return True
 
     def fail(self, error: RuntimeError) -> None:
         """A round has failed before this rank had everything: no rank commits it."""
         self._members.fail(error)
-        self._engine.warn(f"a round is taken back, and the next one exchanges its progress: {error}")
+        self._failures += 1
+        if self._failures in (1, 10, 100, 1000):
+            row = "" if self._failures == 1 else f" ({self._failures} in a row)"
+            self._engine.warn(f"a round is taken back{row}, and the next one exchanges its progress: {error}")
 
-    def doubt(self, works: Sequence[Work], uncompressed: Progress) -> None:
+    def doubt(self, works: Sequence[Work], uncompressed: Progress, counts: Callable[[], None]) -> None:
         """A round was not committed by this rank, which had everything of it. See :class:`_Doubt`."""
-        self._doubt = _Doubt(self._members.attempt, works, uncompressed)
+        self._doubt = _Doubt(self._members.attempt, works, uncompressed, counts)
 
     def _settle(self) -> None:
         """Takes a round in doubt back, unless others have committed it; then makes the parameters the common weights
         and this rank's progress."""
         doubt, self._doubt = self._doubt, None
+        taken_back = doubt is not None and doubt.attempt not in self._committed
+        if doubt is not None:
+            if taken_back:
+                undo(doubt.works)
+            else:
+                doubt.counts()
         if not self.joined:
             scale_residuals(self._engine.works, 0.0)
-        taken_back = doubt is not None and doubt.attempt not in self._committed
-        if doubt is not None and taken_back:
-            undo(doubt.works)
         progress = {weight.name: tensor for weight, tensor in self._progress}
         for weight in self._common.weights:
             with weight.order:
@@ -115,6 +131,7 @@ class Peers:
     def _load(self, state: Saved) -> None:
         if self.joined and not self._progress:
             self._progress = self._own_progress()
+        check(self._shared(), state["state"])
         load(self._shared(), state["state"])
         self._committed, self._healed = list(state["committed"]), True
 

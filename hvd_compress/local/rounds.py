@@ -12,6 +12,7 @@
 it is local progress again, or in the error-feedback buffer, and the next round sends it.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +45,9 @@ from .round import count_gradients
 
 #: Local steps between two rounds of one weight, or a function of the local steps so far that returns them.
 Period: TypeAlias = int | Callable[[int], int]
+
+# Seconds between two attempts to join.
+_PAUSE = 0.5
 
 # Where in a training loop weights are looked at, for errors.
 _AFTER_STEP, _AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
@@ -125,6 +129,8 @@ class Rounds:
         #: Whether an optimizer has stepped since the last call of count(), and whether finish() or take_weights() was
         #: called since the last of its steps.
         self._stepped, self._finished = False, False
+        if self._peers is not None:
+            self._peers.register()
         _living.add(self)
 
     # What LocalSteps calls.
@@ -152,7 +158,7 @@ class Rounds:
             if self._turns.due(period):
                 self._check()
                 ended = self._in_flight.begin(self._number) or ended
-            if ended or self._peers is not None:  # of which a round that is taken back changes the weights, too
+            if ended or self._peers is not None:  # with peers, a round that is taken back changes the weights, too
                 self._owners.reshard()
                 self._note()
         return ended
@@ -163,9 +169,12 @@ class Rounds:
             return
         self._begin()
         self._check()
-        while not self._peers.joined:
+        while True:
             self._in_flight.begin(self._number)
             self._in_flight.finish()
+            if self._peers.joined:
+                break
+            time.sleep(_PAUSE)
         # From now on the common weights are the peers', and not the parameters before the first step.
         self._begun = self._finished = True
         self._owners.reshard()
@@ -335,10 +344,11 @@ class Rounds:
         self._in_flight.check()
         with self._calls.meeting(Row("state_dict()")):
             self._in_flight.wait()
-        self._note()
-        if self._peers is None:
-            with self._engine.entered:
-                self._calls.compare(Row("state_dict()"))
+        if self._peers is not None:
+            self._note()  # what was taken back is in the weights again
+            return
+        with self._engine.entered:
+            self._calls.compare(Row("state_dict()"))
 
     def check_equal_weights(self) -> None:
         differs = self._taken and not self._common.applied()

@@ -27,6 +27,7 @@ from models import equal, mixed_model
 
 from hvd_compress import IWP, NoCompression, TopK
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.local.common_weights import CommonWeights
 from hvd_compress.local.fragments import divided
 
 SMALL_SPARSE = partial(SPARSE, **SMALL)
@@ -387,3 +388,32 @@ def test_progress_of_16_bit_parameters_is_kept(unsent):
     assert group[0].idle and group[0].common()[0].dtype == torch.float32
     assert equal(group[0].common(), group[1].common())
     assert_nothing_is_lost(group, unsent, atol=0.1)
+
+
+def test_weights_that_were_replaced_before_state_dict_are_still_an_error():
+    world, group = workers(2, ordered=True, period=4, delay=2)
+
+    def train(worker):
+        worker.train(5)
+        with torch.no_grad():
+            for p in worker.model.parameters():
+                p.add_(1.0)
+        worker.local.state_dict()
+        worker.train(2, first=5)
+
+    with pytest.raises(RuntimeError, match="the weights have changed"):
+        world.run(lambda i: train(group[i]))
+
+
+def out_of_memory(*_):
+    raise MemoryError
+
+
+def test_a_round_that_cannot_begin_is_due_in_the_next_call(monkeypatch):
+    _, (worker,) = workers(1, period=3, outer_lr=0.7)
+    worker.train(2)
+    with monkeypatch.context() as failing:
+        failing.setattr(CommonWeights, "progress", out_of_memory)
+        with pytest.raises(MemoryError):
+            worker.train(1, first=2)
+    assert worker.train(1, first=3) == [True]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import mixed_model
 from local_workers import Worker
-from members import Lighthouse
+from members import Lighthouse, Member
 
 from hvd_compress import IWP, LocalSteps, NoCompression, Quantized, TopK
 from hvd_compress.carriers.threads import ThreadWorld
@@ -114,6 +114,29 @@ def test_a_round_that_fails_is_taken_back_and_its_progress_is_in_the_next_one(ki
     check_equal(everyone)
     check_conserved(everyone)
     assert not any(p.isnan().any() for peer in everyone for p in peer.weights())
+
+
+def test_a_round_in_doubt_that_others_have_committed_is_of_its_own_steps_only(monkeypatch):
+    lighthouse, peers = begin("quantized")
+    peer = next(iter(peers.values()))
+    peer.member.faults, turns, ages = {3: ("unsure", None)}, peer.local._rounds._turns, []
+    take = turns.take
+    monkeypatch.setattr(turns, "take", lambda: (ages.append(turns.age), take()))
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
+    assert "in doubt" in peer.member.results and {*ages} == {peer.local.period}
+
+
+def test_a_wrong_call_leaves_the_manager_for_the_right_one(monkeypatch):
+    healed = []
+    monkeypatch.setattr(Member, "heal_with", lambda self, save, load: healed.append(self))
+    member = Lighthouse().collectives(0)
+    model = mixed_model()
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ValueError, match="parameter"):
+        LocalSteps(Quantized(model, collectives=member), stranger, 2)
+    assert not healed
+    LocalSteps(Quantized(model, collectives=member), torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    assert healed == [member]
 
 
 @pytest.mark.parametrize("kind", ["quantized", "topk", "dense"])
