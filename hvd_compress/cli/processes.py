@@ -30,6 +30,7 @@ def run_group(
     log: Path,
     environment: Mapping[str, str],
     name: str,
+    check: bool = True,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs a command as the leader of a process group, and ends the group when the leader has ended, or on an
@@ -40,10 +41,11 @@ def run_group(
         log: file for the command's output.
         environment: variables in addition to this program's (:func:`inherited`).
         name: of the run, for messages.
+        check: whether an exit status other than 0 is a failure.
         watch: called several times a second meanwhile.
 
     Raises:
-        Failed: the command took too long, or ended with another status than 0.
+        Failed: the command took too long, or ended with another status than 0 (with ``check``).
     """
     end = time.monotonic() + timeout
     with log.open("w") as stream:
@@ -63,7 +65,7 @@ def run_group(
                 time.sleep(0.1)
         finally:  # the child leads its own session, which receives neither Ctrl-C nor this program's SIGTERM
             end_group(process)
-    if process.returncode:
+    if check and process.returncode:
         raise Failed(f"{name} ended with status {process.returncode}\n{last_lines(log)}")
 
 

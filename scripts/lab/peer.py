@@ -10,6 +10,7 @@ and the memory in MB. ``FOLDER/NAME.fate`` may have a point, one of :data:`POINT
 kills itself by SIGKILL. With ``end`` it ends after a local step.
 """
 
+import argparse
 import json
 import os
 import random
@@ -197,6 +198,7 @@ def peer(settings):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     children, warm = [], nn.Parameter(torch.zeros(1))
     warm.grad = torch.zeros(1)
