@@ -52,7 +52,7 @@ def main() -> None:
     if accelerator.is_main_process:
         (options.checkpoints / "step").write_text(str(step))
     ratio = loop.compression.stats()["total"]["wire_ratio"]
-    loop.finish()  # the average of all ranks, for testing
+    loop.end()  # the average of all ranks, for testing
 
     x = x[:64].to(accelerator.device)
     with torch.no_grad():

@@ -3,12 +3,14 @@
 DDP takes one hook, and its model may be trained several times: the state of the hook says who exchanges gradients now.
 """
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,19 +22,30 @@ class GradientHook:
     """The state of the hook of one DDP model.
 
     Args:
-        ddp: the model. While the gradients stay local, it is as in ``no_sync()``, and broadcasts no buffers. Where the
-            program ends that (nanoGPT, Lightning's manual optimization), the hook returns the rank's own gradients.
+        ddp: the model. While each rank keeps its own gradients, it is as in ``no_sync()``, and broadcasts no buffers.
+            Where the program ends that (nanoGPT, Lightning's manual optimization), the hook returns the rank's own
+            gradients.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
+        #: Whether each rank keeps its own gradients.
+        self.own = False
         self._compression: Any = None
         self._broadcasts = ddp.broadcast_buffers
+        self._use: object = None
+        self._ddp = weakref.ref(ddp)
         ddp.register_comm_hook(self, _hook)
 
     @property
-    def local(self) -> bool:
-        """Whether the gradients stay local."""
-        return self._compression is None
+    def compresses(self) -> bool:
+        """Whether a compressor exchanges the gradients."""
+        return self._compression is not None
+
+    @property
+    def process_group(self) -> Any:
+        """That of the model."""
+        ddp = self._ddp()
+        return None if ddp is None else ddp.process_group
 
     @property
     def ddp_host(self) -> DDPHost:
@@ -40,11 +53,26 @@ class GradientHook:
         host: DDPHost = self._compression.ddp_host
         return host
 
-    def use(self, compression: Any, ddp: DistributedDataParallel) -> None:
-        """From now on gradients are exchanged by a compressor, or, of None, by nobody."""
-        self._compression = compression
-        ddp.broadcast_buffers = self._broadcasts and not self.local
-        ddp.require_backward_grad_sync = not self.local
+    def use(self, compression: Any) -> Callable[[], None]:
+        """From now on gradients are exchanged by a compressor, or, of None, by nobody.
+
+        Returns a function that lets DDP average them again. It does nothing after another call of ``use()``.
+        """
+        use = object()
+        self._set(use, compression, own=compression is None)
+
+        def end() -> None:
+            if self._use is use:
+                self._set(None, None, own=False)
+
+        return end
+
+    def _set(self, use: object, compression: Any, *, own: bool) -> None:
+        self._use, self._compression, self.own = use, compression, own
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.broadcast_buffers = self._broadcasts and not own
+            ddp.require_backward_grad_sync = not own
 
 
 def local_gradients(model: torch.nn.Module) -> None:
@@ -73,19 +101,19 @@ def local_gradients(model: torch.nn.Module) -> None:
         )
 
 
-def use_hook(model: torch.nn.Module, compression: Any) -> bool:
+def use_hook(model: torch.nn.Module, compression: Any) -> list[Callable[[], None]]:
     """Registers the hook on all DDP models that hold parameters of ``model``, and gives it a compressor, or None.
-    Returns whether there are any. Raises ``ValueError`` if one of them has another hook."""
-    found = ddp_models(model.parameters())
-    for ddp in found:
+    Returns what :meth:`GradientHook.use` returns, of each of them. Raises ``ValueError`` if one has another hook."""
+    ends = []
+    for ddp in ddp_models(model.parameters()):
         hooks = [state for _, state in getattr(ddp, "_comm_hooks", ())]
         if hooks and not isinstance(hooks[0], GradientHook):
             raise ValueError(
                 "the DistributedDataParallel model has a communication hook already, and takes only one: remove "
                 "register_comm_hook(), ddp_comm_hook= (Lightning) or comm_hook= (Accelerate)"
             )
-        (hooks[0] if hooks else GradientHook(ddp)).use(compression, ddp)
-    return bool(found)
+        ends.append((hooks[0] if hooks else GradientHook(ddp)).use(compression))
+    return ends
 
 
 def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
@@ -96,13 +124,15 @@ def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
 
 def averages(ddp: DistributedDataParallel) -> bool:
     """Whether a DDP model averages gradients in its next backward pass."""
-    local = any(isinstance(state, GradientHook) and state.local for _, state in getattr(ddp, "_comm_hooks", ()))
-    return ddp.require_backward_grad_sync and not local
+    own = any(isinstance(state, GradientHook) and state.own for _, state in getattr(ddp, "_comm_hooks", ()))
+    return ddp.require_backward_grad_sync and not own
 
 
 def _hook(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
-    if not state.local:
+    if state.compresses:
         return ddp_hook(state, bucket)
+    if not state.own:
+        return allreduce_hook(state.process_group, bucket)
     buffer = bucket.buffer()
     future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
     future.set_result(buffer)

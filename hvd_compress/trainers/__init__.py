@@ -1,4 +1,5 @@
-"""Callbacks for trainers: local steps, or a compressor of each step's gradients, without a line in the training loop.
+"""Callbacks for trainers: local steps, or a compressor of each step's gradients. With Accelerate, whose loop is the
+user's, an object with calls for that loop.
 
 Each takes what builds the method, and its options::
 

@@ -29,7 +29,7 @@ class AccelerateLoop:
                 optimizer.step()
                 loop.step()
                 optimizer.zero_grad()
-        loop.finish()  # on all ranks, before testing the model
+        loop.end()  # on all ranks; within the training, finish() before testing the model
 
     Args:
         build: a recipe of :mod:`hvd_compress.recipes`, a compressor class such as :class:`hvd_compress.DeMo`, or a
@@ -73,12 +73,18 @@ class AccelerateLoop:
         """Call it after each ``optimizer.step()``; of several optimizers, once, after all of them. While gradients are
         accumulated, it does nothing, as the prepared optimizers."""
         if self._accelerator.sync_gradients:
-            self.training.stepped()
+            self.training.count_step()
 
     def finish(self) -> None:
         """Gives all ranks the average of their weights, before testing. With a compressor of each step's gradients it
         does nothing. Training may go on. All ranks must call it."""
         self.training.average()
+
+    def end(self) -> None:
+        """:meth:`finish`, after the last step: then DDP averages the gradients again, for a training of the same model
+        without this loop. All ranks must call it."""
+        self.training.average()
+        self.training.end()
 
     def metrics(self) -> dict[str, float]:
         """:meth:`hvd_compress.Compressor.metrics`, for ``accelerator.log(loop.metrics(), step)``."""

@@ -23,14 +23,31 @@ class CombinedOptimizer(Optimizer):
         optimizers: at least one.
 
     Raises:
-        ValueError: no optimizers, or a parameter that two of them hold.
+        ValueError: no optimizers, a parameter that two of them hold, or a call of ``add_param_group()``.
     """
+
+    _complete = False
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         if not self.optimizers:
             raise ValueError("CombinedOptimizer takes at least one optimizer, got an empty list")
         super().__init__([group for optimizer in self.optimizers for group in optimizer.param_groups], {})
+        self._complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ``ValueError``: none of the optimizers would step the group."""
+        if self._complete:
+            raise ValueError(
+                "CombinedOptimizer takes no parameter groups after it was built: add the group to one of its "
+                "optimizers before that"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``copy.deepcopy()`` and ``pickle``: the copies of the optimizers share the copied groups."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "optimizers": self.optimizers, "_complete": self._complete}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps each optimizer once. ``closure`` is called before, once; its result is returned."""

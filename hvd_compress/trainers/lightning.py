@@ -15,12 +15,13 @@ class LightningCallback(Callback):
     ``ModelParallelStrategy`` (FSDP2).
 
     After each batch in which an optimizer has stepped, it takes a local step. When the fit ends, all ranks have the
-    average of their weights.
+    average of their weights, and DDP or FSDP2 averages the gradients again.
 
-    Lightning's checkpoints contain the states of all ranks, with which ``ckpt_path`` resumes bit-exactly, also between
-    two exchanges: rank 0 gathers them, with local steps a model and its optimizers of every rank. The model itself is
-    rank 0's own, unless it was averaged in the same step. :meth:`hvd_compress.Compressor.metrics` is logged every
-    ``log_every_n_steps``.
+    Lightning's checkpoints contain the states of all ranks, with which ``fit(ckpt_path=...)`` resumes bit-exactly, also
+    between two exchanges, except for random numbers (dropout), which Lightning does not save. Rank 0 gathers the
+    states, with local steps a model and its optimizers of every rank; with NCCL they pass through its GPU memory. The
+    model itself is rank 0's own, unless it was averaged in the same step. :meth:`hvd_compress.Compressor.metrics` is
+    logged every ``log_every_n_steps``.
 
     With ``ModelParallelStrategy`` the compressor needs the group of the replicas, which exists when it is built::
 
@@ -44,7 +45,7 @@ class LightningCallback(Callback):
 
     Raises:
         TypeError: see ``build``.
-        ValueError: on resuming, the states do not fit.
+        ValueError: on resuming, the states do not fit, or the checkpoint has none.
         RuntimeError: the module of a compressor is in neither DDP nor FSDP2.
     """
 
@@ -53,11 +54,22 @@ class LightningCallback(Callback):
         self._average = check_flag("average", average)
         self._states: list[dict[str, Any]] = []
         self._step = 0
+        self._fitting = False
 
     @property
     def compression(self) -> Compressor:
         """The compressor. Raises ``RuntimeError`` before the training has begun."""
         return self.training.compression
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called before a checkpoint is loaded."""
+        self._states, self._fitting = [], stage == "fit"
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.training.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.training.end()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -73,7 +85,7 @@ class LightningCallback(Callback):
         if trainer.global_step == self._step:  # gradients are accumulated
             return
         self._step = trainer.global_step
-        self.training.stepped()
+        self.training.count_step()
         if trainer.loggers and self._step % trainer.log_every_n_steps == 0:
             metrics = self.training.metrics()
             for logger in trainer.loggers:
@@ -99,6 +111,14 @@ class LightningCallback(Callback):
             return {"states": self._states}
         return {"states": world.gather_to_first(self.training.state())}
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._fitting and self.state_key not in checkpoint.get("callbacks", {}):
+            raise ValueError(
+                f"the checkpoint has no states of {self.state_key}, and was saved by a training without it: load its "
+                "weights into the module, and call fit() without ckpt_path"
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the states until the training begins."""
-        self._states = state_dict.get("states", [])
+        """Keeps the states until the training begins. ``validate()``, ``test()`` and ``predict()`` need none."""
+        if self._fitting:
+            self._states = state_dict.get("states", [])

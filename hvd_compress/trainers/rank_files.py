@@ -11,16 +11,21 @@ from .training import Training
 
 
 def save(training: Training, folder: str | Path) -> None:
-    """Writes this rank's file. All ranks must call it."""
+    """Writes this rank's file, and deletes those of other numbers of ranks, which an older training has left. All ranks
+    must call it."""
     state, (rank, size) = training.state(), world.place()
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.save(state, _file(folder, rank, size))
+    world.gather(None)  # the older files stay until all new ones are there
+    for path, ranks in _saved(Path(folder)).items():
+        if ranks != size:
+            path.unlink(missing_ok=True)  # every rank may have a folder of its own
 
 
 def load(training: Training, folder: str | Path) -> None:
     """Resumes from the files. Raises ``FileNotFoundError``, on all ranks, if a rank misses one that it needs."""
     rank, size = world.place()
-    saved = _saved_on(Path(folder))
+    saved = set(_saved(Path(folder)).values())
     ranks = size if size in saved else max(saved, default=0)
     needed = [rank] if ranks == size else range(ranks)
     present = bool(ranks) and all(_file(folder, number, ranks).exists() for number in needed)
@@ -44,7 +49,8 @@ def _file(folder: str | Path, rank: int, ranks: int) -> Path:
     return Path(folder, f"hvd_compress-{rank}-of-{ranks}.pt")
 
 
-def _saved_on(folder: Path) -> set[int]:
-    """The numbers of ranks of which there are files."""
-    names = (re.fullmatch(r"hvd_compress-\d+-of-(\d+)\.pt", path.name) for path in folder.glob("hvd_compress-*.pt"))
-    return {int(name[1]) for name in names if name}
+def _saved(folder: Path) -> dict[Path, int]:
+    """The files, and the number of ranks of each."""
+    paths = folder.glob("hvd_compress-*.pt")
+    names = [(path, re.fullmatch(r"hvd_compress-\d+-of-(\d+)\.pt", path.name)) for path in paths]
+    return {path: int(name[1]) for path, name in names if name}

@@ -42,6 +42,8 @@ class Training:
         self._model = torch.nn.Module()
         self._optimizers: list[Optimizer] = []
         self._scaler: Any = None
+        #: What lets the trainer's wrapper average the gradients again.
+        self._ends: list[Callable[[], None]] = []
         #: Whether a local step has followed the last average of all weights.
         self._stepped = False
 
@@ -74,6 +76,7 @@ class Training:
             TypeError: see the class.
             RuntimeError: a compressor of several ranks, and a model in neither DDP nor FSDP2.
         """
+        self.end()
         self._model, self._scaler, self._stepped = model, scaler, False
         self._optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
         build: Any = self._build
@@ -88,16 +91,25 @@ class Training:
             )
         self._built = built
         if isinstance(built, LocalSteps):
-            use_hook(model, None)
+            self._ends = use_hook(model, None)
         elif any(map(is_sharded, built.engine.parameters)):
-            register_fsdp_hooks(model, built)
-        elif not use_hook(model, built) and world.place()[1] > 1:
-            raise RuntimeError(
-                "nothing averages the gradients: a compressor needs the model in DistributedDataParallel or FSDP2 "
-                "(fully_shard()); local steps need neither"
-            )
+            self._ends = [register_fsdp_hooks(model, built).remove]
+        else:
+            self._ends = use_hook(model, built)
+            if not self._ends and world.place()[1] > 1:
+                raise RuntimeError(
+                    "nothing averages the gradients: a compressor needs the model in DistributedDataParallel or FSDP2 "
+                    "(fully_shard()); local steps need neither"
+                )
 
-    def stepped(self) -> None:
+    def end(self) -> None:
+        """DDP or FSDP2 averages the gradients again, as before :meth:`begin`, unless another training of the model has
+        begun since. The state can still be saved. Does nothing before :meth:`begin`."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end()
+
+    def count_step(self) -> None:
         """All optimizers have taken a step, or a scaler has skipped it."""
         self._stepped = True
         if self.local is not None:
@@ -109,7 +121,7 @@ class Training:
             self.local.finish(self._model)
         self._stepped = False
 
-    def replaced(self) -> None:
+    def weights_replaced(self) -> None:
         """The trainer has put other weights into the model, the same on all ranks."""
         if self.local is not None:
             self.local.take_weights()

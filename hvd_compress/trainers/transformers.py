@@ -19,8 +19,9 @@ class TransformersCallback(TrainerCallback):
     """Trains a model of transformers' ``Trainer`` by local steps, or with compressed gradients.
 
     After each optimizer step, with accumulation after its last backward pass, it takes a local step. At the end of the
-    training all ranks have the average of their weights, unless the Trainer loads its best model. With
-    ``load_best_model_at_end``, save when you evaluate, so that the saved model is the evaluated one.
+    training all ranks have the average of their weights, unless the Trainer loads its best model, and DDP averages the
+    gradients again. With ``load_best_model_at_end``, save when you evaluate, so that the saved model is the evaluated
+    one.
 
     The checkpoint folders of the Trainer get a file of every rank, with which ``resume_from_checkpoint`` resumes
     bit-exactly, also between two exchanges. The model in these folders is rank 0's own, unless it was averaged in the
@@ -75,7 +76,7 @@ class TransformersCallback(TrainerCallback):
             self.training.average()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.training.stepped()
+        self.training.count_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if control.should_training_stop or (control.should_evaluate and self._average):
@@ -97,9 +98,10 @@ class TransformersCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.training.replaced()
+            self.training.weights_replaced()
         else:
             self.training.average()
+        self.training.end()
 
     def _move_before_loggers(self) -> None:
         """The Trainer calls its loggers before the callbacks that it is given, which have something to log; and its own

@@ -1,16 +1,23 @@
 """What the callbacks share, without a trainer, and the optimizer for trainers that take one."""
 
 import copy
+import gc
+import pickle
 import re
+import weakref
 
 import pytest
 import torch
 from harness import mixed_model
 from launch import ROOT
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
 from hvd_compress import recipes, trainers
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.hosts import gradient_hook
+from hvd_compress.trainers import rank_files
 from hvd_compress.trainers.training import Training
 
 
@@ -69,6 +76,122 @@ def test_the_combined_optimizer_refuses_none_and_shared_parameters():
         trainers.CombinedOptimizer([two(model)[0], two(model)[0]])
 
 
+def test_the_combined_optimizer_refuses_a_group_that_nothing_would_step():
+    optimizer = trainers.CombinedOptimizer(two(mixed_model()))
+    groups = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match="add the group to one of its optimizers before"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == groups
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_the_combined_optimizer_steps_the_copied_model(copied):
+    model = mixed_model()
+    optimizer = trainers.CombinedOptimizer(two(model))
+    step(model, [optimizer], 0)
+    other_model, other = copied((model, optimizer))
+    before = copy.deepcopy(model.state_dict())
+    for group in other.param_groups:
+        group["lr"] /= 2
+    step(other_model, [other], 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    step(model, [optimizer], 1)
+    for p, q in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(ValueError, match="takes no parameter groups"):
+        other.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.fixture
+def ddp():
+    """A model in DDP, in a process group of this process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("build", [recipes.low_bit, hvd_compress.Quantized])
+def test_after_a_training_the_model_averages_as_before_it(build, ddp, monkeypatch):
+    averaged, original = [], gradient_hook.allreduce_hook
+    monkeypatch.setattr(
+        gradient_hook, "allreduce_hook", lambda group, bucket: averaged.append(group) or original(group, bucket)
+    )
+    training = Training(build, {"bits": 2} if build is hvd_compress.Quantized else {})
+    training.end()
+    training.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
+    kept = weakref.ref(training.compression)
+    assert ddp.require_backward_grad_sync == ddp.broadcast_buffers == (training.local is None)
+    ddp(torch.ones(3, 4)).sum().backward()
+    assert not averaged
+    training.state()
+    training.end()
+    training.state()
+    assert ddp.require_backward_grad_sync and ddp.broadcast_buffers and gradient_hook.averages(ddp)
+    del training
+    gc.collect()
+    assert kept() is None, "the model keeps the compressor"
+    ddp.zero_grad()
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 4)
+    ddp(inputs).square().sum().backward()
+    assert averaged == [ddp.process_group]
+    alone = torch.autograd.grad(ddp.module(inputs).square().sum(), list(ddp.parameters()))
+    for p, gradient in zip(ddp.parameters(), alone, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+def test_the_end_of_a_training_does_not_end_a_later_one_of_the_same_model(ddp):
+    first, second = Training(recipes.low_bit, {}), Training(recipes.low_bit, {})
+    for training in (first, second):
+        training.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
+    first.end()
+    assert not gradient_hook.averages(ddp) and not ddp.require_backward_grad_sync
+    second.end()
+    assert gradient_hook.averages(ddp)
+    first.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
+    other = DistributedDataParallel(mixed_model())
+    first.begin(other.module, [torch.optim.SGD(other.parameters(), lr=0.1)])
+    assert gradient_hook.averages(ddp) and not gradient_hook.averages(other)
+
+
+def test_files_of_another_number_of_ranks_are_deleted_when_all_new_ones_are_there(tmp_path, monkeypatch):
+    training, _, _ = of_rank(ThreadWorld(1), 0)
+    names = ["hvd_compress-0-of-2.pt", "hvd_compress-1-of-2.pt", "model.pt", "hvd_compress-notes.pt"]
+    for name in names:
+        (tmp_path / name).touch()
+    seen = []
+    monkeypatch.setattr(
+        rank_files.world, "gather", lambda value: seen.append({p.name for p in tmp_path.iterdir()}) or [value]
+    )
+    rank_files.save(training, tmp_path)
+    assert seen == [{*names, "hvd_compress-0-of-1.pt"}]
+    assert {p.name for p in tmp_path.iterdir()} == {*names[2:], "hvd_compress-0-of-1.pt"}
+    rank_files.load(training, tmp_path)
+
+
+def test_lightning_keeps_the_states_of_a_checkpoint_for_a_fit_only():
+    pytest.importorskip("lightning")
+    callback = trainers.LightningCallback(recipes.low_bit)
+    key, states = callback.state_key, {"states": [{"compression": {}}]}
+    for stage in ("validate", "test", "predict"):
+        callback.setup(None, None, stage)
+        callback.on_load_checkpoint(None, None, {"callbacks": {}})
+        callback.load_state_dict(states)
+        callback.teardown(None, None, stage)
+        assert callback.state_dict() == {"states": []}
+    callback.setup(None, None, "fit")
+    callback.on_load_checkpoint(None, None, {"callbacks": {key: states}})
+    callback.load_state_dict(states)
+    assert callback.state_dict() == states
+    callback.on_exception(None, None, KeyboardInterrupt())
+    callback.setup(None, None, "fit")
+    assert callback.state_dict() == {"states": []}
+    with pytest.raises(ValueError, match=r"has no states of LightningCallback.*without ckpt_path"):
+        callback.on_load_checkpoint(None, None, {"callbacks": {"ModelCheckpoint": {}}})
+
+
 def of_rank(world, rank, model=None):
     """A training of local steps on one of the threads' ranks."""
     model = model or mixed_model()
@@ -82,7 +205,7 @@ def train(world, trainings, steps):
         training, model, _ = trainings[rank]
         for number in range(steps):
             step(model, training._optimizers, 10 * number + rank)
-            training.stepped()
+            training.count_step()
 
     world.run(one)
 

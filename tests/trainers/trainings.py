@@ -53,8 +53,11 @@ def raises_errors_on_all_ranks(folder):
         with pytest.raises(FileNotFoundError, match=r"missing on rank \[0, 1\]"):
             rank_files.load(training, folder)
         if training is local:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hvd_compress-0-of-3.pt").touch()
             rank_files.save(local, folder)
             distributed.barrier()
+            assert len(list(folder.iterdir())) == 2, "a file of three ranks is left"
             rank_files.load(local, folder)
             distributed.barrier()
             if distributed.get_rank() == 1:
@@ -89,6 +92,23 @@ def gradients_stay_local():
     assert not equal_on_all_ranks(flat(model)), "buffers were broadcast"
 
 
+def averages_after_local_steps():
+    """A model in DDP after a training with each method: as one that was never trained by it."""
+    model, fresh = net(), net()
+    ddp, other, rank = DistributedDataParallel(model), DistributedDataParallel(fresh), distributed.get_rank()
+    for method in (LOCAL, EACH_STEP):
+        training = Training(*method)
+        training.begin(model, [optimizers(model)])
+        training.end()
+        torch.manual_seed(rank)
+        inputs = torch.randn(8, 16), torch.randint(4, (8,))
+        for wrapped in (ddp, other):
+            wrapped.zero_grad()
+            wrapped(*inputs)["loss"].backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
+        assert equal_on_all_ranks(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+
 def evaluates_and_stops(train, folder, average):
     """Local steps: all ranks evaluate the same weights, or each its own. All stop at one step."""
     model, _, steps, _ = train(folder, *LOCAL, evaluate=True, average=average)
@@ -101,6 +121,7 @@ folder, *trainers = sys.argv[1:]
 distributed.init_process_group("gloo")
 destroy, distributed.destroy_process_group = distributed.destroy_process_group, lambda *_, **__: None
 gradients_stay_local()
+averages_after_local_steps()
 raises_errors_on_all_ranks(Path(folder, "errors"))
 for name in trainers:
     train, place = import_module(f"with_{name}").train, Path(folder, name)

@@ -39,5 +39,5 @@ def train(folder, build, options, *, resume=False, evaluate=False, average=True)
         accelerator.save_state(str(folder / f"step-{step}"))
         if evaluate and step == 2 * SAVED:
             break
-    loop.finish()
+    loop.end()
     return model, loop, step, loop.metrics()
