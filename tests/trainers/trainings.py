@@ -132,6 +132,6 @@ for name in trainers:
         ("evaluation of each rank", evaluates_and_stops, (False,)),
     ):
         function(train, place / case, *arguments)
-        print(f"rank {distributed.get_rank()} ok {name}: {case}", flush=True)
+        print(f"rank {distributed.get_rank()} ok {name}: {case}\n", end="", flush=True)  # in one piece
         distributed.barrier()
 destroy()
