@@ -19,8 +19,9 @@ from ..engine.registry import Registry
 from ..engine.state import Saved
 
 _KEY = "hvd_compress"
-#: What a lost peer or a broken network is seen as. Other errors are the program's.
-_LOST = (RuntimeError, TimeoutError, OSError)
+#: What a lost peer or a broken network is seen as; an assertion of torchft's, where it has closed the process group.
+#: Other errors are the program's.
+_LOST = (RuntimeError, TimeoutError, OSError, AssertionError)
 
 
 def is_manager(value: object) -> bool:
