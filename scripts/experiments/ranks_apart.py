@@ -3,7 +3,7 @@
 gradient, and of which parameters?
 
     ranks_apart.py            the table in docs/local_steps.md, of stored runs
-    ranks_apart.py --train    first simulates what is not stored, about five minutes a row on one core
+    ranks_apart.py --train    first simulates what is not stored, about ten minutes a row on one core
 
 A simulation: the weights of all ranks are the first dimension of each tensor, and nothing is sent. It trains the GPT of
 docs/choosing.md (1,500 steps of 32 windows, seed 0, learning rate 4.5e-3, dense 3e-3) by Muon for the hidden matrices
@@ -35,29 +35,22 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """A row. ``shared``: "matrices" or "others", whose gradients are averaged over the ranks in each step, in
-    ``shared_bits`` with feedback (0: float32). ``outer``: the others take no local steps: once a period, one step of
-    this many times the rate by the mean of their gradients (FedOpt, Reddi et al., ICLR 2021)."""
+    """A row. ``shared``: whether the gradients of all parameters but the hidden matrices are averaged over the ranks in
+    each step, in float32, before the ranks' optimizers normalise them."""
 
     title: str
     ranks: int = 16
     rate: float = 4.5e-3
     period: int = 3
     bits: int = 2
-    shared: str = ""
-    shared_bits: int = 0
-    outer: float = 0.0
+    shared: bool = False
 
 
 SETTINGS = (
     Setting("dense", ranks=1, rate=3e-3, period=1, bits=0),
     Setting("each rank's own step, averaged in every step", period=1, bits=0),
-    Setting("the same; gradients of the matrices are averaged first", period=1, bits=0, shared="matrices"),
-    Setting("the same; gradients of the others are averaged first", period=1, bits=0, shared="others"),
+    Setting("the same; gradients of the others are averaged first", period=1, bits=0, shared=True),
     Setting("every third step, 2 bits (`low_bit`)"),
-    Setting("the same; gradients of the others are averaged in each step", shared="others"),
-    Setting("the same, those in 2 bits", shared="others", shared_bits=2),
-    Setting("`low_bit`; the others take one outer step a period, at twice the rate", outer=2.0),
 )
 
 
@@ -142,27 +135,14 @@ def simulate(setting: Setting) -> float:
     common = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = {name: p.expand(setting.ranks, *p.shape).clone() for name, p in common.items()}
     velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
-    gathered = {name: torch.zeros_like(w) for name, w in weights.items() if setting.outer and name not in matrices}
-    outer = {name: torch.zeros_like(common[name]) for name in gathered}
-    shared = {
-        name: Feedback(w, setting.shared_bits)
-        for name, w in weights.items()
-        if setting.shared == ("matrices" if name in matrices else "others")
-    }
-    # What every rank has in common after each step needs no bits.
-    local = {
-        name: Feedback(w, 0 if setting.shared_bits and name in shared else setting.bits) for name, w in weights.items()
-    }
+    progress = {name: Feedback(w, setting.bits) for name, w in weights.items()}
     steps = (b for epoch in range(STEPS // 100) for b in text.train_batches(WINDOWS, 0, 1, 0, epoch))
     for step, batch in enumerate(steps):
         rate = learning_rate(step, setting.rate, WARM_UP, STEPS)
         inputs, targets = (part.view(-1, setting.ranks, CONTEXT).transpose(0, 1) for part in batch)
         for name, gradient in gradients(weights, inputs, targets).items():
-            if name in gathered:
-                gathered[name] += gradient / setting.period
-                continue
-            if name in shared:
-                gradient = shared[name].mean(gradient).expand_as(gradient)
+            if setting.shared and name not in matrices:
+                gradient = gradient.mean(0, keepdim=True).expand_as(gradient)
             velocity[name].mul_(BETA).add_(gradient)
             update = gradient + BETA * velocity[name]
             update = orthogonal(update) if name in matrices else update.sign()
@@ -170,14 +150,7 @@ def simulate(setting: Setting) -> float:
         if (step + 1) % setting.period:
             continue
         for name, a in common.items():
-            if name in gathered:
-                mean, beta = local[name].mean(gathered[name]), BETA**setting.period
-                gathered[name].zero_()
-                outer[name].mul_(beta).add_(mean)
-                decayed = a * (1 - rate * DECAY * setting.period)
-                common[name] = decayed - rate * setting.outer * (mean + beta * outer[name]).sign()
-            else:
-                common[name] = a + local[name].mean(weights[name] - a)
+            common[name] = a + progress[name].mean(weights[name] - a)
             weights[name] = common[name].expand_as(weights[name]).clone()
     return bits_per_byte(common, text)
 
