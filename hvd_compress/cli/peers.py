@@ -49,8 +49,7 @@ def main() -> None:
             model(torch.full((1, 64), number + 1.0, dtype=torch.float32, device="cpu")).sum().backward()
             optimizer.step()
             local.step()
-        found = [p.tolist() for p in model.parameters()]
-        return found
+        return [p.tolist() for p in model.parameters()]
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(peer, range(2))

@@ -154,11 +154,14 @@ class Rounds:
             if self._peers is None:
                 with self._engine.entered:
                     self._engine.peer.compare()
+            waited = self._in_flight.waits
             ended = self._in_flight.called()
-            if self._turns.due(period):
+            due = self._turns.due(period)
+            if due:
                 self._check()
                 ended = self._in_flight.begin(self._number) or ended
-            if ended or self._peers is not None:  # with peers, a round that is taken back changes the weights, too
+            # With peers, a round that is taken back changes the weights, too.
+            if ended or (self._peers is not None and (waited or due)):
                 self._owners.reshard()
                 self._note()
         return ended
