@@ -22,6 +22,7 @@
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
 #   exchange-hsdp    FSDP2 on two hosts of two ranks                exchange-pause     computing is a pause; local steps, fragments
+#   exchange-share   how much of the time is computing, on links of 1 Gbit/s to 50 Mbit/s, ten times slowed down
 # Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
 #   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
@@ -32,7 +33,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,27s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -370,6 +371,27 @@ case $experiment in
       exchange --pause-ms "$pause" --rate "$rates" --steps 4 --max-seconds 60 --methods "$methods" "${options[@]}" \
         --json "$out/runs.jsonl/pause-$pause"
     done
+    ;;
+  exchange-share)
+    export "${sleep[@]}"
+    methods=() options=()
+    row() { methods+=("$1"); [[ ! ${2:-} ]] || options+=(--option "$1:$2"); }
+    local_rows() {  # FEWER PERIOD BITS ARGUMENTS...: and with fragments and delay
+      row "ddp-quantized@$1" "$(few_bits "$2" "$3")"
+      row "ddp-quantized@$1-late" "$(few_bits "$2" "$3" --bucket-mb 8 "${@:4}")"
+    }
+    local_rows 47 3 2 --fragments 3 --delay 1
+    local_rows 151 5 1 --fragments 5 --delay 1
+    local_rows 483 16 1 --fragments 4 --delay 4
+    share() {  # RATES
+      exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 90 --methods "$(IFS=,; echo "${methods[*]}")" \
+        "${options[@]}" --json "$out/runs.jsonl/$1"
+    }
+    share 20mbit,5mbit
+    row ddp-none
+    row ddp-fp16
+    row ddp-none@diloco-32 "--local-steps 32 --outer-lr 0.7 --outer-momentum 0.9"
+    share 500mbit,100mbit
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"

@@ -31,10 +31,18 @@ def resnet50() -> Iterator[Named]:
 
 def gpt2() -> Iterator[Named]:
     """GPT-2 small (Radford et al. 2019); the head is the word embedding: 124 M."""
-    width = 768
+    yield from _gpt(width=768, depth=12)
+
+
+def gpt30m() -> Iterator[Named]:
+    """A GPT of six layers with GPT-2's vocabulary: 30.3 M."""
+    yield from _gpt(width=384, depth=6)
+
+
+def _gpt(width: int, depth: int) -> Iterator[Named]:
     yield "words", (50257, width)
     yield "positions", (1024, width)
-    for number in range(12):
+    for number in range(depth):
         for name, *shape in (
             ("norm1", width), ("attention", 3 * width, width), ("output", width, width),
             ("norm2", width), ("up", 4 * width, width), ("down", width, 4 * width),
@@ -55,7 +63,12 @@ def tiny() -> Iterator[Named]:
         yield from _affine(name, *shape)
 
 
-SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "gpt2": gpt2, "tiny": tiny}
+SHAPES: dict[str, Callable[[], Iterator[Named]]] = {
+    "resnet50": resnet50,
+    "gpt2": gpt2,
+    "gpt30m": gpt30m,
+    "tiny": tiny,
+}
 
 
 def named(model: str) -> list[Named]:
