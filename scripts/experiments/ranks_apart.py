@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Take the loss of 16 ranks' local steps apart: is it the period, the bits, or that each rank normalises its own noisy
-gradient, and of which parameters?
+"""Take the loss of many ranks' local steps apart: is it the period, the bits, or that each rank normalises its own
+noisy gradient, and of which parameters?
 
-    ranks_apart.py            the table in docs/local_steps.md, of stored runs
-    ranks_apart.py --train    first simulates what is not stored, about ten minutes a row on one core
+    ranks_apart.py                     the table in docs/local_steps.md, of stored runs
+    ranks_apart.py --train DATA_DIR    first simulates what is not stored, about ten minutes a row on one core
 
-A simulation: the weights of all ranks are the first dimension of each tensor, and nothing is sent. It trains the GPT of
-docs/choosing.md (1,500 steps of 32 windows, seed 0, learning rate 4.5e-3, dense 3e-3) by Muon for the hidden matrices
-and by the sign of the momentum for the others (embedding, positions, norms), as scripts/experiments/train.py does.
+A simulation: the weights of all ranks are the first dimension of each tensor, and nothing is sent. Two trainings, of
+:data:`TASKS`, both with Muon for the hidden matrices. DATA_DIR holds tinyshakespeare.txt.
 """
 
 import argparse
@@ -28,30 +27,101 @@ from torch import Tensor
 from hvd_compress.reference.low_bit import encode, lloyd_max
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "ranks-apart" / "runs.jsonl"
-STEPS, WARM_UP, WINDOWS, CONTEXT, HEADS = 1500, 100, 32, 64, 4
+WARM_UP, CONTEXT, HEADS = 100, 64, 4
 BETA, DECAY, RUN = 0.95, 0.01, 512
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A row. ``shared``: whether the gradients of all parameters but the hidden matrices are averaged over the ranks in
-    each step, in float32, before the ranks' optimizers normalise them."""
+class Task:
+    """``windows``: of all ranks, in a step. ``others``: the optimizer of what is no hidden matrix."""
 
-    title: str
+    data: str
+    steps: int
+    windows: int
+    others: "type[Sign] | type[Adam]"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row. ``others``: None if all parameters take local steps; or the bits in which the gradients of all but the
+    hidden matrices are averaged over the ranks in each step, before the ranks normalise them; 0: float32."""
+
     ranks: int = 16
     rate: float = 4.5e-3
     period: int = 3
     bits: int = 2
-    shared: bool = False
+    others: int | None = None
+    task: str = "gpt"
 
 
 SETTINGS = (
-    Setting("dense", ranks=1, rate=3e-3, period=1, bits=0),
-    Setting("each rank's own step, averaged in every step", period=1, bits=0),
-    Setting("the same; gradients of the others are averaged first", period=1, bits=0, shared=True),
-    Setting("every third step, 2 bits (`low_bit`)"),
+    Setting(1, 3e-3, period=1, bits=0),
+    Setting(period=1, bits=0),
+    Setting(period=1, bits=0, others=0),
+    Setting(),
+    Setting(rate=6e-3),
+    Setting(rate=6e-3, period=2),
+    Setting(rate=3e-3, others=2),
+    Setting(others=2),
+    Setting(rate=6e-3, others=2),
+    Setting(others=4),
+    Setting(4),
+    Setting(4, others=2),
+    Setting(32, 6e-3),
+    Setting(32, others=2),
+    Setting(1, 3e-3, period=1, bits=0, task="nanogpt"),
+    Setting(rate=3e-3, task="nanogpt"),
+    Setting(rate=3e-3, others=2, task="nanogpt"),
 )
+
+
+class Sign:
+    """Moves by the sign of the Nesterov momentum, as scripts/experiments/train.py does with ``--optimizer muon``."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._velocity = torch.zeros_like(like)
+
+    def update(self, gradient: Tensor) -> Tensor:
+        return nesterov(self._velocity, gradient).sign()
+
+
+class Adam:
+    """With the betas of ``torch.optim.AdamW``."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._mean, self._square, self._step = torch.zeros_like(like), torch.zeros_like(like), 0
+
+    def update(self, gradient: Tensor) -> Tensor:
+        self._step += 1
+        self._mean.lerp_(gradient, 0.1)
+        self._square.lerp_(gradient.square(), 0.001)
+        mean, square = self._mean / (1 - 0.9**self._step), self._square / (1 - 0.999**self._step)
+        return mean / (square.sqrt() + 1e-8)
+
+
+class Muon:
+    """Of each matrix (ranks, m, n), root mean square 1; bfloat16 inside, as is usual."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._velocity = torch.zeros_like(like)
+
+    def update(self, gradient: Tensor) -> Tensor:
+        x = nesterov(self._velocity, gradient)
+        x = (x / x.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None]).bfloat16()
+        for _ in range(5):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return x.float() * max(x.shape[1:]) ** 0.5
+
+
+def nesterov(velocity: Tensor, gradient: Tensor) -> Tensor:
+    velocity.mul_(BETA).add_(gradient)
+    return gradient + BETA * velocity
+
+
+#: The GPT of docs/choosing.md, and nanoGPT's of its README's command for a CPU, on the bytes of Shakespeare's plays.
+TASKS = {"gpt": Task("text", 1500, 32, Sign), "nanogpt": Task("shakespeare", 2000, 48, Adam)}
 
 
 def forward(weights: Weights, tokens: Tensor) -> Tensor:
@@ -85,16 +155,6 @@ def gradients(weights: Weights, inputs: Tensor, targets: Tensor) -> Weights:
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Muon's update of each matrix (ranks, m, n): root mean square 1; bfloat16 inside, as is usual."""
-    x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None]
-    x = x.bfloat16()
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.float() * max(x.shape[1:]) ** 0.5
-
-
 class Feedback:
     """The mean over the ranks in few bits, with error feedback both ways, as :func:`hvd_compress.recipes.low_bit`; of
     tensors of one dimension or less than 1,024 entries as it is."""
@@ -126,28 +186,30 @@ class Feedback:
         return encode(padded, lengths, levels, len(lengths))[1][: len(flat)].view_as(tensor)
 
 
-def simulate(setting: Setting) -> float:
+def simulate(setting: Setting, folder: Path) -> float:
     """Bits per byte of the mean weights at the end."""
-    text = data.load("text", None, CONTEXT)
+    task = TASKS[setting.task]
+    text = data.load(task.data, folder, CONTEXT)
     torch.manual_seed(0)
-    model = models.build("gpt", *text.shape)
+    model = models.build(setting.task, *text.shape)
     matrices = set(models.hidden_matrices(model))
     common = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = {name: p.expand(setting.ranks, *p.shape).clone() for name, p in common.items()}
-    velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
-    progress = {name: Feedback(w, setting.bits) for name, w in weights.items()}
-    steps = (b for epoch in range(STEPS // 100) for b in text.train_batches(WINDOWS, 0, 1, 0, epoch))
+    optimizers = {name: (Muon if name in matrices else task.others)(w) for name, w in weights.items()}
+    shared = {} if setting.others is None else {n: Feedback(w, setting.others) for n, w in weights.items()}
+    for name in matrices & shared.keys():
+        del shared[name]
+    # What all ranks have in common already is not rounded again.
+    progress = {name: Feedback(w, 0 if name in shared else setting.bits) for name, w in weights.items()}
+    steps = (b for epoch in range(task.steps // 100) for b in text.train_batches(task.windows, 0, 1, 0, epoch))
     for step, batch in enumerate(steps):
-        rate = learning_rate(step, setting.rate, WARM_UP, STEPS)
+        rate = learning_rate(step, setting.rate, WARM_UP, task.steps)
         inputs, targets = (part.view(-1, setting.ranks, CONTEXT).transpose(0, 1) for part in batch)
         for name, gradient in gradients(weights, inputs, targets).items():
-            if setting.shared and name not in matrices:
-                gradient = gradient.mean(0, keepdim=True).expand_as(gradient)
-            velocity[name].mul_(BETA).add_(gradient)
-            update = gradient + BETA * velocity[name]
-            update = orthogonal(update) if name in matrices else update.sign()
-            weights[name] = weights[name] * (1 - rate * DECAY) - rate * update
-        if (step + 1) % setting.period:
+            if name in shared:
+                gradient = shared[name].mean(gradient).expand_as(gradient)
+            weights[name] = weights[name] * (1 - rate * DECAY) - rate * optimizers[name].update(gradient)
+        if (step + 1) % setting.period and step + 1 < task.steps:
             continue
         for name, a in common.items():
             common[name] = a + progress[name].mean(weights[name] - a)
@@ -165,31 +227,58 @@ def bits_per_byte(weights: Weights, text: data.text.Text) -> float:
     return total / count / math.log(2)
 
 
-def rows(stored: dict[str, float]) -> list[dict[str, str]]:
-    """Of the table; "-" where there is no run."""
-    dense, lines = stored.get(SETTINGS[0].title), []
+def fewer_bytes(setting: Setting) -> float:
+    """Times fewer than dense training sends; scales and tensors that are not compressed count as if they were."""
+    model = models.build(setting.task, 256, CONTEXT)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    matrices = sum(sizes[name] for name in models.hidden_matrices(model))
+    rest = sum(sizes.values()) - matrices
+    local = (setting.bits or 32) / setting.period
+    every = local if setting.others is None else setting.others or 32
+    return 32 * (matrices + rest) / (matrices * local + rest * every)
+
+
+def title(setting: Setting) -> str:
+    if setting.ranks == 1:
+        return "dense"
+    values = f"in {setting.bits} bits" if setting.bits else "in float32"
+    local = f"every {setting.period} steps {values}" if setting.period > 1 else f"every step {values}"
+    if setting.others is None:
+        return f"weights {local}"
+    return f"matrices {local}; gradients of the others in {f'{setting.others} bits' if setting.others else 'float32'}"
+
+
+def rows(stored: dict[Setting, float]) -> list[dict[str, str]]:
+    """Of the table, each beside the dense training of its task; "-" where there is no run."""
+    dense = {setting.task: stored.get(setting) for setting in SETTINGS if setting.ranks == 1}
+    lines = []
     for setting in SETTINGS:
-        value = stored.get(setting.title)
-        over = "-" if value is None or dense is None else f"{value / dense - 1:+.1%}"
-        lines.append({"16 ranks": setting.title, "bits per byte": f"{value:.3f}" if value else "-", "over dense": over})
+        value, of = stored.get(setting), dense[setting.task]
+        line = {"training": setting.task, "ranks": str(setting.ranks), "what is averaged": title(setting)}
+        line |= {"fewer bytes": f"{fewer_bytes(setting):.0f}", "learning rate": f"{setting.rate:g}"}
+        line["bits per byte"] = "-" if value is None else f"{value:.3f}"
+        line["over dense"] = "-" if value is None or of is None else f"{value / of - 1:+.1%}"
+        lines.append(line)
     return lines
 
 
 def main() -> None:
     parser: argparse.ArgumentParser = script_parser(__doc__)
-    parser.add_argument("--train", action="store_true", help="simulate what is not stored")
+    parser.add_argument("--train", type=Path, metavar="DATA_DIR", help="simulate what is not stored")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    lines = FILE.read_text().splitlines() if FILE.exists() else []
-    stored = {run["title"]: run["bits_per_byte"] for run in map(json.loads, lines)}
+    stored = {}
+    for line in FILE.read_text().splitlines() if FILE.exists() else []:
+        run = json.loads(line)
+        stored[Setting(**run["setting"])] = run["bits_per_byte"]
     for setting in SETTINGS if args.train else ():
-        if setting.title not in stored:
-            print(setting.title, file=sys.stderr)
-            stored[setting.title] = simulate(setting)
+        if setting not in stored:
+            print(setting, file=sys.stderr)
+            stored[setting] = simulate(setting, args.train)
             FILE.parent.mkdir(parents=True, exist_ok=True)
             with FILE.open("a") as file:
-                file.write(json.dumps({**asdict(setting), "bits_per_byte": stored[setting.title]}) + "\n")
-    print(table.markdown(rows(stored), left=1))
+                file.write(json.dumps({"setting": asdict(setting), "bits_per_byte": stored[setting]}) + "\n")
+    print(table.markdown(rows(stored), left=3))
 
 
 if __name__ == "__main__":
