@@ -127,7 +127,7 @@ def test_local_steps_go_on_when_a_rank_and_a_machine_are_lost(tmp_path):
     script = [str(EXAMPLES / "elastic_local_steps.py"), "--steps", "60", "--checkpoints", str(tmp_path / "states")]
     machines = []
     for number in range(3):
-        conf = f"is_host={int(not number)},last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"
+        conf = f"is_host={int(not number)},last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=5"
         launcher = ["torchrun", "--nnodes", "2:3", "--max-restarts", "3", "--rdzv-conf", conf]
         dies = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **({"DIES": ""} if number == 2 else {})}
         machines.append(launched([*launcher, DYING, str(tmp_path), *script], f"127.0.0.1:{port}", **dies))

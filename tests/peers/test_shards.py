@@ -136,7 +136,8 @@ def test_groups_lose_exchanges_ranks_and_each_other(tmp_path):
             first.tell(1, f"{fate} 0")
             groups.wait(lambda n=before: min(g.count("taken back") for g in (first, second)) > n, first, second)
             groups.wait_for_rounds(2, first, second, together=2)
-        assert [len(g.events(rank, "taken back")) for g in (first, second) for rank in range(2)] == [2] * 4
+        lost = [{e["step"] for e in g.events(rank, "taken back")} for g in (first, second) for rank in range(2)]
+        assert len(set.intersection(*lost)) >= 2, lost
 
         # One rank of a group dies: its group ends, the other one goes on.
         second.tell(1, "exchange 0")
