@@ -17,6 +17,7 @@ from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.membership import PeerLost
 from ..engine.registry import Registry
 from ..engine.state import Saved
+from .replica_group import ReplicaGroup
 
 _KEY = "hvd_compress"
 #: What a lost peer or a broken network is seen as; an assertion of torchft's, where it has closed the process group.
@@ -68,6 +69,8 @@ class TorchftCollectives:
                 f"{manager._replica_world_size_mode.name}"
             )
         self._manager = manager
+        self._replica_group = ReplicaGroup(manager)
+        self.group_size = self._replica_group.size
         self.rank, self.size = 0, 1
         self._quorum, self._step = -1, 0
         # Whether the ranks are as in the last quorum, if that has the same number.
@@ -113,6 +116,7 @@ class TorchftCollectives:
     def start_quorum(self) -> bool:
         manager = self._manager
         with self._timed("quorum_seconds"):
+            self._replica_group.meet()
             try:
                 manager.start_quorum()
             except _LOST as error:
@@ -168,7 +172,7 @@ class TorchftCollectives:
     def _should_commit(self) -> bool:
         committed = False
         try:
-            committed = bool(self._manager.should_commit())
+            committed = self._replica_group.should_commit()
         finally:
             self._settled = self._settled and committed
             self._report["rounds_committed" if committed else "rounds_taken_back"] += 1

@@ -16,6 +16,11 @@ class Membership(Protocol):
     """Each exchange lies between :meth:`start_quorum` and :meth:`commit`, or :meth:`fail`."""
 
     @property
+    def group_size(self) -> int:
+        """The ranks that share this rank's replica of the model, each with its own shards, and exchange them with those
+        of other replicas: all of them commit an exchange, or none."""
+
+    @property
     def attempt(self) -> tuple[int, int]:
         """The exchange that has begun last: how many were committed before it, and the number of its quorum. No two
         attempts are equal, unless the first of them was committed nowhere."""

@@ -105,12 +105,14 @@ class LocalSteps:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
             ``period`` (or what a schedule returns), ``fragments`` or ``delay`` no integer.
         ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, with local steps
-            already, with ``nodes`` and ``unsent="weights"``, or of few entries and ``restore_length``; an optimizer
-            with unknown parameters, with parameters of another one, or Horovod's; FSDP2 shards over whose ranks the
-            compressor averages, or gradients that hooks average; in training, an optimizer of the compressor's
-            parameters that is not one of these, or a model that has other parameters now.
+            already, with ``nodes`` and ``unsent="weights"``, or of few entries and ``restore_length``; a ``delay`` with
+            torchft replica groups of several ranks; an optimizer with unknown parameters, with parameters of another
+            one, or Horovod's; FSDP2 shards over whose ranks the compressor averages, or gradients that hooks average;
+            in training, an optimizer of the compressor's parameters that is not one of these, or a model that has other
+            parameters now.
         RuntimeError: in training, on all ranks, ranks in different calls, or gradients that are averaged already;
-            weights that were replaced without :meth:`take_weights`.
+            weights that were replaced without :meth:`take_weights`; of a torchft replica group of several ranks, one
+            that was not healed with the others, or has not come to a round.
     """
 
     @modes_off
@@ -146,6 +148,7 @@ class LocalSteps:
         restore_length = check_flag("restore_length", restore_length)
         _check_fits(compression, unsent, restore_length)
         _check_average(compression, average_by, unsent, restore_length)
+        _check_delay(compression, delay)
         _check_gradients_are_own(compression)
         self.compression, engine = compression, compression.engine
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay, average_by)
@@ -282,6 +285,17 @@ def _check_average(compression: Compressor, average_by: str, unsent: str, restor
         )
     if unsent == "weights" or restore_length:
         raise ValueError('average_by="steps" goes with unsent="buffer" and without restore_length')
+
+
+def _check_delay(compression: Compressor, delay: int) -> None:
+    """Raises ``ValueError`` for a delay with replica groups of several ranks."""
+    members = compression.engine.collectives
+    if delay and isinstance(members, Membership) and members.group_size > 1:
+        # A rank whose exchange fails waits for the votes of its group, which would wait for it in a forward pass.
+        raise ValueError(
+            f"delay must be 0 with replica groups of several ranks ({members.group_size} here), got {delay}: all ranks "
+            "of a group end a round in the same call of step()"
+        )
 
 
 def _check_gradients_are_own(compression: Compressor) -> None:

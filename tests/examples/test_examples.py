@@ -3,18 +3,21 @@ checkpoint, with the result of one run."""
 
 import ast
 import itertools
+import json
 import os
 import re
 import shlex
+import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launch import ROOT, finish, start
+import torch
+from launch import ROOT, end, finish, start
 
 EXAMPLES = ROOT / "examples"
-DRIVER = str(Path(__file__).with_name("resume.py"))
+DRIVER, DYING = (str(Path(__file__).with_name(name)) for name in ("resume.py", "dying.py"))
 #: Launches: packages, and the examples that need each.
 LAUNCHES = {
     "two_ranks": {
@@ -23,6 +26,7 @@ LAUNCHES = {
         "accelerate": ["accelerate_loop"],
         "transformers": ["transformers_trainer"],
     },
+    "restarts": {"torch": ["elastic_local_steps"]},
     "two_nodes": {"torch": ["fsdp_gpt", "fsdp_local_muon"], "lightning": ["lightning_fsdp"]},
     "horovod": {"horovod": ["horovod_sgd", "muon_horovod"]},
 }
@@ -61,13 +65,18 @@ def printed(name):
 
 
 def run(launcher, *arguments):
-    """What the ranks printed. The launcher and their interpreter are those of the tests' environment; torchrun takes
-    the options that keep it on this machine, as in scripts/run.sh, from variables."""
-    local = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "127.0.0.1:0"}
+    """What the ranks printed."""
+    return finish(launched([*launcher, *arguments]), LIMIT)
+
+
+def launched(command, endpoint="127.0.0.1:0", **more):
+    """The process of a launcher. It and its ranks' interpreter are those of the tests' environment; torchrun takes the
+    options that keep it on this machine, as in scripts/run.sh, from variables."""
+    local = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, **more}
     local |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    return finish(start([*launcher, *arguments], **environment, **local), LIMIT)
+    return start(command, **environment, **local)
 
 
 def test_every_example_is_tested_short_and_in_the_index():
@@ -107,3 +116,53 @@ def test_elastic_example(tmp_path):
     (_, first, begin, _), (_, resumed, end, ratio) = runs
     assert (first, resumed) == ("0", "10")
     assert float(end) < float(begin) and float(ratio) > 8
+
+
+def test_local_steps_go_on_when_a_rank_and_a_machine_are_lost(tmp_path):
+    """Three machines of one rank. A rank is killed, and the job goes on with three; then a machine, and it goes on with
+    two."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = [str(EXAMPLES / "elastic_local_steps.py"), "--steps", "60", "--checkpoints", str(tmp_path / "states")]
+    machines = []
+    for number in range(3):
+        conf = f"is_host={int(not number)},last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=5"
+        launcher = ["torchrun", "--nnodes", "2:3", "--max-restarts", "3", "--rdzv-conf", conf]
+        dies = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **({"DIES": ""} if number == 2 else {})}
+        machines.append(launched([*launcher, DYING, str(tmp_path), *script], f"127.0.0.1:{port}", **dies))
+    try:
+        outputs = [finish(machine, LIMIT) for machine in machines]
+    finally:
+        for machine in machines:
+            end(machine)
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    saved, loaded = ([e for e in events if e["event"] == kind] for kind in ("saved", "loaded"))
+    found = {(e["ranks"], e["step"], e["rank"]): e for e in saved}
+    order = [(3, 12), (3, 24), (3, 36), (2, 48), (2, 60)]
+    assert sorted(found) == sorted((n, step, rank) for n, step in order for rank in range(n)), outputs
+    assert len(found) == len(saved)
+    assert sorted((e["ranks"], e["step"]) for e in loaded) == [(2, 36)] * 2 + [(3, 24)] * 3
+    for ranks, step in order:
+        assert len({found[ranks, step, rank]["weights"] for rank in range(ranks)}) == 1, (ranks, step)
+    losses = [found[ranks, step, 0]["loss"] for ranks, step in order]
+    print(losses)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[2]
+    # Nothing that was owed is lost: the mean over the ranks is what training applies in the end.
+    before, after = (residuals(tmp_path, name) for name in ("saved-36-3", "loaded-36-2"))
+    assert any(tensor.abs().max() > 1e-3 for tensor in before.values())
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6)
+    text = "".join(outputs[:2])
+    assert sorted(line[:3] for line in re.findall(LINE, text)) == [("0", "60", "36"), ("1", "60", "36")], text[-3000:]
+
+
+def residuals(folder, name):
+    """The mean over the ranks, float64."""
+    states = [torch.load(file, weights_only=True) for file in folder.glob(f"{name}-?.pt")]
+    assert len(states) == int(name[-1])
+    return {
+        key: sum(state[key].double() for state in states) / len(states)
+        for key, tensor in states[0].items()
+        if tensor is not None
+    }

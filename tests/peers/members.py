@@ -67,6 +67,7 @@ class Member:
     ``"lost"`` or ``"dies"`` at collective ``n``; ``"dies"`` or ``"unsure"`` in the vote if that is None."""
 
     ordered = active = True
+    group_size = 1
 
     def __init__(self, lighthouse, name):
         self._lighthouse, self.name, self.faults = lighthouse, name, {}
