@@ -1,14 +1,17 @@
 """Peers on torchft, as processes: they die, stop and join."""
 
 import signal
+from contextlib import nullcontext
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
 from chaos import Fleet
 from torch import distributed
 
-from hvd_compress import NoCompression, ddp_hook, recipes
+from hvd_compress import LocalSteps, NoCompression, ddp_hook, recipes
+from hvd_compress.carriers.torchft import _Client
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed")
 coordination = pytest.importorskip("torchft.coordination")
@@ -52,6 +55,34 @@ def test_a_peer_that_stands_still_is_left_behind_and_comes_back():
         slow.send(signal.SIGCONT)
         f.wait_for_rounds(3, 60)
         assert f.different() == [] and slow.events("round")[-1]["peers"] == 3
+
+
+def test_a_lighthouse_that_is_killed_and_comes_back_costs_no_round():
+    with Fleet(rounds=10**6, pause=0.05, timeout=3.0) as fleet:
+        fleet.add(3)
+        fleet.wait_for_rounds(3, 90)
+        first, other = fleet.peers[0], fleet.peers[1]
+        other.send(signal.SIGKILL)  # a new lighthouse repeats the numbers of quorums, with other members
+        fleet.wait_for_rounds(2, 60)
+        before = len(first.events("taken back"))
+        fleet.kill_lighthouse()
+        fleet.start_lighthouse()
+        fleet.wait_for_rounds(3, 60)
+        assert len(first.events("taken back")) == before
+        check(fleet)
+
+
+def test_quorums_of_other_members_have_other_numbers():
+    class Client:
+        def _quorum(self, members):
+            quorum = QuorumResult()
+            quorum.quorum_id, quorum.replica_ids = 1, members
+            return quorum
+
+    QuorumResult = pytest.importorskip("torchft._torchft").QuorumResult
+    members = [["a:1", "b:1"], ["a:1", "b:2"], ["a:1"], ["a:1", "b:1"]]
+    numbers = [_Client(Client())._quorum(members=m).quorum_id for m in members]
+    assert len(set(numbers)) == 3 and numbers[0] == numbers[3] and max(numbers) < 2**63
 
 
 def manager(**options):
@@ -99,6 +130,27 @@ def test_one_peer_trains_alone_and_counts_its_rounds(alone):
     stats = local.compression.metrics()
     assert stats["hvd_compress/peers"] == 1.0 and stats["hvd_compress/rounds_committed"] == 3.0
     assert stats["hvd_compress/rounds_taken_back"] == 0.0 and stats["hvd_compress/quorum_seconds"] > 0.0
+
+
+def test_a_round_without_a_quorum_is_not_taken_back_and_the_next_one_sends_its_progress(alone):
+    model, optimizer = linear()
+    local = LocalSteps(NoCompression(model, process_group=alone), optimizer, 1)
+    local.join()
+    weights, quorum = model.weight.detach().clone(), alone._client._quorum
+
+    def step():
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        with pytest.warns(UserWarning, match="a round has not begun") if fails else nullcontext():
+            return local.step()
+
+    alone._client._quorum = fails = Mock(side_effect=TimeoutError("no lighthouse"))
+    assert not step()
+    alone._client._quorum, fails = quorum, None
+    assert step()
+    stats = local.compression.stats()
+    assert (stats["quorums_missed"], stats["rounds_taken_back"], stats["rounds_committed"]) == (1.0, 0.0, 2.0)
+    torch.testing.assert_close(local._rounds._common.weights[0].common, weights - 0.2)
 
 
 def test_a_state_is_saved_and_loaded_by_any_peer(alone):
