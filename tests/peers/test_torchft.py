@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from chaos import Fleet
+from fleet import Fleet
 from torch import distributed
 
 from hvd_compress import LocalSteps, NoCompression, ddp_hook, recipes
