@@ -136,7 +136,7 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def say(self, event):
+    def say(self, event, **more):
         weights, stats = self.local._rounds._common.weights, self.local.compression.collectives.report()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found = {
@@ -148,6 +148,7 @@ class Training:
             "megabytes": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 2),
             "at": round(time.time(), 3),
             "seconds": [stats["quorum_seconds"], stats["commit_seconds"], self.seconds],
+            **more,
         }
         print(json.dumps(found), flush=True)
 
@@ -157,7 +158,11 @@ class Training:
         self.say("joined")
         while self.manager.current_step() < self.settings["rounds"] and not self.fate.meets("end"):
             self.train()
-        self.say("end")
+        self.say("end", **self.result())
+
+    def result(self):
+        """What the last event says besides."""
+        return {}
 
     def train(self):
         self.optimizer.zero_grad()
