@@ -1,6 +1,7 @@
 """Peers on torchft, as processes: they die, stop and join."""
 
 import signal
+import time
 from contextlib import nullcontext
 from datetime import timedelta
 from unittest.mock import Mock
@@ -58,17 +59,16 @@ def test_a_peer_that_stands_still_is_left_behind_and_comes_back():
 
 
 def test_a_lighthouse_that_is_killed_and_comes_back_costs_no_round():
-    with Fleet(rounds=10**6, pause=0.05, timeout=3.0) as fleet:
-        fleet.add(3)
+    # Without retries, torchft waits as long as its quorum_timeout, and raises an error.
+    with Fleet(rounds=10**6, pause=0.05, timeout=3.0, quorum_retries=0) as fleet:
+        fleet.add(2)
         fleet.wait_for_rounds(3, 90)
-        first, other = fleet.peers[0], fleet.peers[1]
-        other.send(signal.SIGKILL)  # a new lighthouse repeats the numbers of quorums, with other members
-        fleet.wait_for_rounds(2, 60)
-        before = len(first.events("taken back"))
+        before = [len(peer.events("taken back")) for peer in fleet.peers]
         fleet.kill_lighthouse()
+        time.sleep(2)  # all peers ask for a quorum
         fleet.start_lighthouse()
         fleet.wait_for_rounds(3, 60)
-        assert len(first.events("taken back")) == before
+        assert [len(peer.events("taken back")) for peer in fleet.peers] == before
         check(fleet)
 
 
