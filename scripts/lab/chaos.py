@@ -133,6 +133,8 @@ class Results:
     fleets: list[str] = field(default_factory=list)
     rounds: int = 0
     different: int = 0
+    #: Fleets that were given up: a peer has ended that was to stay, or something did not come in time.
+    failures: int = 0
     #: MB that a peer has grown, and rounds meanwhile.
     growth: list[tuple[float, int]] = field(default_factory=list)
 
@@ -170,7 +172,7 @@ class Results:
         rounds = sum(count for _, count in self.growth)
         mean = 100 * sum(grown for grown, _ in self.growth) / rounds if rounds else 0.0
         worst = max((100 * grown / count for grown, count in self.growth), default=0.0)
-        print(f"Fleets: {'; '.join(self.fleets)}.")
+        print(f"Fleets ({self.failures} before were given up): {'; '.join(self.fleets)}.")
         print(f"{self.rounds} rounds, after {self.different} of them weights differed.", end=" ")
         print(f"Memory of {len(self.growth)} peers: {mean:+.2f} MB in 100 rounds, the worst {worst:+.2f}.", flush=True)
 
@@ -213,6 +215,9 @@ def train(results, given, chance, size, settings, chosen):
                 print(kind, file=sys.stderr, flush=True)
                 chaos.fill()
                 results.event(fleet, kind, events[kind], given.timeout)
+        except (RuntimeError, TimeoutError):
+            results.failures += 1
+            raise
         finally:
             results.end(fleet)
             results.print()
@@ -242,8 +247,11 @@ def main():
         train(results, given, chance, given.peers, fixed, lambda names: [n for n in names for _ in range(given.repeat)])
     for begun in range(0, given.events or 0, EACH):
         count = min(EACH, given.events - begun)
-        train(results, given, chance, *drawn(chance, given), lambda names, count=count: chance.choices(names, k=count))
-    return int(results.different > 0)
+        try:
+            train(results, given, chance, *drawn(chance, given), lambda names, k=count: chance.choices(names, k=k))
+        except (RuntimeError, TimeoutError) as error:
+            print(error, file=sys.stderr, flush=True)
+    return int(results.different + results.failures > 0)
 
 
 if __name__ == "__main__":
