@@ -159,7 +159,7 @@ class Results:
         self.rounds += max((peer.step for peer in fleet.peers), default=0)
         self.different += len(fleet.different())
         for peer in fleet.peers:
-            rounds = peer.events("round")[20:]  # the first ones fill caches
+            rounds = peer.events("round")[100:]  # the first ones fill caches: 1 MB in 100 rounds
             if len(rounds) > 50:
                 self.growth.append((rounds[-1]["megabytes"] - rounds[0]["megabytes"], len(rounds)))
 

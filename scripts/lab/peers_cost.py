@@ -42,10 +42,11 @@ def main():
     rows = []
     for width in given.widths:
         for rate in given.rates:
-            settings = dict(rounds=10**9, timeout=60.0, recipe=given.recipe, width=width, min_peers=given.peers)
-            with Hosts(given.peers + 1, rate) as hosts, Fleet(hosts=hosts, join_timeout=60.0, **settings) as fleet:
+            # Minutes: each peer gets the first one's weights, 720 MB of them together in the larger model.
+            settings = dict(rounds=10**9, timeout=600.0, recipe=given.recipe, width=width, min_peers=given.peers)
+            with Hosts(given.peers + 1, rate) as hosts, Fleet(hosts=hosts, join_timeout=600.0, **settings) as fleet:
                 fleet.add(given.peers)
-                fleet.wait_for_rounds(2 + given.rounds, 600)
+                fleet.wait_for_rounds(2 + given.rounds, 1800)
                 costs = zip(("quorum", "commit", "exchange"), seconds(fleet, 2), strict=True)
                 weights = f"{(width * width + 20 * width) / 1e6:.1f} M"
                 rows.append({"weights": weights, "links": rate, **{f"{name}, s": f"{s:.3f}" for name, s in costs}})
