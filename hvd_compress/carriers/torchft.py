@@ -49,19 +49,28 @@ class _Handle:
 
 
 class _Client:
-    """The client of a ``Manager``, with the members in the number of a quorum. A restarted lighthouse begins with 1
-    again: torchft would take such a quorum for its last one, or meet at a place where addresses of an older one are.
+    """The client of a ``Manager``, with the members and the step in which they first met in the number of a quorum. A
+    restarted lighthouse begins with 1 again: torchft would take such a quorum for its last one, or meet at a place
+    where addresses of an older one are.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        # The last quorum as the lighthouse has numbered it, and its number here.
+        self._last: tuple[int, list[str]] | None = None
+        self._number = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def _quorum(self, **request: Any) -> Any:
         quorum = self._client._quorum(**request)
-        quorum.quorum_id += zlib.crc32(" ".join(quorum.replica_ids).encode()) << 24  # the manager has an int64
+        found = quorum.quorum_id, list(quorum.replica_ids)
+        if found != self._last:
+            self._last = found
+            mixed = zlib.crc32(" ".join([*quorum.replica_ids, str(quorum.max_step)]).encode())
+            self._number = quorum.quorum_id + (mixed << 24)  # the manager has an int64
+        quorum.quorum_id = self._number
         return quorum
 
 

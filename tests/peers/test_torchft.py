@@ -72,17 +72,20 @@ def test_a_lighthouse_that_is_killed_and_comes_back_costs_no_round():
         check(fleet)
 
 
-def test_quorums_of_other_members_have_other_numbers():
+def test_a_quorum_has_its_number_until_its_members_change_or_a_lighthouse_begins_again():
     class Client:
-        def _quorum(self, members):
+        def _quorum(self, number, members, step):
             quorum = QuorumResult()
-            quorum.quorum_id, quorum.replica_ids = 1, members
+            quorum.quorum_id, quorum.replica_ids, quorum.max_step = number, members, step
             return quorum
 
     QuorumResult = pytest.importorskip("torchft._torchft").QuorumResult
-    members = [["a:1", "b:1"], ["a:1", "b:2"], ["a:1"], ["a:1", "b:1"]]
-    numbers = [_Client(Client())._quorum(members=m).quorum_id for m in members]
-    assert len(set(numbers)) == 3 and numbers[0] == numbers[3] and max(numbers) < 2**63
+    both, other, peers = ["a:1", "b:1"], ["a:1", "b:2"], [_Client(Client()), _Client(Client())]
+    answers = [(1, both, 0), (1, both, 1), (2, both, 2), (1, both, 3), (1, other, 3), (2, other, 5)]
+    numbers = [peers[0]._quorum(number=n, members=m, step=s).quorum_id for n, m, s in answers]
+    assert numbers[0] == numbers[1] and len(set(numbers)) == 5 and max(numbers) < 2**63
+    # A peer that joins has the same number as the others.
+    assert peers[1]._quorum(number=1, members=other, step=3).quorum_id == numbers[4]
 
 
 def manager(**options):
