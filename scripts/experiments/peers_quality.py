@@ -27,7 +27,7 @@ from experiment import data, metrics, models, optimizers
 from experiment.files import script_parser
 from experiment.quality import BITS_PER_BYTE
 from experiment.result_file import read_runs, write_run
-from fleet import Fleet
+from fleet import Fleet, exit_on_signals
 
 from hvd_compress import LocalSteps, Quantized
 
@@ -157,6 +157,7 @@ def main():
     if args.peers:
         peer.serve(GPT)
         return
+    exit_on_signals()
     for name in args.only if args.train else ():
         path = args.file / f"{name}-{args.steps}-{args.seed}"
         if not args.file.exists() or path.name not in read_runs(args.file):

@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from fleet import Fleet, Hosts
+from fleet import Fleet, Hosts, exit_on_signals
 
 #: Events of a fleet with --events.
 EACH = 20
@@ -239,8 +239,7 @@ def main():
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of a local step")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit("ended by a signal: what was measured until then is above"))
+    exit_on_signals()
     results, chance = Results(), random.Random(given.seed)
     if given.events is None:
         fixed = {"period": given.period, "options": given.options}

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from fleet import Fleet, Hosts
+from fleet import Fleet, Hosts, exit_on_signals
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "experiments"))
 
@@ -39,6 +39,7 @@ def main():
     parser.add_argument("--recipe", default="low_bit")
     parser.add_argument("--rounds", type=int, default=10)
     given = parser.parse_args()
+    exit_on_signals()
     rows = []
     for width in given.widths:
         for rate in given.rates:
