@@ -46,7 +46,9 @@ MOST_NAMES = 24
 _GRAD = "the protocol of the host, which reads the gradient there"
 #: By module and attribute, how often the package writes an attribute of an object of somebody else, and why.
 WRITTEN_BY_OTHERS = {
+    ("carriers.torchft", "manager._client"): (1, "quorums of a restarted lighthouse repeat numbers"),
     ("carriers.torchft", "manager._quorum_future"): (1, "torchft raises an error of the last quorum again"),
+    ("carriers.torchft", "quorum.quorum_id"): (1, "an answer of torchft's client, which nobody else has"),
     ("cli.kernels", "parameter.grad"): (1, "gradients of its own sample, as backward would leave them"),
     ("cli.synthetic", "ctx.gradient"): (1, "torch's protocol: what forward keeps for backward"),
     ("cli.synthetic", "ctx.pause"): (1, "torch's protocol: what forward keeps for backward"),

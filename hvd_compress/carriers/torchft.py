@@ -5,6 +5,7 @@ torchft itself is never imported here: a program that has a ``Manager`` has impo
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ..engine.collectives import Handle, Nodes, Request, allgather
-from ..engine.membership import PeerLost
+from ..engine.membership import NoQuorum, PeerLost
 from ..engine.registry import Registry
 from ..engine.state import Saved
 from .replica_group import ReplicaGroup
@@ -48,6 +49,32 @@ class _Handle:
         return self._output
 
 
+class _Client:
+    """The client of a ``Manager``, with the members and the step in which they first met in the number of a quorum. A
+    restarted lighthouse begins with 1 again: torchft would take such a quorum for its last one, or meet at a place
+    where addresses of an older one are.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        # The last quorum as the lighthouse has numbered it, and its number here.
+        self._last: tuple[int, list[str]] | None = None
+        self._number = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _quorum(self, **request: Any) -> Any:
+        quorum = self._client._quorum(**request)
+        found = quorum.quorum_id, list(quorum.replica_ids)
+        if found != self._last:
+            self._last = found
+            mixed = zlib.crc32(" ".join([*quorum.replica_ids, str(quorum.max_step)]).encode())
+            self._number = quorum.quorum_id + (mixed << 24)  # the manager has an int64
+        quorum.quorum_id = self._number
+        return quorum
+
+
 class TorchftCollectives:
     """The process group of a ``torchft.Manager``. Before the first quorum this rank is alone.
 
@@ -69,6 +96,8 @@ class TorchftCollectives:
                 f"{manager._replica_world_size_mode.name}"
             )
         self._manager = manager
+        if not isinstance(manager._client, _Client):
+            manager._client = _Client(manager._client)
         self._replica_group = ReplicaGroup(manager)
         self.group_size = self._replica_group.size
         self.rank, self.size = 0, 1
@@ -76,7 +105,8 @@ class TorchftCollectives:
         # Whether the ranks are as in the last quorum, if that has the same number.
         self._settled = False
         self._device = torch.device("cpu")
-        self._report = {"rounds_committed": 0.0, "rounds_taken_back": 0.0, "quorum_seconds": 0.0, "commit_seconds": 0.0}
+        counts = "rounds_committed", "rounds_taken_back", "quorums_missed"
+        self._report = dict.fromkeys((*counts, "quorum_seconds", "commit_seconds"), 0.0)
 
     def generation(self) -> object:
         return self._manager  # ranks change in start_quorum() only
@@ -127,7 +157,7 @@ class TorchftCollectives:
                     ) from error
                 # Or the next call would raise this error again, before it asks for a quorum.
                 manager._quorum_future = None
-                raise PeerLost(f"no quorum of torchft: {error}") from error
+                raise NoQuorum(f"no quorum of torchft: {error}") from error
         rank, before, failure = manager.participating_rank(), self._quorum, manager.errored()
         if failure is not None or rank is None:
             raise PeerLost(f"torchft's quorum {manager._quorum_id} has failed: {failure}")
@@ -144,12 +174,15 @@ class TorchftCollectives:
                 self.start(allgather(vote, "budget"), "").result()
             except PeerLost as error:
                 self._close(error)
-            return self._should_commit()
+            return self._should_commit("rounds_taken_back")
 
     def fail(self, error: RuntimeError) -> None:
         with self._timed("commit_seconds"):
-            self._close(error)
-            self._should_commit()
+            if isinstance(error, NoQuorum):  # the connections of the last quorum are as good as before
+                self._should_commit("quorums_missed")
+            else:
+                self._close(error)
+                self._should_commit("rounds_taken_back")
 
     def report(self) -> dict[str, float]:
         return {"peers": float(self.size), **self._report}
@@ -169,13 +202,13 @@ class TorchftCollectives:
         """A process group that torchft replaces inside when the quorum changes."""
         return self._manager._pg
 
-    def _should_commit(self) -> bool:
+    def _should_commit(self, otherwise: str) -> bool:
         committed = False
         try:
             committed = self._replica_group.should_commit()
         finally:
             self._settled = self._settled and committed
-            self._report["rounds_committed" if committed else "rounds_taken_back"] += 1
+            self._report["rounds_committed" if committed else otherwise] += 1
         return committed
 
     def _close(self, error: RuntimeError) -> None:

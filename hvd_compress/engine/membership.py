@@ -11,6 +11,10 @@ class PeerLost(RuntimeError):
     """A collective has failed because of another rank or of the network: the exchange is taken back and repeated."""
 
 
+class NoQuorum(PeerLost):
+    """No exchange has begun: what waits for it waits for the next one, and nothing is taken back."""
+
+
 @runtime_checkable
 class Membership(Protocol):
     """Each exchange lies between :meth:`start_quorum` and :meth:`commit`, or :meth:`fail`."""
@@ -27,18 +31,19 @@ class Membership(Protocol):
 
     def start_quorum(self) -> bool:
         """Waits for the ranks of the next exchange; a rank that is behind is healed. Returns whether the ranks are
-        others than before. Raises :class:`PeerLost` if there is no quorum, or healing has failed."""
+        others than before. Raises :class:`NoQuorum` if there is none, :class:`PeerLost` if the ranks of the quorum were
+        not reached, or healing has failed."""
 
     def commit(self) -> bool:
         """Called when this rank has received everything. Waits until all have. Returns whether the exchange counts. If
         not, it may still count on other ranks: this one is then healed in the next quorum."""
 
     def fail(self, error: RuntimeError) -> None:
-        """The exchange has failed on this rank before :meth:`commit`: it counts nowhere."""
+        """The exchange has failed on this rank before :meth:`commit`, or has not begun: it counts nowhere."""
 
     def report(self) -> dict[str, float]:
-        """``peers``: ranks of the last quorum. ``rounds_committed``, ``rounds_taken_back``: on this rank.
-        ``quorum_seconds``, ``commit_seconds``: spent in all of them so far."""
+        """``peers``: ranks of the last quorum. ``rounds_committed``, ``rounds_taken_back``, ``quorums_missed``:
+        on this rank. ``quorum_seconds``, ``commit_seconds``: spent in all of them so far."""
 
     def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
         """``save`` is called on a rank from which others are healed, in a thread of its own while ``start_quorum()``

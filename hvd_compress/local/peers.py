@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..engine.membership import Membership, PeerLost
+from ..engine.membership import Membership, NoQuorum, PeerLost
 from ..engine.state import Saved, TensorLeaf, Tree, check, load, save
 from ..engine.work import Work, undo
 from .common_weights import CommonWeights, Weight, scale_residuals
@@ -90,12 +90,13 @@ class Peers:
         return True
 
     def fail(self, error: RuntimeError) -> None:
-        """A round has failed before this rank had everything: no rank commits it."""
+        """A round has failed before this rank had everything, or has not begun: no rank commits it."""
         self._members.fail(error)
         self._failures += 1
         if self._failures in (1, 10, 100, 1000):
             row = "" if self._failures == 1 else f" ({self._failures} in a row)"
-            self._engine.warn(f"a round is taken back{row}, and the next one exchanges its progress: {error}")
+            what = "a round has not begun" if isinstance(error, NoQuorum) else "a round is taken back"
+            self._engine.warn(f"{what}{row}, and the next one exchanges its progress: {error}")
 
     def doubt(self, works: Sequence[Work], uncompressed: Progress, counts: Callable[[], None]) -> None:
         """A round was not committed by this rank, which had everything of it. See :class:`_Doubt`."""

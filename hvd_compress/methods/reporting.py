@@ -43,8 +43,8 @@ class Reporting:
         dense_bytes / wire_bytes``, and ``inside_bytes``, which stay in this rank's node and are not in the others.
         ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over recent steps of the time spent
         in the compressor without waiting. With a torchft ``Manager``: ``peers``, those of the last round;
-        ``rounds_committed`` and ``rounds_taken_back`` on this rank; ``quorum_seconds`` and ``commit_seconds``, spent in
-        all of them.
+        ``rounds_committed`` and ``rounds_taken_back`` on this rank; ``quorums_missed``, rounds that did not begin;
+        ``quorum_seconds`` and ``commit_seconds``, spent in all of them.
         """
         norms = []
         for place in filter(None, self.engine.place_of):

@@ -1,190 +1,44 @@
-"""Peers that die, stop, come back and lose their lighthouse, in a training of local steps on torchft.
+"""Peers that die, stop, are cut off, come back and lose their lighthouse, in a training of local steps on torchft.
 
 Runs peers of a small training (scripts/lab/peer.py) on this machine, makes events, one after the other, and waits after
-each until those that stay have committed three more rounds. Prints a table: for each kind of event how often it was
-made, the most rounds that a peer that stays has lost, and the longest time between two committed rounds; then whether
-all committed weights were bit-equal. Exits with 1 if they were not, or if a peer that was to stay has ended.
+each until those that stay have committed three more rounds. Prints a table, of the worst of each kind of event: how
+many rounds a peer that stays has taken back, the seconds between two committed rounds, and those of the peer itself
+that was stopped or cut off; then the growth of memory, and whether all committed weights were bit-equal. Exits with 1
+if they were not, or if a peer that was to stay has ended. As root, each peer is a host of scripts/lab/netlab.sh.
 
-    .venv/bin/python scripts/lab/chaos.py --peers 4 --repeat 5
+    .venv/bin/python scripts/lab/chaos.py --peers 4 --repeat 3
+
+With --events, a run over hours, of so many events of random kinds: after every 20 it prints the table and begins with
+another fleet, whose size, period, fragments and delay are random. SIGINT or SIGTERM ends it with the table.
+
+    .venv/bin/python scripts/lab/chaos.py --events 200
 """
 
 import argparse
 import json
 import os
 import random
-import shutil
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
-LAB = Path(__file__).resolve().parent
-ROOT = LAB.parents[1]
+from fleet import Fleet, Hosts, exit_on_signals
+
+#: Events of a fleet with --events.
+EACH = 20
 #: Points at which a peer kills itself, see scripts/lab/peer.py.
 KILLS = ("forward", "quorum", "exchange", "voting", "voted")
 
 
-class Peer:
-    """A child of scripts/lab/peer.py, and the events that it has written. ``dies``: where it is to die, if anywhere."""
-
-    def __init__(self, folder, name, dies, start):
-        self.name, self._path = name, folder / name
-        #: Whether it may end: it was killed, or told to.
-        self.ends = False
-        if dies:
-            self.tell(dies)
-        self.number = start({"folder": str(folder), "name": name})
-        self._events, self._read = [], 0
-
-    def events(self, kind=None):
-        with suppress(FileNotFoundError), self._path.with_suffix(".jsonl").open() as log:
-            log.seek(self._read)
-            while (line := log.readline()).endswith("}\n"):
-                self._events.append(json.loads(line))
-                self._read = log.tell()
-        return [event for event in self._events if kind in (None, event["event"])]
-
-    @property
-    def step(self):
-        """Rounds that were committed when it has last written."""
-        events = self.events()
-        return events[-1]["step"] if events else 0
-
-    @property
-    def alive(self):
-        with suppress(ProcessLookupError):
-            os.kill(self.number, 0)
-            return True
-        return False
-
-    def tell(self, word, ends=True):
-        """Tells it where to die, or to ``end``. ``ends``: whether it may end then."""
-        self.ends = ends
-        self._path.with_suffix(".fate").write_text(word)
-
-    def send(self, what):
-        """Sends it a signal."""
-        self.ends = self.ends or what == signal.SIGKILL
-        with suppress(ProcessLookupError):
-            os.kill(self.number, what)
-
-    def errors(self):
-        """The last lines that it has printed as errors."""
-        lines = self._path.with_suffix(".err").read_text(errors="replace").splitlines()
-        return "\n".join([line for line in lines if "[INFO]" not in line][-12:])
-
-
-class Fleet:
-    """A lighthouse and peers. A context that ends them all.
-
-    Args:
-        settings: of all peers, see scripts/lab/peer.py.
-        join_timeout, heartbeat_timeout: of the lighthouse, in seconds.
-    """
-
-    def __init__(self, join_timeout=2.0, heartbeat_timeout=1.0, **settings):
-        self._temporary = tempfile.TemporaryDirectory(prefix="hvd-compress.")
-        self.folder, self.settings = Path(self._temporary.name), settings
-        with socket.socket(socket.AF_INET6) as free:
-            free.bind(("::", 0))
-            self._port = free.getsockname()[1]
-        self.address = f"http://localhost:{self._port}"
-        self._timeouts = join_timeout, heartbeat_timeout
-        self.peers, self._lighthouse = [], None
-
-    def __enter__(self):
-        self._parent = subprocess.Popen(
-            [sys.executable, str(LAB / "peer.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        try:
-            self.start_lighthouse()
-            self._parent.stdout.readline()  # ready
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error):
-        self._parent.communicate("")  # the end of its input
-        if self._lighthouse is not None:
-            self.kill_lighthouse()
-        self._temporary.cleanup()
-
-    def start_lighthouse(self):
-        join, heartbeat = (str(round(1000 * seconds)) for seconds in self._timeouts)
-        program = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        options = ["--min_replicas", str(self.settings.get("min_peers", 2)), "--bind", f"[::]:{self._port}"]
-        options += ["--join_timeout_ms", join, "--heartbeat_timeout_ms", heartbeat, "--quorum_tick_ms", "20"]
-        with (self.folder / "lighthouse.err").open("a") as log:
-            self._lighthouse = subprocess.Popen([program, *options], stdout=log, stderr=log)
-        self.wait(self._answers, 120, "the lighthouse")  # it imports torch, on cores that peers use
-
-    def _answers(self):
-        with socket.socket(socket.AF_INET6) as probe:
-            return probe.connect_ex(("::1", self._port)) == 0
-
-    def kill_lighthouse(self):
-        self._lighthouse.kill()
-        self._lighthouse.wait()
-
-    def add(self, count=1, dies=""):
-        """Starts peers. Returns the last of them."""
-        for _ in range(count):
-            self.peers.append(Peer(self.folder, f"peer{len(self.peers) + 1}", dies, self._start))
-        return self.peers[-1]
-
-    def _start(self, settings):
-        line = json.dumps({**self.settings, "lighthouse": self.address, **settings})
-        self._parent.stdin.write(f"{line}\n")
-        self._parent.stdin.flush()
-        return int(self._parent.stdout.readline())
-
-    @property
-    def staying(self):
-        return [peer for peer in self.peers if not peer.ends]
-
-    def wait(self, condition, timeout, what):
-        """Returns when ``condition()`` is true. Raises ``TimeoutError`` after ``timeout`` seconds, ``RuntimeError`` if
-        a peer has ended that was to stay."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            for peer in self.staying:
-                if not peer.alive and not any(event["event"] == "end" for event in peer.events()):
-                    raise RuntimeError(f"{peer.name} has ended: {peer.errors()}")
-            if time.monotonic() > deadline:
-                states = ", ".join(f"{peer.name} at {peer.step}" for peer in self.staying)
-                raise TimeoutError(f"{what} did not come in {timeout} s: {states}")
-            time.sleep(0.02)
-
-    def wait_for_rounds(self, count, timeout=60.0):
-        """Waits until all peers that stay have committed so many more rounds, together."""
-        first = max((peer.step for peer in self.staying), default=0)
-        self.wait(lambda: all(peer.step >= first + count for peer in self.staying), timeout, f"{count} rounds")
-
-    def different(self):
-        """The numbers of committed rounds after which peers had different common weights."""
-        hashes = defaultdict(set)
-        for peer in self.peers:
-            for event in peer.events("round"):
-                hashes[event["step"]].add(event["hash"])
-        return sorted(step for step, found in hashes.items() if len(found) > 1)
-
-
 class Chaos:
-    """Events in a fleet of ``size`` peers."""
+    """Events in a fleet of ``size`` peers. Those that a peer survives return it."""
 
-    def __init__(self, fleet, size, seed, timeout):
-        self.fleet, self.size, self.timeout, self._random = fleet, size, timeout, random.Random(seed)
+    def __init__(self, fleet, size, chance, timeout):
+        self.fleet, self.size, self.timeout, self._random = fleet, size, timeout, chance
 
     def any(self):
         return self._random.choice([peer for peer in self.fleet.staying if peer.alive])
@@ -223,6 +77,15 @@ class Chaos:
         victim.send(signal.SIGSTOP)
         time.sleep(1.5 * self.timeout)
         victim.send(signal.SIGCONT)
+        return victim
+
+    def cut(self, timeouts):
+        """Cuts the link of a peer, and mends it."""
+        victim = self.any()
+        self.fleet.hosts.cut(victim.host)
+        time.sleep(timeouts * self.timeout)
+        self.fleet.hosts.mend(victim.host)
+        return victim
 
     def restart_lighthouse(self):
         self.fleet.kill_lighthouse()
@@ -246,20 +109,72 @@ class Chaos:
         self.fleet.wait(lambda: not victim.alive, 60, f"the end of {victim.name}")
 
 
-def measured(fleet, event, timeout):
-    """Makes an event. Returns what it has cost the peers that were there before and stay: the most rounds that one has
-    lost, and the longest time without a round."""
-    before, begin = list(fleet.staying), time.time()
-    event()
-    fleet.wait_for_rounds(3, 60 + 4 * timeout)
-    stay = [peer for peer in before if peer.alive]
-    lost, longest = 0, 0.0
-    for peer in stay:
-        events = [e for e in peer.events() if e["at"] >= begin - 1.0]
-        lost = max(lost, sum(e["event"] == "taken back" for e in events))
-        times = [e["at"] for e in events if e["event"] == "round"]
-        longest = max([longest, *(after - before for before, after in pairwise(times))])
-    return lost, longest
+@dataclass
+class Cost:
+    """The worst of some events: rounds that a peer that stays has taken back, seconds between two committed rounds, and
+    those of the peer that was stopped or cut off."""
+
+    times: int = 0
+    lost: int = 0
+    seconds: float = 0.0
+    own_seconds: float = 0.0
+
+    def add(self, lost, seconds, own_seconds):
+        self.times += 1
+        self.lost = max(self.lost, lost)
+        self.seconds, self.own_seconds = max(self.seconds, seconds), max(self.own_seconds, own_seconds)
+
+
+@dataclass
+class Results:
+    """Of all fleets so far."""
+
+    costs: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
+    fleets: list[str] = field(default_factory=list)
+    rounds: int = 0
+    different: int = 0
+    #: Fleets that were given up: a peer has ended that was to stay, or something did not come in time.
+    failures: int = 0
+    #: MB that a peer has grown, and rounds meanwhile.
+    growth: list[tuple[float, int]] = field(default_factory=list)
+
+    def event(self, fleet, kind, event, timeout):
+        """Makes an event, and measures what it costs the peers that were there before and stay."""
+        before, begin = list(fleet.staying), time.time()
+        victim = event()
+        fleet.wait_for_rounds(3, 60 + 8 * timeout)
+        lost, longest = 0, {True: 0.0, False: 0.0}
+        for peer in before:
+            if not peer.alive:
+                continue
+            events = [e for e in peer.events() if e["at"] >= begin - 1.0]
+            lost = max(lost, sum(e["event"] == "taken back" for e in events))
+            times = [e["at"] for e in events if e["event"] == "round"]
+            gaps = [after - before for before, after in pairwise(times)]
+            longest[peer is victim] = max([longest[peer is victim], *gaps])
+        self.costs[kind].add(lost, longest[False], longest[True])
+
+    def end(self, fleet):
+        """The fleet has made its last event."""
+        self.rounds += max((peer.step for peer in fleet.peers), default=0)
+        self.different += len(fleet.different())
+        for peer in fleet.peers:
+            rounds = peer.events("round")[100:]  # the first ones fill caches: 1 MB in 100 rounds
+            if len(rounds) > 50:
+                self.growth.append((rounds[-1]["megabytes"] - rounds[0]["megabytes"], len(rounds)))
+
+    def print(self):
+        print(f"| {'event':36} | times | rounds taken back | s between rounds | s of the peer itself |")
+        print(f"|{'-' * 38}|{'-' * 7}|{'-' * 19}|{'-' * 18}|{'-' * 22}|")
+        for kind, cost in self.costs.items():
+            own = f"{cost.own_seconds:.1f}" if cost.own_seconds else ""
+            print(f"| {kind:36} | {cost.times:5} | {cost.lost:17} | {cost.seconds:16.1f} | {own:>20} |")
+        rounds = sum(count for _, count in self.growth)
+        mean = 100 * sum(grown for grown, _ in self.growth) / rounds if rounds else 0.0
+        worst = max((100 * grown / count for grown, count in self.growth), default=0.0)
+        print(f"Fleets ({self.failures} before were given up): {'; '.join(self.fleets)}.")
+        print(f"{self.rounds} rounds, after {self.different} of them weights differed.", end=" ")
+        print(f"Memory of {len(self.growth)} peers: {mean:+.2f} MB in 100 rounds, the worst {worst:+.2f}.", flush=True)
 
 
 def kinds(chaos, rejoin):
@@ -272,15 +187,47 @@ def kinds(chaos, rejoin):
         "stopped for 1.5 timeouts": chaos.stop,
         "lighthouse restarted": chaos.restart_lighthouse,
     }
+    if chaos.fleet.hosts is not None:
+        for timeouts in (1.5, 7):
+            found[f"link cut for {timeouts} timeouts"] = lambda timeouts=timeouts: chaos.cut(timeouts)
     for rounds in rejoin:
         found[f"comes back after {rounds} rounds"] = lambda rounds=rounds: chaos.come_back_after(rounds)
     return found
 
 
+def drawn(chance, given):
+    """Size and settings of a random fleet."""
+    period, fragments = chance.choice([2, 4, 8]), chance.choice([1, 2])
+    options = {"fragments": fragments, "delay": chance.randint(0, min(2, period // fragments)), "bucket_mb": 0.01}
+    return chance.randint(4, 8), {"period": period, "options": {**options, **given.options}}
+
+
+def train(results, given, chance, size, settings, chosen):
+    """A fleet, from its first event to its last. ``chosen(kinds)``: which events."""
+    everywhere = dict(rounds=10**9, recipe=given.recipe, timeout=given.timeout, pause=given.pause, min_peers=2)
+    links = Hosts(size + 2, "none") if os.geteuid() == 0 else nullcontext()
+    results.fleets.append(f"{size} peers, period {settings['period']}, {settings['options']}")
+    with links as hosts, Fleet(hosts=hosts, **everywhere, **settings) as fleet:
+        chaos = Chaos(fleet, size, chance, given.timeout)
+        try:
+            events = kinds(chaos, given.rejoin)
+            for kind in chosen([kind for kind in events if given.only in kind]):
+                print(kind, file=sys.stderr, flush=True)
+                chaos.fill()
+                results.event(fleet, kind, events[kind], given.timeout)
+        except (RuntimeError, TimeoutError):
+            results.failures += 1
+            raise
+        finally:
+            results.end(fleet)
+            results.print()
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=5, help="events of each kind")
+    parser.add_argument("--events", type=int, help="so many of random kinds, in random fleets")
     parser.add_argument(
         "--rejoin", type=int, nargs="*", default=[1, 10, 100], help="rounds after which a peer comes back"
     )
@@ -292,33 +239,18 @@ def main():
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of a local step")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    settings = dict(
-        rounds=10**9,
-        recipe=given.recipe,
-        options=given.options,
-        period=given.period,
-        timeout=given.timeout,
-        pause=given.pause,
-        min_peers=2,
-    )
-    with Fleet(**settings) as fleet:
-        chaos = Chaos(fleet, given.peers, given.seed, given.timeout)
-        chaos.fill()
-        memory = {peer.name: peer.events()[-1]["megabytes"] for peer in fleet.staying}
-        print(f"{'event':32} {'times':>5} {'rounds lost':>12} {'s without a round':>18}", flush=True)
-        for kind, event in kinds(chaos, given.rejoin).items():
-            if given.only not in kind:
-                continue
-            found = []
-            for _ in range(given.repeat):
-                chaos.fill()
-                found.append(measured(fleet, event, given.timeout))
-            lost, longest = max(lost for lost, _ in found), max(seconds for _, seconds in found)
-            print(f"{kind:32} {len(found):5} {lost:12} {longest:18.1f}", flush=True)
-        grown = [peer.events()[-1]["megabytes"] - memory[peer.name] for peer in fleet.staying if peer.name in memory]
-        rounds, different = max(peer.step for peer in fleet.staying), fleet.different()
-        print(f"{rounds} rounds; different weights after {different or 'none'} of them; memory grown by {grown} MB")
-        return int(bool(different))
+    exit_on_signals()
+    results, chance = Results(), random.Random(given.seed)
+    if given.events is None:
+        fixed = {"period": given.period, "options": given.options}
+        train(results, given, chance, given.peers, fixed, lambda names: [n for n in names for _ in range(given.repeat)])
+    for begun in range(0, given.events or 0, EACH):
+        count = min(EACH, given.events - begun)
+        try:
+            train(results, given, chance, *drawn(chance, given), lambda names, k=count: chance.choices(names, k=k))
+        except (RuntimeError, TimeoutError) as error:
+            print(error, file=sys.stderr, flush=True)
+    return int(results.different + results.failures > 0)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@
 #   netlab.sh [--lab NAME] run [--ddp] HOSTS[xRANKS] SCRIPT ARGS...   RANKS ranks (1) on each of the first HOSTS hosts, in
 #                                                             .venv: of Horovod under mpirun, or with torchrun's variables for
 #                                                             torch DDP
+#   netlab.sh [--lab NAME] cut|mend HOST                      HOST (0, 1, ...) loses all packets, until it is mended; its
+#                                                             connections stay
 #   netlab.sh [--lab NAME] down                               removes the hosts and kills what still runs there
 # Labs of different names (by default hvd; at most 9 letters and digits) can exist at once: NAMEhost0, ... on their own bridge.
 # The bytes that a rank sent: /sys/class/net/eth0/statistics/tx_bytes, read inside the rank.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd) bin=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin
 lab=hvd ranks=() attached=()
-usage() { sed -n '2,10s/^# \?//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,12s/^# \?//p' "$0" >&2; exit 2; }
 number() { [[ $1 =~ ^[1-9][0-9]?$ ]] || { echo "netlab.sh: HOSTS must be 1 to 99, got '$1'" >&2; exit 2; }; }
 
 down() {
@@ -106,6 +108,8 @@ fi
 case ${1:-} in
   up) [[ $# == 3 ]] || usage; number "$2"; up "$2" "$3" ;;
   run) [[ $# -ge 3 ]] || usage; run "${@:2}" ;;
+  cut) [[ $# == 2 ]] || usage; bridge link set dev "${lab}lab$2" state disabled ;;
+  mend) [[ $# == 2 ]] || usage; bridge link set dev "${lab}lab$2" state forwarding ;;
   down) down ;;
   *) usage ;;
 esac

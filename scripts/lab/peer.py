@@ -1,20 +1,24 @@
-"""Peers of a small training on torchft, for scripts/lab/chaos.py and tests/peers.
+"""Peers of a small training on torchft, for scripts/lab/fleet.py.
 
 It imports what they need once, then reads a line of JSON for each peer, ``{"folder", "lighthouse", "name", ...}`` with
-those of :data:`DEFAULTS` that differ, starts the peer as a child, and prints its process number. It ends, with its
-children, at the end of its input.
+those of :data:`DEFAULTS` that differ, starts the peer as a child, and prints its process number. A line with
+``serves``, arguments of torchft's ``LighthouseServer``, starts a lighthouse. It ends, with its children, at the end of
+its input.
 
 A peer writes to ``FOLDER/NAME.jsonl`` a line of JSON for each event: ``joined``, ``round`` (committed), ``taken
 back``, ``end``; each with the rounds that were committed, a hash of the common weights, the peers of the last round,
-and the memory in MB. ``FOLDER/NAME.fate`` may have a point, one of :data:`POINTS`: when the peer next comes there, it
-kills itself by SIGKILL. With ``end`` it ends after a local step.
+the memory in MB, and seconds so far: in quorums, in commits and in ``LocalSteps.step()``. ``FOLDER/NAME.fate`` may have
+a point, one of :data:`POINTS`: when the peer next comes there, it kills itself by SIGKILL. With ``end`` it ends after a
+local step.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +30,7 @@ from pathlib import Path
 import torch
 import torchft
 from torch import distributed, nn
+from torchft.coordination import LighthouseServer
 
 import hvd_compress
 from hvd_compress.engine.agreement import hash_of
@@ -41,10 +46,12 @@ DEFAULTS = {
     "period": 2,
     "timeout": 5.0,
     "min_peers": 2,
+    "quorum_retries": 40,
     "pause": 0.01,
     "width": 64,
     "join": True,
     "host": "localhost",
+    "namespace": None,  # of the network, with "host" as its address
 }
 
 
@@ -76,11 +83,10 @@ class Fate:
 class Training:
     def __init__(self, lighthouse, name, settings):
         torch.set_num_threads(1)
-        width = settings["width"]
-        layers = nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
-        self.model = nn.Sequential(*layers)  # of other weights in each peer: the first round makes them equal
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.settings, self.fate = settings, Fate(Path(settings["folder"], f"{name}.fate"))
+        self.settings, self.name, self.fate = settings, name, Fate(Path(settings["folder"], f"{name}.fate"))
+        self.data = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**31)
+        torch.manual_seed(self.data.initial_seed())
+        self.model, self.optimizer = self.build()
         seconds = timedelta(seconds=settings["timeout"])
         self.store = distributed.TCPStore(settings["host"], 0, is_master=True, wait_for_workers=False)
         self.manager = torchft.Manager(
@@ -91,6 +97,8 @@ class Training:
             use_async_quorum=False,
             timeout=seconds,
             quorum_timeout=4 * seconds,
+            quorum_retries=settings["quorum_retries"],
+            connect_timeout=seconds,
             store_addr=settings["host"],
             store_port=self.store.port,
             rank=0,
@@ -100,13 +108,23 @@ class Training:
             hostname=settings["host"],
             heartbeat_interval=timedelta(milliseconds=50),
         )
-        recipe = getattr(hvd_compress.recipes, settings["recipe"])
-        self.local = recipe(
-            self.model, self.optimizer, settings["period"], process_group=self.manager, **settings["options"]
-        )
-        self.data = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**31)
-        self.taken_back = 0.0
+        self.local, self.taken_back, self.seconds = self.local_steps(), 0.0, 0.0
         _die_in(self.local.compression.collectives, self.manager, self.fate)
+
+    def build(self):
+        """The model, of other weights in each peer (the first round makes them equal), and its optimizer."""
+        width = self.settings["width"]
+        layers = nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
+        model = nn.Sequential(*layers)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def local_steps(self):
+        recipe, options = getattr(hvd_compress.recipes, self.settings["recipe"]), self.settings["options"]
+        return recipe(self.model, self.optimizer, self.settings["period"], process_group=self.manager, **options)
+
+    def loss(self):
+        x = torch.randn(8, 16, generator=self.data)
+        return (self.model(x) - x[:, :4].sin()).square().mean()
 
     def save(self):
         if self.fate.meets("serving") and self.fate.first("serving"):
@@ -118,8 +136,8 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def say(self, event):
-        weights = self.local._rounds._common.weights
+    def say(self, event, **more):
+        weights, stats = self.local._rounds._common.weights, self.local.compression.collectives.report()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found = {
             "event": event,
@@ -127,8 +145,10 @@ class Training:
             "hash": hash_of(weight.common for weight in weights),
             "same": all(torch.equal(weight.own, weight.common) for weight in weights),
             "peers": self.local.compression.collectives.size,
-            "megabytes": pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
+            "megabytes": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 2),
             "at": round(time.time(), 3),
+            "seconds": [stats["quorum_seconds"], stats["commit_seconds"], self.seconds],
+            **more,
         }
         print(json.dumps(found), flush=True)
 
@@ -138,19 +158,25 @@ class Training:
         self.say("joined")
         while self.manager.current_step() < self.settings["rounds"] and not self.fate.meets("end"):
             self.train()
-        self.say("end")
+        self.say("end", **self.result())
+
+    def result(self):
+        """What the last event says besides."""
+        return {}
 
     def train(self):
-        x = torch.randn(8, 16, generator=self.data)
         self.optimizer.zero_grad()
-        predicted = self.model(x)
+        loss = self.loss()
         self.fate.at("forward")
-        (predicted - x[:, :4].sin()).square().mean().backward()
+        loss.backward()
         self.optimizer.step()
         time.sleep(self.settings["pause"])
-        if self.local.step():
+        begin = time.perf_counter()
+        ended = self.local.step()
+        self.seconds += time.perf_counter() - begin
+        if ended:
             self.say("round")
-        taken_back = self.local.compression.stats()["rounds_taken_back"]
+        taken_back = self.local.compression.collectives.report()["rounds_taken_back"]
         if taken_back > self.taken_back:
             self.say("taken back")
         self.taken_back = taken_back
@@ -181,15 +207,32 @@ def _die_in(collectives, manager, fate):
     collectives.start, manager.start_quorum, manager.should_commit = started, quorum, committed
 
 
-def peer(settings):
-    """In a child: trains."""
+def _enter(namespace, address):
+    """Moves this process into a network namespace, and gives it its address as its host's name, which torchft sends to
+    others."""
+    libc, network, names = ctypes.CDLL(None, use_errno=True), 0x40000000, 0x04000000
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), network) or libc.unshare(names):
+            raise OSError(ctypes.get_errno(), f"{namespace} was not entered")
+    socket.sethostname(address)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def peer(training, settings):
+    """In a child: trains, or serves as a lighthouse."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = Path(settings["folder"], settings["name"])
     for number, suffix in ((1, ".jsonl"), (2, ".err")):
         os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     code = 1
     try:
-        Training(settings["lighthouse"], settings["name"], settings).run()
+        if settings["namespace"]:
+            _enter(settings["namespace"], settings["host"])
+        if "serves" in settings:
+            server = LighthouseServer(**settings["serves"])
+            print(server.address(), flush=True)
+            signal.pause()
+        training(settings["lighthouse"], settings["name"], settings).run()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -197,8 +240,8 @@ def peer(settings):
         os._exit(code)  # torchft's threads would wait for their timeouts
 
 
-def main():
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+def serve(training):
+    """Starts peers of a class of trainings, as the input says."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     children, warm = [], nn.Parameter(torch.zeros(1))
     warm.grad = torch.zeros(1)
@@ -207,12 +250,19 @@ def main():
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            peer({**DEFAULTS, **json.loads(line)})
+            peer(training, {**DEFAULTS, **json.loads(line)})
         children.append(child)
         print(child, flush=True)
     for child in children:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", action="store_true", help="read them from the input")
+    if parser.parse_args().peers:
+        serve(Training)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 from launch import PARALLEL, ROOT, launch, needs_hosts
@@ -47,6 +48,47 @@ def test_a_wrong_rate_leaves_the_hosts_alone(hosts):
     refused = netlab("up", "1", "fast")
     assert refused.returncode == 2 and "got 'fast'" in refused.stderr
     assert f"{LAB[1]}host0" in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+ECHO = """
+import socket, sys
+with socket.create_server(("", 5000)) as server:
+    print("ready", flush=True)
+    connection = server.accept()[0]
+    while data := connection.recv(1):
+        connection.send(data)
+"""
+CLIENT = """
+import socket, sys
+connection = socket.create_connection(("10.77.0.2", 5000))
+for seconds in sys.stdin:
+    connection.settimeout(float(seconds))
+    connection.send(b"x")
+    try:
+        print("came" if connection.recv(1) else "closed", flush=True)
+    except TimeoutError:
+        print("lost", flush=True)
+"""
+
+
+def test_a_cut_link_loses_packets_and_keeps_its_connections(hosts):
+    hosts(2, "none")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    inside = [["ip", "netns", "exec", f"{LAB[1]}host{n}", sys.executable, "-c"] for n in (0, 1)]
+    with subprocess.Popen([*inside[1], ECHO], **pipes) as server:
+        assert server.stdout.readline() == "ready\n"
+        with subprocess.Popen([*inside[0], CLIENT], **pipes) as client:
+
+            def answer(seconds):
+                print(seconds, file=client.stdin, flush=True)
+                return client.stdout.readline().strip()
+
+            assert answer(20) == "came"
+            assert netlab("cut", "1").returncode == 0
+            assert answer(1) == "lost"
+            assert netlab("mend", "1").returncode == 0
+            assert answer(20) == "came"
+            client.stdin.close()
 
 
 def test_ranks_of_all_hosts_share_a_session(hosts, tmp_path):

@@ -1,14 +1,18 @@
 """Peers on torchft, as processes: they die, stop and join."""
 
 import signal
+import time
+from contextlib import nullcontext
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
-from chaos import Fleet
+from fleet import Fleet
 from torch import distributed
 
-from hvd_compress import NoCompression, ddp_hook, recipes
+from hvd_compress import LocalSteps, NoCompression, ddp_hook, recipes
+from hvd_compress.carriers.torchft import _Client
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed")
 coordination = pytest.importorskip("torchft.coordination")
@@ -52,6 +56,36 @@ def test_a_peer_that_stands_still_is_left_behind_and_comes_back():
         slow.send(signal.SIGCONT)
         f.wait_for_rounds(3, 60)
         assert f.different() == [] and slow.events("round")[-1]["peers"] == 3
+
+
+def test_a_lighthouse_that_is_killed_and_comes_back_costs_no_round():
+    # Without retries, torchft waits as long as its quorum_timeout, and raises an error.
+    with Fleet(rounds=10**6, pause=0.05, timeout=3.0, quorum_retries=0) as fleet:
+        fleet.add(2)
+        fleet.wait_for_rounds(3, 90)
+        before = [len(peer.events("taken back")) for peer in fleet.peers]
+        fleet.kill_lighthouse()
+        time.sleep(2)  # all peers ask for a quorum
+        fleet.start_lighthouse()
+        fleet.wait_for_rounds(3, 60)
+        assert [len(peer.events("taken back")) for peer in fleet.peers] == before
+        check(fleet)
+
+
+def test_a_quorum_has_its_number_until_its_members_change_or_a_lighthouse_begins_again():
+    class Client:
+        def _quorum(self, number, members, step):
+            quorum = QuorumResult()
+            quorum.quorum_id, quorum.replica_ids, quorum.max_step = number, members, step
+            return quorum
+
+    QuorumResult = pytest.importorskip("torchft._torchft").QuorumResult
+    both, other, peers = ["a:1", "b:1"], ["a:1", "b:2"], [_Client(Client()), _Client(Client())]
+    answers = [(1, both, 0), (1, both, 1), (2, both, 2), (1, both, 3), (1, other, 3), (2, other, 5)]
+    numbers = [peers[0]._quorum(number=n, members=m, step=s).quorum_id for n, m, s in answers]
+    assert numbers[0] == numbers[1] and len(set(numbers)) == 5 and max(numbers) < 2**63
+    # A peer that joins has the same number as the others.
+    assert peers[1]._quorum(number=1, members=other, step=3).quorum_id == numbers[4]
 
 
 def manager(**options):
@@ -99,6 +133,27 @@ def test_one_peer_trains_alone_and_counts_its_rounds(alone):
     stats = local.compression.metrics()
     assert stats["hvd_compress/peers"] == 1.0 and stats["hvd_compress/rounds_committed"] == 3.0
     assert stats["hvd_compress/rounds_taken_back"] == 0.0 and stats["hvd_compress/quorum_seconds"] > 0.0
+
+
+def test_a_round_without_a_quorum_is_not_taken_back_and_the_next_one_sends_its_progress(alone):
+    model, optimizer = linear()
+    local = LocalSteps(NoCompression(model, process_group=alone), optimizer, 1)
+    local.join()
+    weights, quorum = model.weight.detach().clone(), alone._client._quorum
+
+    def step():
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        with pytest.warns(UserWarning, match="a round has not begun") if fails else nullcontext():
+            return local.step()
+
+    alone._client._quorum = fails = Mock(side_effect=TimeoutError("no lighthouse"))
+    assert not step()
+    alone._client._quorum, fails = quorum, None
+    assert step()
+    stats = local.compression.stats()
+    assert (stats["quorums_missed"], stats["rounds_taken_back"], stats["rounds_committed"]) == (1.0, 0.0, 2.0)
+    torch.testing.assert_close(local._rounds._common.weights[0].common, weights - 0.2)
 
 
 def test_a_state_is_saved_and_loaded_by_any_peer(alone):
