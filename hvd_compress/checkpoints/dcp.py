@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
+from ..engine.membership import Membership
 from ..engine.shards import is_sharded, local, mesh_of, whole
 from ..engine.state import Saved, State
 from . import one_rank
@@ -48,9 +49,9 @@ class DCPState:
 
     Raises:
         TypeError: ``compression`` is neither; ``saved_on`` is not a sequence of integers.
-        ValueError: the compressor has ``nodes`` or works under Horovod; an entry of ``saved_on`` below 1; on loading,
-            as :meth:`~hvd_compress.Compressor.load_state_dict`, if ``saved_on`` is not what saved, and if a shard is
-            not compressed here that has a residual.
+        ValueError: the compressor has ``nodes``, works under Horovod or on torchft; an entry of ``saved_on`` below 1;
+            on loading, as :meth:`~hvd_compress.Compressor.load_state_dict`, if ``saved_on`` is not what saved, and if a
+            shard is not compressed here that has a residual.
         RuntimeError: on saving, in the middle of a step, between an average and the optimizer's step, or with the
             ``saved_on`` of another mesh; with LocalSteps, while the replicas' weights may differ: DCP saves the
             parameters of one replica. DCP asks for the state before it loads one, too.
@@ -64,6 +65,8 @@ class DCPState:
         if not isinstance(engine, Engine):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
         self._engine, self._alive = engine, compression  # an engine does not keep its compressor alive
+        if isinstance(engine.collectives, Membership):
+            raise ValueError("ranks that come and go have no place in a DCP checkpoint: save the state_dict() of each")
         if engine.nodes.inside is not None or not engine.collectives.ordered:
             raise ValueError("DCPState needs a compressor of torch.distributed without nodes: save its state_dict()")
         self._parameters = dict(zip(engine.names, engine.parameters, strict=True))

@@ -8,7 +8,7 @@ from harness import mixed_model
 from local_workers import Worker
 from members import Lighthouse, Member
 
-from hvd_compress import IWP, LocalSteps, NoCompression, Quantized, TopK
+from hvd_compress import IWP, DCPState, LocalSteps, NoCompression, Quantized, TopK
 from hvd_compress.carriers.threads import ThreadWorld
 
 KINDS = {
@@ -137,6 +137,11 @@ def test_a_wrong_call_leaves_the_manager_for_the_right_one(monkeypatch):
     assert not healed
     LocalSteps(Quantized(model, collectives=member), torch.optim.SGD(model.parameters(), lr=0.1), 2)
     assert healed == [member]
+
+
+def test_ranks_that_come_and_go_have_no_place_in_a_checkpoint_of_all():
+    with pytest.raises(ValueError, match=r"save the state_dict\(\) of each"):
+        DCPState(Quantized(mixed_model(), collectives=Lighthouse().collectives(0)))
 
 
 @pytest.mark.parametrize("kind", ["quantized", "topk", "dense"])

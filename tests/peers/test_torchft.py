@@ -27,7 +27,7 @@ def check(fleet, lost=2):
 
 
 @pytest.mark.parametrize("point", ["exchange", "voted"])
-@pytest.mark.parametrize("recipe", ["low_bit", "diloco"])
+@pytest.mark.parametrize("recipe", ["low_bit", pytest.param("diloco", marks=pytest.mark.slow)])
 def test_a_peer_dies_in_a_round_and_another_one_takes_its_place(point, recipe):
     with Fleet(rounds=10**6, pause=0.05, recipe=recipe) as fleet:
         fleet.add(3)
