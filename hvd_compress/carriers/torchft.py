@@ -137,6 +137,10 @@ class TorchftCollectives:
         return bool(self._manager.current_step() > self._step)
 
     @property
+    def following(self) -> bool:
+        return self._manager._quorum_future is self._followed
+
+    @property
     def group_ranks(self) -> int:
         """Ranks of this one's replica group."""
         return int(self._manager._group_world_size)
@@ -159,7 +163,7 @@ class TorchftCollectives:
 
     def follow_quorum(self) -> bool:
         future = self._manager._quorum_future
-        if future is None or future is self._followed:
+        if future is None or self.following:
             raise RuntimeError(
                 "no quorum of torchft was started for this step: train with torchft.optim.OptimizerWrapper(manager, "
                 "optimizer), call its zero_grad() before the forward pass and its step() after backward(); run all but "
@@ -198,7 +202,7 @@ class TorchftCollectives:
 
     def lose(self, error: RuntimeError) -> None:
         manager = self._manager
-        if self._followed is not None and manager._quorum_future is not self._followed:
+        if self._followed is not None and not self.following:
             return  # the connections are those of a new quorum
         manager.report_error(error)
         if self._lost is None:

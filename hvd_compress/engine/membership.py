@@ -30,6 +30,10 @@ class Membership(Protocol):
     def committed(self) -> bool:
         """Whether this rank has committed :attr:`attempt`, or was healed since."""
 
+    @property
+    def following(self) -> bool:
+        """Whether the quorum that was started last is that of :meth:`follow_quorum`."""
+
     def start_quorum(self) -> bool:
         """Waits for the ranks of the next exchange; a rank that is behind is healed. Returns whether the ranks are
         others than before. Raises :class:`PeerLost` if there is no quorum, or healing has failed."""

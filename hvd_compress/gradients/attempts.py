@@ -32,8 +32,10 @@ class Step(Protocol):
 
 
 class Attempts:
-    """The quorums and votes of steps, and healing: a rank that is behind gets what all ranks have in common, from the
-    number of the step to a method's history. Its own residual stays; a rank that has committed no step has none.
+    """The quorums and votes of steps, and healing. A context in which a step's exchange ends: at its end this rank has
+    everything, and votes; a lost peer ends it without an error. In healing, a rank that is behind gets what all ranks
+    have in common, from the number of the step to a method's history. Its own residual stays; a rank that has committed
+    no step has none.
 
     Args:
         members: the ranks.
@@ -73,18 +75,22 @@ class Attempts:
             members.lose(error)
             engine.peer.waive()
 
-    def end(self) -> None:
-        """This rank has everything of the step. Waits until all have."""
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            self._vote()
+        elif isinstance(error, PeerLost):  # before this rank had everything: no rank commits the step
+            self._take_back()
+            self._report(error)
+        return isinstance(error, PeerLost)
+
+    def _vote(self) -> None:
         self._doubt = self._members.attempt
         try:
             self._members.vote()
         except PeerLost as error:
             self._report(error)
-
-    def fail(self, error: RuntimeError) -> None:
-        """The step has failed before this rank had everything: no rank commits it."""
-        self._take_back()
-        self._report(error)
 
     def drop(self) -> None:
         """A step in progress was reset on this rank: the others must not wait for it."""
@@ -96,8 +102,9 @@ class Attempts:
 
     @property
     def refused(self) -> bool:
-        """Whether the last step was not committed, so that no optimizer may apply what is in the gradients."""
-        return self._number is not None and not self._members.committed
+        """Whether no optimizer may apply what is in the gradients: the last step was not committed, or its gradients
+        were not exchanged."""
+        return self._number is not None and not (self._members.committed and self._members.following)
 
     @property
     def _step(self) -> Step:

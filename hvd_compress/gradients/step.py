@@ -24,8 +24,8 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Protocol
 
@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
-from ..engine.membership import Membership, PeerLost
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.place import Place, check_gradient
 from ..engine.state import Tree
@@ -144,20 +144,10 @@ class GradientStep:
             self._state, self._discarded = _State.AVERAGED, False
             self._last_average.written()
 
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
+    def exchanging(self) -> AbstractContextManager[object]:
         """A context for :meth:`finish` and for the averages of what is not compressed. If ranks come and go, one that
         is lost ends it without an error: the step is taken back, and no rank's optimizer steps."""
-        attempts = self._attempts
-        try:
-            yield
-        except PeerLost as error:
-            if attempts is None:
-                raise
-            attempts.fail(error)
-        else:
-            if attempts is not None:
-                attempts.end()
+        return nullcontext() if self._attempts is None else self._attempts
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer step applies gradients although none has arrived in this process so far. True at most
@@ -271,8 +261,9 @@ class GradientStep:
             return
         if self._attempts is not None and self._attempts.refused and engine.optimizers.applies_gradients(optimizer):
             raise RuntimeError(
-                "torchft has not committed this step, and other ranks do not apply it: train with "
-                "torchft.optim.OptimizerWrapper(manager, optimizer), and call its step() in place of the optimizer's"
+                "torchft has not committed this step, or its gradients have not passed through the hooks, so weights "
+                "would differ between the peers: train with torchft.optim.OptimizerWrapper(manager, optimizer): call "
+                "its zero_grad(), backward(), then its step()"
             )
         active, given = engine.collectives.active, host.given(optimizer)
         if active:

@@ -59,7 +59,9 @@ class Peer:
         if host == "fsdp":
             store = distributed.PrefixStore("group", self.store)
             distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=2 * seconds)
-            fully_shard(self.model, mesh=init_device_mesh("cpu", (ranks,)))
+            mesh = init_device_mesh("cpu", (ranks,))
+            for module in (self.model[4], self.model[2], self.model):
+                fully_shard(module, mesh=mesh)
         plain = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.0 if "demo" in method else 0.9)
         self.plain, self.kind, self.at = plain, *(*fault.split("@"), "-1")[:2]
         self.manager = torchft.Manager(
@@ -162,6 +164,7 @@ class Peer:
                 self.step()
             except Failed:
                 self.kind = "none"
+                self.model.reset_iter_state()  # FSDP2 asks for it
             time.sleep(0.02)
 
 

@@ -116,7 +116,7 @@ class Member:
         return True
 
     def follow_quorum(self):
-        if self._followed == self.attempts:
+        if self.following:
             raise RuntimeError("no quorum was started")
         self._followed, self._begun_at = self.attempts, self.step
         return self._changed
@@ -124,6 +124,10 @@ class Member:
     @property
     def committed(self):
         return self.step > self._begun_at
+
+    @property
+    def following(self):
+        return self._followed == self.attempts
 
     def start(self, request, name):
         fault, place = self.faults.get(self.attempts, (None, -1))

@@ -140,3 +140,46 @@ def test_every_method_trains_while_peers_fail_die_and_join(name):
         options = first.compression.options()
         rounds = "fp16" in str(options["values"]) or name == "powersgd"
         check_conserved(everyone, 0.2 if rounds else 1e-3)
+
+
+@pytest.mark.parametrize("fault", [("lost", 1), ("unsure", None)], ids=str)
+def test_a_step_that_does_not_count_leaves_the_shared_state_as_before(fault):
+    """Also in a state that is saved before the next step."""
+    lighthouse, peers = begin(MORE["demo-sign"])
+    for peer in peers.values():
+        peer.member.faults = {2: fault}
+    before, after = {}, {}
+
+    def body(member):
+        peer = peers[member]
+        peer.train_until(2)
+        before[member] = peer.shared()
+        peer.train()
+        assert member.results[-1] == "not committed"
+        peer.compression.state_dict()
+        after[member] = peer.shared()
+
+    lighthouse.run(list(peers), body)
+    assert all(states.same(before[member], after[member]) for member in peers)
+    velocities = before[next(iter(peers))]["method"]["dense_velocity"]
+    assert velocities["norm.weight"].any()
+
+
+def test_a_new_peer_has_an_empty_residual_and_one_that_was_behind_keeps_its_own():
+    lighthouse, peers = begin(METHODS["topk"])
+    first = next(iter(peers.values()))
+    run(lighthouse, peers, 3)
+    new = Peer(lighthouse, 9, METHODS["topk"], seed=3)
+    work = new.compression.engine.works[0]
+    work.bucket.residual.fill_(1.0)  # as of a checkpoint
+    seen = {}
+    new.after_quorum = lambda: seen.setdefault("new", work.bucket.residual.clone())
+    # The first peer stands still for a step of the others.
+    others = {member: peer for member, peer in peers.items() if peer is not first} | {new.member: new}
+    run(lighthouse, others, 5)
+    assert not seen["new"].any()
+    kept = [held.clone() for held in first.held()]
+    first.after_quorum = lambda: seen.setdefault("first", [held.clone() for held in first.held()])
+    run(lighthouse, {**peers, **others}, 7)
+    assert any(held.any() for held in kept) and states.same(seen["first"], kept)
+    check_equal([*peers.values(), new])
