@@ -5,6 +5,7 @@ torchft itself is never imported here: a program that has a ``Manager`` has impo
 
 import math
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ _KEY = "hvd_compress"
 #: What a lost peer or a broken network is seen as; an assertion of torchft's, where it has closed the process group.
 #: Other errors are the program's.
 _LOST = (RuntimeError, TimeoutError, OSError, AssertionError)
+
+#: By Manager, the collectives of the compressor that it serves.
+_claims = weakref.WeakKeyDictionary[Any, "weakref.ref[TorchftCollectives]"]()
 
 
 def is_manager(value: object) -> bool:
@@ -75,6 +79,19 @@ class _Client:
         return quorum
 
 
+class _Failed:
+    """A collective that has not started."""
+
+    def __init__(self, error: PeerLost) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return False
+
+    def result(self, timeout: float = math.inf) -> Tensor:
+        raise self._error
+
+
 class TorchftCollectives:
     """The process group of a ``torchft.Manager``. Before the first quorum this rank is alone.
 
@@ -105,6 +122,9 @@ class TorchftCollectives:
         # Whether the ranks are as in the last quorum, if that has the same number.
         self._settled = False
         self._device = torch.device("cpu")
+        # Why all collectives fail until the next quorum, and the quorum that was followed last.
+        self._lost: PeerLost | None = None
+        self._followed: object = None
         counts = "rounds_committed", "rounds_taken_back", "quorums_missed"
         self._report = dict.fromkeys((*counts, "quorum_seconds", "commit_seconds"), 0.0)
 
@@ -121,6 +141,8 @@ class TorchftCollectives:
         raise ValueError("nodes= does not go with a torchft.Manager: ranks inside a replica group are FSDP2's")
 
     def start(self, request: Request, name: str) -> Handle:
+        if self._lost is not None:
+            return _Failed(self._lost)
         group, tensor = self._group, request.tensor
         self._device = tensor.device
         try:
@@ -134,7 +156,7 @@ class TorchftCollectives:
                 output = torch.empty_like(tensor)
                 work = group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())
         except _LOST as error:
-            raise PeerLost(f"a collective of torchft's process group did not start: {error}") from error
+            return _Failed(PeerLost(f"a collective of torchft's process group did not start: {error}"))
         return _Handle(work, output)
 
     # See Membership.
@@ -142,6 +164,14 @@ class TorchftCollectives:
     @property
     def attempt(self) -> tuple[int, int]:
         return self._step, self._quorum
+
+    @property
+    def committed(self) -> bool:
+        return bool(self._manager.current_step() > self._step)
+
+    @property
+    def following(self) -> bool:
+        return self._manager._quorum_future is self._followed
 
     def start_quorum(self) -> bool:
         manager = self._manager
@@ -158,7 +188,35 @@ class TorchftCollectives:
                 # Or the next call would raise this error again, before it asks for a quorum.
                 manager._quorum_future = None
                 raise NoQuorum(f"no quorum of torchft: {error}") from error
-        rank, before, failure = manager.participating_rank(), self._quorum, manager.errored()
+        return self._enter()
+
+    def follow_quorum(self) -> bool:
+        future = self._manager._quorum_future
+        if future is None or self.following:
+            raise RuntimeError(
+                "no quorum of torchft was started for this step: train with torchft.optim.OptimizerWrapper(manager, "
+                "optimizer), call its zero_grad() before the forward pass and its step() after backward(); run all but "
+                "the last backward pass of a step in no_sync() (FSDP2: after set_requires_gradient_sync(False))"
+            )
+        if self._followed is not None:
+            self._count(self._lost is None and self.committed)
+        self._followed = future
+        try:
+            return self._enter()
+        except PeerLost as error:
+            self._lost, self._settled = error, False
+            self._quorum, self._step = self._manager._quorum_id, self._manager.current_step()
+            return False
+
+    def _enter(self) -> bool:
+        """Takes the ranks of the manager's quorum. Returns whether they are others than before. Raises
+        :class:`PeerLost`."""
+        manager, before = self._manager, self._quorum
+        try:
+            rank, failure = manager.participating_rank(), manager.errored()
+        except _LOST as error:
+            raise PeerLost(f"no quorum of torchft: {error}") from error
+        self._lost = None  # the connections are new
         if failure is not None or rank is None:
             raise PeerLost(f"torchft's quorum {manager._quorum_id} has failed: {failure}")
         self.rank, self.size = rank, manager.num_participants()
@@ -166,31 +224,48 @@ class TorchftCollectives:
         changed, self._settled = self._quorum != before or not self._settled, True
         return changed
 
-    def commit(self) -> bool:
+    def vote(self) -> None:
         # A rank that passes this knows that all have received everything: if one commits, all can.
         vote = torch.zeros(1, 1, dtype=torch.uint8, device=self._device)
         with self._timed("commit_seconds"):
-            try:
-                self.start(allgather(vote, "budget"), "").result()
-            except PeerLost as error:
-                self._close(error)
-            return self._should_commit("rounds_taken_back")
+            self.start(allgather(vote, "budget"), "").result()
+
+    def lose(self, error: RuntimeError) -> None:
+        manager = self._manager
+        if self._followed is not None and not self.following:
+            return  # the connections are those of a new quorum
+        manager.report_error(error)
+        if self._lost is None:
+            self._lost = error if isinstance(error, PeerLost) else PeerLost(str(error))
+            self._group.abort()
+
+    def commit(self) -> bool:
+        try:
+            self.vote()
+        except PeerLost as error:
+            self.lose(error)
+        return self._should_commit()
 
     def fail(self, error: RuntimeError) -> None:
-        with self._timed("commit_seconds"):
-            if isinstance(error, NoQuorum):  # the connections of the last quorum are as good as before
-                self._should_commit("quorums_missed")
-            else:
-                self._close(error)
-                self._should_commit("rounds_taken_back")
+        if isinstance(error, NoQuorum):  # the connections of the last quorum are as good as before
+            self._should_commit("quorums_missed")
+        else:
+            self.lose(error)
+            self._should_commit()
 
     def report(self) -> dict[str, float]:
         return {"peers": float(self.size), **self._report}
 
-    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
-        manager = self._manager
-        if _KEY in manager._load_state_dict_fns:
-            raise ValueError("this torchft.Manager has a compressor already: build one Manager for each")
+    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None], claim: bool = True) -> None:
+        manager, holder = self._manager, _claims.get(self._manager, lambda: None)()
+        if holder not in (None, self):
+            if claim:
+                raise ValueError("this torchft.Manager has a compressor already: build one Manager for each")
+            return
+        if claim:
+            _claims[manager] = weakref.ref(self)
+        manager._load_state_dict_fns.pop(_KEY, None)
+        manager._user_state_dicts.pop(_KEY, None)
         manager.register_state_dict_fn(_KEY, load, save)
         first = {_KEY: manager._load_state_dict_fns.pop(_KEY)}
         others = dict(manager._load_state_dict_fns)
@@ -202,19 +277,19 @@ class TorchftCollectives:
         """A process group that torchft replaces inside when the quorum changes."""
         return self._manager._pg
 
-    def _should_commit(self, otherwise: str) -> bool:
+    def _should_commit(self, otherwise: str = "rounds_taken_back") -> bool:
         committed = False
-        try:
-            committed = self._replica_group.should_commit()
-        finally:
-            self._settled = self._settled and committed
-            self._report["rounds_committed" if committed else otherwise] += 1
+        with self._timed("commit_seconds"):
+            try:
+                committed = self._replica_group.should_commit()
+            finally:
+                self._count(committed, otherwise)
         return committed
 
-    def _close(self, error: RuntimeError) -> None:
-        """Closes the connections, or the others would wait for this rank until their timeout."""
-        self._manager.report_error(error)
-        self._group.abort()
+    def _count(self, committed: bool, otherwise: str = "rounds_taken_back") -> None:
+        """Notes whether the last attempt was committed, and if not, what became of it."""
+        self._settled = self._settled and committed
+        self._report["rounds_committed" if committed else otherwise] += 1
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

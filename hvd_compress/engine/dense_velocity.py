@@ -18,6 +18,9 @@ class DenseVelocity:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._velocities: dict[str, Tensor] = {}
+        #: Those that the last average has changed, before that; None without one. And the number of exchanges with it.
+        self._before: dict[str, Tensor | None] = {}
+        self._number = -1
 
     def get(self, number: int) -> Tensor:
         """The velocity of parameter ``number``: zeros before its first gradient."""
@@ -34,17 +37,30 @@ class DenseVelocity:
         user to see, and do not enter the velocity.
         """
         engine = self._engine
-        velocity = self._velocities[engine.names[number]] = self.get(number)
+        if self._number != engine.step:
+            self._before, self._number = {}, engine.step
+        name, velocity = engine.names[number], self.get(number)
+        self._before[name] = self._velocities.get(name)
         scaled = engine.scale != 1.0
         step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
         fits, new = usable(step), (velocity * momentum).add_(step)
-        torch.where(fits, new, velocity, out=velocity)
+        self._velocities[name] = torch.where(fits, new, velocity)
         applied = new.sign().masked_fill_(~step.any(), 0.0) if sign else new
         grad.copy_(torch.where(fits, applied * engine.scale if scaled else applied, grad))
+
+    def undo(self) -> None:
+        """Restores the velocities before the last average. Does nothing if that has changed none so far."""
+        for name, velocity in self._before.items() if self._number == self._engine.step else ():
+            if velocity is None:
+                del self._velocities[name]
+            else:
+                self._velocities[name] = velocity
+        self._before = {}
 
     def restart(self) -> None:
         """The set of ranks has changed: new ranks have no velocity, so replicas would diverge."""
         self._velocities.clear()
+        self._before = {}
 
     def state(self) -> Tree:
         """The saved state, by parameter name."""

@@ -1,5 +1,11 @@
 """Ranks that come and go: what a carrier provides beside :class:`~hvd_compress.engine.collectives.Collectives`, if the
-set of its ranks may change from exchange to exchange."""
+set of its ranks may change from exchange to exchange.
+
+Each exchange is an attempt, which belongs to a quorum and counts if it is committed. Local steps start the quorum and
+commit: :meth:`Membership.start_quorum`, then :meth:`Membership.commit` or :meth:`Membership.fail`. With hooks of
+gradients the user's program does both, and an exchange lies in between: :meth:`Membership.follow_quorum`, then
+:meth:`Membership.vote` or :meth:`Membership.lose`.
+"""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -17,7 +23,7 @@ class NoQuorum(PeerLost):
 
 @runtime_checkable
 class Membership(Protocol):
-    """Each exchange lies between :meth:`start_quorum` and :meth:`commit`, or :meth:`fail`."""
+    """``Collectives`` of ranks that come and go. A handle of theirs raises :class:`PeerLost`; ``start()`` does not."""
 
     @property
     def group_size(self) -> int:
@@ -29,10 +35,30 @@ class Membership(Protocol):
         """The exchange that has begun last: how many were committed before it, and the number of its quorum. No two
         attempts are equal, unless the first of them was committed nowhere."""
 
+    @property
+    def committed(self) -> bool:
+        """Whether this rank has committed :attr:`attempt`, or was healed since."""
+
+    @property
+    def following(self) -> bool:
+        """Whether the quorum that was started last is that of :meth:`follow_quorum`."""
+
     def start_quorum(self) -> bool:
         """Waits for the ranks of the next exchange; a rank that is behind is healed. Returns whether the ranks are
         others than before. Raises :class:`NoQuorum` if there is none, :class:`PeerLost` if the ranks of the quorum were
         not reached, or healing has failed."""
+
+    def follow_quorum(self) -> bool:
+        """As :meth:`start_quorum`, with the quorum that the user's program has started. If that has failed, all
+        collectives fail until the next one. Raises ``RuntimeError`` if none was started since the last call."""
+
+    def vote(self) -> None:
+        """Called when this rank has received everything. Waits until all have. Raises :class:`PeerLost` if that is not
+        known: the exchange may still count on other ranks."""
+
+    def lose(self, error: RuntimeError) -> None:
+        """The exchange has failed on this rank: it does not commit it. Closes its connections, so that the others do
+        not wait for it. All collectives fail until the next quorum."""
 
     def commit(self) -> bool:
         """Called when this rank has received everything. Waits until all have. Returns whether the exchange counts. If
@@ -45,7 +71,8 @@ class Membership(Protocol):
         """``peers``: ranks of the last quorum. ``rounds_committed``, ``rounds_taken_back``, ``quorums_missed``:
         on this rank. ``quorum_seconds``, ``commit_seconds``: spent in all of them so far."""
 
-    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
+    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None], claim: bool = True) -> None:
         """``save`` is called on a rank from which others are healed, in a thread of its own while ``start_quorum()``
         waits; ``load``, with what that has returned, on those, before the user's model and optimizers are loaded.
-        Raises ``ValueError`` if there are such functions already."""
+        ``claim``: from now on the functions are those of this compressor only. Raises ``ValueError`` if another one,
+        which exists, has claimed that; without ``claim`` nothing is done then."""

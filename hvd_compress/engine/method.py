@@ -68,6 +68,10 @@ class Method(abc.ABC):
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
 
+    def undo(self) -> None:
+        """Called when the last average, which was complete, is not applied: restores what :meth:`dense_averaged` has
+        changed for it."""
+
     def exchanged(self) -> None:
         """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
 

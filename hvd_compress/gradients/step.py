@@ -25,6 +25,7 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Protocol
 
@@ -34,10 +35,12 @@ from torch.optim import Optimizer
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.place import Place, check_gradient
 from ..engine.state import Tree
 from ..engine.work import undo as undo_works
+from .attempts import Attempts
 from .last_average import IN_GRAD, LastAverage
 
 
@@ -92,7 +95,7 @@ class GradientStep:
     comes_first = True
 
     def __init__(self, engine: Engine, host: Host, grad_scaler: GradScaler | None) -> None:
-        self._engine, self._host, self._scaler = engine, weakref.ref(host), grad_scaler
+        self._engine, self._owner, self._scaler = engine, weakref.ref(host), grad_scaler
         self._state = _State.IDLE
         #: Whether the gradients may hold an average that was taken back.
         self._discarded = False
@@ -101,10 +104,12 @@ class GradientStep:
         self._last_average = LastAverage(engine.parameters)
         # True until the first gradient arrives, and until bypassed_by() has been true.
         self._may_be_bypassed = True
+        members = engine.collectives
+        self._attempts = Attempts(engine, members, self) if isinstance(members, Membership) else None
 
     @property
-    def host(self) -> Host:
-        found = self._host()
+    def _host(self) -> Host:
+        found = self._owner()
         assert found is not None, "the compressor no longer exists"
         return found
 
@@ -139,6 +144,11 @@ class GradientStep:
             self._state, self._discarded = _State.AVERAGED, False
             self._last_average.written()
 
+    def exchanging(self) -> AbstractContextManager[object]:
+        """A context for :meth:`finish` and for the averages of what is not compressed. If ranks come and go, one that
+        is lost ends it without an error: the step is taken back, and no rank's optimizer steps."""
+        return nullcontext() if self._attempts is None else self._attempts
+
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer step applies gradients although none has arrived in this process so far. True at most
         once. Synchronises a GPU until then, or until the first gradient arrives."""
@@ -155,7 +165,9 @@ class GradientStep:
         with self._engine.entered:
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
-            self._engine.reset(self.host.versions, overwritten)
+                if self._attempts is not None:
+                    self._attempts.drop()
+            self._engine.reset(self._host.versions, overwritten)
 
     @modes_off
     def discard(self) -> None:
@@ -185,6 +197,7 @@ class GradientStep:
             undo()
         else:
             undo_works(self._engine.works)
+            self._engine.method.undo()
 
     def undo_by(self, restore: Callable[[], None]) -> None:
         """See :meth:`~hvd_compress.engine.driver.Unapplied.undo_by`."""
@@ -211,7 +224,7 @@ class GradientStep:
 
     @property
     def single(self) -> bool:
-        return self.host.single
+        return self._host.single
 
     @property
     def unapplied(self) -> "GradientStep | None":
@@ -233,6 +246,8 @@ class GradientStep:
             raise RuntimeError(
                 "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
             )
+        if self._attempts is not None:
+            self._attempts.settle()
         self.undo_if_skipped()
 
     def check_equal_weights(self) -> None:
@@ -241,9 +256,15 @@ class GradientStep:
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self._last_average.before_optimizer_step()
-        engine, host = self._engine, self.host
+        engine, host = self._engine, self._host
         if host.detached:
             return
+        if self._attempts is not None and self._attempts.refused and engine.optimizers.applies_gradients(optimizer):
+            raise RuntimeError(
+                "torchft has not committed this step, or its gradients have not passed through the hooks, so weights "
+                "would differ between the peers: train with torchft.optim.OptimizerWrapper(manager, optimizer): call "
+                "its zero_grad(), backward(), then its step()"
+            )
         active, given = engine.collectives.active, host.given(optimizer)
         if active:
             host.check_optimizer(optimizer)
@@ -255,7 +276,7 @@ class GradientStep:
             self._last_average.after_optimizer_step(optimizer)
 
     def before_other_step(self, optimizer: Optimizer) -> None:
-        if self.host.given(optimizer):
+        if self._host.given(optimizer):
             raise ValueError(
                 "this optimizer holds none of its compressor's parameters; build the compressor from the named "
                 "parameters of the model that is trained (not of one that was copied afterwards)"
@@ -263,6 +284,8 @@ class GradientStep:
 
     def _begin(self) -> None:
         engine = self._engine
+        if self._attempts is not None:
+            self._attempts.begin()
         engine.peer.compare()  # first: if it fails, the last average may still be taken back
         scale = self.undo_if_skipped()
         if self._state is _State.AVERAGED:

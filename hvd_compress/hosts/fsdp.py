@@ -337,12 +337,13 @@ class FSDPHost(HookedHost):
         engine = self._engine
         payloads = [gradient.payload for gradient in self._dense]
         averaging = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.dense")
-        self.step.finish()
-        for gradient, average in zip(self._dense, averaging.results(), strict=True):
-            gradient.store(average)
-            engine.method.dense_averaged(gradient.number, gradient.grad)
-        for work in engine.works:
-            work.bucket.write_results()
+        with self.step.exchanging():
+            self.step.finish()
+            for gradient, average in zip(self._dense, averaging.results(), strict=True):
+                gradient.store(average)
+                engine.method.dense_averaged(gradient.number, gradient.grad)
+            for work in engine.works:
+                work.bucket.write_results()
         for number, before in self._before.items():
             if number in self._grads:
                 local(before).add_(local(self._grads[number]))

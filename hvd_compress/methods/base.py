@@ -15,7 +15,6 @@ from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
-from ..engine.membership import Membership
 from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.place import Place
@@ -53,8 +52,7 @@ class Compressor(Reporting, Method):
             fp16 compression does.
         process_set: the one given to Horovod's optimizer, if any.
         process_group: the one given to DistributedDataParallel, if any; with FSDP2, the group of the replicas, such as
-            ``mesh.get_group("replicate")``. Or a torchft ``Manager``, with :class:`~hvd_compress.LocalSteps`: ranks
-            that come and go (``docs/torchft.md``).
+            ``mesh.get_group("replicate")``. Or a torchft ``Manager``: ranks that come and go (``docs/torchft.md``).
         nodes: several GPUs a node (``docs/quickstart_nodes.md``): gradients are summed inside a node, where the network
             is fast, and the compressor exchanges between nodes; each rank of a node does that for its share of the
             parameters. True: nodes as torchrun or Horovod have started them; a number of nodes, which divides the ranks
@@ -187,11 +185,6 @@ class Compressor(Reporting, Method):
         return self.engine.driver is not self.host.step
 
     def _host_as(self, kind: type[_Host]) -> _Host:
-        if isinstance(self.engine.collectives, Membership):
-            raise RuntimeError(
-                "with a torchft.Manager, weights are exchanged by local steps, and no gradients by hooks: use "
-                "hvd_compress.recipes or LocalSteps"
-            )
         if self.takes_local_steps:
             raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
         if not isinstance(self.host, kind):

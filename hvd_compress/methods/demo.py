@@ -158,6 +158,10 @@ class DeMo(SparseMethod):
         super().restart()
         self._dense.restart()
 
+    def undo(self) -> None:
+        super().undo()
+        self._dense.undo()
+
     def exchanged(self) -> None:
         if self._replacement is not None:
             self._replacement.finish(self.engine)

@@ -116,6 +116,10 @@ class MomentumCorrection:
         if self._engine.names[number] in self._names:
             self._dense.update(number, grad, self.value)
 
+    def undo(self) -> None:
+        """The last average is not applied: restores the velocities of uncompressed parameters."""
+        self._dense.undo()
+
     def check_sparse(self, tensor: Tensor) -> None:
         """Raises ``ValueError`` for a sparse gradient, which bypasses the compressor."""
         if tensor.is_sparse and self.value:

@@ -121,6 +121,9 @@ class SparseMethod(Compressor):
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         self.momentum.dense_averaged(number, grad)
 
+    def undo(self) -> None:
+        self.momentum.undo()
+
     def passed(self, tensor: Tensor) -> Tensor:
         self.momentum.check_sparse(tensor)
         return super().passed(tensor)

@@ -119,10 +119,17 @@ class Shares(Part):
     def __init__(self, bucket: Bucket) -> None:
         self._pieces = bucket.pieces
         self.sizes = [piece.numel for piece in bucket.pieces]
+        self.weights, self._before = list[float](), list[float]()
         self.restart()
 
+    def begin(self, step: Step) -> None:
+        self._before = self.weights
+
+    def undo(self) -> None:
+        self.weights = self._before
+
     def restart(self) -> None:
-        self.weights = [float(size) for size in self.sizes]
+        self.weights = self._before = [float(size) for size in self.sizes]
 
     def follow(self, importance: Tensor) -> Exchange:
         """Updates the shares by importance: float64, (pieces,), the sum of each piece's scores on this rank. It is

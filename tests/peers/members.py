@@ -53,8 +53,9 @@ class Lighthouse:
                     ranks = sorted(self._waiting & self.alive, key=lambda m: m.name)
                     behind = [m for m in ranks if m.step < max(m.step for m in ranks) or not m.worked]
                     source = max(ranks, key=lambda m: (m.worked, m.step))
-                    state = source.save() if behind else None
-                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state
+                    state = (source.save(), source.save_user()) if behind else None
+                    failed = any(m.lost is not None for m in ranks)
+                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state, failed
                     self.quorum, self._waiting = self.quorum + 1, set()
                     self._condition.notify_all()
                 elif not self._condition.wait(30):
@@ -64,7 +65,11 @@ class Lighthouse:
 
 class Member:
     """Collectives and membership of one rank. ``faults``: by number of the attempt, counted from 0, ``(what, n)``:
-    ``"lost"`` or ``"dies"`` at collective ``n``; ``"dies"`` or ``"unsure"`` in the vote if that is None."""
+    ``"lost"`` or ``"dies"`` at collective ``n``; ``"dies"`` or ``"unsure"`` in the vote if that is None.
+
+    ``save_user``, ``load_user``: of the user's own state. With hooks of gradients, the test calls ``start_quorum()``
+    and ``should_commit()``, as ``torchft.optim.OptimizerWrapper`` does.
+    """
 
     ordered = active = True
     group_size = 1
@@ -74,6 +79,8 @@ class Member:
         self.rank, self.size, self.step, self.attempts, self.worked = 0, 1, 0, -1, False
         self._quorum = self._counted = 0
         self.results = []
+        self.save_user, self.load_user = lambda: None, lambda state: None
+        self._ranks, self.lost, self._begun_at, self._followed = [], None, 0, -1
 
     def __repr__(self):
         return f"peer {self.name}"
@@ -95,15 +102,33 @@ class Member:
         return self.step - self._counted, self._quorum
 
     def start_quorum(self):
-        self._world, ranks, source, state = self._lighthouse.meet(self)
+        self._world, ranks, source, state, failed = self._lighthouse.meet(self)
         self._quorum, self._counted, self._started, self._failure = self._lighthouse.quorum, 0, 0, None
         self.attempts += 1
         self.rank, self.size = ranks.index(self), len(ranks)
         self._collectives = self._world.collectives(self.rank)
+        # As torchft, which numbers quorums anew if one of the ranks has not committed.
+        self._voted = False
+        self._changed, self._ranks, self.lost = ranks != self._ranks or failed, ranks, None
         if state is not None and self is not source and (self.step < source.step or not self.worked):
-            self.load(state)
             self.step = source.step
+            self.load(state[0])
+            self.load_user(state[1])
         return True
+
+    def follow_quorum(self):
+        if self.following:
+            raise RuntimeError("no quorum was started")
+        self._followed, self._begun_at = self.attempts, self.step
+        return self._changed
+
+    @property
+    def committed(self):
+        return self.step > self._begun_at
+
+    @property
+    def following(self):
+        return self._followed == self.attempts
 
     def start(self, request, name):
         fault, place = self.faults.get(self.attempts, (None, -1))
@@ -111,41 +136,66 @@ class Member:
             self._world._fail(PeerLost(fault))
             if fault == "dies":
                 raise Died
-            raise PeerLost("the connection is cut")
         self._started += 1
         try:
             return _Handle(self._collectives.start(request, name))
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
+            return _Failed(PeerLost(str(error)))
 
-    def commit(self):
+    def vote(self):
         import torch
 
         fault, place = self.faults.get(self.attempts, (None, -1))
         if place is None and fault == "dies":
             self._world._fail(PeerLost(fault))
             raise Died
-        try:
-            self.start(allgather(torch.zeros(1, 1), "budget"), "vote").result()
-        except PeerLost:
-            self.results.append("in doubt")
-            return False
+        self.start(allgather(torch.zeros(1, 1), "budget"), "vote").result()
+        self._voted = True
         if place is None and fault == "unsure":
-            self.results.append("in doubt")
+            raise PeerLost("the vote's result is lost")
+
+    def lose(self, error):
+        if self.lost is None and not self._voted:
+            self._world._fail(error)
+        self.lost = self.lost or error
+
+    def should_commit(self):
+        if self.lost is not None:
+            self.results.append("not committed")
             return False
         self.step, self._counted, self.worked = self.step + 1, 1, True
         self.results.append("committed")
         return True
 
+    def commit(self):
+        try:
+            self.vote()
+        except PeerLost as error:
+            self.lost = error
+            self.results.append("in doubt")
+            return False
+        return self.should_commit()
+
     def fail(self, error):
-        self._world._fail(error)
+        self.lose(error)
         self.results.append("failed")
 
     def report(self):
         return {"peers": float(self.size)}
 
-    def heal_with(self, save, load):
+    def heal_with(self, save, load, claim=True):
         self.save, self.load = save, load
+
+
+class _Failed:
+    def __init__(self, error):
+        self._error = error
+
+    def done(self):
+        return False
+
+    def result(self, timeout=20.0):
+        raise self._error
 
 
 class _Handle:

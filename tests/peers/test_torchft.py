@@ -11,10 +11,12 @@ import torch
 from fleet import Fleet
 from torch import distributed
 
-from hvd_compress import LocalSteps, NoCompression, ddp_hook, recipes
+from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, ddp_hook, recipes
 from hvd_compress.carriers.torchft import _Client
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed")
+ProcessGroupDummy = pytest.importorskip("torchft.process_group").ProcessGroupDummy
+OptimizerWrapper = pytest.importorskip("torchft.optim").OptimizerWrapper
 coordination = pytest.importorskip("torchft.coordination")
 
 
@@ -170,9 +172,6 @@ def test_a_state_is_saved_and_loaded_by_any_peer(alone):
 
 def test_what_does_not_fit_is_an_error(alone):
     model, optimizer = linear()
-    compression = NoCompression(model, process_group=alone)
-    with pytest.raises(RuntimeError, match=r"exchanged by local steps.*recipes or LocalSteps"):
-        ddp_hook(compression, None)
     local = recipes.low_bit(model, optimizer, 2, process_group=alone)
     with pytest.raises(ValueError, match=r"this torchft.Manager has a compressor already"):
         recipes.low_bit(*linear(), 2, process_group=alone)
@@ -187,5 +186,81 @@ def test_an_asynchronous_quorum_is_refused():
     try:
         with pytest.raises(ValueError, match="use_async_quorum=False"):
             recipes.low_bit(*linear(), 2, process_group=made)
+        with pytest.raises(ValueError, match="use_async_quorum=False"):
+            IWP(linear()[0], process_group=made)
     finally:
         made.shutdown(wait=False)
+
+
+def hooked(manager, find_unused_parameters=True, build=IWP):
+    """A DDP model of one rank whose hook exchanges with the manager's peers, and torchft's optimizer."""
+    model, optimizer = linear()
+    if find_unused_parameters:
+        model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    compression = build(model, process_group=manager)
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=find_unused_parameters
+    )
+    ddp.register_comm_hook(compression, ddp_hook)
+    return ddp, compression, OptimizerWrapper(manager, optimizer)
+
+
+def backward(ddp):
+    ddp(torch.ones(1, 64)).square().sum().backward()
+
+
+def test_one_peer_trains_alone_with_a_hook(alone):
+    ddp, compression, optimizer = hooked(alone)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(ddp)
+        # As on a peer that has used it, so that all optimizers do the same.
+        assert torch.equal(ddp.module.unused.grad, torch.zeros(3))
+        optimizer.step()
+    assert alone.current_step() == compression.step == 3
+    stats = compression.stats()
+    assert stats["peers"] == 1.0 and stats["rounds_committed"] == 2.0 and stats["rounds_taken_back"] == 0.0
+    state = compression.state_dict()
+    compression.load_state_dict(state)
+
+
+def test_wrong_loops_are_errors_before_peers_could_wait_for_each_other(alone):
+    ddp, compression, optimizer = hooked(alone)
+    with pytest.raises(RuntimeError, match=r"no quorum of torchft was started.*zero_grad\(\) before the forward pass"):
+        backward(ddp)
+    del ddp, compression, optimizer  # a DDP model that lost a backward pass cannot go on
+    ddp, _, optimizer = hooked(alone)
+    optimizer.zero_grad()
+    backward(ddp)
+    with pytest.raises(RuntimeError, match=r"not committed this step.*OptimizerWrapper"):
+        optimizer.optim.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        backward(ddp)
+    with pytest.raises(RuntimeError, match="gradients have not passed through the hooks"):
+        optimizer.step()
+
+
+def test_a_ddp_model_of_other_buckets_is_refused(alone):
+    ddp, _, optimizer = hooked(alone, find_unused_parameters=False)
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"find_unused_parameters=True.*ProcessGroupDummy"):
+        backward(ddp)
+
+
+def test_a_second_compressor_is_refused_when_it_is_used(alone):
+    ddp, _, optimizer = hooked(alone)
+    other, _, _ = hooked(alone)
+    optimizer.zero_grad()
+    backward(ddp)
+    with pytest.raises(ValueError, match=r"this torchft.Manager has a compressor already"):
+        backward(other)
+    with pytest.raises(ValueError, match=r"this torchft.Manager has a compressor already"):
+        recipes.low_bit(*linear(), 2, process_group=alone)
+
+
+def test_sharded_matrices_cannot_become_orthogonal(alone, monkeypatch):
+    monkeypatch.setattr("hvd_compress.methods.replacement.shards", lambda p: 2)
+    with pytest.raises(ValueError, match="rows are sharded cannot become orthogonal"):
+        DeMo(linear()[0], orthogonal=True, process_group=alone)

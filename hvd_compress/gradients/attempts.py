@@ -1,0 +1,194 @@
+"""The steps of ranks that come and go: each is an attempt, which may fail.
+
+The user's program starts a quorum before the forward pass and asks for the commit after backward, as
+``torchft.optim.OptimizerWrapper`` does; the exchange lies in between. A rank that has everything votes, and knows after
+the vote that all have. One on which the exchange fails takes the step back and reports it, and no rank commits.
+
+A rank that was not told the result of the vote, or not to commit, is in doubt: others may have committed. The next
+quorum tells. Either the step is taken back, or this rank is healed, and what it has sent was applied.
+"""
+
+import weakref
+from functools import partial
+from typing import Protocol
+
+from ..engine.engine import Engine
+from ..engine.membership import Membership, PeerLost
+from ..engine.state import Saved, Tree, check, load, part_of, save
+
+# Committed steps that are remembered for ranks in doubt.
+_REMEMBERED = 1024
+
+
+class Step(Protocol):
+    """What :class:`Attempts` uses of a :class:`~hvd_compress.gradients.step.GradientStep`."""
+
+    @property
+    def collecting(self) -> bool: ...
+
+    def reset(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class Attempts:
+    """The quorums and votes of steps, and healing. A context in which a step's exchange ends: at its end this rank has
+    everything, and votes; a lost peer ends it without an error. In healing, a rank that is behind gets what all ranks
+    have in common, from the number of the step to a method's history. Its own residual stays; a rank that has committed
+    no step has none.
+
+    Args:
+        members: the ranks.
+        step: owns this object: only a weak reference is kept.
+    """
+
+    def __init__(self, engine: Engine, members: Membership, step: Step) -> None:
+        self._engine, self._members, self._owner = engine, members, weakref.ref(step)
+        self._claimed = self._joined = self._healed = False
+        self._committed: list[tuple[int, int]] = []
+        #: The attempt of which this rank has everything, until it is known whether it counts.
+        self._doubt: tuple[int, int] | None = None
+        #: The number of the step of the last attempt; None before the first.
+        self._number: int | None = None
+        self._failures = 0
+        self._register(claim=False)
+
+    def begin(self) -> None:
+        """The first gradient of a step has arrived. Compares the ranks' configurations if they are others than before.
+
+        Raises:
+            ValueError: the ``Manager`` has another compressor.
+            RuntimeError: the user's program has started no quorum; the ranks differ.
+        """
+        engine, members = self._engine, self._members
+        if not self._claimed:
+            self._register(claim=True)
+            self._claimed = True
+        self.settle()
+        changed = members.follow_quorum()
+        if changed or self._healed:
+            self._renew()
+        self._number = engine.step
+        try:
+            engine.peer.compare()
+        except PeerLost as error:
+            members.lose(error)
+            engine.peer.waive()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            self._vote()
+        elif isinstance(error, PeerLost):  # before this rank had everything: no rank commits the step
+            self._take_back()
+            self._report(error)
+        return isinstance(error, PeerLost)
+
+    def _vote(self) -> None:
+        self._doubt = self._members.attempt
+        try:
+            self._members.vote()
+        except PeerLost as error:
+            self._report(error)
+
+    def drop(self) -> None:
+        """A step in progress was reset on this rank: the others must not wait for it."""
+        self._members.lose(PeerLost("the step was reset"))
+
+    def settle(self) -> None:
+        """Takes the last step back if this rank is in doubt and has not committed it."""
+        self._settle(self._members.committed)
+
+    @property
+    def refused(self) -> bool:
+        """Whether no optimizer may apply what is in the gradients: the last step was not committed, or its gradients
+        were not exchanged."""
+        return self._number is not None and not (self._members.committed and self._members.following)
+
+    @property
+    def _step(self) -> Step:
+        found = self._owner()
+        assert found is not None, "the compressor no longer exists"
+        return found
+
+    def _reset(self) -> None:
+        """Drops a step in progress, whose backward pass has failed."""
+        if self._step.collecting:
+            self._step.reset()
+
+    def _settle(self, counts: bool) -> None:
+        attempt, self._doubt = self._doubt, None
+        if attempt is None:
+            return
+        if counts:
+            self._joined, self._failures = True, 0
+            self._committed = [*self._committed, attempt][-_REMEMBERED:]
+        else:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        self._step.discard()
+        if self._number is not None:
+            load(self._engine.state(), self._number)
+
+    def _report(self, error: RuntimeError) -> None:
+        self._members.lose(error)
+        self._failures += 1
+        if self._failures in (1, 10, 100, 1000):
+            row = "" if self._failures == 1 else f" ({self._failures} in a row)"
+            self._engine.warn(f"a step is taken back{row}, and later ones send its gradients: {error}")
+
+    def _renew(self) -> None:
+        """The ranks are others than before: what depends on their number is made anew."""
+        engine, shared = self._engine, save(self._shared())
+        engine.peer.renew()
+        engine.restart()
+        load(self._shared(), shared)
+        self._healed = False
+
+    def _shared(self) -> Tree:
+        """What all ranks have in common between steps."""
+        engine = self._engine
+        body: Tree = {
+            "step": engine.state(),
+            "method": engine.method.state(),
+            "buckets": {str(work.bucket.index): work.state() for work in engine.works},
+        }
+        return part_of(body, per_rank=False)
+
+    # Called by the carrier, in a quorum.
+
+    def _register(self, claim: bool) -> None:
+        this = weakref.ref(self)  # the Manager must not keep the compressor
+        self._members.heal_with(partial(_save, this), partial(_load, this), claim)
+
+    def save(self) -> Saved:
+        """The state for ranks that are behind. This one is not, so it knows whether its last step counts."""
+        with self._engine.entered:
+            self._reset()
+            self.settle()
+            return {"state": save(self._shared()), "committed": list(self._committed)}
+
+    def load(self, state: Saved) -> None:
+        """Takes the state of another rank. Raises ``ValueError`` if it does not fit."""
+        with self._engine.entered:
+            self._reset()
+            self._settle(self._doubt in state["committed"])
+            check(self._shared(), state["state"])
+            load(self._shared(), state["state"])
+            for work in self._engine.works if not self._joined else ():
+                with work.bucket.order:
+                    work.scale_residual(0.0)
+            self._committed, self._healed = list(state["committed"]), True
+
+
+def _save(reference: "weakref.ref[Attempts]") -> Saved:
+    attempts = reference()
+    return None if attempts is None else attempts.save()
+
+
+def _load(reference: "weakref.ref[Attempts]", state: Saved) -> None:
+    attempts = reference()
+    if attempts is not None and state is not None:
+        attempts.load(state)
