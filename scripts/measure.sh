@@ -210,7 +210,8 @@ case $experiment in
     # Without a density: 1/4, 1/8, 1/66, 1/50 and 1/50 of the bytes.
     gpt qsgd 3e-3,6e-3,1e-2 "" "$half --bits 4"
     gpt terngrad 3e-3,6e-3,1e-2 "" "$half"
-    for bits in 2 4 8; do gpt "quantized@${bits}bits" 3e-3,6e-3,1e-2 "" "$half --bits $bits"; done
+    gpt quantized@4bits 1.5e-3,3e-3,6e-3,1e-2 "" "$half --bits 4"
+    gpt quantized@8bits 3e-3,6e-3,1e-2 "" "$half --bits 8"
     gpt powersgd@2 3e-3,6e-3,1e-2 "" "$half --rank 2"
     gpt fp16@local-25 3e-3,6e-3,1e-2 "" "--local-steps 25"
     gpt none@diloco-50 3e-3,6e-3,1e-2 "" "$diloco"

@@ -211,6 +211,35 @@ def local_steps_in_different_calls():
         job.host.barrier()
 
 
+def two_clocks_model():
+    """A head and an embedding beside hidden matrices."""
+    body = torch.nn.Linear(48, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 48, bias=False)
+    return torch.nn.Sequential(torch.nn.Embedding(40, 48), *body, torch.nn.LayerNorm(48), torch.nn.Linear(48, 40)).to(
+        DEVICE
+    )
+
+
+def check_two_clocks(forward, model, others_optimizer, data):
+    """Hidden matrices take local steps, and differ between ranks in between; the other parameters never do."""
+    matrices, others = hvd_compress.hidden_matrices(model)
+    muon = torch.optim.Muon(matrices.values(), lr=0.01)
+    local, losses = hvd_compress.recipes.low_bit(matrices.items(), muon, 3), []
+    for step in range(1, 31):
+        words = torch.randint(40, (64,), generator=data).to(DEVICE)
+        model.zero_grad()
+        loss = torch.nn.functional.cross_entropy(forward(words), (3 * words + 1) % 40)
+        loss.backward()
+        losses.append(loss.item())
+        muon.step()
+        others_optimizer.step()
+        ended = local.step()
+        assert ended == (step % 3 == 0)
+        for group, equal in ((others, True), (matrices, ended)):
+            everyone = _everyone(group.values())
+            assert all(torch.equal(everyone[0], other) for other in everyone) == equal, (step, list(group))
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
 def adamw(parameters):
     return [torch.optim.AdamW(parameters, lr=0.01)]
 

@@ -12,6 +12,7 @@ import job
 import pytest
 import torch
 from cases import Cases, refused, register
+from common_cases import check_two_clocks, two_clocks_model
 from job import DEVICE, Accounts, Branches, Job
 from torch import distributed
 from torch.distributed import DeviceMesh, init_device_mesh
@@ -273,6 +274,18 @@ def local_steps_of_averaged_gradients():
         train("nothing", hook=of_nothing)
         train("nothing", sync=False)
         train("warm-up", warm_up=3)
+
+
+@register(CASES, once=True)
+def local_steps_of_matrices():
+    """The other parameters are averaged in each step by another compressor, and equal on all ranks after each."""
+    torch.manual_seed(0)
+    model, data = two_clocks_model(), torch.Generator().manual_seed(distributed.get_rank())
+    matrices, others = hvd_compress.hidden_matrices(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(matrices))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(hvd_compress.Quantized(others.items(), 8), hvd_compress.ddp_hook)
+    check_two_clocks(ddp, model, torch.optim.AdamW(others.values(), lr=0.01), data)
 
 
 @register(CASES, once=True)

@@ -6,6 +6,7 @@ import horovod.torch as hvd
 import job
 import torch
 from cases import Cases, refused, register
+from common_cases import check_two_clocks, two_clocks_model
 from job import DEVICE, Job
 
 import hvd_compress
@@ -147,6 +148,18 @@ def plain_allreduce_with_compression():
     mean = hvd.allreduce(x, compression=trained.compression, name="check.plain")
     assert torch.equal(mean, torch.full_like(x, (hvd.size() - 1) / 2))
     assert x[0, 0] == hvd.rank()
+
+
+@register(CASES, once=True)
+def local_steps_of_matrices():
+    """The other parameters are averaged in each step by another compressor, and equal on all ranks after each."""
+    torch.manual_seed(0)
+    model, data = two_clocks_model(), torch.Generator().manual_seed(hvd.rank())
+    _, others = hvd_compress.hidden_matrices(model)
+    every = hvd_compress.Quantized(others.items(), 8)
+    adamw = torch.optim.AdamW(others.values(), lr=0.01)
+    wrapped = hvd.DistributedOptimizer(adamw, named_parameters=others.items(), compression=every)
+    check_two_clocks(model, model, wrapped, data)
 
 
 @register(CASES, once=True)
