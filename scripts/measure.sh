@@ -22,6 +22,7 @@
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
 #   exchange-hsdp    FSDP2 on two hosts of two ranks                exchange-pause     computing is a pause; local steps, fragments
+#   exchange-bits    gradients in 8 and 4 bits, and fp16, on DDP
 #   exchange-share   how much of the time is computing, on links of 1 Gbit/s to 50 Mbit/s, ten times slowed down
 # Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
 #   growth           time and memory as network and ranks grow
@@ -33,7 +34,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,29s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -373,6 +374,11 @@ case $experiment in
       exchange --pause-ms "$pause" --rate "$rates" --steps 4 --max-seconds 60 --methods "$methods" "${options[@]}" \
         --json "$out/runs.jsonl/pause-$pause"
     done
+    ;;
+  exchange-bits)
+    export "${sleep[@]}"
+    exchange --rate 10gbit,1gbit --max-seconds 60 --json "$out/runs.jsonl/resnet50" --methods ddp-fp16,ddp-quantized@8bits,ddp-quantized@4bits \
+      --option "ddp-quantized@8bits:--bits 8 --dense-values fp16" --option "ddp-quantized@4bits:--bits 4 --dense-values fp16"
     ;;
   exchange-share)
     export "${sleep[@]}"
