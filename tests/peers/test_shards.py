@@ -168,6 +168,7 @@ def test_groups_lose_exchanges_ranks_and_each_other(tmp_path):
         groups.check()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_takes_no_other_group_down(tmp_path):
     """It comes back after the timeout of an exchange, and its group with it."""
     with Groups(tmp_path, timeout=4.0) as groups:
@@ -180,6 +181,7 @@ def test_a_rank_that_stands_still_takes_no_other_group_down(tmp_path):
         groups.check()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_group_is_loaded_by_all(tmp_path):
     with Groups(tmp_path, min_replicas=2, rounds=4) as groups:
         first, second = groups.add("a0"), groups.add("b1")
