@@ -51,6 +51,14 @@ def test_values_are_rounded_as_low_bit_rounds_them():
     assert torch.equal(ranks_apart.Feedback(x[None], 2)._rounded(x).flatten(), wanted)
 
 
+def test_bytes_are_those_of_the_bits_that_each_part_has_in_a_step():
+    assert ranks_apart.fewer_bytes(ranks_apart.Setting()) == pytest.approx(32 / (2 / 3))
+    assert ranks_apart.fewer_bytes(ranks_apart.Setting(period=1, bits=0, others=0)) == 1
+    # An eighth of the parameters are the others: 31,200 of 252,384.
+    mixed = 32 * 252_384 / (221_184 * 2 / 3 + 31_200 * 8)
+    assert ranks_apart.fewer_bytes(ranks_apart.Setting(others=8)) == pytest.approx(mixed)
+
+
 def test_the_documentation_shows_the_stored_runs(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ranks_apart.py"])
     ranks_apart.main()
