@@ -395,11 +395,13 @@ case $experiment in
       exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 90 --methods "$(IFS=,; echo "${methods[*]}")" \
         "${options[@]}" --json "$out/runs.jsonl/$1"
     }
-    share 20mbit,5mbit
+    share 20mbit
+    share 5mbit
     row ddp-none
     row ddp-fp16
     row ddp-none@diloco-32 "--local-steps 32 --outer-lr 0.7 --outer-momentum 0.9"
-    share 500mbit,100mbit
+    share 100mbit
+    share 500mbit
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
