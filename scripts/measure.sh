@@ -392,7 +392,7 @@ case $experiment in
     local_rows 151 5 1 --fragments 5 --delay 1
     local_rows 483 16 1 --fragments 4 --delay 4
     share() {  # RATES
-      exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 90 --methods "$(IFS=,; echo "${methods[*]}")" \
+      exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 60 --methods "$(IFS=,; echo "${methods[*]}")" \
         "${options[@]}" --json "$out/runs.jsonl/$1"
     }
     share 20mbit
