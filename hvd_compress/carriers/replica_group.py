@@ -37,7 +37,7 @@ class ReplicaGroup:
                 "all ranks of the group again"
             ) from error
         steps = [int(store.get(key)) for key in keys]
-        # All have read those of the meeting before the last.
+        # All ranks have come to this meeting, so they have read the keys of those before it.
         store.delete_key(f"{self._meetings - 2}/{manager._group_rank}")
         if len({*steps}) > 1:
             raise RuntimeError(

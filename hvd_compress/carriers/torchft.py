@@ -54,9 +54,9 @@ class _Handle:
 
 
 class _Client:
-    """The client of a ``Manager``, with the members and the step in which they first met in the number of a quorum. A
-    restarted lighthouse begins with 1 again: torchft would take such a quorum for its last one, or meet at a place
-    where addresses of an older one are.
+    """The client of a ``Manager``. Gives a quorum a number that is made of the lighthouse's number, of the members, and
+    of the step in which they first met: a restarted lighthouse begins with 1 again. torchft would take such a quorum
+    for its last one, or read the addresses of an older quorum in the store.
     """
 
     def __init__(self, client: Any) -> None:
@@ -200,13 +200,14 @@ class TorchftCollectives:
             )
         if self._followed is not None:
             self._count(self._lost is None and self.committed)
-        self._followed = future
+        self._followed, self._lost = future, None  # the connections are new
         try:
             return self._enter()
         except PeerLost as error:
-            self._lost, self._settled = error, False
+            self._settled = False
             self._quorum, self._step = self._manager._quorum_id, self._manager.current_step()
-            return False
+            self.lose(error)
+            raise
 
     def _enter(self) -> bool:
         """Takes the ranks of the manager's quorum. Returns whether they are others than before. Raises

@@ -32,8 +32,8 @@ class Membership(Protocol):
 
     @property
     def attempt(self) -> tuple[int, int]:
-        """The exchange that has begun last: how many were committed before it, and the number of its quorum. No two
-        attempts are equal, unless the first of them was committed nowhere."""
+        """The exchange that has begun last: how many were committed before it, and the number of its quorum. Two
+        exchanges may have the same pair only if the first of them was committed by no rank."""
 
     @property
     def committed(self) -> bool:
@@ -49,8 +49,9 @@ class Membership(Protocol):
         not reached, or healing has failed."""
 
     def follow_quorum(self) -> bool:
-        """As :meth:`start_quorum`, with the quorum that the user's program has started. If that has failed, all
-        collectives fail until the next one. Raises ``RuntimeError`` if none was started since the last call."""
+        """As :meth:`start_quorum`, with the quorum that the user's program has started. Raises :class:`PeerLost`, after
+        :meth:`lose`, if that has failed; ``RuntimeError``, before anything has changed, if none was started since the
+        last call."""
 
     def vote(self) -> None:
         """Called when this rank has received everything. Waits until all have. Raises :class:`PeerLost` if that is not

@@ -5,15 +5,21 @@ The user's program starts a quorum before the forward pass and asks for the comm
 the vote that all have. One on which the exchange fails takes the step back and reports it, and no rank commits.
 
 A rank that was not told the result of the vote, or not to commit, is in doubt: others may have committed. The next
-quorum tells. Either the step is taken back, or this rank is healed, and what it has sent was applied.
+quorum tells. Either the step is taken back, or this rank is healed, and what it has sent was applied. If that quorum
+fails, too, the one after it tells.
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from torch import Tensor
+
+from ..engine.agreement import hash_of
 from ..engine.engine import Engine
 from ..engine.membership import Membership, PeerLost
+from ..engine.shards import local
 from ..engine.state import Saved, Tree, check, load, part_of, save
 
 # Committed steps that are remembered for ranks in doubt.
@@ -29,6 +35,10 @@ class Step(Protocol):
     def reset(self) -> None: ...
 
     def discard(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+    def undo_by(self, restore: Callable[[], None]) -> None: ...
 
 
 class Attempts:
@@ -48,6 +58,8 @@ class Attempts:
         self._committed: list[tuple[int, int]] = []
         #: The attempt of which this rank has everything, until it is known whether it counts.
         self._doubt: tuple[int, int] | None = None
+        #: What it has sent, by parameter, if it was taken back in doubt.
+        self._sent: dict[int, Tensor] = {}
         #: The number of the step of the last attempt; None before the first.
         self._number: int | None = None
         self._failures = 0
@@ -58,16 +70,21 @@ class Attempts:
 
         Raises:
             ValueError: the ``Manager`` has another compressor.
-            RuntimeError: the user's program has started no quorum; the ranks differ.
+            RuntimeError: the user's program has started no quorum, and nothing has changed; or the ranks differ.
         """
         engine, members = self._engine, self._members
         if not self._claimed:
             self._register(claim=True)
             self._claimed = True
         self.settle()
-        changed = members.follow_quorum()
-        if changed or self._healed:
-            self._renew()
+        try:
+            changed = members.follow_quorum()
+        except PeerLost:  # as will the exchange
+            self._suspend()
+        else:
+            self._settle(counts=False)
+            if changed or self._healed:
+                self._renew()
         self._number = engine.step
         try:
             engine.peer.compare()
@@ -80,25 +97,51 @@ class Attempts:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None:
             self._vote()
-        elif isinstance(error, PeerLost):  # before this rank had everything: no rank commits the step
-            self._take_back()
-            self._report(error)
-        return isinstance(error, PeerLost)
+            return False
+        # Before this rank had everything: no rank commits the step.
+        self._reset()
+        self._take_back()
+        if isinstance(error, PeerLost):
+            self._report(error, "a step is taken back, and later ones send what the residuals keep of its gradients")
+            return True
+        self.drop()
+        return False
 
     def _vote(self) -> None:
         self._doubt = self._members.attempt
         try:
             self._members.vote()
         except PeerLost as error:
-            self._report(error)
+            self._report(error, "a vote has failed, and the next quorum tells whether its step counts")
 
     def drop(self) -> None:
-        """A step in progress was reset on this rank: the others must not wait for it."""
-        self._members.lose(PeerLost("the step was reset"))
+        """A step has failed on this rank: the others must not wait for it."""
+        self._members.lose(PeerLost("the step has failed or was reset"))
 
     def settle(self) -> None:
-        """Takes the last step back if this rank is in doubt and has not committed it."""
-        self._settle(self._members.committed)
+        """Ends the doubt about the last step if this rank has committed it."""
+        if self._members.committed:
+            self._settle(counts=True)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the last step may still count or be taken back."""
+        return self._doubt is not None and not self._sent
+
+    def undo(self) -> None:
+        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo`."""
+        self._step.undo()
+        self._restore_number()
+
+    def undo_by(self, restore: Callable[[], None]) -> None:
+        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo_by`."""
+        self._step.undo_by(restore)
+
+    def options(self) -> dict[str, object]:
+        """What all ranks must have in common, beside the compressor's options. Synchronises a GPU."""
+        cause = "does load_state_dict= of the Manager restore all? Did peers go on apart after a vote?"
+        weights = hash_of(local(p) for p in self._engine.parameters)
+        return {f"hash of the weights ({cause} Restart those that differ)": weights}
 
     @property
     def refused(self) -> bool:
@@ -119,25 +162,54 @@ class Attempts:
 
     def _settle(self, counts: bool) -> None:
         attempt, self._doubt = self._doubt, None
+        sent, self._sent = self._sent, {}
         if attempt is None:
             return
         if counts:
             self._joined, self._failures = True, 0
             self._committed = [*self._committed, attempt][-_REMEMBERED:]
-        else:
+            self._add_to_residuals({number: -tensor for number, tensor in sent.items()})
+        elif not sent:
             self._take_back()
+
+    def _suspend(self) -> None:
+        """The step in doubt can be undone only before the next one begins, and nobody knows yet whether it counts:
+        takes it back, and keeps what it has sent, which leaves the residuals again if it counts."""
+        if self.in_doubt:
+            before = self._residuals()
+            self._take_back()
+            self._sent = {number: after - before[number] for number, after in self._residuals().items()}
+
+    def _residuals(self) -> dict[int, Tensor]:
+        """By parameter: copies."""
+        copies = {}
+        for number, place in enumerate(self._engine.place_of):
+            if place is not None:
+                with place.work.bucket.order:
+                    copies[number] = place.work.residual_of(place.piece).clone()
+        return copies
+
+    def _add_to_residuals(self, tensors: dict[int, Tensor]) -> None:
+        for number, tensor in tensors.items():
+            place = self._engine.place_of[number]
+            assert place is not None
+            with place.work.bucket.order:
+                place.work.set_residual(place.piece, place.work.residual_of(place.piece) + tensor)
 
     def _take_back(self) -> None:
         self._step.discard()
+        self._restore_number()
+
+    def _restore_number(self) -> None:
         if self._number is not None:
             load(self._engine.state(), self._number)
 
-    def _report(self, error: RuntimeError) -> None:
+    def _report(self, error: RuntimeError, what: str) -> None:
         self._members.lose(error)
         self._failures += 1
         if self._failures in (1, 10, 100, 1000):
             row = "" if self._failures == 1 else f" ({self._failures} in a row)"
-            self._engine.warn(f"a step is taken back{row}, and later ones send its gradients: {error}")
+            self._engine.warn(f"{what}{row}: {error}")
 
     def _renew(self) -> None:
         """The ranks are others than before: what depends on their number is made anew."""
@@ -164,10 +236,11 @@ class Attempts:
         self._members.heal_with(partial(_save, this), partial(_load, this), claim)
 
     def save(self) -> Saved:
-        """The state for ranks that are behind. This one is not, so it knows whether its last step counts."""
+        """The state for ranks that are behind. This one is not: a step that it has not committed counts nowhere."""
         with self._engine.entered:
             self._reset()
             self.settle()
+            self._settle(counts=False)
             return {"state": save(self._shared()), "committed": list(self._committed)}
 
     def load(self, state: Saved) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.dense import DenseGradient
+from ..engine.driver import Unapplied
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
 from ..engine.membership import Membership
@@ -146,7 +147,8 @@ class GradientStep:
 
     def exchanging(self) -> AbstractContextManager[object]:
         """A context for :meth:`finish` and for the averages of what is not compressed. If ranks come and go, one that
-        is lost ends it without an error: the step is taken back, and no rank's optimizer steps."""
+        is lost ends it without an error: the step is taken back, and no rank's optimizer steps. So it is after any
+        other error, which is raised."""
         return nullcontext() if self._attempts is None else self._attempts
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
@@ -227,7 +229,9 @@ class GradientStep:
         return self._host.single
 
     @property
-    def unapplied(self) -> "GradientStep | None":
+    def unapplied(self) -> Unapplied | None:
+        if self.undoable and self._attempts is not None and self._attempts.in_doubt:
+            return self._attempts
         return self if self.undoable and self._last_average.unapplied() else None
 
     @property
@@ -236,7 +240,8 @@ class GradientStep:
         return self._state is _State.AVERAGED
 
     def options(self) -> dict[str, object]:
-        return {"grad_scaler": self._scaler is not None}
+        attempts = self._attempts
+        return {"grad_scaler": self._scaler is not None, **({} if attempts is None else attempts.options())}
 
     def state(self) -> dict[str, Tree]:
         return {}
@@ -256,15 +261,17 @@ class GradientStep:
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self._last_average.before_optimizer_step()
-        engine, host = self._engine, self._host
+        engine, host, attempts = self._engine, self._host, self._attempts
         if host.detached:
             return
-        if self._attempts is not None and self._attempts.refused and engine.optimizers.applies_gradients(optimizer):
+        if attempts is not None and attempts.refused and engine.optimizers.applies_gradients(optimizer):
             raise RuntimeError(
                 "torchft has not committed this step, or its gradients have not passed through the hooks, so weights "
                 "would differ between the peers: train with torchft.optim.OptimizerWrapper(manager, optimizer): call "
                 "its zero_grad(), backward(), then its step()"
             )
+        if attempts is not None:
+            attempts.settle()
         active, given = engine.collectives.active, host.given(optimizer)
         if active:
             host.check_optimizer(optimizer)

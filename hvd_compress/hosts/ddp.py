@@ -79,6 +79,8 @@ class DDPHost(HookedHost):
         self._index, self._backward = -1, -1
         #: Whether DDP skips buckets that no rank has used.
         self._skips = False
+        #: Whether DDP knows this rank only, and the compressor others.
+        self._alone = isinstance(engine.collectives, Membership)  # an isinstance() of a protocol takes 30 us
 
     def hook(self, bucket: GradBucket) -> Future[Tensor]:
         """Takes the gradients of a DDP bucket. The futures of a step's buckets are completed in its last hook, or, if
@@ -199,8 +201,8 @@ class DDPHost(HookedHost):
         for future, buffer in self._futures:
             future.set_result(buffer)
         # Twice, to run after DDP's own callback, which is queued after this hook.
-        results, queue = self._results, torch.autograd.Variable._execution_engine.queue_callback
-        alone = isinstance(engine.collectives, Membership)
+        results, alone = self._results, self._alone
+        queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: _fill_unused(results, alone)))
         self._clear()
 
@@ -268,18 +270,22 @@ def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
 
 def _check_alone(collectives: TorchftCollectives, models: list[DistributedDataParallel]) -> None:
     """Raises ``ValueError`` if gradients of a torchft peer would be averaged over other ranks, too, or not over all of
-    them, or if DDP would divide them otherwise than that of a peer that joins later."""
+    them, if DDP would divide them otherwise than that of a peer that joins later, or if its process group keeps the
+    tensors of all its collectives, as torchft's ``ProcessGroupDummy``."""
     if collectives.group_size > 1:
         raise ValueError(
             f"a replica group of {collectives.group_size} ranks needs FSDP2, which averages inside of it: call "
             "fully_shard() before you build the compressor, and hvd_compress.register_fsdp_hooks()"
         )
     for model in models:
-        if model.process_group.size() > 1 or model.static_graph or not model.find_unused_parameters:
+        group = model.process_group
+        if group.size() > 1 or model.static_graph or not model.find_unused_parameters or hasattr(group, "_work"):
             raise ValueError(
                 "with a torchft.Manager a DDP model is of one rank, and keeps its first buckets, which a peer that "
-                "joins has, too: build it as DistributedDataParallel(model, find_unused_parameters=True, "
-                "process_group=torchft.process_group.ProcessGroupDummy(0, 1))"
+                'joins has, too: call torch.distributed.init_process_group("gloo", '
+                "store=torch.distributed.HashStore(), rank=0, world_size=1), and build it as "
+                "DistributedDataParallel(model, find_unused_parameters=True). torchft's ProcessGroupDummy keeps the "
+                "tensors of every step, so memory would grow"
             )
 
 

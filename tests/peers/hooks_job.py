@@ -25,7 +25,6 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torchft.process_group import ProcessGroupDummy
 
 import hvd_compress
 from hvd_compress.engine.agreement import hash_of
@@ -56,9 +55,9 @@ class Peer:
         seconds = timedelta(seconds=8)
         self.store = distributed.TCPStore("localhost", port, ranks, is_master=rank == 0, wait_for_workers=False)
         self.model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+        store = distributed.PrefixStore("group", self.store)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=2 * seconds)
         if host == "fsdp":
-            store = distributed.PrefixStore("group", self.store)
-            distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=2 * seconds)
             mesh = init_device_mesh("cpu", (ranks,))
             for module in (self.model[4], self.model[2], self.model):
                 fully_shard(module, mesh=mesh)
@@ -87,10 +86,7 @@ class Peer:
         if host == "fsdp":
             hvd_compress.register_fsdp_hooks(self.model, self.compression)
         else:
-            alone = ProcessGroupDummy(0, 1)
-            self.wrapped = DistributedDataParallel(
-                self.model, process_group=alone, find_unused_parameters=True, bucket_cap_mb=0.01
-            )
+            self.wrapped = DistributedDataParallel(self.model, find_unused_parameters=True, bucket_cap_mb=0.01)
             self.wrapped.register_comm_hook(self.compression, hvd_compress.ddp_hook)
         self.optimizer = torchft.optim.OptimizerWrapper(self.manager, plain)
         self.data = torch.Generator().manual_seed(100 * sum(map(ord, name)) + rank)

@@ -18,7 +18,7 @@ class Lighthouse:
 
     def __init__(self):
         self._condition = threading.Condition()
-        self.alive, self._waiting, self._formed, self.quorum = set(), set(), None, 0
+        self.alive, self._waiting, self._formed, self._ranks, self.quorum = set(), set(), None, [], 0
 
     def collectives(self, name):
         return Member(self, name)
@@ -54,8 +54,9 @@ class Lighthouse:
                     behind = [m for m in ranks if m.step < max(m.step for m in ranks) or not m.worked]
                     source = max(ranks, key=lambda m: (m.worked, m.step))
                     state = (source.save(), source.save_user()) if behind else None
-                    failed = any(m.lost is not None for m in ranks)
-                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state, failed
+                    # As torchft, which numbers quorums anew if one of the ranks has not committed.
+                    changed, self._ranks = ranks != self._ranks or any(m.lost is not None for m in ranks), ranks
+                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state, changed
                     self.quorum, self._waiting = self.quorum + 1, set()
                     self._condition.notify_all()
                 elif not self._condition.wait(30):
@@ -65,7 +66,8 @@ class Lighthouse:
 
 class Member:
     """Collectives and membership of one rank. ``faults``: by number of the attempt, counted from 0, ``(what, n)``:
-    ``"lost"`` or ``"dies"`` at collective ``n``; ``"dies"`` or ``"unsure"`` in the vote if that is None.
+    ``"lost"`` or ``"dies"`` at collective ``n``; ``"dies"`` or ``"unsure"`` in the vote if that is None;
+    ``"unhealed"``: the state of another rank does not arrive.
 
     ``save_user``, ``load_user``: of the user's own state. With hooks of gradients, the test calls ``start_quorum()``
     and ``should_commit()``, as ``torchft.optim.OptimizerWrapper`` does.
@@ -80,7 +82,7 @@ class Member:
         self._quorum = self._counted = 0
         self.results = []
         self.save_user, self.load_user = lambda: None, lambda state: None
-        self._ranks, self.lost, self._begun_at, self._followed = [], None, 0, -1
+        self.lost, self._begun_at, self._followed = None, 0, -1
 
     def __repr__(self):
         return f"peer {self.name}"
@@ -102,14 +104,15 @@ class Member:
         return self.step - self._counted, self._quorum
 
     def start_quorum(self):
-        self._world, ranks, source, state, failed = self._lighthouse.meet(self)
+        self._world, ranks, source, state, self._changed = self._lighthouse.meet(self)
         self._quorum, self._counted, self._started, self._failure = self._lighthouse.quorum, 0, 0, None
         self.attempts += 1
         self.rank, self.size = ranks.index(self), len(ranks)
         self._collectives = self._world.collectives(self.rank)
-        # As torchft, which numbers quorums anew if one of the ranks has not committed.
-        self._voted = False
-        self._changed, self._ranks, self.lost = ranks != self._ranks or failed, ranks, None
+        self._voted, self.lost = False, None
+        self._unhealed = self.faults.get(self.attempts, ("", 0))[0] == "unhealed"
+        if self._unhealed:
+            return True
         if state is not None and self is not source and (self.step < source.step or not self.worked):
             self.step = source.step
             self.load(state[0])
@@ -120,6 +123,9 @@ class Member:
         if self.following:
             raise RuntimeError("no quorum was started")
         self._followed, self._begun_at = self.attempts, self.step
+        if self._unhealed:
+            self.lose(PeerLost("the state has not arrived"))
+            raise self.lost
         return self._changed
 
     @property

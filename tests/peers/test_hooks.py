@@ -4,7 +4,7 @@ All have the same weights and the same shared state after each committed step, a
 had not sent. Every method either trains through that or refuses a torchft Manager.
 """
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -16,6 +16,7 @@ from models import compressed, gradients, mixed_model
 
 from hvd_compress import IWP, DeMo
 from hvd_compress.engine import state as states
+from hvd_compress.gradients import attempts
 
 #: Those that keep what they do not send, and those that also round.
 CONSERVING = [name for name in METHODS if name not in (*FORGETFUL, *WHOLE)]
@@ -143,8 +144,7 @@ def test_every_method_trains_while_peers_fail_die_and_join(name):
 
 
 @pytest.mark.parametrize("fault", [("lost", 1), ("unsure", None)], ids=str)
-def test_a_step_that_does_not_count_leaves_the_shared_state_as_before(fault):
-    """Also in a state that is saved before the next step."""
+def test_a_state_saved_after_a_step_that_this_peer_has_not_committed_is_without_it(fault):
     lighthouse, peers = begin(MORE["demo-sign"])
     for peer in peers.values():
         peer.member.faults = {2: fault}
@@ -153,16 +153,135 @@ def test_a_step_that_does_not_count_leaves_the_shared_state_as_before(fault):
     def body(member):
         peer = peers[member]
         peer.train_until(2)
-        before[member] = peer.shared()
+        before[member] = peer.compression.state_dict()
         peer.train()
         assert member.results[-1] == "not committed"
-        peer.compression.state_dict()
-        after[member] = peer.shared()
+        after[member] = peer.compression.state_dict()
 
     lighthouse.run(list(peers), body)
-    assert all(states.same(before[member], after[member]) for member in peers)
-    velocities = before[next(iter(peers))]["method"]["dense_velocity"]
+    for part in ("step", "shared"):
+        assert all(states.same(before[member][part], after[member][part]) for member in peers)
+    velocities = before[next(iter(peers))]["shared"]["method_state"]["dense_velocity"]
     assert velocities["norm.weight"].any()
+
+
+@pytest.mark.parametrize("name", ["topk", "demo", "powersgd"])
+@pytest.mark.parametrize("fault", ["none", "unsure"])
+def test_saving_before_the_optimizers_step_changes_nothing(name, fault):
+    lighthouse, peers = begin(METHODS[name])
+    first = next(iter(peers.values()))
+    first.member.faults = {2: (fault, None)}
+    commit = first.member.should_commit
+
+    def save_and_commit():
+        before = first.shared(), first.held()
+        state = first.compression.state_dict()
+        assert states.same(before, (first.shared(), first.held()))
+        assert state["step"] == first.compression.step - first.attempts.in_doubt
+        return commit()
+
+    first.member.should_commit = save_and_commit
+    run(lighthouse, peers, 6)
+    check_equal(peers.values())
+    check_conserved(peers.values(), 0.2 if name == "powersgd" else 1e-3)
+
+
+@pytest.mark.parametrize("name", ["topk", "iwp-lanes4", "demo"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_step_in_doubt_stays_so_while_healing_fails(name, counts):
+    """Twice; then it is known to count, or not, since no peer has seen the result of the vote."""
+    lighthouse, peers = begin(METHODS[name])
+    first, *others = peers.values()
+    first.member.faults = {2: ("unsure", None), 3: ("unhealed", None), 4: ("unhealed", None)}
+    for other in others:
+        other.member.faults = {} if counts else {2: ("unsure", None)}
+    run(lighthouse, peers, 7)
+    check_equal(peers.values())
+    check_conserved(peers.values(), 1e-3)
+    assert first.member.results[2:5] == 3 * ["not committed"]
+
+
+def test_a_peer_that_was_away_longer_than_steps_are_remembered_sends_its_last_step_once(monkeypatch):
+    monkeypatch.setattr(attempts, "_REMEMBERED", 2)
+    lighthouse, peers = begin(METHODS["topk"])
+    run(lighthouse, peers, 3)
+    first = next(iter(peers))
+    run(lighthouse, {member: peer for member, peer in peers.items() if member is not first}, 8)
+    run(lighthouse, peers, 10)
+    check_conserved(peers.values(), 1e-3)
+
+
+def test_a_second_backward_pass_is_refused_before_it_changes_anything():
+    lighthouse, peers = begin(METHODS["topk"])
+    first = next(iter(peers.values()))
+    commit = first.member.should_commit
+
+    def pass_again():
+        held = first.held()
+        with pytest.raises(RuntimeError, match="no quorum was started"):
+            first.rank.exchange(gradients(first.model, seed=1))
+        assert states.same(held, first.held())
+        return commit()
+
+    first.member.should_commit = pass_again
+    run(lighthouse, peers, 3)
+    check_equal(peers.values())
+    check_conserved(peers.values(), 1e-3)
+
+
+def test_an_error_after_the_exchange_is_raised_on_its_peer_and_the_others_repeat_the_step():
+    class Broken(Exception):
+        pass
+
+    lighthouse, peers = begin(METHODS["topk"])
+    first = next(iter(peers.values()))
+    averaged, exchange = first.compression.dense_averaged, first.rank.exchange
+
+    def breaks(number, grad):
+        if first.member.attempts == 2:
+            raise Broken
+        averaged(number, grad)
+
+    def exchanged(grads):
+        with pytest.raises(Broken) if first.member.attempts == 2 else nullcontext():
+            exchange(grads)
+
+    first.compression.dense_averaged, first.rank.exchange = breaks, exchanged
+    run(lighthouse, peers, 5)
+    assert all(member.results[2] == "not committed" for member in peers)
+    check_equal(peers.values())
+    check_conserved(peers.values(), 1e-3)
+
+
+def test_peers_whose_weights_differ_raise_when_they_meet_again():
+    """One commits a step, the others do not know of it and go on without that one, to the same number of steps."""
+    lighthouse, peers = begin(METHODS["topk"])
+    _, *others = peers.values()
+    for other in others:
+        other.member.faults = {2: ("unsure", None)}
+    run(lighthouse, peers, 2)
+    lighthouse.run(list(peers), lambda member: peers[member].train())
+    run(lighthouse, {other.member: other for other in others}, 3)
+    assert {member.step for member in peers} == {3}
+    seen = []
+
+    def meet(member):
+        with pytest.raises(RuntimeError, match="hash of the weights"):
+            peers[member].train()
+        seen.append(member)
+
+    lighthouse.run(list(peers), meet)
+    assert len(seen) == 3
+
+
+def test_a_warning_says_whether_a_step_is_taken_back_or_in_doubt():
+    lighthouse, peers = begin(METHODS["topk"])
+    first = next(iter(peers.values()))
+    first.member.faults = {1: ("lost", 1), 3: ("unsure", None)}
+    warned = []
+    first.compression.engine.warn = warned.append
+    run(lighthouse, peers, 4)
+    assert [text.split(",")[0] for text in warned] == ["a step is taken back", "a vote has failed"]
 
 
 def test_a_new_peer_has_an_empty_residual_and_one_that_was_behind_keeps_its_own():

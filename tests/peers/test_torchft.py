@@ -4,7 +4,7 @@ import signal
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from fleet import Fleet
 from torch import distributed
 
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, ddp_hook, recipes
-from hvd_compress.carriers.torchft import _Client
+from hvd_compress.carriers.torchft import TorchftCollectives, _Client
+from hvd_compress.engine.membership import PeerLost
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed")
-ProcessGroupDummy = pytest.importorskip("torchft.process_group").ProcessGroupDummy
 OptimizerWrapper = pytest.importorskip("torchft.optim").OptimizerWrapper
 coordination = pytest.importorskip("torchft.coordination")
 
@@ -119,6 +119,16 @@ def alone():
     made.shutdown(wait=False)
 
 
+def test_a_quorum_that_has_failed_closes_the_connections_at_once(alone):
+    collectives = TorchftCollectives(alone)
+    alone.start_quorum()
+    alone.report_error(RuntimeError("the state has not arrived"))
+    with patch.object(alone._pg, "abort") as abort, pytest.raises(PeerLost, match="the state has not arrived"):
+        collectives.follow_quorum()
+    abort.assert_called_once_with()
+    assert not alone.should_commit()
+
+
 def linear():
     model = torch.nn.Linear(64, 64)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -192,14 +202,22 @@ def test_an_asynchronous_quorum_is_refused():
         made.shutdown(wait=False)
 
 
-def hooked(manager, find_unused_parameters=True, build=IWP):
+@pytest.fixture
+def world():
+    """torch.distributed of one rank."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def hooked(manager, find_unused_parameters=True, build=IWP, group=None):
     """A DDP model of one rank whose hook exchanges with the manager's peers, and torchft's optimizer."""
     model, optimizer = linear()
     if find_unused_parameters:
         model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     compression = build(model, process_group=manager)
     ddp = torch.nn.parallel.DistributedDataParallel(
-        model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=find_unused_parameters
+        model, process_group=group, find_unused_parameters=find_unused_parameters
     )
     ddp.register_comm_hook(compression, ddp_hook)
     return ddp, compression, OptimizerWrapper(manager, optimizer)
@@ -209,7 +227,7 @@ def backward(ddp):
     ddp(torch.ones(1, 64)).square().sum().backward()
 
 
-def test_one_peer_trains_alone_with_a_hook(alone):
+def test_one_peer_trains_alone_with_a_hook(alone, world):
     ddp, compression, optimizer = hooked(alone)
     for _ in range(3):
         optimizer.zero_grad()
@@ -224,7 +242,7 @@ def test_one_peer_trains_alone_with_a_hook(alone):
     compression.load_state_dict(state)
 
 
-def test_wrong_loops_are_errors_before_peers_could_wait_for_each_other(alone):
+def test_wrong_loops_are_errors_before_peers_could_wait_for_each_other(alone, world):
     ddp, compression, optimizer = hooked(alone)
     with pytest.raises(RuntimeError, match=r"no quorum of torchft was started.*zero_grad\(\) before the forward pass"):
         backward(ddp)
@@ -242,14 +260,21 @@ def test_wrong_loops_are_errors_before_peers_could_wait_for_each_other(alone):
         optimizer.step()
 
 
-def test_a_ddp_model_of_other_buckets_is_refused(alone):
+def test_a_ddp_model_of_other_buckets_is_refused(alone, world):
     ddp, _, optimizer = hooked(alone, find_unused_parameters=False)
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"find_unused_parameters=True.*ProcessGroupDummy"):
+    with pytest.raises(ValueError, match=r"rank=0, world_size=1.*find_unused_parameters=True"):
         backward(ddp)
 
 
-def test_a_second_compressor_is_refused_when_it_is_used(alone):
+def test_a_process_group_that_keeps_the_tensors_of_each_step_is_refused(alone):
+    ddp, _, optimizer = hooked(alone, group=torchft.process_group.ProcessGroupDummy(0, 1))
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="ProcessGroupDummy keeps the tensors"):
+        backward(ddp)
+
+
+def test_a_second_compressor_is_refused_when_it_is_used(alone, world):
     ddp, _, optimizer = hooked(alone)
     other, _, _ = hooked(alone)
     optimizer.zero_grad()
