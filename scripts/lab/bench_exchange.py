@@ -108,15 +108,15 @@ def method_of(label: str) -> str:
     return label.partition("@")[0].removeprefix("ddp-")
 
 
-def markdown(rows: Sequence[bench.Row]) -> str:
-    """Two tables of the same rows: what `hvd-compress bench` prints; the parts of a step, with the share that backward
-    and update have of it."""
+def markdown(rows: Sequence[bench.Row], pause: float) -> str:
+    """Two tables of the same rows: what `hvd-compress bench` prints; the parts of a step, with the share of it that is
+    the ``pause``, in ms."""
     tables: tuple[list[dict[str, str]], ...] = ([], [])
     for row in rows:
         printed, gain = bench.cells(row), row["break_even_gbit_s"]
         key = {"rate": row["rate"], "method": printed.pop("method")}
         parts = {f"{name} ms": f"{row[f'{name}_ms']:,.1f}" for name in ("alone", "exchange", "longest")}
-        parts |= {"computing": f"{row['alone_ms'] / row['step_ms']:.0%}"}
+        parts |= {"computing": f"{pause / row['step_ms']:.0%}"} if pause else {}
         parts |= {"wire ratio": f"{row['wire_ratio']:.1f}", "break-even Gbit/s": f"{gain:.2f}" if gain else "-"}
         for lines, columns in zip(tables, (printed, parts), strict=True):
             lines.append({**key, **columns})
@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
         config = {**asked, **result["environment"], "failed": failed}
         del config["settings"]  # each row has its own
         write_run(args.json, {"config": config, "rows": rows})
-    print(markdown(rows) if rows else "")
+    print(markdown(rows, args.pause_ms) if rows else "")
     return 1 if failed or not all(row["replicas_equal"] for row in rows) else 0
 
 
