@@ -200,7 +200,7 @@ class TorchftCollectives:
             )
         if self._followed is not None:
             self._count(self._lost is None and self.committed)
-        self._followed, self._lost = future, None  # the connections are new
+        self._followed = future
         try:
             return self._enter()
         except PeerLost as error:
@@ -213,11 +213,11 @@ class TorchftCollectives:
         """Takes the ranks of the manager's quorum. Returns whether they are others than before. Raises
         :class:`PeerLost`."""
         manager, before = self._manager, self._quorum
+        self._lost = None  # the connections are new
         try:
             rank, failure = manager.participating_rank(), manager.errored()
         except _LOST as error:
             raise PeerLost(f"no quorum of torchft: {error}") from error
-        self._lost = None  # the connections are new
         if failure is not None or rank is None:
             raise PeerLost(f"torchft's quorum {manager._quorum_id} has failed: {failure}")
         self.rank, self.size = rank, manager.num_participants()

@@ -17,13 +17,11 @@ from typing import Protocol
 from torch import Tensor
 
 from ..engine.agreement import hash_of
+from ..engine.commits import Commits
 from ..engine.engine import Engine
 from ..engine.membership import Membership, PeerLost
 from ..engine.shards import local
 from ..engine.state import Saved, Tree, check, load, part_of, save
-
-# Committed steps that are remembered for ranks in doubt.
-_REMEMBERED = 1024
 
 
 class Step(Protocol):
@@ -55,14 +53,13 @@ class Attempts:
     def __init__(self, engine: Engine, members: Membership, step: Step) -> None:
         self._engine, self._members, self._owner = engine, members, weakref.ref(step)
         self._claimed = self._joined = self._healed = False
-        self._committed: list[tuple[int, int]] = []
+        self._commits = Commits(engine)
         #: The attempt of which this rank has everything, until it is known whether it counts.
         self._doubt: tuple[int, int] | None = None
         #: What it has sent, by parameter, if it was taken back in doubt.
         self._sent: dict[int, Tensor] = {}
         #: The number of the step of the last attempt; None before the first.
         self._number: int | None = None
-        self._failures = 0
         self._register(claim=False)
 
     def begin(self) -> None:
@@ -166,8 +163,8 @@ class Attempts:
         if attempt is None:
             return
         if counts:
-            self._joined, self._failures = True, 0
-            self._committed = [*self._committed, attempt][-_REMEMBERED:]
+            self._joined = True
+            self._commits.add(attempt)
             self._add_to_residuals({number: -tensor for number, tensor in sent.items()})
         elif not sent:
             self._take_back()
@@ -206,10 +203,7 @@ class Attempts:
 
     def _report(self, error: RuntimeError, what: str) -> None:
         self._members.lose(error)
-        self._failures += 1
-        if self._failures in (1, 10, 100, 1000):
-            row = "" if self._failures == 1 else f" ({self._failures} in a row)"
-            self._engine.warn(f"{what}{row}: {error}")
+        self._commits.fail(what, f": {error}")
 
     def _renew(self) -> None:
         """The ranks are others than before: what depends on their number is made anew."""
@@ -241,7 +235,7 @@ class Attempts:
             self._reset()
             self.settle()
             self._settle(counts=False)
-            return {"state": save(self._shared()), "committed": list(self._committed)}
+            return {"state": save(self._shared()), "committed": list(self._commits.attempts)}
 
     def load(self, state: Saved) -> None:
         """Takes the state of another rank. Raises ``ValueError`` if it does not fit."""
@@ -253,7 +247,8 @@ class Attempts:
             for work in self._engine.works if not self._joined else ():
                 with work.bucket.order:
                     work.scale_residual(0.0)
-            self._committed, self._healed = list(state["committed"]), True
+            self._commits.replace(state["committed"])
+            self._healed = True
 
 
 def _save(reference: "weakref.ref[Attempts]") -> Saved:

@@ -291,9 +291,11 @@ class GradientStep:
 
     def _begin(self) -> None:
         engine = self._engine
+        # First: if the ranks differ, the last average may still be taken back.
         if self._attempts is not None:
             self._attempts.begin()
-        engine.peer.compare()  # first: if it fails, the last average may still be taken back
+        else:
+            engine.peer.compare()
         scale = self.undo_if_skipped()
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE

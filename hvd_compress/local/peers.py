@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..engine.commits import Commits
 from ..engine.engine import Engine
 from ..engine.membership import Membership, NoQuorum, PeerLost
 from ..engine.state import Saved, TensorLeaf, Tree, check, load, save
 from ..engine.work import Work, undo
 from .common_weights import CommonWeights, Weight, scale_residuals
-
-# Committed rounds that are remembered for ranks in doubt.
-_REMEMBERED = 1024
 
 Progress = Sequence[tuple[Weight, Tensor]]
 
@@ -49,11 +47,10 @@ class Peers:
         #: Whether this rank has ended a round with the others, so that its progress is relative to their weights; and
         #: whether the last quorum has dropped its progress, since it had not.
         self.joined, self.dropped = False, False
-        self._committed: list[tuple[int, int]] = []
+        self._commits = Commits(engine)
         self._doubt: _Doubt | None = None
         # In a quorum: whether this rank was healed, and its progress before that.
         self._healed, self._progress = False, list[tuple[Weight, Tensor]]()
-        self._failures = 0
 
     def register(self) -> None:
         """Lets other ranks be healed from this one, and this one from them. Raises ``ValueError`` if the ``Manager``
@@ -85,18 +82,15 @@ class Peers:
         """This rank has everything of a round. Returns whether the round counts."""
         if not self._members.commit():
             return False
-        self.joined, self._failures = True, 0
-        self._committed = [*self._committed, self._members.attempt][-_REMEMBERED:]
+        self.joined = True
+        self._commits.add(self._members.attempt)
         return True
 
     def fail(self, error: RuntimeError) -> None:
         """A round has failed before this rank had everything, or has not begun: no rank commits it."""
         self._members.fail(error)
-        self._failures += 1
-        if self._failures in (1, 10, 100, 1000):
-            row = "" if self._failures == 1 else f" ({self._failures} in a row)"
-            what = "a round has not begun" if isinstance(error, NoQuorum) else "a round is taken back"
-            self._engine.warn(f"{what}{row}, and the next one exchanges its progress: {error}")
+        what = "a round has not begun" if isinstance(error, NoQuorum) else "a round is taken back"
+        self._commits.fail(what, f", and the next one exchanges its progress: {error}")
 
     def doubt(self, works: Sequence[Work], uncompressed: Progress, counts: Callable[[], None]) -> None:
         """A round was not committed by this rank, which had everything of it. See :class:`_Doubt`."""
@@ -106,7 +100,7 @@ class Peers:
         """Takes a round in doubt back, unless others have committed it; then makes the parameters the common weights
         and this rank's progress."""
         doubt, self._doubt = self._doubt, None
-        taken_back = doubt is not None and doubt.attempt not in self._committed
+        taken_back = doubt is not None and doubt.attempt not in self._commits.attempts
         if doubt is not None:
             if taken_back:
                 undo(doubt.works)
@@ -127,14 +121,15 @@ class Peers:
         return [(weight, self._common.advance(weight)) for weight in self._common.weights]
 
     def _save(self) -> Saved:
-        return {"state": save(self._shared()), "committed": list(self._committed)}
+        return {"state": save(self._shared()), "committed": list(self._commits.attempts)}
 
     def _load(self, state: Saved) -> None:
         if self.joined and not self._progress:
             self._progress = self._own_progress()
         check(self._shared(), state["state"])
         load(self._shared(), state["state"])
-        self._committed, self._healed = list(state["committed"]), True
+        self._commits.replace(state["committed"])
+        self._healed = True
 
     def _shared(self) -> Tree:
         """What all ranks have in common between rounds."""

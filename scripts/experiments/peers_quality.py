@@ -27,9 +27,10 @@ from experiment import data, metrics, models, optimizers
 from experiment.files import script_parser
 from experiment.quality import BITS_PER_BYTE
 from experiment.result_file import read_runs, write_run
-from fleet import Fleet, exit_on_signals
+from fleet import Fleet
 
 from hvd_compress import LocalSteps, Quantized
+from hvd_compress.cli.processes import exit_on_signals
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "peers-quality" / "runs.jsonl"
 STEPS, EACH_ROUND, WINDOWS, CONTEXT, RATE, WARM_UP = 1500, 4, 8, 64, 3e-3, 100
@@ -157,12 +158,12 @@ def main():
     if args.peers:
         peer.serve(GPT)
         return
-    exit_on_signals()
-    for name in args.only if args.train else ():
-        path = args.file / f"{name}-{args.steps}-{args.seed}"
-        if not args.file.exists() or path.name not in read_runs(args.file):
-            print(path.name, file=sys.stderr, flush=True)
-            write_run(path, train(SETTINGS[name], args.steps, args.seed))
+    with exit_on_signals():
+        for name in args.only if args.train else ():
+            path = args.file / f"{name}-{args.steps}-{args.seed}"
+            if not args.file.exists() or path.name not in read_runs(args.file):
+                print(path.name, file=sys.stderr, flush=True)
+                write_run(path, train(SETTINGS[name], args.steps, args.seed))
     print(table.markdown(rows(read_runs(args.file) if args.file.exists() else {}, args.steps)))
 
 

@@ -26,7 +26,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from fleet import Fleet, Hosts, exit_on_signals
+from fleet import Fleet, Hosts
+
+from hvd_compress.cli.processes import exit_on_signals
 
 #: Events of a fleet with --events.
 EACH = 20
@@ -239,7 +241,6 @@ def main():
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of a local step")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    exit_on_signals()
     results, chance = Results(), random.Random(given.seed)
     if given.events is None:
         fixed = {"period": given.period, "options": given.options}
@@ -254,4 +255,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_on_signals():
+        sys.exit(main())

@@ -17,12 +17,6 @@ LAB = Path(__file__).resolve().parent
 ROOT = LAB.parents[1]
 
 
-def exit_on_signals():
-    """SIGINT and SIGTERM end this program by ``SystemExit``, and so its fleets and hosts."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit("ended by a signal"))
-
-
 class Hosts:
     """Network namespaces of scripts/lab/netlab.sh, so many, each with a link of this rate. Needs root."""
 

@@ -14,7 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from fleet import Fleet, Hosts, exit_on_signals
+from fleet import Fleet, Hosts
+
+from hvd_compress.cli.processes import exit_on_signals
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "experiments"))
 
@@ -39,7 +41,6 @@ def main():
     parser.add_argument("--recipe", default="low_bit")
     parser.add_argument("--rounds", type=int, default=10)
     given = parser.parse_args()
-    exit_on_signals()
     rows = []
     for width in given.widths:
         for rate in given.rates:
@@ -56,4 +57,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_signals():
+        main()

@@ -13,13 +13,13 @@ import os
 import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torchft
+from managers import manager_of, run_child
 from methods import METHODS
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,23 +63,8 @@ class Peer:
                 fully_shard(module, mesh=mesh)
         plain = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.0 if "demo" in method else 0.9)
         self.plain, self.kind, self.at = plain, *(*fault.split("@"), "-1")[:2]
-        self.manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(timeout=seconds),
-            load_state_dict=self.load,
-            state_dict=self.save,
-            min_replica_size=2,
-            use_async_quorum=False,
-            timeout=seconds,
-            quorum_timeout=4 * seconds,
-            store_addr="localhost",
-            store_port=self.store.port,
-            rank=rank,
-            world_size=ranks,
-            lighthouse_addr=lighthouse,
-            replica_id=name,
-            hostname="localhost",
-            heartbeat_interval=timedelta(milliseconds=50),
-        )
+        where = {"rank": rank, "world_size": ranks, "replica_id": name, "lighthouse_addr": lighthouse}
+        self.manager = manager_of(self, seconds, min_replica_size=2, store_port=self.store.port, **where)
         self.compression = METHODS[method](self.model, process_group=self.manager, min_numel=512)
         self.model[1].register_forward_hook(lambda m, x, y: Fails.apply(y, lambda: self.at_fault("fails")))
         self.wrapped = self.model
@@ -166,16 +151,10 @@ class Peer:
 
 def train(lighthouse, folder, name, method, steps, fault, host="ddp", rank=0, ranks=1, port=0):
     """In a child."""
-    for number, suffix in ((1, "jsonl"), (2, "err")):
-        os.dup2(os.open(Path(folder, f"{name}.{rank}.{suffix}"), os.O_WRONLY | os.O_CREAT), number)
-    code = 1
-    try:
-        Peer(lighthouse, name, method, fault, host, rank, ranks, port).run(steps)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)  # torchft's threads would wait for their timeouts
+    run_child(
+        Path(folder, f"{name}.{rank}"),
+        lambda: Peer(lighthouse, name, method, fault, host, rank, ranks, port).run(steps),
+    )
 
 
 def main():

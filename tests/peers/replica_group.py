@@ -13,12 +13,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torchft
+from managers import manager_of, run_child
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,23 +46,8 @@ class Training:
             fully_shard(layer, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         seconds = timedelta(seconds=settings["timeout"])
-        self.manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(timeout=seconds),
-            load_state_dict=self.load,
-            state_dict=self.save,
-            min_replica_size=1,
-            use_async_quorum=False,
-            timeout=seconds,
-            quorum_timeout=4 * seconds,
-            store_addr="localhost",
-            store_port=port,
-            rank=rank,
-            world_size=RANKS,
-            lighthouse_addr=lighthouse,
-            replica_id=name,
-            hostname="localhost",
-            heartbeat_interval=timedelta(milliseconds=50),
-        )
+        where = {"rank": rank, "world_size": RANKS, "replica_id": name, "lighthouse_addr": lighthouse}
+        self.manager = manager_of(self, seconds, min_replica_size=1, store_port=port, **where)
         recipe = getattr(hvd_compress.recipes, settings["recipe"])
         self.local = recipe(self.model, self.optimizer, settings["period"], process_group=self.manager)
         self.collectives = self.local.compression.collectives
@@ -155,29 +139,19 @@ class Training:
             self.manager._pg.abort()
 
 
-def rank_of_group(folder, name, rank, port, lighthouse, settings):
-    for number, suffix in ((1, ".jsonl"), (2, ".err")):
-        os.dup2(os.open(Path(folder, f"{name}-{rank}{suffix}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    code = 1
-    try:
-        Training(folder, name, rank, port, lighthouse, settings).run()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)  # torchft's threads would wait for their timeouts
-
-
 def main():
     folder, name, lighthouse, settings = sys.argv[1:]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    children = []
+    children, given = [], {**DEFAULTS, **json.loads(settings)}
     for rank in range(RANKS):
         child = os.fork()
         if child == 0:
-            rank_of_group(folder, name, rank, port, lighthouse, {**DEFAULTS, **json.loads(settings)})
+            run_child(
+                Path(folder, f"{name}-{rank}"),
+                lambda rank=rank: Training(folder, name, rank, port, lighthouse, given).run(),
+            )
         children.append(child)
     print(*children, flush=True)
     signal.signal(signal.SIGTERM, lambda *_: end(children))

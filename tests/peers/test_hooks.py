@@ -15,8 +15,8 @@ from methods import FORGETFUL, METHODS, WHOLE
 from models import compressed, gradients, mixed_model
 
 from hvd_compress import IWP, DeMo
+from hvd_compress.engine import commits
 from hvd_compress.engine import state as states
-from hvd_compress.gradients import attempts
 
 #: Those that keep what they do not send, and those that also round.
 CONSERVING = [name for name in METHODS if name not in (*FORGETFUL, *WHOLE)]
@@ -202,7 +202,7 @@ def test_a_step_in_doubt_stays_so_while_healing_fails(name, counts):
 
 
 def test_a_peer_that_was_away_longer_than_steps_are_remembered_sends_its_last_step_once(monkeypatch):
-    monkeypatch.setattr(attempts, "_REMEMBERED", 2)
+    monkeypatch.setattr(commits, "_REMEMBERED", 2)
     lighthouse, peers = begin(METHODS["topk"])
     run(lighthouse, peers, 3)
     first = next(iter(peers))
