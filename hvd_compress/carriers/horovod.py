@@ -1,10 +1,9 @@
 """Horovod as the carrier of bytes. It matches collectives by name, in any order."""
 
-import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,10 +45,10 @@ def second_reference(tensor: Tensor) -> Tensor:
 
 
 class _HorovodHandle:
-    def __init__(self, hvd: Any, number: int, held: Iterable[Any]) -> None:
-        self._hvd, self._number = hvd, number
-        tensors = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in held)
-        self._references = [second_reference(tensor) for tensor in tensors]
+    """``held``: what Horovod has, by second references."""
+
+    def __init__(self, hvd: Any, number: int, held: list[Tensor]) -> None:
+        self._hvd, self._number, self._held = hvd, number, held
 
     def done(self) -> bool:
         return bool(self._hvd.poll(self._number))
@@ -106,17 +105,26 @@ class HorovodCollectives:
         return _registries.of(self._set, self.generation())
 
     def start(self, request: Request, name: str) -> Handle:
-        hvd, tensor = self._hvd, request.tensor.detach()
+        hvd, mpi_ops, tensor = self._hvd, self._mpi_ops, request.tensor.detach()
+        held = [second_reference(tensor)]
         if request.verb == "allreduce":
             number = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self._set)
-        elif request.verb == "allgather":
-            number = hvd.allgather_async(tensor, name=name, process_set=self._set)
+            held.append(second_reference(mpi_ops._handle_map[number][1]))
         elif request.verb == "broadcast":
             root = self._set.ranks[request.root]
             number = hvd.broadcast_async_(tensor, root, name=name, process_set=self._set)
         else:
-            number = hvd.alltoall_async(tensor, name=name, process_set=self._set)
-        return _HorovodHandle(hvd, number, self._mpi_ops._handle_map[number])
+            # Horovod's thread resizes these outputs, so references are taken before it has them. Here they are made
+            # as allgather_async() and alltoall_async() make them.
+            output = tensor.new_empty(0)
+            held.append(second_reference(output))
+            if request.verb == "allgather":
+                number = mpi_ops._allgather_async(tensor, output, name, self._set)
+            else:
+                splits, received = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (0, self.size))
+                held += map(second_reference, (splits, received))
+                number = mpi_ops._alltoall_async(tensor, splits, output, received, name, self._set)
+        return _HorovodHandle(hvd, number, held)
 
     def check_in(self) -> Callable[[], list[int]]:
         """Horovod's own messages name the ranks that it waits for."""

@@ -20,6 +20,7 @@ import pytest
 import torch
 from cases import Cases, register
 from fsdp_job import Job, Net, gather, mesh_of, rank, shard, shared_folder, size
+from job import DEVICE
 from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from torch import distributed
 from torch.distributed import checkpoint as dcp
@@ -317,7 +318,7 @@ def gradients_that_are_summed():
 @register(CASES, once=True)
 def agreement_on_sums():
     """If one rank's reduce-scatter sums, all of its group are told to; a lost connection is an error."""
-    mesh = init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE.type, (2, size() // 2), mesh_dim_names=("replicate", "shard"))
 
     def faulty(output: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
         real(output, *arguments, **keywords)
@@ -473,7 +474,7 @@ def parameters_that_the_exchanged_pass_does_not_use():
 
     def passes(run: Job, *used: bool) -> None:
         for side in used:
-            tokens = torch.randint(0, 31, (4, 6), generator=run.data)
+            tokens = torch.randint(0, 31, (4, 6), generator=run.data).to(DEVICE)
             run.model(tokens, side=side).square().mean().backward()
 
     ours, whole = Job(build=EXACT["iwp"]), Job()
@@ -488,7 +489,7 @@ def parameters_that_the_exchanged_pass_does_not_use():
     assert "blocks.1.side.weight" in _gradients(ours)
     _assert_same_gradients(ours, whole)
     later, native = Job(build=EXACT["iwp"]), Job()
-    x = torch.randn(4, 6, 25, generator=torch.Generator().manual_seed(rank()))
+    x = torch.randn(4, 6, 25, generator=torch.Generator().manual_seed(rank())).to(DEVICE)
     for run in (later, native):
         run.backward()  # which says which module is the root
         run.optimizer.zero_grad()
@@ -824,7 +825,7 @@ def averages_are_not_averaged_again():
 def reentrant_checkpoints():
     """A backward pass inside another one: an error that says what to change."""
     trained = Job(build=hvd_compress.IWP)
-    block, x = trained.model.blocks[0], torch.randn(4, 6, 25, requires_grad=True)
+    block, x = trained.model.blocks[0], torch.randn(4, 6, 25, requires_grad=True, device=DEVICE)
     trained.model.unshard()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         torch.utils.checkpoint.checkpoint(block, x, True, use_reentrant=True).sum().backward()
@@ -833,7 +834,7 @@ def reentrant_checkpoints():
 @register(CASES, once=True)
 def mistakes():
     """Each is an error, on every rank, that says what to change."""
-    mesh = init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE.type, (2, size() // 2), mesh_dim_names=("replicate", "shard"))
     replicas = {"process_group": mesh.get_group("replicate")}
 
     def model(mesh: Any = mesh["shard"]) -> Net:
@@ -899,7 +900,7 @@ def orthogonal_averages_equal_those_of_ddp():
         model = DistributedDataParallel(plain)
         model.register_comm_hook(compression, hvd_compress.ddp_hook)
         for _ in range(2):
-            tokens = torch.randint(0, 31, (4, 6), generator=torch.Generator().manual_seed(rank()))
+            tokens = torch.randint(0, 31, (4, 6), generator=torch.Generator().manual_seed(rank())).to(DEVICE)
             for each in (ours.model, model):
                 torch.nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten().roll(1) // 2).backward()
             sharded = {name: p.grad.full_tensor() for name, p in ours.model.named_parameters()}

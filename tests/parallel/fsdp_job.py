@@ -11,6 +11,7 @@ from typing import Any, Literal
 import ddp_job
 import torch
 from ddp_job import gather, rank, size, start  # noqa: F401  # the same process group
+from job import DEVICE
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -33,7 +34,7 @@ def stop() -> None:
 @cache
 def mesh_of(replicas: int) -> DeviceMesh:
     """One for all jobs, whose process groups are made once."""
-    return init_device_mesh("cpu", (replicas, size() // replicas), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(DEVICE.type, (replicas, size() // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 class Block(nn.Module):
@@ -125,7 +126,7 @@ class Job:
             p.requires_grad_(trained in parameter_name)
         shard(self.model, self.mesh["shard"] if build else self.mesh, **policies)
         if meta:
-            self.model.to_empty(device="cpu")
+            self.model.to_empty(device=DEVICE)
             with torch.no_grad():
                 for parameter_name, p in self.model.named_parameters():
                     p.copy_(distributed.tensor.distribute_tensor(values[parameter_name], p.device_mesh, p.placements))
@@ -145,7 +146,7 @@ class Job:
             self.model.set_reduce_scatter_unused_params(True)
 
     def loss(self) -> Tensor:
-        tokens = torch.randint(0, 31, (4, 6), generator=self.data)
+        tokens = torch.randint(0, 31, (4, 6), generator=self.data).to(DEVICE)
         without = self.unused and self.steps % 3 == 2 and rank() in self.without_side
         logits = self.model(tokens, side=not without)
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten().roll(1) // 2)
