@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..engine.collectives import Handle, Nodes, Request, allgather
+from ..engine.collectives import Handle, Nodes, Request, allgather, alltoall
 from ..engine.registry import Peer, Registry
 from .nodes import divided, table
 from .polling import wait_until
@@ -44,11 +45,26 @@ def second_reference(tensor: Tensor) -> Tensor:
     return tensor.view(-1)
 
 
-class _HorovodHandle:
-    """``held``: what Horovod has, by second references."""
+def gpu_operations() -> bool:
+    """Whether Horovod was built with operations for GPUs."""
+    import horovod.torch as hvd
 
-    def __init__(self, hvd: Any, number: int, held: list[Tensor]) -> None:
-        self._hvd, self._number, self._held = hvd, number, held
+    return bool(hvd.cuda_built() or hvd.rocm_built())
+
+
+def on_its_device(tensor: Tensor) -> Tensor:
+    """A tensor for Horovod: on the CPU, complete, if that is where Horovod averages it.
+
+    Built without GPU operations, Horovod copies tensors of a GPU to pinned memory itself and averages what is there
+    without waiting for the copy."""
+    return tensor.cpu() if tensor.is_cuda and not gpu_operations() else tensor
+
+
+class _HorovodHandle:
+    """``held``: what Horovod has, by second references. ``device``: of the result."""
+
+    def __init__(self, hvd: Any, number: int, held: list[Tensor], device: torch.device) -> None:
+        self._hvd, self._number, self._held, self._device = hvd, number, held, device
 
     def done(self) -> bool:
         return bool(self._hvd.poll(self._number))
@@ -66,7 +82,32 @@ class _HorovodHandle:
                 stream.wait_stream(torch.cuda.default_stream(result.device))
             # Horovod allocated it on a stream of its own.
             result.record_stream(stream)
-        return result
+        return result.to(self._device)
+
+
+class _ExactSum:
+    """The sum of int64 over the ranks: an alltoall, the sums of parts, and an allgather, of as many bytes as a ring.
+    ``start``: starts a collective of these ranks."""
+
+    def __init__(self, start: Callable[[Request, str], Handle], ranks: int, tensor: Tensor, name: str) -> None:
+        self._start, self._ranks, self._shape, self._name = start, ranks, tensor.shape, name
+        flat = tensor.flatten()
+        self._parts = start(alltoall(pad(flat, (0, -len(flat) % ranks))), f"{name}.parts")
+        self._sums: Handle | None = None
+
+    def done(self) -> bool:
+        if self._sums is None and self._parts.done():
+            self._sums = self._gathered()
+        return self._sums is not None and self._sums.done()
+
+    def result(self, timeout: float = math.inf) -> Tensor:
+        wait_until(self.done, timeout, "Horovod")
+        assert self._sums is not None
+        return self._sums.result()[: self._shape.numel()].view(self._shape)
+
+    def _gathered(self) -> Handle:
+        sums = self._parts.result().view(self._ranks, -1).sum(0)
+        return self._start(allgather(sums), f"{self._name}.sums")
 
 
 class HorovodCollectives:
@@ -105,7 +146,10 @@ class HorovodCollectives:
         return _registries.of(self._set, self.generation())
 
     def start(self, request: Request, name: str) -> Handle:
-        hvd, mpi_ops, tensor = self._hvd, self._mpi_ops, request.tensor.detach()
+        hvd, mpi_ops = self._hvd, self._mpi_ops
+        if request.verb == "allreduce" and not self._sums_exactly(request.tensor):
+            return _ExactSum(self.start, self.size, request.tensor, name)
+        tensor = on_its_device(request.tensor.detach())
         held = [second_reference(tensor)]
         if request.verb == "allreduce":
             number = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self._set)
@@ -124,7 +168,11 @@ class HorovodCollectives:
                 splits, received = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (0, self.size))
                 held += map(second_reference, (splits, received))
                 number = mpi_ops._alltoall_async(tensor, splits, output, received, name, self._set)
-        return _HorovodHandle(hvd, number, held)
+        return _HorovodHandle(hvd, number, held, request.tensor.device)
+
+    def _sums_exactly(self, tensor: Tensor) -> bool:
+        """On a GPU, Horovod 0.28.1 multiplies what it fuses by 1.0, which rounds int64 to the 53 bits of float64."""
+        return tensor.dtype != torch.int64 or not (tensor.is_cuda and gpu_operations())
 
     def check_in(self) -> Callable[[], list[int]]:
         """Horovod's own messages name the ranks that it waits for."""

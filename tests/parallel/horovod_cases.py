@@ -4,12 +4,15 @@ import os
 
 import horovod.torch as hvd
 import job
+import pytest
 import torch
 from cases import Cases, refused, register
 from common_cases import check_two_clocks, two_clocks_model
+from horovod_job import gather
 from job import DEVICE, Job
 
 import hvd_compress
+from hvd_compress.carriers.horovod import HorovodCollectives, _ExactSum
 
 CASES: Cases = {}
 
@@ -69,6 +72,24 @@ def nodes_after_a_new_init():
     with refused(ValueError, "elastic"):
         Job(nodes=2)
     del os.environ["HOROVOD_ELASTIC"]
+
+
+@register(CASES, once=True)
+def exact_sums():
+    """A sum of int64 in two collectives, as on a GPU: every bit, and a training like that with one collective."""
+    carrier = HorovodCollectives()
+    for shape in ((1,), (7,), (3, 5)):
+        words = torch.randint(-(2**60), 2**60, shape, generator=torch.Generator().manual_seed(hvd.rank()))
+        found = _ExactSum(carrier.start, carrier.size, words, f"exact.{shape}").result(timeout=60)
+        assert torch.equal(found, gather(words).sum(0))
+    models = []
+    for exact in (True, False):  # the allreduce of the CPU is
+        with pytest.MonkeyPatch.context() as patch:
+            if not exact:
+                patch.setattr(HorovodCollectives, "_sums_exactly", lambda _, tensor: tensor.dtype != torch.int64)
+            models.append(Job(density=1 / 32, values="lanes4", unused=False).train(6).model)
+    for one, other in zip(*map(torch.nn.Module.parameters, models), strict=True):
+        assert torch.equal(one, other)
 
 
 @register(CASES, once=True)
