@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # All checks that need a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
-# compute-sanitizer and the benchmarks, then trains two Horovod ranks on one card. Prints a Markdown page (docs/gpu.md) on
-# standard output and the steps' output on standard error.
-#   scripts/gpu_check.sh [STAGE...] >docs/gpu.md     of: build operators sanitizer bench horovod; all by default
+# compute-sanitizer and the benchmarks, and trains two ranks on one card, under DDP, FSDP2 and Horovod. Prints a Markdown
+# page (docs/gpu.md) on standard output and the steps' output on standard error.
+#   scripts/gpu_check.sh [STAGE...] >docs/gpu.md     of: build operators sanitizer ddp bench train horovod; all by default
 # Every call builds first; the result is kept in build/gpu_check. Where commands have a time limit, call it per stage:
-#   GPU_CHECK_LIMIT=570 bash scripts/gpu_check.sh operators >"$OUT/1.md"     next sanitizer bench, then horovod
+#   GPU_CHECK_LIMIT=570 bash scripts/gpu_check.sh operators >"$OUT/1.md"     next sanitizer bench, then ddp, horovod
 # Needs python3 with a CUDA torch >= 2.11, setuptools and pip, and nvcc of the same CUDA. From .carry/, which git ignores,
 # if it exists: Horovod's sdist, and wheels of what python3 lacks of pytest, hypothesis, pandas, tabulate, ninja, cmake,
 # cffi, cloudpickle, psutil and pyyaml.
@@ -13,7 +13,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 limit=${GPU_CHECK_LIMIT:-3600}
-every=(build operators sanitizer bench horovod)
+every=(build operators sanitizer ddp bench train horovod)
 stages=("$@")
 ((${#stages[@]})) || stages=("${every[@]}")
 for name in "${stages[@]}"; do
@@ -126,6 +126,8 @@ export PYTHONPATH=$copy
 
 # shellcheck disable=SC2329  # called by timeout's shell
 build() {
+  # A compiler that does not find the shared library would link another copy of it, whose streams crash beside torch's.
+  [[ $("${CXX:-g++}" -print-file-name=libstdc++.so) == /* ]] || export LDFLAGS="-Wl,--no-as-needed,-l:libstdc++.so.6"
   env HVD_COMPRESS_CUDA=1 MAX_JOBS="$(nproc)" "$python" "$kept/setup.py" build_ext --build-temp temp --build-lib lib &&
     cp "$kept"/lib/hvd_compress/*.so hvd_compress &&
     "$python" -c 'from hvd_compress import ops; assert ops.COMPILED and ops.COMPILED_CUDA; print("both load")'
@@ -161,12 +163,40 @@ if stage sanitizer; then
   if command -v compute-sanitizer >/dev/null; then
     # Every operator: on few entries, on unaligned memory, and on more entries than a thread block. torch itself makes CUDA
     # calls that fail, so these are not reported.
-    sanitize memcheck "opcheck other_memory unaligned many" "$(echo tests/operators/test_*.py)" --report-api-errors no
+    sanitize memcheck "opcheck other_memory unaligned many" "$(grep -l other_memory tests/operators/test_*.py | xargs)" \
+      --report-api-errors no
     # Only the operators on codes use shared memory.
     sanitize racecheck "opcheck other_memory many" "$(echo tests/operators/test_{lanes,codebook,range}.py)"
   else
     row "compute-sanitizer" "not run" "it is not in $CUDA_HOME/bin"
   fi
+fi
+
+# Two ranks on one card: with different host ids NCCL uses sockets between them. Both are local rank 0, of the one card.
+cat >"$work/rank.sh" <<'RANK'
+#!/usr/bin/env bash
+export NCCL_HOSTID=rank${RANK:-$HOROVOD_RANK} NCCL_NET=Socket NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
+export NCCL_SOCKET_IFNAME=lo LOCAL_RANK=0
+exec "$@"
+RANK
+chmod +x "$work/rank.sh"
+
+# --- ddp
+# shellcheck disable=SC2329  # called by timeout's shell
+under_torchrun() {
+  "$python" -m torch.distributed.run --no-python --nnodes 1 --nproc-per-node 2 --master-addr 127.0.0.1 \
+    --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 \
+    "$work/rank.sh" "$python" "${script:-tests/parallel/check_training.py}" "$@"
+}
+export -f under_torchrun
+if stage ddp; then
+  for method in iwp fft mipd slimdp mp2 topk dgc quantized qsgd terngrad powersgd demo none; do
+    step "DDP, 2 ranks on one card, NCCL: $method" "ddp_$method.txt" bash -c 'under_torchrun "$@"' _ \
+      --host ddp --steps 6 "$method"
+  done
+  for method in iwp demo quantized; do
+    step "FSDP2, the same: $method" "fsdp_$method.txt" bash -c 'under_torchrun "$@"' _ --host fsdp --steps 6 "$method"
+  done
 fi
 
 # --- bench
@@ -178,6 +208,27 @@ if stage bench; then
     echo
     cat "$work/$bench.txt"
   done
+fi
+
+# --- train
+# gpt NAME OPTIONS...: 60 steps of a GPT of 124 M, two ranks of 16 windows; its row.
+gpt() {
+  local log=$work/train_$1.txt name=$1
+  shift
+  step "GPT, 124 M, DDP: $name" "${log##*/}" bash -c 'script=scripts/experiments/train.py under_torchrun "$@"' _ --host ddp \
+    --device cuda --model gpt-124m --data text --context 256 --batch-size 16 --epochs 1 --max-steps 60 --lr-warmup-epochs 0.2 --amp bf16 "$@"
+  rows+=("$name$(sed -n 's/.*bits_per_byte \([0-9.]*\),.* wire_bytes_per_step \([0-9.e+]*\),.*step_ms_median \([0-9.]*\),.*/ | \1 | \2 | \3/p' "$log")")
+}
+if stage train; then
+  rows=()
+  gpt dense --optimizer muon --lr 1e-3
+  gpt "low_bit, 3 steps, 2 bits" --optimizer muon --lr 1e-3 --compression quantized --local-steps 3 --bits 2 \
+    --dense-values fp16 --unsent buffer
+  gpt "low_bit, 5 steps, 1 bit" --optimizer muon --lr 1e-3 --compression quantized --local-steps 5 --bits 1 \
+    --dense-values fp16 --unsent buffer
+  gpt DeMo --lr 1e-3 --compression demo
+  printf '\n| 60 steps of 32 windows, NCCL over sockets | bits per byte | bytes a step | ms a step |\n|---|---:|---:|---:|\n'
+  printf '| %s |\n' "${rows[@]}"
 fi
 
 # --- horovod
@@ -213,14 +264,6 @@ build_horovod() {
 sdist=${sdists[0]}
 export -f build_horovod
 export sdist
-
-# Two ranks on one card: with different host ids NCCL uses sockets between them.
-cat >"$work/rank.sh" <<'RANK'
-#!/usr/bin/env bash
-export NCCL_HOSTID=rank$HOROVOD_RANK NCCL_NET=Socket NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
-exec "$@"
-RANK
-chmod +x "$work/rank.sh"
 
 # shellcheck disable=SC2329
 train() {

@@ -153,7 +153,10 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
     if mpi and not gloo and not launchers.program("mpirun"):
         yield Finding("Horovod", f"{version}; {', '.join(built)}", "mpirun is not on PATH", MPIRUN)
         return
-    yield Finding("Horovod", f"{version}; {', '.join(built)}")
+    of_cpus = torch.cuda.is_available() and not nccl
+    fault = "without NCCL it averages a GPU's tensors before their copies are complete" if of_cpus else ""
+    cure = "build it with HOROVOD_GPU_OPERATIONS=NCCL; what a compressor is given is not affected" if of_cpus else ""
+    yield Finding("Horovod", f"{version}; {', '.join(built)}", fault, cure)
     if exchange and mpi and launchers.program("mpirun"):
         yield two_ranks("Horovod, MPI", launchers.mpirun, "horovod", timeout)
     elif exchange and gloo:

@@ -94,6 +94,17 @@ def test_a_failed_exchange_by_mpi_shows_how_to_see_more(monkeypatch):
     assert exchange.cure.endswith(": A=1 false hvd_compress.cli.pair horovod")
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("nccl", [0, 1])
+def test_a_horovod_without_nccl_is_a_fault_beside_a_gpu(monkeypatch, gpu, nccl):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
+    flags = subprocess.CompletedProcess([], 0, stdout=f"0 1 {nccl}\n", stderr="")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: flags)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    (found,) = doctor.horovod(60, False)
+    assert ("HOROVOD_GPU_OPERATIONS=NCCL" in found.cure) == bool(found.fault) == (gpu and not nccl)
+
+
 def test_ranks_that_hang_are_killed(tmp_path):
     pid = tmp_path / "pid"
 

@@ -102,6 +102,8 @@ def _equals_hybrid_sharding(name: str) -> None:
 
 
 for _name, _setting in SETTINGS.items():
+    if ON_THE_CPU.items() <= _setting.items() and DEVICE.type == "cuda":
+        continue  # NCCL's process group has no CPU backend
     if "reduce_unused" not in _setting or fsdp_has("set_reduce_scatter_unused_params"):
         _run = partial(_equals_hybrid_sharding, _name)
         _run.__name__ = _name

@@ -120,6 +120,7 @@ MODELS: dict[str, Model] = {
     "gpt": Model(partial(GPT, width=96, layers=2, heads=4), reads="text"),  # 0.26 M
     "gpt-tagger": Model(partial(GPTTagger, width=96, layers=2, heads=4), reads="tagged text"),
     "nanogpt": Model(partial(GPT, width=128, layers=4, heads=4), reads="text"),  # 0.83 M, as its README on a CPU
+    "gpt-124m": Model(lambda _, context: GPT(50304, context, 768, 12, 12), reads="text"),  # GPT-2's shapes
     "gpt-1m": Model(partial(GPT, width=160, layers=3, heads=4), reads="text"),  # 0.97 M
 }
 
