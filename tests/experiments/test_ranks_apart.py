@@ -12,11 +12,13 @@ import ranks_apart
 import torch
 import torch.nn.functional as F
 from experiment import models, text
-from simulation import tables, training
+from simulation import tables, training, weights
 from simulation.averages import Average, Feedback, Lengths, rounded
 from simulation.setting import TASKS, Setting
 from simulation.weights import RUN, Layout, gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_compress.reference.low_bit import encode, lloyd_max
 
@@ -46,14 +48,14 @@ def test_each_rank_has_the_gradient_of_the_model(vocabulary):
     torch.manual_seed(1)
     model, ranks = models.build("gpt", vocabulary, 16), 3
     layout = Layout(model)
-    weights = {
+    values = {
         name: torch.stack([p + 0.1 * torch.randn_like(p) for _ in range(ranks)]).detach()
         for name, p in model.named_parameters()
     }
     tokens = torch.randint(vocabulary, (ranks, 2, 17))
-    found = layout.parameters(gradients(layout, layout.flatten(weights), tokens))
+    found = layout.parameters(gradients(layout, layout.flatten(values), tokens))
     for rank in range(ranks):
-        leaves = {name: w[rank].clone().requires_grad_() for name, w in weights.items()}
+        leaves = {name: w[rank].clone().requires_grad_() for name, w in values.items()}
         logits = functional_call(model, leaves, (tokens[rank, :, :-1],))
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[rank, :, 1:].flatten())
         wanted = torch.autograd.grad(loss, [*leaves.values()])
@@ -151,6 +153,47 @@ def test_runs_together_are_those_alone(setting, folder):
     alone = [value for s in settings for value in simulate(folder, s)]
     assert together == pytest.approx(alone, rel=1e-4)
     assert min(abs(together[0] - other) for other in together[1:]) > 3e-4 * together[0]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(2, others=8, restore_length=True), Setting(1, period=1, bits=0), Setting(2, task="nanogpt")]
+    + [Setting(2, task="nanogpt", optimizer="adamw", others=2)],
+    ids=str,
+)
+def test_no_step_waits_for_a_gpu_or_mixes_devices(setting, folder, monkeypatch):
+    task, settings, gpu = TASKS[setting.task], [setting, replace(setting, seed=1)], torch.device("meta")
+    common, layout = training.initial_weights(task, settings, CPU)
+    shape = training.batches(task.text(folder), task, settings, CPU).shape
+    monkeypatch.setattr("simulation.averages.lloyd_max", lambda bits: torch.ones(2**bits))
+    with FakeTensorMode(allow_non_fake_inputs=True), Devices() as seen:  # it refuses to read a value
+        fake = torch.empty(common.shape, device=gpu)
+        tokens = torch.empty(shape, dtype=torch.int64, device=gpu)
+        training.train(task, settings, layout, fake, tokens)
+        losses = weights.losses(layout, fake, [tokens[0, 0, 0]])
+    assert losses.device == gpu and losses.shape == (2,)
+    # Copies from the CPU: levels, rates and the like, before the first step.
+    assert 0 < seen.last_copy < seen.first_product
+
+
+class Devices(TorchDispatchMode):
+    """Counts operators: the last one between devices, and the first product of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.last_copy, self.first_product = 0, 0, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        result = operator(*args, **(kwargs or {}))
+        of = {
+            x.device.type for x in (*args, *(kwargs or {}).values(), result) if isinstance(x, torch.Tensor) and x.dim()
+        }
+        if len(of) > 1:
+            self.last_copy = self.count
+        if operator is torch.ops.aten.bmm.default:
+            self.first_product = self.first_product or self.count
+        return result
 
 
 @pytest.mark.parametrize("change", [{"ranks": 2, "bits": 0, "period": 1}, {"period": 4}, {"restore_length": True}])

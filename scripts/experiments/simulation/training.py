@@ -29,25 +29,35 @@ def simulate(settings: Sequence[Setting], device: torch.device, folder: Path | N
     task = TASKS[first.task]
     text = task.text(folder)
     common, layout = initial_weights(task, settings, device)
+    train(task, settings, layout, common, batches(text, task, settings, device))
+    tested = [windows(batch).to(device).long() for batch in text.test_batches(256, 0, 1)]
+    unit = math.log(2) if task.metric == "bits_per_byte" else 1
+    return [loss / unit for loss in losses(layout, common, tested).tolist()]
+
+
+def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tensor, tokens: Tensor) -> None:
+    """Moves the common weights, (runs, size), in place. No step waits for a GPU.
+
+    Args:
+        tokens: of all steps, see :func:`batches`.
+    """
+    first, device = settings[0], common.device
     weights = common[:, None].repeat(1, first.ranks, 1)
     optimizer = optimizers.build(first.optimizer, task, layout, weights)
     # What all ranks have in common already is not rounded again.
-    is_apart = first.others is not None
-    progress = Average(weights, layout, layout.matrices if is_apart else layout.compressed, first.bits)
+    progress = Average(weights, layout, layout.compressed if first.others is None else layout.matrices, first.bits)
     others = weights[..., : layout.matrices]
     shared = None if first.others is None else Average(others, layout, layout.compressed, first.others)
     lengths = Lengths(layout, device) if first.restore_length else None
     decay = decays(task, layout, device)
-    tokens = batches(text, task, settings, device)
     rates = torch.tensor([[task.rate(step, s.rate) for s in settings] for step in range(task.steps)], device=device)
     for step in range(task.steps):
-        rate = rates[step, :, None, None]
         gradient = gradients(layout, weights.flatten(0, 1), tokens[step].flatten(0, 1)).view_as(weights)
         if task.clip is not None:
             gradient *= (task.clip / (gradient.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1)
         if shared is not None:
-            mean = shared.mean(gradient[..., : layout.matrices])
-            gradient[..., : layout.matrices] = mean[:, None]
+            gradient[..., : layout.matrices] = shared.mean(gradient[..., : layout.matrices])[:, None]
+        rate = rates[step, :, None, None]
         weights.mul_(1 - rate * decay).addcmul_(rate, optimizer.update(gradient), value=-1)
         if (step + 1) % first.period and step + 1 < task.steps:
             continue
@@ -56,10 +66,7 @@ def simulate(settings: Sequence[Setting], device: torch.device, folder: Path | N
         if lengths is not None:
             mean *= lengths.factors(differences, mean)
         common += mean
-        weights.copy_(common[:, None])
-    tested = [windows(batch).to(device).long() for batch in text.test_batches(256, 0, 1)]
-    unit = math.log(2) if task.metric == "bits_per_byte" else 1
-    return [loss / unit for loss in losses(layout, common, tested).tolist()]
+        weights.copy_(common[:, None].expand_as(weights))
 
 
 def initial_weights(task: Task, settings: Sequence[Setting], device: torch.device) -> tuple[Tensor, Layout]:

@@ -55,7 +55,8 @@ class Layout:
 
     def numbers(self, device: torch.device) -> Tensor:
         """The place in the order of each entry's parameter: int64 (size,)."""
-        return torch.arange(len(self.padded)).repeat_interleave(torch.tensor(self.padded)).to(device)
+        lengths = torch.tensor(self.padded)
+        return torch.arange(len(lengths)).repeat_interleave(lengths, output_size=self.size).to(device)
 
     def run_lengths(self, start: int) -> list[int]:
         """Of the runs from an entry on, where a parameter begins; without the padding."""
