@@ -318,6 +318,13 @@ def test_runs_that_are_not_stored_are_appended(folder, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("0 runs in 0 batches")
 
 
+def test_a_share_is_one_of_several():
+    assert ranks_apart.share("1/4") == (1, 4)
+    for wrong in ("4/4", "-1/2", "1"):
+        with pytest.raises(ValueError):
+            ranks_apart.share(wrong)
+
+
 def test_lines_without_newer_settings_are_read(tmp_path):
     old = {"ranks": 16, "rate": 0.0045, "period": 3, "bits": 2, "others": None}
     (tmp_path / "runs.jsonl").write_text(json.dumps({"setting": old, "bits_per_byte": 1.5}) + "\n")

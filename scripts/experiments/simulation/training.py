@@ -53,7 +53,7 @@ def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tenso
     rates = torch.tensor([[task.rate(step, s.rate) for s in settings] for step in range(task.steps)], device=device)
     for step in range(task.steps):
         gradient = gradients(layout, weights.flatten(0, 1), tokens[step].flatten(0, 1)).view_as(weights)
-        if task.clip is not None:
+        if task.clip is not None:  # before the gradients of the others are averaged: ranks move these alike
             gradient *= (task.clip / (gradient.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1)
         if shared is not None:
             gradient[..., : layout.matrices] = shared.mean(gradient[..., : layout.matrices])[:, None]

@@ -86,7 +86,7 @@ def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     def linear(x: Tensor, name: str) -> Tensor:
         return torch.bmm(x.reshape(ranks, n * length, -1), weights[name].mT).view(ranks, n, length, -1)
 
-    # Not F.embedding, whose gradient on CUDA sorts the tokens.
+    # Not F.embedding, whose gradient sorts the tokens on CUDA. This one's adds in no fixed order there.
     x = words.flatten(0, 1).index_select(0, (tokens + first).flatten()).view(ranks, n, length, width)
     x = x + weights["positions"][:, None, :length]
     for block in sorted({name[: len("blocks.0.")] for name in weights if name.startswith("blocks.")}):
