@@ -18,6 +18,8 @@ from experiment.seeds import generator
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 #: All plays in one file, as published with char-rnn and used by nanoGPT.
 SHAKESPEARE = "tinyshakespeare.txt"
+#: The standard library of one Python, as :func:`store_library` writes it.
+STORED_LIBRARY = "standard_library.pt"
 #: Windows are drawn at random, so an epoch has no natural length.
 STEPS_PER_EPOCH = 100
 #: A test predicts at most so many bytes.
@@ -85,6 +87,23 @@ def standard_library(context: int) -> Text:
         for part in ([n for n in names if not is_held_out(n)], [n for n in names if is_held_out(n)])
     )
     return Text(train, held_out, context)
+
+
+def store_library(folder: Path) -> Path:
+    """Writes the running Python's standard library for :func:`stored_library`, on machines with another Python."""
+    text = standard_library(context=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"train": text.train, "held_out": text.held_out}, folder / STORED_LIBRARY)
+    return folder / STORED_LIBRARY
+
+
+def stored_library(folder: Path, context: int) -> Text:
+    """``FileNotFoundError`` if the folder has no such file."""
+    file = folder / STORED_LIBRARY
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no {file}: write it with ranks_apart.py --write-text {folder}")
+    parts = torch.load(file, weights_only=True)
+    return Text(parts["train"], parts["held_out"], context)
 
 
 def shakespeare(folder: Path, context: int) -> Text:

@@ -1,0 +1,114 @@
+"""What a simulated run trains, and how."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from experiment import data, models
+from experiment.optimizers import learning_rate
+from experiment.text import Text, stored_library
+from torch import nn
+
+#: Tokens of a window.
+CONTEXT = 64
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run.
+
+    Args:
+        ranks: 1: dense training.
+        rate: the peak learning rate.
+        period: steps between two averages of the weights.
+        bits: of an entry of their differences; 0: float32.
+        others: None if all parameters take local steps; or the bits in which the gradients of all but the hidden
+            matrices are averaged over the ranks in each step, before the ranks normalise them; 0: float32.
+        task: a key of :data:`TASKS`.
+        optimizer: ``"muon"`` for the hidden matrices, or ``"adamw"`` for all parameters.
+        seed: of the initial weights and the batches.
+        restore_length: as of :class:`hvd_compress.LocalSteps`.
+        windows: of a step, of all ranks together; None: the task's.
+    """
+
+    ranks: int = 16
+    rate: float = 4.5e-3
+    period: int = 3
+    bits: int = 2
+    others: int | None = None
+    task: str = "gpt"
+    optimizer: str = "muon"
+    seed: int = 0
+    restore_length: bool = False
+    windows: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training: model and text, and what its program sets.
+
+    Args:
+        model: a key of :data:`experiment.models.MODELS`.
+        data: a key of :data:`experiment.data.DATASETS`.
+        metric: of the held-out text, ``"bits_per_byte"`` or ``"nats"``.
+        warm_up: steps of linear rise of the learning rate; a cosine follows, to the share ``final`` of the peak.
+        decay: of the weights, times the learning rate; of norms only if ``norms_decay``.
+        muon: the root mean square of Muon's update.
+        others: what moves the other parameters beside Muon, ``"sign"`` of the momentum or ``"adamw"``.
+        betas: of AdamW.
+        clip: the greatest norm of a rank's gradient, or None.
+    """
+
+    model: str
+    data: str
+    vocabulary: int
+    metric: str
+    steps: int
+    windows: int
+    warm_up: int
+    final: float
+    decay: float
+    norms_decay: bool
+    muon: float
+    others: str
+    betas: tuple[float, float]
+    clip: float | None
+
+    def rate(self, step: int, peak: float) -> float:
+        rate = learning_rate(step, peak, self.warm_up, self.steps)
+        return rate if step < self.warm_up else self.final * peak + (1 - self.final) * rate
+
+    def build(self) -> nn.Module:
+        return models.build(self.model, self.vocabulary, CONTEXT)
+
+    def text(self, folder: Path | None) -> Text:
+        """``folder`` holds :data:`experiment.text.SHAKESPEARE` or :data:`experiment.text.STORED_LIBRARY`; without it,
+        the standard library is the running Python's."""
+        if self.data == "text" and folder is not None:
+            return stored_library(folder, CONTEXT)
+        text: Text = data.load(self.data, folder, CONTEXT)
+        return characters(text, self.vocabulary) if self.vocabulary < 256 else text
+
+
+def characters(text: Text, vocabulary: int) -> Text:
+    """The text with its different bytes numbered from 0. ``ValueError`` if these are not ``vocabulary``."""
+    known, codes = torch.cat([text.train, text.held_out]).unique(return_inverse=True)
+    if len(known) != vocabulary:
+        raise ValueError(f"the text must have {vocabulary} different characters, it has {len(known)}")
+    train, held_out = codes.byte().split([len(text.train), len(text.held_out)])
+    return Text(train, held_out, text.context)
+
+
+TASKS = {
+    # The GPT of docs/choosing.md, as scripts/experiments/train.py trains it.
+    "gpt": Task(
+        model="gpt", data="text", vocabulary=256, metric="bits_per_byte", steps=1500, windows=32, warm_up=100, final=0,
+        decay=0.01, norms_decay=True, muon=1, others="sign", betas=(0.9, 0.999), clip=None,
+    ),
+    # nanoGPT's train_shakespeare_char.py with the options that its README has for a CPU, without dropout; Muon as
+    # torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
+    "nanogpt": Task(
+        model="nanogpt", data="shakespeare", vocabulary=65, metric="nats", steps=2000, windows=12, warm_up=100,
+        final=0.1, decay=0.1, norms_decay=False, muon=0.2, others="adamw", betas=(0.9, 0.99), clip=1.0,
+    ),
+}  # fmt: skip

@@ -1,0 +1,224 @@
+"""The tables of simulated runs: which runs each has, and its rows."""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from experiment import models
+
+from simulation.setting import TASKS, Setting
+
+#: Losses, in the metric of each task.
+Runs = dict[Setting, float]
+Row = dict[str, str]
+
+#: Of the table in docs/local_steps.md.
+SETTINGS = (
+    Setting(1, 3e-3, period=1, bits=0),
+    Setting(period=1, bits=0),
+    Setting(period=1, bits=0, others=0),
+    Setting(),
+    Setting(rate=6e-3),
+    Setting(rate=6e-3, period=2),
+    Setting(others=2),
+    Setting(others=8),
+)
+DENSE = Setting(1, period=1, bits=0)
+SEEDS, DENSE_RATES, RATES = (0, 1, 2), (2e-3, 3e-3, 4.5e-3), (3e-3, 4.5e-3, 6e-3)
+
+
+def repeated(setting: Setting, rates: Sequence[float], seeds: Sequence[int] = SEEDS) -> list[Setting]:
+    return [replace(setting, rate=rate, seed=seed) for rate, seed in product(rates, seeds)]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The mean over seeds at the learning rate where it is lowest."""
+
+    rate: float
+    mean: float
+    half_range: float
+
+
+def at(runs: Runs, setting: Setting, rate: float, seeds: Sequence[int] = SEEDS) -> Best | None:
+    """None unless all seeds are stored; a run that diverged has an infinite loss."""
+    values = [runs.get(s) for s in repeated(setting, (rate,), seeds)]
+    known = [math.inf if math.isnan(value) else value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return Best(rate, statistics.fmean(known), (max(known) - min(known)) / 2 if math.isfinite(max(known)) else 0.0)
+
+
+def best(runs: Runs, setting: Setting, rates: Sequence[float]) -> Best | None:
+    """Of the rates of which all seeds are stored."""
+    found = [one for rate in rates if (one := at(runs, setting, rate))]
+    return min(found, key=lambda one: one.mean) if found else None
+
+
+def over(value: Best | None, dense: Best | None) -> str:
+    return "-" if value is None or dense is None else f"{value.mean / dense.mean - 1:+.1%}"
+
+
+def apart_rows(runs: Runs) -> list[Row]:
+    dense, lines = runs.get(SETTINGS[0]), []
+    for setting in SETTINGS:
+        value = runs.get(setting)
+        line = {"16 ranks": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
+        line |= {"learning rate": f"{setting.rate:g}", "bits per byte": "-" if value is None else f"{value:.3f}"}
+        line["over dense"] = "-" if value is None or dense is None else f"{value / dense - 1:+.1%}"
+        lines.append(line)
+    return lines
+
+
+SEED_ROWS = (
+    (DENSE, DENSE_RATES),
+    *(
+        (setting, RATES)
+        for setting in (
+            Setting(period=1, bits=0),
+            Setting(period=1, bits=0, others=0),
+            Setting(),
+            Setting(period=2),
+            Setting(others=2),
+            Setting(others=8),
+        )
+    ),
+)
+
+
+def seeds_rows(runs: Runs) -> list[Row]:
+    """Each at its best learning rate: the mean of the seeds ± half of their range."""
+    dense, lines = best(runs, DENSE, DENSE_RATES), []
+    for setting, rates in SEED_ROWS:
+        value = best(runs, setting, rates)
+        line = {"16 ranks": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
+        line["learning rate"] = "-" if value is None else f"{value.rate:g}"
+        line["bits per byte"] = "-" if value is None else f"{value.mean:.3f} ± {value.half_range:.3f}"
+        line["over dense"] = over(value, dense)
+        lines.append(line)
+    return lines
+
+
+#: What is sent, and on how many ranks it is simulated.
+SENT = (
+    (Setting(), (4, 16, 32)),
+    (Setting(others=8), (4, 16, 32)),
+    (Setting(period=5, bits=1), (4, 16)),
+    (Setting(period=5, bits=1, others=8), (4, 16)),
+    (Setting(period=15, bits=1), (4, 16)),
+    (Setting(period=15, bits=1, others=8), (4, 16)),
+)
+
+
+def rates_of(ranks: int) -> tuple[float, ...]:
+    return (*RATES, 9e-3) if ranks == 32 else RATES
+
+
+def ranks_rows(runs: Runs) -> list[Row]:
+    """Over dense training, both at their best learning rate, which follows in brackets."""
+    dense, lines = best(runs, DENSE, DENSE_RATES), []
+    for setting, _ in SENT:
+        line = {"what is sent": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
+        for ranks in (4, 16, 32):
+            value = best(runs, replace(setting, ranks=ranks), rates_of(ranks))
+            line[f"{ranks} ranks"] = over(value, dense) + (f" ({value.rate:g})" if value and dense else "")
+        lines.append(line)
+    return lines
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Trainings at learning rates around ``rate``, dense training's best."""
+
+    task: str
+    optimizer: str
+    rate: float
+    seeds: tuple[int, ...]
+
+    @property
+    def rates(self) -> list[float]:
+        return [self.rate * factor for factor in (0.25, 0.5, 1, 2)]
+
+    def columns(self, ranks: int) -> dict[str, Setting]:
+        # 12 windows cannot be divided among 16 ranks.
+        windows = 16 if self.task == "nanogpt" and ranks == 16 else None
+        local = Setting(ranks, task=self.task, optimizer=self.optimizer, windows=windows)
+        return {
+            "dense": replace(local, ranks=1, period=1, bits=0),
+            "low_bit": local,
+            "restored length": replace(local, restore_length=True),
+            "others in 8 bits": replace(local, others=8),
+        }
+
+
+TRANSFERS = (
+    Transfer("gpt", "muon", 3e-3, (0,)),
+    Transfer("nanogpt", "muon", 6e-3, (0, 1)),
+    Transfer("nanogpt", "adamw", 3e-3, (0, 1)),
+)
+
+
+def transfer_rows(runs: Runs) -> list[Row]:
+    """The loss of dense training, and what the others have over it at the same learning rate."""
+    lines = []
+    for transfer, ranks in product(TRANSFERS, (4, 16)):
+        for rate in transfer.rates:
+            line = {"training": f"{transfer.task}, {transfer.optimizer}", "ranks": str(ranks)}
+            line["learning rate"] = f"{rate:g}"
+            values = {name: at(runs, s, rate, transfer.seeds) for name, s in transfer.columns(ranks).items()}
+            dense = values.pop("dense")
+            line["dense"] = "-" if dense is None else f"{dense.mean:.3f}"
+            line |= {name: over(value, dense) for name, value in values.items()}
+            lines.append(line)
+    return lines
+
+
+def transfer_settings() -> list[Setting]:
+    columns = [(t, s) for t, ranks in product(TRANSFERS, (4, 16)) for s in t.columns(ranks).values()]
+    return [run for transfer, setting in columns for run in repeated(setting, transfer.rates, transfer.seeds)]
+
+
+@dataclass(frozen=True)
+class Table:
+    settings: Sequence[Setting]
+    rows: Callable[[Runs], list[Row]]
+
+
+#: The most important first.
+TABLES = {
+    "apart": Table(SETTINGS, apart_rows),
+    "seeds": Table([run for setting, rates in SEED_ROWS for run in repeated(setting, rates)], seeds_rows),
+    "transfer": Table(transfer_settings(), transfer_rows),
+    "ranks": Table(
+        [
+            *repeated(DENSE, DENSE_RATES),
+            *(run for s, every in SENT for n in every for run in repeated(replace(s, ranks=n), rates_of(n))),
+        ],
+        ranks_rows,
+    ),
+}
+
+
+@functools.cache
+def fewer_bytes(setting: Setting) -> float:
+    """Times fewer than dense training sends; scales and tensors that are not compressed count as if they were."""
+    model = TASKS[setting.task].build()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    matrices = sum(sizes[name] for name in models.hidden_matrices(model))
+    rest = sum(sizes.values()) - matrices
+    local = (setting.bits or 32) / setting.period
+    every = local if setting.others is None else setting.others or 32
+    return 32 * (matrices + rest) / (matrices * local + rest * every)
+
+
+def title(setting: Setting) -> str:
+    if setting.ranks == 1:
+        return "dense"
+    values = f"in {setting.bits} bits" if setting.bits > 1 else "in 1 bit" if setting.bits else "in float32"
+    local = f"every {setting.period} steps {values}" if setting.period > 1 else f"every step {values}"
+    if setting.others is None:
+        return f"weights {local}"
+    return f"matrices {local}; gradients of the others in {f'{setting.others} bits' if setting.others else 'float32'}"
