@@ -167,7 +167,7 @@ if stage sanitizer; then
   if command -v compute-sanitizer >/dev/null; then
     # Every operator: on few entries, on unaligned memory, and on more entries than a thread block. torch itself makes CUDA
     # calls that fail, so these are not reported.
-    sanitize memcheck "opcheck other_memory unaligned many" "$(grep -l opcheck tests/operators/test_*.py | xargs)" \
+    sanitize memcheck "opcheck other_memory unaligned many" "$(grep -l "^test_opcheck" tests/operators/test_*.py | xargs)" \
       --report-api-errors no
     # Only the operators on codes use shared memory.
     sanitize racecheck "opcheck other_memory many" "$(echo tests/operators/test_{lanes,codebook,range}.py)"

@@ -3,7 +3,7 @@
 noisy gradient, and of which parameters?
 
     ranks_apart.py                                    the table in docs/local_steps.md, of stored runs
-    ranks_apart.py --tables seeds transfer ranks      other tables
+    ranks_apart.py --tables rates transfer ranks      other tables
     ranks_apart.py --train [--tables ...]             simulates what is not stored
     ranks_apart.py --plan --device cuda --tables ...  how much that is
     ranks_apart.py --write-text DIR                   the text of this Python, for --data-dir on another machine

@@ -15,19 +15,8 @@ from simulation.setting import TASKS, Setting
 Runs = dict[Setting, float]
 Row = dict[str, str]
 
-#: Of the table in docs/local_steps.md.
-SETTINGS = (
-    Setting(1, 3e-3, period=1, bits=0),
-    Setting(period=1, bits=0),
-    Setting(period=1, bits=0, others=0),
-    Setting(),
-    Setting(rate=6e-3),
-    Setting(rate=6e-3, period=2),
-    Setting(others=2),
-    Setting(others=8),
-)
 DENSE = Setting(1, period=1, bits=0)
-SEEDS, DENSE_RATES, RATES = (0, 1, 2), (2e-3, 3e-3, 4.5e-3), (3e-3, 4.5e-3, 6e-3)
+SEEDS, DENSE_RATES, RATES = (0, 1, 2), (2e-3, 3e-3, 4.5e-3, 6e-3), (3e-3, 4.5e-3, 6e-3, 9e-3)
 
 
 def repeated(setting: Setting, rates: Sequence[float], seeds: Sequence[int] = SEEDS) -> list[Setting]:
@@ -52,9 +41,9 @@ def at(runs: Runs, setting: Setting, rate: float, seeds: Sequence[int] = SEEDS) 
     return Best(rate, statistics.fmean(known), (max(known) - min(known)) / 2 if math.isfinite(max(known)) else 0.0)
 
 
-def best(runs: Runs, setting: Setting, rates: Sequence[float]) -> Best | None:
+def best(runs: Runs, setting: Setting, rates: Sequence[float], seeds: Sequence[int] = SEEDS) -> Best | None:
     """Of the rates of which all seeds are stored."""
-    found = [one for rate in rates if (one := at(runs, setting, rate))]
+    found = [one for rate in rates if (one := at(runs, setting, rate, seeds))]
     return min(found, key=lambda one: one.mean) if found else None
 
 
@@ -62,18 +51,7 @@ def over(value: Best | None, dense: Best | None) -> str:
     return "-" if value is None or dense is None else f"{value.mean / dense.mean - 1:+.1%}"
 
 
-def apart_rows(runs: Runs) -> list[Row]:
-    dense, lines = runs.get(SETTINGS[0]), []
-    for setting in SETTINGS:
-        value = runs.get(setting)
-        line = {"16 ranks": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
-        line |= {"learning rate": f"{setting.rate:g}", "bits per byte": "-" if value is None else f"{value:.3f}"}
-        line["over dense"] = "-" if value is None or dense is None else f"{value / dense - 1:+.1%}"
-        lines.append(line)
-    return lines
-
-
-SEED_ROWS = (
+APART = (
     (DENSE, DENSE_RATES),
     *(
         (setting, RATES)
@@ -83,16 +61,17 @@ SEED_ROWS = (
             Setting(),
             Setting(period=2),
             Setting(others=2),
+            Setting(period=4, others=2),
             Setting(others=8),
         )
     ),
 )
 
 
-def seeds_rows(runs: Runs) -> list[Row]:
+def apart_rows(runs: Runs) -> list[Row]:
     """Each at its best learning rate: the mean of the seeds ± half of their range."""
     dense, lines = best(runs, DENSE, DENSE_RATES), []
-    for setting, rates in SEED_ROWS:
+    for setting, rates in APART:
         value = best(runs, setting, rates)
         line = {"16 ranks": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
         line["learning rate"] = "-" if value is None else f"{value.rate:g}"
@@ -102,28 +81,34 @@ def seeds_rows(runs: Runs) -> list[Row]:
     return lines
 
 
+def rates_rows(runs: Runs) -> list[Row]:
+    """At every learning rate: the mean of the seeds that are stored, whose number follows in brackets."""
+    lines = []
+    for setting, _ in APART:
+        line = {"16 ranks": title(setting)}
+        for rate in sorted({*DENSE_RATES, *RATES}):
+            found = [runs[s] for s in repeated(setting, (rate,)) if s in runs]
+            line[f"{rate:g}"] = f"{statistics.fmean(found):.3f} ({len(found)})" if found else "-"
+        lines.append(line)
+    return lines
+
+
 #: What is sent, and on how many ranks it is simulated.
 SENT = (
     (Setting(), (4, 16, 32)),
     (Setting(others=8), (4, 16, 32)),
     (Setting(period=5, bits=1), (4, 16)),
-    (Setting(period=5, bits=1, others=8), (4, 16)),
     (Setting(period=15, bits=1), (4, 16)),
-    (Setting(period=15, bits=1, others=8), (4, 16)),
 )
 
 
-def rates_of(ranks: int) -> tuple[float, ...]:
-    return (*RATES, 9e-3) if ranks == 32 else RATES
-
-
 def ranks_rows(runs: Runs) -> list[Row]:
-    """Over dense training, both at their best learning rate, which follows in brackets."""
-    dense, lines = best(runs, DENSE, DENSE_RATES), []
+    """With seed 0, over dense training, both at their best learning rate, which follows in brackets."""
+    dense, lines = best(runs, DENSE, DENSE_RATES, (0,)), []
     for setting, _ in SENT:
         line = {"what is sent": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
         for ranks in (4, 16, 32):
-            value = best(runs, replace(setting, ranks=ranks), rates_of(ranks))
+            value = best(runs, replace(setting, ranks=ranks), RATES, (0,))
             line[f"{ranks} ranks"] = over(value, dense) + (f" ({value.rate:g})" if value and dense else "")
         lines.append(line)
     return lines
@@ -187,15 +172,16 @@ class Table:
     rows: Callable[[Runs], list[Row]]
 
 
+_APART_RUNS = [run for setting, rates in APART for run in repeated(setting, rates)]
 #: The most important first.
 TABLES = {
-    "apart": Table(SETTINGS, apart_rows),
-    "seeds": Table([run for setting, rates in SEED_ROWS for run in repeated(setting, rates)], seeds_rows),
+    "apart": Table(_APART_RUNS, apart_rows),
+    "rates": Table(_APART_RUNS, rates_rows),
     "transfer": Table(transfer_settings(), transfer_rows),
     "ranks": Table(
         [
-            *repeated(DENSE, DENSE_RATES),
-            *(run for s, every in SENT for n in every for run in repeated(replace(s, ranks=n), rates_of(n))),
+            *repeated(DENSE, DENSE_RATES, (0,)),
+            *(run for s, every in SENT for n in every for run in repeated(replace(s, ranks=n), RATES, (0,))),
         ],
         ranks_rows,
     ),
