@@ -116,10 +116,11 @@ def ranks_rows(runs: Runs) -> list[Row]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Trainings at learning rates around ``rate``, dense training's best."""
+    """Trainings on ``ranks`` at learning rates around ``rate``, dense training's best."""
 
     task: str
     optimizer: str
+    ranks: int
     rate: float
     seeds: tuple[int, ...]
 
@@ -127,43 +128,45 @@ class Transfer:
     def rates(self) -> list[float]:
         return [self.rate * factor for factor in (0.25, 0.5, 1, 2)]
 
-    def columns(self, ranks: int) -> dict[str, Setting]:
+    @property
+    def columns(self) -> dict[str, Setting]:
         # 12 windows cannot be divided among 16 ranks.
-        windows = 16 if self.task == "nanogpt" and ranks == 16 else None
-        local = Setting(ranks, task=self.task, optimizer=self.optimizer, windows=windows)
+        windows = 16 if self.task == "nanogpt" and self.ranks == 16 else None
+        local = Setting(self.ranks, task=self.task, optimizer=self.optimizer, windows=windows)
         return {
             "dense": replace(local, ranks=1, period=1, bits=0),
             "low_bit": local,
             "restored length": replace(local, restore_length=True),
             "others in 8 bits": replace(local, others=8),
+            "both": replace(local, others=8, restore_length=True),
         }
 
 
 TRANSFERS = (
-    Transfer("gpt", "muon", 3e-3, (0,)),
-    Transfer("nanogpt", "muon", 6e-3, (0, 1)),
-    Transfer("nanogpt", "adamw", 3e-3, (0, 1)),
+    Transfer("gpt", "muon", 4, 3e-3, (0,)),
+    Transfer("gpt", "muon", 16, 3e-3, (0,)),
+    Transfer("nanogpt", "muon", 4, 6e-3, (0, 1)),
+    Transfer("nanogpt", "muon", 16, 6e-3, (0,)),
+    Transfer("nanogpt", "adamw", 4, 3e-3, (0, 1)),
 )
 
 
 def transfer_rows(runs: Runs) -> list[Row]:
     """The loss of dense training, and what the others have over it at the same learning rate."""
     lines = []
-    for transfer, ranks in product(TRANSFERS, (4, 16)):
+    for transfer in TRANSFERS:
         for rate in transfer.rates:
-            line = {"training": f"{transfer.task}, {transfer.optimizer}", "ranks": str(ranks)}
+            line = {"training": f"{transfer.task}, {transfer.optimizer}", "ranks": str(transfer.ranks)}
             line["learning rate"] = f"{rate:g}"
-            values = {name: at(runs, s, rate, transfer.seeds) for name, s in transfer.columns(ranks).items()}
+            values = {name: at(runs, s, rate, transfer.seeds) for name, s in transfer.columns.items()}
             dense = values.pop("dense")
             line["dense"] = "-" if dense is None else f"{dense.mean:.3f}"
-            line |= {name: over(value, dense) for name, value in values.items()}
-            lines.append(line)
+            lines.append(line | {name: over(value, dense) for name, value in values.items()})
     return lines
 
 
 def transfer_settings() -> list[Setting]:
-    columns = [(t, s) for t, ranks in product(TRANSFERS, (4, 16)) for s in t.columns(ranks).values()]
-    return [run for transfer, setting in columns for run in repeated(setting, transfer.rates, transfer.seeds)]
+    return [run for t in TRANSFERS for setting in t.columns.values() for run in repeated(setting, t.rates, t.seeds)]
 
 
 @dataclass(frozen=True)
