@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All checks that need a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
-# compute-sanitizer and the benchmarks, and trains two ranks on one card, under DDP, FSDP2 and Horovod. Prints a Markdown
-# page (docs/gpu.md) on standard output and the steps' output on standard error.
-#   scripts/gpu_check.sh [STAGE...] >docs/gpu.md     of: build operators sanitizer ddp bench train horovod; all by default
+# compute-sanitizer and the benchmarks, and trains two ranks on one card, under DDP, FSDP2 and Horovod. Prints Markdown on
+# standard output, of which docs/gpu.md is made, and the steps' output on standard error.
+#   scripts/gpu_check.sh [STAGE...] >gpu.md     of: build operators sanitizer ddp bench train horovod; all by default
 # Every call builds first; the result is kept in build/gpu_check. Where commands have a time limit, call it per stage:
 #   GPU_CHECK_LIMIT=570 bash scripts/gpu_check.sh operators >"$OUT/1.md"     next sanitizer bench, then ddp, horovod
 # Needs python3 with a CUDA torch >= 2.11, setuptools and pip, and nvcc of the same CUDA. From .carry/, which git ignores,
@@ -61,6 +61,7 @@ step() {
   if ((code == 0)); then
     row "$name" "passed" "$((SECONDS - start)) s; $last"
   else
+    tail -qn 3 "${log%.txt}"_*.txt >&2 2>/dev/null  # of what it ran side by side
     row "$name" "**failed** ($code)" "$last"
     failed=1
   fi
@@ -225,7 +226,7 @@ gpt() {
   shift
   step "GPT, 124 M, DDP: $name" "${log##*/}" bash -c 'under_torchrun scripts/experiments/train.py "$@"' _ --host ddp \
     --device cuda --model gpt-124m --data text --context 256 --batch-size 16 --epochs 1 --max-steps 60 --lr-warmup-epochs 0.2 --amp bf16 "$@"
-  rows+=("$name$(sed -n 's/.*bits_per_byte \([0-9.]*\),.* wire_bytes_per_step \([0-9.e+]*\),.*step_ms_median \([0-9.]*\),.*/ | \1 | \2 | \3/p' "$log")")
+  rows+=("$name$(sed -n 's/.*bits_per_byte \([0-9.]*\),.* seconds \([0-9.]*\), wire_bytes_per_step \([0-9.e+]*\),.*/ | \1 | \3 | \2/p' "$log")")
 }
 if stage train; then
   rows=()
@@ -235,7 +236,7 @@ if stage train; then
   gpt "low_bit, 5 steps, 1 bit" --optimizer muon --lr 1e-3 --compression quantized --local-steps 5 --bits 1 \
     --dense-values fp16 --unsent buffer
   gpt DeMo --lr 1e-3 --compression demo
-  printf '\n| 60 steps of 32 windows, NCCL over sockets | bits per byte | bytes a step | ms a step |\n|---|---:|---:|---:|\n'
+  printf '\n| 60 steps of 32 windows, NCCL over sockets | bits per byte | bytes a step | seconds |\n|---|---:|---:|---:|\n'
   printf '| %s |\n' "${rows[@]}"
 fi
 

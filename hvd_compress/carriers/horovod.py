@@ -1,5 +1,6 @@
 """Horovod as the carrier of bytes. It matches collectives by name, in any order."""
 
+import functools
 import math
 import os
 import weakref
@@ -45,6 +46,7 @@ def second_reference(tensor: Tensor) -> Tensor:
     return tensor.view(-1)
 
 
+@functools.cache
 def gpu_operations() -> bool:
     """Whether Horovod was built with operations for GPUs."""
     import horovod.torch as hvd
@@ -52,12 +54,11 @@ def gpu_operations() -> bool:
     return bool(hvd.cuda_built() or hvd.rocm_built())
 
 
-def on_its_device(tensor: Tensor) -> Tensor:
-    """A tensor for Horovod: on the CPU, complete, if that is where Horovod averages it.
+def averaging_device(device: torch.device) -> torch.device:
+    """Where Horovod is given what it is to average of a device: the CPU for a GPU's if it has no operations for GPUs.
 
-    Built without GPU operations, Horovod copies tensors of a GPU to pinned memory itself and averages what is there
-    without waiting for the copy."""
-    return tensor.cpu() if tensor.is_cuda and not gpu_operations() else tensor
+    It would make the copy itself, to pinned memory, and average what is there without waiting for it."""
+    return torch.device("cpu") if device.type == "cuda" and not gpu_operations() else device
 
 
 class _HorovodHandle:
@@ -90,24 +91,29 @@ class _ExactSum:
     ``start``: starts a collective of these ranks."""
 
     def __init__(self, start: Callable[[Request, str], Handle], ranks: int, tensor: Tensor, name: str) -> None:
-        self._start, self._ranks, self._shape, self._name = start, ranks, tensor.shape, name
+        self._start, self._shape, self._name = start, tensor.shape, name
+        # done() is called on other streams.
+        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         flat = tensor.flatten()
-        self._parts = start(alltoall(pad(flat, (0, -len(flat) % ranks))), f"{name}.parts")
+        self._parts: Handle | None = start(alltoall(pad(flat, (0, -len(flat) % ranks))), f"{name}.parts")
+        self._ranks, self._sum = ranks, flat
         self._sums: Handle | None = None
 
     def done(self) -> bool:
-        if self._sums is None and self._parts.done():
-            self._sums = self._gathered()
-        return self._sums is not None and self._sums.done()
+        if self._parts is not None:
+            if not self._parts.done():
+                return False
+            with torch.cuda.stream(self._stream):
+                self._sum, self._parts = self._parts.result().view(self._ranks, -1).sum(0), None
+        if self._sums is None:
+            with torch.cuda.stream(self._stream):
+                self._sums = self._start(allgather(self._sum), f"{self._name}.sums")
+        return self._sums.done()
 
     def result(self, timeout: float = math.inf) -> Tensor:
         wait_until(self.done, timeout, "Horovod")
         assert self._sums is not None
         return self._sums.result()[: self._shape.numel()].view(self._shape)
-
-    def _gathered(self) -> Handle:
-        sums = self._parts.result().view(self._ranks, -1).sum(0)
-        return self._start(allgather(sums), f"{self._name}.sums")
 
 
 class HorovodCollectives:
@@ -149,25 +155,24 @@ class HorovodCollectives:
         hvd, mpi_ops = self._hvd, self._mpi_ops
         if request.verb == "allreduce" and not self._sums_exactly(request.tensor):
             return _ExactSum(self.start, self.size, request.tensor, name)
-        tensor = on_its_device(request.tensor.detach())
+        tensor = request.tensor.detach().to(averaging_device(request.tensor.device))
         held = [second_reference(tensor)]
-        if request.verb == "allreduce":
-            number = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self._set)
-            held.append(second_reference(mpi_ops._handle_map[number][1]))
-        elif request.verb == "broadcast":
+        if request.verb == "broadcast":
             root = self._set.ranks[request.root]
             number = hvd.broadcast_async_(tensor, root, name=name, process_set=self._set)
+            return _HorovodHandle(hvd, number, held, request.tensor.device)
+        # Horovod's thread resizes outputs: a view taken once it has them may fail. So they are made here, as its public
+        # functions make them.
+        output = tensor.new_empty(tensor.shape if request.verb == "allreduce" else 0)
+        held.append(second_reference(output))
+        if request.verb == "allreduce":
+            number = mpi_ops._allreduce_async(tensor, output, name, hvd.Sum, 1.0, 1.0, self._set)
+        elif request.verb == "allgather":
+            number = mpi_ops._allgather_async(tensor, output, name, self._set)
         else:
-            # Horovod's thread resizes these outputs, so references are taken before it has them. Here they are made
-            # as allgather_async() and alltoall_async() make them.
-            output = tensor.new_empty(0)
-            held.append(second_reference(output))
-            if request.verb == "allgather":
-                number = mpi_ops._allgather_async(tensor, output, name, self._set)
-            else:
-                splits, received = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (0, self.size))
-                held += map(second_reference, (splits, received))
-                number = mpi_ops._alltoall_async(tensor, splits, output, received, name, self._set)
+            splits, received = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (0, self.size))
+            held += map(second_reference, (splits, received))
+            number = mpi_ops._alltoall_async(tensor, splits, output, received, name, self._set)
         return _HorovodHandle(hvd, number, held, request.tensor.device)
 
     def _sums_exactly(self, tensor: Tensor) -> bool:

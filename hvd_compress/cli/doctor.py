@@ -137,7 +137,8 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding("Horovod", "not installed (needed only to use Horovod; torch DDP works without)")
         return
-    script = "import horovod.torch as hvd; print(*(int(f()) for f in (hvd.mpi_built, hvd.gloo_built, hvd.nccl_built)))"
+    asks = "hvd.mpi_built, hvd.gloo_built, hvd.nccl_built, hvd.cuda_built, hvd.rocm_built"
+    script = f"import horovod.torch as hvd; print(*(int(f()) for f in ({asks})))"
     try:
         asked = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=timeout
@@ -148,13 +149,13 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
     if problem:
         yield Finding("Horovod", f"{version}, cannot be imported", problem, set_up())
         return
-    mpi, gloo, nccl = (flag not in ("0", "") for flag in asked.stdout.split()[-3:])
+    mpi, gloo, nccl, *gpus = (flag not in ("0", "") for flag in asked.stdout.split()[-5:])
     built = [name for name, has in (("MPI", mpi), ("Gloo", gloo), ("NCCL", nccl)) if has]
     if mpi and not gloo and not launchers.program("mpirun"):
         yield Finding("Horovod", f"{version}; {', '.join(built)}", "mpirun is not on PATH", MPIRUN)
         return
-    of_cpus = torch.cuda.is_available() and not nccl
-    fault = "without NCCL it averages a GPU's tensors before their copies are complete" if of_cpus else ""
+    of_cpus = torch.cuda.is_available() and not any(gpus)
+    fault = "without GPU operations it averages a GPU's tensors before their copies are complete" if of_cpus else ""
     cure = "build it with HOROVOD_GPU_OPERATIONS=NCCL; what a compressor is given is not affected" if of_cpus else ""
     yield Finding("Horovod", f"{version}; {', '.join(built)}", fault, cure)
     if exchange and mpi and launchers.program("mpirun"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..carriers.horovod import HorovodCollectives, on_its_device, second_reference
+from ..carriers.horovod import HorovodCollectives, averaging_device, second_reference
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.place import Place
@@ -44,10 +44,10 @@ class HorovodHost:
                 return tensor.contiguous(), None
             arrived = self.step.arrive(number, as_real(tensor.resolve_conj()))
             if isinstance(arrived, DenseGradient):
-                payload = on_its_device(arrived.payload.detach())
+                payload = arrived.payload.detach().to(averaging_device(tensor.device))
                 self._references.append(second_reference(payload))
                 return payload, arrived
-            return self._nothing(tensor.device), arrived
+            return self._nothing(averaging_device(tensor.device)), arrived
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor:
         """See :meth:`hvd_compress.Compressor.decompress`."""

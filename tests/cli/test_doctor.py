@@ -85,7 +85,7 @@ def test_a_missing_horovod_is_no_fault_and_a_broken_one_is(tmp_path, monkeypatch
 def test_a_failed_exchange_by_mpi_shows_how_to_see_more(monkeypatch):
     """mpirun was found and Horovod has MPI: installing Open MPI would not repair it."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
-    flags = subprocess.CompletedProcess([], 0, stdout="1 1 0\n", stderr="")
+    flags = subprocess.CompletedProcess([], 0, stdout="1 1 0 0 0\n", stderr="")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: flags)
     monkeypatch.setattr(launchers, "program", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(launchers, "mpirun", lambda ranks, *module: (["false", *module], {"A": "1"}))
@@ -95,14 +95,15 @@ def test_a_failed_exchange_by_mpi_shows_how_to_see_more(monkeypatch):
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("nccl", [0, 1])
-def test_a_horovod_without_nccl_is_a_fault_beside_a_gpu(monkeypatch, gpu, nccl):
+@pytest.mark.parametrize("built", ["0 0 0", "1 1 0", "0 1 0", "0 0 1"])
+def test_a_horovod_without_gpu_operations_is_a_fault_beside_a_gpu(monkeypatch, gpu, built):
+    """``built``: with NCCL, for CUDA, for ROCm."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
-    flags = subprocess.CompletedProcess([], 0, stdout=f"0 1 {nccl}\n", stderr="")
+    flags = subprocess.CompletedProcess([], 0, stdout=f"0 1 {built}\n", stderr="")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: flags)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     (found,) = doctor.horovod(60, False)
-    assert ("HOROVOD_GPU_OPERATIONS=NCCL" in found.cure) == bool(found.fault) == (gpu and not nccl)
+    assert ("HOROVOD_GPU_OPERATIONS=NCCL" in found.cure) == bool(found.fault) == (gpu and built == "0 0 0")
 
 
 def test_ranks_that_hang_are_killed(tmp_path):
