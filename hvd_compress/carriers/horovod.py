@@ -91,29 +91,29 @@ class _ExactSum:
     ``start``: starts a collective of these ranks."""
 
     def __init__(self, start: Callable[[Request, str], Handle], ranks: int, tensor: Tensor, name: str) -> None:
-        self._start, self._shape, self._name = start, tensor.shape, name
+        self._start, self._ranks, self._shape, self._name = start, ranks, tensor.shape, name
         # done() is called on other streams.
         self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         flat = tensor.flatten()
-        self._parts: Handle | None = start(alltoall(pad(flat, (0, -len(flat) % ranks))), f"{name}.parts")
-        self._ranks, self._sum = ranks, flat
-        self._sums: Handle | None = None
+        self._parts = start(alltoall(pad(flat, (0, -len(flat) % ranks))), f"{name}.parts")
+        self._mine: Tensor | None = None  # this rank's part of the sum
+        self._whole: Handle | None = None
 
     def done(self) -> bool:
-        if self._parts is not None:
+        if self._mine is None:
             if not self._parts.done():
                 return False
             with torch.cuda.stream(self._stream):
-                self._sum, self._parts = self._parts.result().view(self._ranks, -1).sum(0), None
-        if self._sums is None:
+                self._mine = self._parts.result().view(self._ranks, -1).sum(0)
+        if self._whole is None:
             with torch.cuda.stream(self._stream):
-                self._sums = self._start(allgather(self._sum), f"{self._name}.sums")
-        return self._sums.done()
+                self._whole = self._start(allgather(self._mine), f"{self._name}.sums")
+        return self._whole.done()
 
     def result(self, timeout: float = math.inf) -> Tensor:
         wait_until(self.done, timeout, "Horovod")
-        assert self._sums is not None
-        return self._sums.result()[: self._shape.numel()].view(self._shape)
+        assert self._whole is not None
+        return self._whole.result()[: self._shape.numel()].view(self._shape)
 
 
 class HorovodCollectives:
