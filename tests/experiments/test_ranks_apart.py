@@ -291,7 +291,7 @@ def test_every_table_shows_all_of_its_runs():
         if name == "rates":
             assert all(row["0.002" if "dense" not in row.values() else "0.009"] == "-" for row in empty)
         else:
-            assert all(row.get("32 ranks") == "-" and "1 bit" in row["what is sent"] for row in empty)
+            assert not empty
         shown = table.rows(runs)
         for setting in table.settings:
             assert table.rows({**runs, setting: 3.0}) != shown or table.rows({**runs, setting: 0.3}) != shown

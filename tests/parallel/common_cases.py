@@ -223,7 +223,7 @@ def check_two_clocks(forward, model, others_optimizer, data):
     """Hidden matrices take local steps, and differ between ranks in between; the other parameters never do."""
     matrices, others = hvd_compress.hidden_matrices(model)
     muon = torch.optim.Muon(matrices.values(), lr=0.01)
-    local, losses = hvd_compress.recipes.low_bit(matrices.items(), muon, 3), []
+    local, losses = hvd_compress.recipes.low_bit(matrices.items(), muon, 3, restore_length=True), []
     for step in range(1, 31):
         words = torch.randint(40, (64,), generator=data).to(DEVICE)
         model.zero_grad()
