@@ -177,7 +177,7 @@ class HorovodCollectives:
 
     def _sums_exactly(self, tensor: Tensor) -> bool:
         """On a GPU, Horovod 0.28.1 multiplies what it fuses by 1.0, which rounds int64 to the 53 bits of float64."""
-        return tensor.dtype != torch.int64 or not (tensor.is_cuda and gpu_operations())
+        return tensor.dtype != torch.int64 or averaging_device(tensor.device).type != "cuda"
 
     def check_in(self) -> Callable[[], list[int]]:
         """Horovod's own messages name the ranks that it waits for."""

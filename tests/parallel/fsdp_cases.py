@@ -19,7 +19,7 @@ import job
 import pytest
 import torch
 from cases import Cases, register
-from fsdp_job import Job, Net, gather, mesh_of, rank, shard, shared_folder, size
+from fsdp_job import Job, Net, draw_tokens, gather, mesh_of, rank, shard, shared_folder, size
 from job import DEVICE
 from methods import EXACT, FORGETFUL, METHODS, TRAINED, WITHOUT_RESIDUAL
 from torch import distributed
@@ -476,7 +476,7 @@ def parameters_that_the_exchanged_pass_does_not_use():
 
     def passes(run: Job, *used: bool) -> None:
         for side in used:
-            tokens = torch.randint(0, 31, (4, 6), generator=run.data).to(DEVICE)
+            tokens = draw_tokens(run.data)
             run.model(tokens, side=side).square().mean().backward()
 
     ours, whole = Job(build=EXACT["iwp"]), Job()
@@ -902,7 +902,7 @@ def orthogonal_averages_equal_those_of_ddp():
         model = DistributedDataParallel(plain)
         model.register_comm_hook(compression, hvd_compress.ddp_hook)
         for _ in range(2):
-            tokens = torch.randint(0, 31, (4, 6), generator=torch.Generator().manual_seed(rank())).to(DEVICE)
+            tokens = draw_tokens(torch.Generator().manual_seed(rank()))
             for each in (ours.model, model):
                 torch.nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten().roll(1) // 2).backward()
             sharded = {name: p.grad.full_tensor() for name, p in ours.model.named_parameters()}

@@ -37,6 +37,11 @@ def mesh_of(replicas: int) -> DeviceMesh:
     return init_device_mesh(DEVICE.type, (replicas, size() // replicas), mesh_dim_names=("replicate", "shard"))
 
 
+def draw_tokens(data: torch.Generator) -> Tensor:
+    """int64 (4, 6), as :class:`Net` reads them."""
+    return torch.randint(0, 31, (4, 6), generator=data).to(DEVICE)
+
+
 class Block(nn.Module):
     """Odd sizes: shards of rows are uneven. ``side`` is used by some passes only."""
 
@@ -146,7 +151,7 @@ class Job:
             self.model.set_reduce_scatter_unused_params(True)
 
     def loss(self) -> Tensor:
-        tokens = torch.randint(0, 31, (4, 6), generator=self.data).to(DEVICE)
+        tokens = draw_tokens(self.data)
         without = self.unused and self.steps % 3 == 2 and rank() in self.without_side
         logits = self.model(tokens, side=not without)
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten().roll(1) // 2)
