@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Cases, refused, register
 from common_cases import check_two_clocks, two_clocks_model
-from horovod_job import gather
+from horovod_job import barrier, gather
 from job import DEVICE, Job
 
 import hvd_compress
@@ -31,7 +31,7 @@ def process_set():
         trained.assert_equal_replicas()
     else:
         assert trained.compression.stats()["steps"] == 0
-    hvd.barrier()
+    barrier()
     hvd.remove_process_set(chosen)
 
 
@@ -52,7 +52,7 @@ def overlapping_process_sets():
             jobs[i].optimizer.zero_grad()
     for trained in jobs.values():
         trained.assert_equal_replicas()
-    hvd.barrier()
+    barrier()
     for chosen in (left, right):
         hvd.remove_process_set(chosen)
 
@@ -62,7 +62,7 @@ def nodes_after_a_new_init():
     """The process sets of nodes end with hvd.shutdown(), and are made again by the first hook."""
     trained = Job(density=1 / 32, nodes=2, unused=False).train(3)
     inside = trained.compression.engine.nodes.inside
-    hvd.barrier()
+    barrier()
     hvd.shutdown()
     hvd.init(process_sets="dynamic")
     hvd.broadcast_parameters(trained.model.state_dict(), root_rank=0)
@@ -114,7 +114,7 @@ def refusals():
             optimizer.step()
         assert torch.equal(model.weight, before)
         if other is not None:
-            hvd.barrier()
+            barrier()
             hvd.remove_process_set(other)
 
 

@@ -1,10 +1,13 @@
 """Horovod as host of :class:`job.Job`."""
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+
+from hvd_compress.carriers.polling import wait_until
 
 name = "horovod"
 
@@ -14,20 +17,31 @@ def start() -> None:
 
 
 def stop() -> None:
-    hvd.barrier()  # the last step of another node may still run
+    barrier()  # the last step of another node may still run
     hvd.shutdown()
 
 
-rank, size, barrier = hvd.rank, hvd.size, hvd.barrier
+rank, size = hvd.rank, hvd.size
+
+
+def waited(handle: int) -> torch.Tensor:
+    """As ``hvd.synchronize(handle)``, which keeps a core busy: where ranks share cores, the others' Gloo has then stood
+    still for up to 30 s, its timeout."""
+    wait_until(lambda: hvd.poll(handle), math.inf, "Horovod")
+    return hvd.synchronize(handle)
+
+
+def barrier() -> None:
+    total(torch.zeros(1))
 
 
 def gather(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The tensors of all ranks, (ranks, ...)."""
-    return hvd.allgather(tensor[None], name="check.gather", **group_argument(group))
+    return waited(hvd.allgather_async(tensor[None], name="check.gather", **group_argument(group)))
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
-    return hvd.allreduce(tensor, op=hvd.Sum, name="check.total")
+    return waited(hvd.allreduce_async(tensor, op=hvd.Sum, name="check.total"))
 
 
 def group_argument(group: Any) -> dict[str, Any]:

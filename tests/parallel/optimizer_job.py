@@ -7,6 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import job
 import torch
+from horovod_job import gather
 from job import DEVICE
 from methods import METHODS, fitting
 
@@ -61,5 +62,5 @@ def assert_equal(*tensors: torch.Tensor) -> None:
     """On all ranks."""
     mine = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
     assert mine.isfinite().all()
-    everyone = hvd.allgather(mine[None], name="check.equal")
+    everyone = gather(mine)
     assert all(torch.equal(everyone[0], other) for other in everyone)
