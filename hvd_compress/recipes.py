@@ -75,6 +75,7 @@ def low_bit(
     period: Period = 3,
     *,
     bits: int = 2,
+    mean_bits: int | None = None,
     restore_length: bool = False,
     fragments: int = 1,
     delay: int = 0,
@@ -97,11 +98,11 @@ def low_bit(
         optimizers: one optimizer, or a list of several of different parameters.
         period: steps between two exchanges. Few steps in few bits train better than many steps in more bits at the same
             bytes.
-        bits: of an entry, 1 to 8 (:class:`~hvd_compress.Quantized`).
+        bits, mean_bits: of an entry, and of an entry of the average (:class:`~hvd_compress.Quantized`).
         restore_length, fragments, delay: see :class:`~hvd_compress.LocalSteps`.
         options: further arguments of the compressor.
     """
-    compression = Quantized(model, bits, **{"dense_values": "fp16", **options})
+    compression = Quantized(model, bits, mean_bits=mean_bits, **{"dense_values": "fp16", **options})
     return LocalSteps(compression, optimizers, period, restore_length=restore_length, fragments=fragments, delay=delay)
 
 

@@ -21,7 +21,7 @@ from hvd_compress.codecs.packed import Code
 #: The arguments of all public classes and functions. One that is in none of these makes a test fail.
 INTEGERS = {
     *("bits", "run", "rank", "min_numel", "seed", "leaders", "reselect", "mantissa", "size", "step", "steps"),
-    *("warmup_steps", "budget_interval", "period", "fragments", "delay"),
+    *("warmup_steps", "budget_interval", "period", "fragments", "delay", "mean_bits"),
 }
 NUMBERS = {
     *("density", "momentum", "explore", "floor", "smoothing", "compensation", "core"),
@@ -37,7 +37,7 @@ FLAGS = {
 OTHERS = {
     *("named_parameters", "model", "optimizers", "compression", "optimizer", "collectives", "process_set"),
     *("process_group", "nodes", "grad_scaler", "dense_values", "values", "exchange"),
-    *("orthogonal", "kind", "code", "rate", "unsent", "average_by", "saved_on"),
+    *("orthogonal", "kind", "code", "mean_code", "rate", "unsent", "average_by", "saved_on"),
     *("state", "bucket", "states", "others"),
 }
 INFINITE = {"start_timeout", "timeout", "clip_norm"}

@@ -30,29 +30,32 @@ class CodedRing(Codec):
         code: how a value is encoded.
         run: values that share a scale, at least 8. The last run of a parameter may be shorter, and the first and last
             of a rank's part.
+        mean_code: how an average is encoded; None: as a value.
     """
 
     code: Code
     run: int = 512
+    mean_code: Code | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", check_integer("run", self.run, 8))
 
     @property
     def name(self) -> str:
-        return self.code.name if self.run == 512 else f"{self.code.name}, a scale for {self.run} values"
+        mean = f", averages in {self.of_mean.name}" if self.of_mean != self.code else ""
+        return self.code.name + mean + (f", a scale for {self.run} values" if self.run != 512 else "")
+
+    @property
+    def of_mean(self) -> Code:
+        return self.mean_code or self.code
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _RingChannel(self, groups, ranks, rank, device)
 
     def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        size = self.message_size(list(sizes), ranks)
-        return [("alltoall", ranks * size), ("allgather", size)]
-
-    def message_size(self, sizes: list[int], ranks: int) -> int:
-        """The bytes that a rank sends to one other rank in each of the two collectives, for groups of these sizes."""
-        parts = _Parts(sizes, self.run, ranks)
-        return 2 * parts.columns + self.code.size(parts.size)
+        parts = _Parts(list(sizes), self.run, ranks)
+        message, reply = (2 * parts.columns + code.size(parts.size) for code in (self.code, self.of_mean))
+        return [("alltoall", ranks * message), ("allgather", reply)]
 
 
 class _Parts:
@@ -91,23 +94,24 @@ class _RingChannel(Channel):
 
     def __init__(self, codec: CodedRing, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
-        self.run, self.code = codec.run, codec.code
+        self.run, self.code, self.mean_code = codec.run, codec.code, codec.of_mean
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
         parts, rank = _Parts(sizes, self.run, self.ranks), self.rank
         self.begin, self.end = parts.ends[rank : rank + 2].tolist()
-        self.columns, self.head, size = parts.columns, 2 * parts.columns, self.code.size(parts.size)
+        self.columns, self.head = parts.columns, 2 * parts.columns
+        size, reply = self.code.size(parts.size), self.mean_code.size(parts.size)
         own = parts.runs[int(parts.first[rank]) : int(parts.first[rank + 1]) + 1] - self.begin
         self.runs, self.own_runs = parts.runs.to(self.device), own.to(self.device)
         self.place = parts.columns_of_runs().to(self.device)
         self.codes = torch.zeros(self.ranks, size, dtype=torch.uint8, device=self.device)
         self.message = torch.zeros(self.ranks, self.head + size, dtype=torch.uint8, device=self.device)
-        self.reply = torch.zeros(self.head + size, dtype=torch.uint8, device=self.device)
+        self.reply = torch.zeros(self.head + reply, dtype=torch.uint8, device=self.device)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        everything, own = self.code.size(self.count), self.code.size(self.end - self.begin)
-        scales = self._encode(values, self.runs, self.codes.view(-1)[:everything], self.quantization_error)
+        codes = self.codes.view(-1)[: self.code.size(self.count)]
+        scales = self._encode(self.code, values, self.runs, codes, self.quantization_error)
         header = torch.zeros(self.ranks * self.columns, dtype=torch.bfloat16, device=self.device)
         header[self.place] = scales
         header.masked_fill_(invalid != 0, float("nan"))
@@ -116,12 +120,14 @@ class _RingChannel(Channel):
         theirs = (yield alltoall(self.message.view(-1))).view(self.ranks, -1)
 
         part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
-        received = self._scales(theirs)
+        received, own = self._scales(theirs), self.code.size(len(part))
         for row, scales in zip(theirs, received, strict=True):
-            self._decode(row[self.head :][:own], scales[: len(self.own_runs) - 1], self.own_runs, part, add=True)
+            codes, scales = row[self.head :][:own], scales[: len(self.own_runs) - 1]
+            self._decode(self.code, codes, scales, self.own_runs, part, add=True)
         part *= 1.0 / self.ranks
         error = torch.empty_like(part)
-        scales = self._encode(part, self.own_runs, self.reply[self.head :][:own], error)
+        codes = self.reply[self.head :][: self.mean_code.size(len(part))]
+        scales = self._encode(self.mean_code, part, self.own_runs, codes, error)
         # An error in the average is ``ranks`` times as large in the sum.
         self.quantization_error[self.begin : self.end].add_(error, alpha=self.ranks)
         header = torch.zeros(self.columns, dtype=torch.bfloat16, device=self.device)
@@ -130,21 +136,21 @@ class _RingChannel(Channel):
 
         rows = (yield allgather(self.reply, "values")).view(self.ranks, -1)
         received = self._scales(rows)
-        codes = rows[:, self.head :].reshape(-1)[:everything]
-        self._decode(codes, received.view(-1)[self.place], self.runs, self.mean, add=False)
+        codes = rows[:, self.head :].reshape(-1)[: self.mean_code.size(self.count)]
+        self._decode(self.mean_code, codes, received.view(-1)[self.place], self.runs, self.mean, add=False)
         invalidate(self.mean, received.isnan().any())
         return self.mean, self.quantization_error
 
-    def _encode(self, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:
+    def _encode(self, code: Code, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:
         """Writes codes and errors; returns the scales as they are sent."""
-        scale, kind = self.code.fitted(Moments(values, runs))
+        scale, kind = code.fitted(Moments(values, runs))
         # bfloat16 has 8 bits: if it rounded down, the largest magnitude of a run would be clipped.
-        scale = (scale * (1.0 + 2.0**-8) if self.code.peak else scale).bfloat16()
-        self.code.encode(values, scale.float(), kind, runs, codes, error)
+        scale = (scale * (1.0 + 2.0**-8) if code.peak else scale).bfloat16()
+        code.encode(values, scale.float(), kind, runs, codes, error)
         return torch.where(kind > 0, -scale, scale)
 
-    def _decode(self, codes: Tensor, scales: Tensor, runs: Tensor, values: Tensor, add: bool) -> None:
-        self.code.decode(codes, bounded(scales.float().abs()), (scales < 0).long(), runs, values, add)
+    def _decode(self, code: Code, codes: Tensor, scales: Tensor, runs: Tensor, values: Tensor, add: bool) -> None:
+        code.decode(codes, bounded(scales.float().abs()), (scales < 0).long(), runs, values, add)
 
     def _scales(self, rows: Tensor) -> Tensor:
         """The scales in the headers of all rows: bfloat16, (ranks, columns)."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..codecs.coded_ring import CodedRing
 from ..codecs.packed import WideLloyd
-from ..engine.arguments import NamedParameters
+from ..engine.arguments import NamedParameters, check_integer
 from .every_entry import EveryEntry
 
 
@@ -19,16 +19,16 @@ class Quantized(EveryEntry):
         s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-b; 2 bytes, sent with the codes
         Q(x) = s L[c]                                      the level nearest to x / s: c, of b bits
         m   = mean_i Q(a_i)                                on the rank that owns this part of the entries
-        g   = Q(m)                                         with the scales of m, from the owner to all
-        r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q(m))
+        g   = Q'(m)                                        with the scales of m, from the owner to all
+        r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q'(m))
 
     L are the Lloyd-Max levels of a Gaussian, which have the least mean squared error at p = 0 (Max 1960; Lloyd 1982);
-    with 1 bit, -0.8 and 0.8. At p = 1 nothing would be clipped. Error feedback for both encodings is that of
-    DoubleSqueeze (Tang et al., ICML 2019). Ours: the levels; the scale between both, since what is clipped piles up
-    until it is sent; scales of their own in both directions; the owner's error in its own residual.
+    with 1 bit, -0.8 and 0.8. At p = 1 nothing would be clipped. Q' has ``mean_bits``. Error feedback for both encodings
+    is that of DoubleSqueeze (Tang et al., ICML 2019). Ours: the levels; the scale between both, since what is clipped
+    piles up until it is sent; scales of their own in both directions; the owner's error in its own residual.
 
-    A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. With :class:`~hvd_compress.LocalSteps`, the
-    entries are differences of weights.
+    A rank sends ``(N - 1) / N ((bits + mean_bits) / 8 + 4 / run)`` bytes an entry. With
+    :class:`~hvd_compress.LocalSteps`, the entries are differences of weights.
 
     Example::
 
@@ -39,6 +39,8 @@ class Quantized(EveryEntry):
 
     Args:
         bits: per entry, 1 to 8.
+        mean_bits: per entry of the average, 1 to 8; None: ``bits``. In the average the errors of the ranks' own
+            encodings cancel in part, that of this one does not: with ``bits=1``, 2 are worth their bytes.
         run: entries that share a scale, at least 8.
         error_feedback: keep both quantization errors for the next step. Without it, they are lost.
 
@@ -50,10 +52,11 @@ class Quantized(EveryEntry):
         named_parameters: NamedParameters,
         bits: int = 4,
         *,
+        mean_bits: int | None = None,
         run: int = 512,
         error_feedback: bool = True,
         **common: Any,
     ) -> None:
-        super().__init__(
-            named_parameters, values=CodedRing(WideLloyd(bits), run), error_feedback=error_feedback, **common
-        )
+        mean = None if mean_bits is None else WideLloyd(check_integer("mean_bits", mean_bits, 1, 8))
+        codec = CodedRing(WideLloyd(bits), run, mean)
+        super().__init__(named_parameters, values=codec, error_feedback=error_feedback, **common)

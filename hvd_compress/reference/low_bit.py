@@ -7,8 +7,8 @@ its weights w_i, its residual r_i, and the common weights A, which have the same
     s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-bits; bfloat16, one for each run
     Q(x) = s L[c]                                      the level nearest to x / s; L: Lloyd-Max levels of a Gaussian
     m   = mean_i Q(a_i)                                on the rank that owns this part of the entries
-    r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q(m))
-    A   = A + Q(m);  w_i = A
+    r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q'(m))
+    A   = A + Q'(m);  w_i = A                          Q': Q with ``mean_bits``
 
 A bucket is consecutive parameters, last one first, each padded with zeros to a multiple of 256 entries. It is cut into
 N parts of a multiple of eight entries, and these into runs: at most ``run`` entries of one parameter. For each bucket:
@@ -16,12 +16,13 @@ N parts of a multiple of eight entries, and these into runs: at most ``run`` ent
 1. Rank i encodes a_i. Its message to rank j: the scales of the runs of part j, then the codes of the entries.
 2. ``all_to_all``: rank i receives all ranks' messages of part i, decodes them, and averages: m.
 3. Rank i encodes m in the same way. The errors of both encodings become its residual.
-4. ``all_gather``: all ranks receive the messages of all parts and decode them: Q(m), which moves A.
+4. ``all_gather``: all ranks receive the messages of all parts and decode them: Q'(m), which moves A.
 
 5. Tensors of one dimension or less than 1024 entries: A moves by the mean of w_i - A, float16, with ``all_reduce``.
 
-A rank sends ``2 (N - 1) / N (bits / 8 + 2 / run)`` bytes an entry. Assumed here, and checked or provided for by the
-package: float32 parameters without gaps in memory, the same on all ranks at the beginning; N > 1; finite differences.
+A rank sends ``(N - 1) / N ((bits + mean_bits) / 8 + 4 / run)`` bytes an entry. Assumed here, and checked or provided
+for by the package: float32 parameters without gaps in memory, the same on all ranks at the beginning; N > 1; finite
+differences.
 
 Example::
 
@@ -115,12 +116,14 @@ def flat(parameter: Tensor) -> Tensor:
 
 
 class LowBit:
-    """Local steps, as above. ``bucket``: its entries, unless a single parameter has more."""
+    """Local steps, as above. ``mean_bits``: None for ``bits``. ``bucket``: its entries, or a single parameter's."""
 
     def __init__(
-        self, parameters: Iterable[Tensor], period: int, group: Any, bits: int = 2, run: int = 512, bucket: int = 2**23
-    ) -> None:
-        self.period, self.group, self.run, self.levels, self.calls = period, group, run, lloyd_max(bits), 0
+        self, parameters: Iterable[Tensor], period: int, group: Any, bits: int = 2, mean_bits: int | None = None,
+        run: int = 512, bucket: int = 2**23,
+    ) -> None:  # fmt: skip
+        self.period, self.group, self.run, self.calls = period, group, run, 0
+        self.levels, self.mean_levels = lloyd_max(bits), lloyd_max(mean_bits or bits)
         self.common = {p: flat(p).clone() for p in reversed([p for p in parameters if p.requires_grad])}
         self.small = [p for p in self.common if p.dim() < 2 or p.numel() < 1024]
         self.buckets, filled = list[dict[Tensor, Tensor]](), bucket  # of parameters and their residuals
@@ -148,17 +151,19 @@ class LowBit:
         group, sizes = self.group, [len(residual) for residual in residuals.values()]
         a = torch.cat([r + pad(flat(p) - self.common[p], (0, len(r) - p.numel())) for p, r in residuals.items()])
         parts = [lengths.to(a.device) for lengths in parts_of(sizes, self.run, group.size)]
-        own, code = parts[group.rank], (self.levels.to(a.device), max(map(len, parts)))
+        own, most = parts[group.rank], max(map(len, parts))
+        code, of_mean = ((levels.to(a.device), most) for levels in (self.levels, self.mean_levels))
         values = torch.split(a, [int(lengths.sum()) for lengths in parts])  # 1
         rows, sent = zip(*[encode(x, lengths, *code) for x, lengths in zip(values, parts, strict=True)], strict=True)
         messages = group.all_to_all(pad_sequence(list(rows), batch_first=True))  # 2
         m = reduce(torch.add, [decode(row, own, *code) for row in messages]) * (1.0 / group.size)
-        row, average = encode(m, own, *code)  # 3
+        row, average = encode(m, own, *of_mean)  # 3
         a -= torch.cat(sent)
         values[group.rank].add_(m - average, alpha=group.size)
         residuals.update(zip(residuals, torch.split(a, sizes), strict=True))
-        messages = group.all_gather(pad(row, (0, messages.shape[1] - len(row))))  # 4
-        means = torch.cat([decode(row, lengths, *code) for row, lengths in zip(messages, parts, strict=True)])
+        longest = max(map(len, values)) // 8 * (len(self.mean_levels).bit_length() - 1) + 2 * most
+        messages = group.all_gather(pad(row, (0, longest - len(row))))  # 4
+        means = torch.cat([decode(row, lengths, *of_mean) for row, lengths in zip(messages, parts, strict=True)])
         return list(torch.split(means, sizes))
 
     def move(self, parameters: Iterable[Tensor], averages: Iterable[Tensor]) -> None:

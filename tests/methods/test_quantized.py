@@ -89,11 +89,14 @@ def test_a_channel_holds_nothing_from_step_to_step():
 @pytest.mark.parametrize("ranks", [1, 3, 16])
 @pytest.mark.parametrize("sizes", [[1024], [256, 1280, 256], [8]])
 def test_messages_have_room_for_the_runs_of_every_part(sizes, ranks):
-    codec = CodedRing(WideLloyd(3), 100)
+    codec = CodedRing(WideLloyd(3), 100, WideLloyd(5))
     channels = [codec.channel(len(sizes), ranks, rank, torch.device("cpu")) for rank in range(ranks)]
     for channel in channels:
         channel.set_group_sizes(sizes)
-        assert channel.reply.numel() == codec.message_size(sizes, ranks)
+        assert codec.messages(sizes, ranks) == [
+            ("alltoall", channel.message.numel()),
+            ("allgather", channel.reply.numel()),
+        ]
         assert len(channel.own_runs) - 1 <= channel.columns
         assert channel.own_runs.diff().max() <= 100 if len(channel.own_runs) > 1 else channel.begin == channel.end
     assert sum(c.end - c.begin for c in channels) == sum(sizes)

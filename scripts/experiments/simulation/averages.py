@@ -16,13 +16,14 @@ class Average:
         like: (runs, ranks, entries).
         start: entries before it are averaged in float32.
         bits: of the others, with error feedback both ways; 0: float32.
+        finer: how many bits more the mean has.
     """
 
-    def __init__(self, like: Tensor, layout: Layout, start: int, bits: int) -> None:
+    def __init__(self, like: Tensor, layout: Layout, start: int, bits: int, finer: int = 0) -> None:
         self._start = start if bits else like.shape[-1]
         rest = like[..., self._start :]
         lengths = layout.run_lengths(self._start)[: rest.shape[-1] // RUN]
-        self._feedback = Feedback(rest, lengths, bits) if bits else None
+        self._feedback = Feedback(rest, lengths, bits, finer) if bits else None
 
     def mean(self, tensors: Tensor) -> Tensor:
         """(runs, entries) of (runs, ranks, entries)."""
@@ -40,24 +41,24 @@ class Feedback:
         lengths: of the entries that share a scale; what follows in :data:`RUN` entries is padding.
     """
 
-    def __init__(self, like: Tensor, lengths: list[int], bits: int) -> None:
+    def __init__(self, like: Tensor, lengths: list[int], bits: int, finer: int = 0) -> None:
         self.residuals, self.owners = torch.zeros_like(like), torch.zeros_like(like[:, 0])
-        self._levels = lloyd_max(bits).to(like.device)
+        self._levels, self._answers = (lloyd_max(n).to(like.device) for n in (bits, bits + finer))
         self._lengths = torch.tensor(lengths, dtype=torch.float64, device=like.device)
         is_padded = any(length < RUN for length in lengths)
         self._mask = torch.arange(RUN, device=like.device) < self._lengths[:, None] if is_padded else None
 
     def mean(self, tensors: Tensor) -> Tensor:
         wanted = self.residuals + tensors
-        sent = self._rounded(wanted)
+        sent = self._rounded(wanted, self._levels)
         self.residuals = wanted.sub_(sent)
         mean = sent.mean(1) + self.owners
-        answer = self._rounded(mean)
+        answer = self._rounded(mean, self._answers)
         self.owners = mean.sub_(answer)
         return answer
 
-    def _rounded(self, tensors: Tensor) -> Tensor:
-        result = rounded(tensors.unflatten(-1, (-1, RUN)), self._lengths, self._levels)
+    def _rounded(self, tensors: Tensor, levels: Tensor) -> Tensor:
+        result = rounded(tensors.unflatten(-1, (-1, RUN)), self._lengths, levels)
         return (result if self._mask is None else result * self._mask).flatten(-2)
 
 

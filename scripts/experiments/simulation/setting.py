@@ -20,14 +20,18 @@ class Setting:
     Args:
         ranks: 1: dense training.
         rate: the peak learning rate.
-        period: steps between two averages of the weights.
+        period: steps between two averages of the weights, on average.
+        power: averages come after equal shares of the sum of the learning rate to this power; 0: of the steps, 2: as
+            the quadratic synchronization rule (arXiv 2310.14423).
         bits: of an entry of their differences; 0: float32.
+        finer: how many bits more an entry of a rounded mean has.
         others: None if all parameters take local steps; or the bits in which the gradients of all but the hidden
             matrices are averaged over the ranks in each step, before the ranks normalise them; 0: float32.
         task: a key of :data:`TASKS`.
         optimizer: ``"muon"`` for the hidden matrices, or ``"adamw"`` for all parameters.
         seed: of the initial weights and the batches.
-        restore_length: as of :class:`hvd_compress.LocalSteps`.
+        restore_length, outer_rate, outer_momentum: as of :class:`hvd_compress.LocalSteps`, whose ``outer_lr`` the
+            second is.
         windows: of a step, of all ranks together; None: the task's.
     """
 
@@ -41,6 +45,10 @@ class Setting:
     seed: int = 0
     restore_length: bool = False
     windows: int | None = None
+    power: float = 0.0
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    finer: int = 0
 
 
 @dataclass(frozen=True)

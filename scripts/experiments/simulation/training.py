@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import torch
@@ -45,12 +45,15 @@ def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tenso
     weights = common[:, None].repeat(1, first.ranks, 1)
     optimizer = optimizers.build(first.optimizer, task, layout, weights)
     # What all ranks have in common already is not rounded again.
-    progress = Average(weights, layout, layout.compressed if first.others is None else layout.matrices, first.bits)
+    progress = Average(
+        weights, layout, layout.compressed if first.others is None else layout.matrices, first.bits, first.finer
+    )
     others = weights[..., : layout.matrices]
-    shared = None if first.others is None else Average(others, layout, layout.compressed, first.others)
+    shared = None if first.others is None else Average(others, layout, layout.compressed, first.others, first.finer)
     lengths = Lengths(layout, device) if first.restore_length else None
     decay = decays(task, layout, device)
     rates = torch.tensor([[task.rate(step, s.rate) for s in settings] for step in range(task.steps)], device=device)
+    last, velocity = exchanges(task, first), torch.zeros_like(common)
     for step in range(task.steps):
         gradient = gradients(layout, weights.flatten(0, 1), tokens[step].flatten(0, 1)).view_as(weights)
         if task.clip is not None:  # before the gradients of the others are averaged: ranks move these alike
@@ -59,14 +62,24 @@ def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tenso
             gradient[..., : layout.matrices] = shared.mean(gradient[..., : layout.matrices])[:, None]
         rate = rates[step, :, None, None]
         weights.mul_(1 - rate * decay).addcmul_(rate, optimizer.update(gradient), value=-1)
-        if (step + 1) % first.period and step + 1 < task.steps:
+        if step not in last:
             continue
         differences = weights - common[:, None]
         mean = progress.mean(differences)
         if lengths is not None:
             mean *= lengths.factors(differences, mean)
-        common += mean
+        velocity.mul_(first.outer_momentum).add_(mean)
+        common.add_(mean, alpha=first.outer_rate).add_(velocity, alpha=first.outer_rate * first.outer_momentum)
         weights.copy_(common[:, None].expand_as(weights))
+
+
+def exchanges(task: Task, setting: Setting) -> set[int]:
+    """The steps after which weights are averaged. While the learning rate rises, as if it had risen."""
+    rates = (task.rate(max(step, task.warm_up), 1.0) for step in range(task.steps))
+    shares = list(accumulate(rate**setting.power for rate in rates))
+    rounds = task.steps / setting.period
+    passed = [math.floor(share / shares[-1] * rounds + 1e-9) for share in shares]
+    return {step for step in range(task.steps) if passed[step] > (passed[step - 1] if step else 0)} | {task.steps - 1}
 
 
 def initial_weights(task: Task, settings: Sequence[Setting], device: torch.device) -> tuple[Tensor, Layout]:
