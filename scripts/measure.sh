@@ -428,6 +428,9 @@ case $experiment in
     "$python" scripts/experiments/gradient_errors.py record --host threads --data text --model gpt --optimizer muon --lr 3e-3 \
       --epochs 15 --batch-size 8 --local-steps 8 --max-steps 480 --moments 0.4 --count 20 --out "$out/muon"
     "$python" scripts/experiments/gradient_errors.py feedback "$out/muon"
+    for bits in 1 2; do
+      "$python" scripts/experiments/gradient_errors.py feedback "$out/muon" --bits $bits --mean-bits $((bits + 1)) --runs 512
+    done
     "$python" scripts/experiments/gradient_errors.py feedback "$out/muon" --transform --runs 512
     ;;
 esac

@@ -34,6 +34,7 @@ from experiment.hosts import Host
 from torch import Tensor
 
 from hvd_compress import ops
+from hvd_compress.cli.wire import sent
 from hvd_compress.codecs.codebooks import grid_step
 from hvd_compress.codecs.coded_ring import CodedRing
 from hvd_compress.codecs.packed import Code, Lloyd, RangeFloat, WideLloyd
@@ -287,17 +288,17 @@ def feedback(codec: CodedRing, exchanges: list[Tensor], sizes: list[int]) -> dic
         norms.append(torch.stack([part.double().norm() for part in parts]))
     error, unsent, exact, held, own = torch.stack(norms[SETTLED:]).square().sum(0).sqrt().tolist()
     measured = {"error": error / exact, "unsent": unsent / exact, "residual": held / own}
-    bits = 8 * codec.messages(sizes, ranks)[0][1] / sum(sizes)
+    bits = 8 * sent(codec.messages(sizes, ranks), ranks) / (2 * (ranks - 1) / ranks * sum(sizes))
     return {"bits sent": f"{bits:.2f}", **{name: f"{value:.4f}" for name, value in measured.items()}}
 
 
-def feedback_table(folder: Path, bits: list[int], runs: list[int], transform: bool) -> str:
+def feedback_table(folder: Path, bits: list[int], mean_bits: int | None, runs: list[int], transform: bool) -> str:
     exchanges, sizes = in_sequence(folder)
     if len(exchanges) <= SETTLED:
         raise SystemExit(f"{folder} holds {len(exchanges)} exchanges; record more than {SETTLED} with --count")
     if transform:
         exchanges = [transformed(exchange) for exchange in exchanges]
-    codecs = [CodedRing(WideLloyd(b), run) for b in bits for run in runs]
+    codecs = [CodedRing(WideLloyd(b), run, WideLloyd(mean_bits or b)) for b in bits for run in runs]
     return table.markdown([{"codec": codec.name, **feedback(codec, exchanges, sizes)} for codec in codecs])
 
 
@@ -308,6 +309,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("command", choices=("record", "errors", "feedback"))
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4, 8], help="of feedback")
+    parser.add_argument("--mean-bits", type=int, help="of feedback (default: as --bits)")
     parser.add_argument("--runs", type=int, nargs="+", default=[64, 256, 512, 1024, 4096], help="of feedback")
     parser.add_argument("--transform", action="store_true", help="of feedback")
     args = parser.parse_args(argv)
@@ -315,7 +317,7 @@ def main(argv: list[str]) -> int:
         print(f"Relative error of rank 0's gradient.\n\n{error_table(args.folders)}")
         print(f"\n38 of 256 kept, values exact: relative error.\n\n{frequency_table(args.folders)}")
     else:
-        print(feedback_table(args.folders[0], args.bits, args.runs, args.transform))
+        print(feedback_table(args.folders[0], args.bits, args.mean_bits, args.runs, args.transform))
     return 0
 
 

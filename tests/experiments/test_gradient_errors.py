@@ -70,5 +70,8 @@ def test_tables_of_what_was_recorded(tmp_path, capsys):
     assert errors.main(["feedback", str(tmp_path), "--bits", "2", "4", "--runs", "512"]) == 0
     two, four = capsys.readouterr().out.splitlines()[2:]
     assert float(two.split("|")[3]) > 2 * float(four.split("|")[3]) and " 4.0" in four
+    assert errors.main(["feedback", str(tmp_path), "--bits", "2", "--mean-bits", "4", "--runs", "512"]) == 0
+    mixed = capsys.readouterr().out.splitlines()[2]
+    assert float(four.split("|")[3]) < float(mixed.split("|")[3]) < float(two.split("|")[3]) and " 3.0" in mixed
     with pytest.raises(SystemExit, match="holds no step"):
         errors.main(["errors", str(tmp_path / "nowhere")])
