@@ -5,6 +5,7 @@ import json
 import math
 import string
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -196,11 +197,43 @@ class Devices(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("change", [{"ranks": 2, "bits": 0, "period": 1}, {"period": 4}, {"restore_length": True}])
+@pytest.mark.parametrize(
+    "change",
+    [{"ranks": 2, "bits": 0, "period": 1}, {"period": 4}, {"restore_length": True}]
+    + [{"finer": 1}, {"outer_rate": 0.5}, {"outer_momentum": 0.5}],
+    ids=str,
+)
 def test_what_is_sent_changes_the_run(change, folder):
     setting = Setting(4, 1e-2, period=2, task="nanogpt", bits=1)
     before, after = simulate(folder, setting) + simulate(folder, replace(setting, **change))
     assert abs(before - after) > 1e-4 * before
+
+
+@pytest.mark.parametrize("power", [0, 1])
+def test_averages_come_after_equal_shares_of_the_rate(power):
+    task, setting = TASKS["gpt"], Setting(period=5, power=power)
+    found = sorted(training.exchanges(task, setting))
+    assert found[-1] == task.steps - 1 and abs(len(found) - task.steps / 5) <= 1
+    gaps = [later - before for before, later in pairwise(found)]
+    early, late = gaps[:20], gaps[-20:]
+    if power:
+        assert max(early) < 5 < min(late)
+    else:
+        assert found == list(range(4, task.steps, 5))
+
+
+def test_averages_move_the_weights_as_the_outer_optimizer_does(folder):
+    """One average: by the mean, times outer_rate (1 + outer_momentum)."""
+    task, settings = TASKS["gpt"], [Setting(2, 1e-2, period=4, bits=0)]
+    start, layout = training.initial_weights(task, settings, CPU)
+    tokens = training.batches(task.text(folder), task, settings, CPU)
+    moved = []
+    for rate, momentum in ((1.0, 0.0), (0.7, 0.9)):
+        common = start.clone()
+        changed = [replace(settings[0], outer_rate=rate, outer_momentum=momentum)]
+        training.train(task, changed, layout, common, tokens)
+        moved.append(common - start)
+    torch.testing.assert_close(moved[1], moved[0] * (0.7 * 1.9), rtol=1e-4, atol=1e-6)
 
 
 def test_different_trainings_are_not_one_batch(folder):
@@ -270,6 +303,7 @@ def test_bytes_are_those_of_the_bits_that_each_part_has_in_a_step():
     assert tables.fewer_bytes(Setting()) == pytest.approx(32 / (2 / 3))
     assert tables.fewer_bytes(Setting(period=1, bits=0, others=0)) == 1
     assert tables.fewer_bytes(Setting(period=5, bits=1)) == pytest.approx(160)
+    assert tables.fewer_bytes(Setting(period=5, bits=1, finer=1)) == pytest.approx(160 / 1.5)
     # An eighth of the parameters are the others: 31,200 of 252,384.
     mixed = 32 * 252_384 / (221_184 * 2 / 3 + 31_200 * 8)
     assert tables.fewer_bytes(Setting(others=8)) == pytest.approx(mixed)
@@ -291,6 +325,9 @@ def test_every_table_shows_all_of_its_runs():
         if name == "rates":
             assert len(empty) == len(tables.APART)
             assert all(row["0.002" if "dense" not in row.values() else "0.009"] == "-" for row in empty)
+        elif name == "ranks":
+            shown = [cell for row in table.rows(runs) for column, cell in row.items() if column.endswith(" ranks")]
+            assert sum(cell != "-" for cell in shown) == sum(map(len, tables.SENT.values()))
         else:
             assert not empty
         shown = table.rows(runs)

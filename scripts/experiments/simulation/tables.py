@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
 from experiment import models
 
@@ -61,7 +61,8 @@ APART = (
             Setting(),
             Setting(period=2),
             Setting(others=2),
-            Setting(period=4, others=2),
+            Setting(period=4, bits=1, finer=1, others=2),
+            Setting(period=4, bits=1, finer=1, others=2, power=1),
             Setting(others=8),
         )
     ),
@@ -93,8 +94,19 @@ def rates_rows(runs: Runs) -> list[Row]:
     return lines
 
 
-#: What is sent, simulated on each number of RANKS.
-SENT, RANKS = (Setting(), Setting(others=8), Setting(period=5, bits=1), Setting(period=15, bits=1)), (4, 16)
+#: What is sent, simulated with one seed, and on how many ranks.
+SENT = {
+    Setting(): (2, 4, 8, 16),
+    Setting(others=8): (4, 16, 32),
+    Setting(period=2, bits=1, finer=1): (4, 16),
+    Setting(period=5, bits=0): (4,),
+    Setting(period=5, bits=1): (4, 16),
+    Setting(period=5, bits=1, finer=1): (4,),
+    Setting(period=8, bits=1, finer=1): (4, 16),
+    Setting(period=15, bits=0): (4,),
+    Setting(period=15, bits=1): (4, 16),
+    Setting(period=30, bits=0, optimizer="adamw", outer_rate=0.7, outer_momentum=0.9): (2, 4, 8, 16),
+}
 
 
 def ranks_rows(runs: Runs) -> list[Row]:
@@ -102,7 +114,7 @@ def ranks_rows(runs: Runs) -> list[Row]:
     dense, lines = best(runs, DENSE, DENSE_RATES, (0,)), []
     for setting in SENT:
         line = {"what is sent": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
-        for ranks in RANKS:
+        for ranks in sorted(set(chain(*SENT.values()))):
             value = best(runs, replace(setting, ranks=ranks), RATES, (0,))
             line[f"{ranks} ranks"] = over(value, dense) + (f" ({value.rate:g})" if value and dense else "")
         lines.append(line)
@@ -176,7 +188,7 @@ TABLES = {
     "ranks": Table(
         [
             *repeated(DENSE, DENSE_RATES, (0,)),
-            *(run for s in SENT for n in RANKS for run in repeated(replace(s, ranks=n), RATES, (0,))),
+            *(run for s, counts in SENT.items() for n in counts for run in repeated(replace(s, ranks=n), RATES, (0,))),
         ],
         ranks_rows,
     ),
@@ -190,16 +202,31 @@ def fewer_bytes(setting: Setting) -> float:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     matrices = sum(sizes[name] for name in models.hidden_matrices(model))
     rest = sum(sizes.values()) - matrices
-    local = (setting.bits or 32) / setting.period
-    every = local if setting.others is None else setting.others or 32
+    local = both_ways(setting.bits, setting.finer) / setting.period
+    every = local if setting.others is None else both_ways(setting.others, setting.finer)
     return 32 * (matrices + rest) / (matrices * local + rest * every)
+
+
+def both_ways(bits: int, finer: int) -> float:
+    """Bits of an entry, the mean of those to its owner and those from it."""
+    return bits + finer / 2 if bits else 32
 
 
 def title(setting: Setting) -> str:
     if setting.ranks == 1:
         return "dense"
-    values = f"in {setting.bits} bits" if setting.bits > 1 else "in 1 bit" if setting.bits else "in float32"
-    local = f"every {setting.period} steps {values}" if setting.period > 1 else f"every step {values}"
+    local = f"every {setting.period} steps" if setting.period > 1 else "every step"
+    local += ", fewer at the end," * bool(setting.power)
+    local += f" in {values(setting.bits, setting.finer)}"
+    if setting.outer_momentum:
+        return f"DiLoCo: weights {local}"
     if setting.others is None:
         return f"weights {local}"
-    return f"matrices {local}; gradients of the others in {f'{setting.others} bits' if setting.others else 'float32'}"
+    return f"matrices {local}; gradients of the others in {values(setting.others, setting.finer)}"
+
+
+def values(bits: int, finer: int) -> str:
+    """ "1/2 bits": the ranks' own values in 1 bit, their means in 2."""
+    if not bits:
+        return "float32"
+    return f"{bits}{f'/{bits + finer}' * bool(finer)} bit{'s' * (bits + finer > 1)}"
