@@ -222,6 +222,7 @@ case $experiment in
     optimizer=muon gpt none@muon 2e-3,3e-3,4.5e-3 "" "" --seeds 0,1,2
     local_muon 45 3 2 3e-3,4.5e-3,6e-3 --seeds 0,1,2
     local_muon 150 5 1 2e-3,3e-3,4.5e-3,6e-3 --seeds 0,1,2
+    local_muon 170 8 "1 --mean-bits 2" 3e-3,4.5e-3,6e-3 --seeds 0,1,2
     local_muon 500 16 1 3e-3,6e-3
     optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
@@ -391,6 +392,7 @@ case $experiment in
     local_rows 47 3 2 --fragments 3 --delay 1
     local_rows 151 5 1 --fragments 5 --delay 1
     local_rows 483 16 1 --fragments 4 --delay 4
+    row ddp-quantized@171 "$(few_bits 8 1 --mean-bits 2)"
     share() {  # RATES
       exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 60 --methods "$(IFS=,; echo "${methods[*]}")" \
         "${options[@]}" --json "$out/runs.jsonl/$1"
