@@ -20,9 +20,9 @@ class CodedRing(Codec):
     """A reduce-scatter and an allgather of codes, as in CGX (Markov et al., 2022), with the sender's scales.
 
     1. Every rank encodes its values and sends each part of them to the rank that owns the part (alltoall).
-    2. The owner decodes the codes of all ranks and averages them.
-    3. It encodes the average and sends it to all (allgather); N times the error of this second encoding is added to its
-       own quantization error.
+    2. The owner decodes the codes of the other ranks and averages them with its own values, which are not rounded.
+    3. It encodes the average and sends it to all (allgather); N times the error of this encoding is its own quantization
+       error in its part.
 
     Nothing is kept from step to step. Each collective has ``bits / 8`` bytes a value and 2 bytes a run.
 
@@ -121,7 +121,10 @@ class _RingChannel(Channel):
 
         part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
         received, own = self._scales(theirs), self.code.size(len(part))
-        for row, scales in zip(theirs, received, strict=True):
+        for sender, (row, scales) in enumerate(zip(theirs, received, strict=True)):
+            if sender == self.rank:
+                part += values[self.begin : self.end]
+                continue
             codes, scales = row[self.head :][:own], scales[: len(self.own_runs) - 1]
             self._decode(self.code, codes, scales, self.own_runs, part, add=True)
         part *= 1.0 / self.ranks
@@ -129,7 +132,7 @@ class _RingChannel(Channel):
         codes = self.reply[self.head :][: self.mean_code.size(len(part))]
         scales = self._encode(self.mean_code, part, self.own_runs, codes, error)
         # An error in the average is ``ranks`` times as large in the sum.
-        self.quantization_error[self.begin : self.end].add_(error, alpha=self.ranks)
+        torch.mul(error, self.ranks, out=self.quantization_error[self.begin : self.end])
         header = torch.zeros(self.columns, dtype=torch.bfloat16, device=self.device)
         header[: len(scales)] = scales
         self.reply[: self.head] = header.masked_fill_(received.isnan().any(), float("nan")).view(torch.uint8)

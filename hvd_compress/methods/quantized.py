@@ -18,9 +18,9 @@ class Quantized(EveryEntry):
         a_i = r_i + g_i
         s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-b; 2 bytes, sent with the codes
         Q(x) = s L[c]                                      the level nearest to x / s: c, of b bits
-        m   = mean_i Q(a_i)                                on the rank that owns this part of the entries
+        m   = (a_o + sum_i Q(a_i)) / N                     on the rank o that owns this part of the entries, over the others
         g   = Q'(m)                                        with the scales of m, from the owner to all
-        r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q'(m))
+        r_i = a_i - Q(a_i);  r_o = N (m - Q'(m))
 
     L are the Lloyd-Max levels of a Gaussian, which have the least mean squared error at p = 0 (Max 1960; Lloyd 1982);
     with 1 bit, -0.8 and 0.8. At p = 1 nothing would be clipped. Q' has ``mean_bits``. Error feedback for both encodings

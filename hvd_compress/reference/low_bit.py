@@ -6,15 +6,15 @@ its weights w_i, its residual r_i, and the common weights A, which have the same
     a_i = r_i + (w_i - A)
     s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-bits; bfloat16, one for each run
     Q(x) = s L[c]                                      the level nearest to x / s; L: Lloyd-Max levels of a Gaussian
-    m   = mean_i Q(a_i)                                on the rank that owns this part of the entries
-    r_i = a_i - Q(a_i);  r_owner = r_owner + N (m - Q'(m))
+    m   = (a_o + sum_i Q(a_i)) / N                     on the rank o that owns this part of the entries, over the others
+    r_i = a_i - Q(a_i);  r_o = N (m - Q'(m))
     A   = A + Q'(m);  w_i = A                          Q': Q with ``mean_bits``
 
 A bucket is consecutive parameters, last one first, each padded with zeros to a multiple of 256 entries. It is cut into
 N parts of a multiple of eight entries, and these into runs: at most ``run`` entries of one parameter. For each bucket:
 
 1. Rank i encodes a_i. Its message to rank j: the scales of the runs of part j, then the codes of the entries.
-2. ``all_to_all``: rank i receives all ranks' messages of part i, decodes them, and averages: m.
+2. ``all_to_all``: rank i receives all ranks' messages of part i, decodes the others', and averages with its own a_i: m.
 3. Rank i encodes m in the same way. The errors of both encodings become its residual.
 4. ``all_gather``: all ranks receive the messages of all parts and decode them: Q'(m), which moves A.
 
@@ -156,10 +156,12 @@ class LowBit:
         values = torch.split(a, [int(lengths.sum()) for lengths in parts])  # 1
         rows, sent = zip(*[encode(x, lengths, *code) for x, lengths in zip(values, parts, strict=True)], strict=True)
         messages = group.all_to_all(pad_sequence(list(rows), batch_first=True))  # 2
-        m = reduce(torch.add, [decode(row, own, *code) for row in messages]) * (1.0 / group.size)
+        decoded = [decode(row, own, *code) for row in messages]
+        decoded[group.rank] = values[group.rank]
+        m = reduce(torch.add, decoded) * (1.0 / group.size)
         row, average = encode(m, own, *of_mean)  # 3
         a -= torch.cat(sent)
-        values[group.rank].add_(m - average, alpha=group.size)
+        values[group.rank].copy_((m - average) * group.size)
         residuals.update(zip(residuals, torch.split(a, sizes), strict=True))
         longest = max(map(len, values)) // 8 * (len(self.mean_levels).bit_length() - 1) + 2 * most
         messages = group.all_gather(pad(row, (0, longest - len(row))))  # 4
