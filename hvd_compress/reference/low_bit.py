@@ -156,8 +156,7 @@ class LowBit:
         values = torch.split(a, [int(lengths.sum()) for lengths in parts])  # 1
         rows, sent = zip(*[encode(x, lengths, *code) for x, lengths in zip(values, parts, strict=True)], strict=True)
         messages = group.all_to_all(pad_sequence(list(rows), batch_first=True))  # 2
-        decoded = [decode(row, own, *code) for row in messages]
-        decoded[group.rank] = values[group.rank]
+        decoded = [values[i] if i == group.rank else decode(row, own, *code) for i, row in enumerate(messages)]
         m = reduce(torch.add, decoded) * (1.0 / group.size)
         row, average = encode(m, own, *of_mean)  # 3
         a -= torch.cat(sent)
