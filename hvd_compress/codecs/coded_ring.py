@@ -21,8 +21,8 @@ class CodedRing(Codec):
 
     1. Every rank encodes its values and sends each part of them to the rank that owns the part (alltoall).
     2. The owner decodes the codes of the other ranks and averages them with its own values, which are not rounded.
-    3. It encodes the average and sends it to all (allgather); N times the error of this encoding is its own quantization
-       error in its part.
+    3. It encodes the average and sends it to all (allgather); N times the error of this encoding is its own
+       quantization error in its part.
 
     Nothing is kept from step to step. Each collective has ``bits / 8`` bytes a value and 2 bytes a run.
 

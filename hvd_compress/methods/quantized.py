@@ -18,14 +18,14 @@ class Quantized(EveryEntry):
         a_i = r_i + g_i
         s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-b; 2 bytes, sent with the codes
         Q(x) = s L[c]                                      the level nearest to x / s: c, of b bits
-        m   = (a_o + sum_i Q(a_i)) / N                     on the rank o that owns this part of the entries, over the others
+        m   = (a_o + sum Q(a_i)) / N                       on the owner o of this part of the entries; i: the others
         g   = Q'(m)                                        with the scales of m, from the owner to all
         r_i = a_i - Q(a_i);  r_o = N (m - Q'(m))
 
     L are the Lloyd-Max levels of a Gaussian, which have the least mean squared error at p = 0 (Max 1960; Lloyd 1982);
     with 1 bit, -0.8 and 0.8. At p = 1 nothing would be clipped. Q' has ``mean_bits``. Error feedback for both encodings
     is that of DoubleSqueeze (Tang et al., ICML 2019). Ours: the levels; the scale between both, since what is clipped
-    piles up until it is sent; scales of their own in both directions; the owner's error in its own residual.
+    piles up until it is sent; scales of their own in both directions; the owner's values, which it does not round.
 
     A rank sends ``(N - 1) / N ((bits + mean_bits) / 8 + 4 / run)`` bytes an entry. With
     :class:`~hvd_compress.LocalSteps`, the entries are differences of weights.

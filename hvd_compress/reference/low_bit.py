@@ -6,7 +6,7 @@ its weights w_i, its residual r_i, and the common weights A, which have the same
     a_i = r_i + (w_i - A)
     s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-bits; bfloat16, one for each run
     Q(x) = s L[c]                                      the level nearest to x / s; L: Lloyd-Max levels of a Gaussian
-    m   = (a_o + sum_i Q(a_i)) / N                     on the rank o that owns this part of the entries, over the others
+    m   = (a_o + sum Q(a_i)) / N                       on the owner o of this part of the entries; i: the others
     r_i = a_i - Q(a_i);  r_o = N (m - Q'(m))
     A   = A + Q'(m);  w_i = A                          Q': Q with ``mean_bits``
 
