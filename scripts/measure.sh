@@ -104,7 +104,7 @@ few_bits() {  # PERIOD BITS ARGUMENTS...: options of local steps in few bits, wi
   echo "--local-steps $1 --bits $2 --dense-values fp16 --unsent buffer ${*:3}"
 }
 
-local_muon() {  # NAME PERIOD BITS RATES ARGUMENTS...
+local_muon() {  # NAME PERIOD BITS RATES ARGUMENTS...; BITS may be followed by options
   local name=$1 period=$2 bits=$3 rates=$4; shift 4
   optimizer=muon gpt "quantized@$name" "$rates" "" "$(few_bits "$period" "$bits")" "$@"
 }

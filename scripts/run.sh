@@ -3,8 +3,8 @@
 # without Horovod, under torchrun.
 #   usage: run.sh [--gloo | --ddp] NP SCRIPT ARGS...
 # Ranks may outnumber the cores: each has one thread, and waiting ranks yield their core (mpi_yield_when_idle; without it a
-# wait takes ten times as long on shared cores). A stalled Horovod collective is reported and ends the job; Gloo's own
-# limit of 30 s is raised to that of the stall, since ranks on shared cores may be slow.
+# wait takes ten times as long on shared cores). A stalled Horovod collective is reported and ends the job. Gloo's own
+# limit, 30 s, is that of the stall, too, since ranks on shared cores may be slow.
 set -euo pipefail
 bin=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin
 launcher=--mpi
@@ -16,7 +16,7 @@ np=$1; shift
 export PATH=$bin:$PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 export HOROVOD_STALL_CHECK_TIME_SECONDS=${HOROVOD_STALL_CHECK_TIME_SECONDS:-30}
 export HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=${HOROVOD_STALL_SHUTDOWN_TIME_SECONDS:-120}
-export HOROVOD_GLOO_TIMEOUT_SECONDS=${HOROVOD_GLOO_TIMEOUT_SECONDS:-120}
+export HOROVOD_GLOO_TIMEOUT_SECONDS=${HOROVOD_GLOO_TIMEOUT_SECONDS:-$HOROVOD_STALL_SHUTDOWN_TIME_SECONDS}
 case $launcher in
   --ddp)
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}

@@ -24,7 +24,8 @@ class CodedRing(Codec):
     3. It encodes the average and sends it to all (allgather); N times the error of this encoding is its own
        quantization error in its part.
 
-    Nothing is kept from step to step. Each collective has ``bits / 8`` bytes a value and 2 bytes a run.
+    Nothing is kept from step to step. The alltoall has the bits of ``code``, the allgather those of ``mean_code``, and
+    each has 2 bytes a run.
 
     Args:
         code: how a value is encoded.
@@ -39,10 +40,12 @@ class CodedRing(Codec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", check_integer("run", self.run, 8))
+        if self.mean_code == self.code:
+            object.__setattr__(self, "mean_code", None)
 
     @property
     def name(self) -> str:
-        mean = f", averages in {self.of_mean.name}" if self.of_mean != self.code else ""
+        mean = f", averages in {self.mean_code.name}" if self.mean_code else ""
         return self.code.name + mean + (f", a scale for {self.run} values" if self.run != 512 else "")
 
     @property

@@ -39,10 +39,12 @@ class Quantized(EveryEntry):
 
     Args:
         bits: per entry, 1 to 8.
-        mean_bits: per entry of the average, 1 to 8; None: ``bits``. In the average the errors of the ranks' own
-            encodings cancel in part, that of this one does not: with ``bits=1``, 2 are worth their bytes.
+        mean_bits: per entry of the average, 1 to 8; None: ``bits``. The errors of the ranks' encodings cancel in part
+            in the average, the average's own error does not: with ``bits=1`` and local steps of a period up to 8, 2 are
+            worth their bytes.
         run: entries that share a scale, at least 8.
-        error_feedback: keep both quantization errors for the next step. Without it, they are lost.
+        error_feedback: keep both quantization errors for the next step. Without it, they are lost, and each part of the
+            average leans to the values of the rank that averages it.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """

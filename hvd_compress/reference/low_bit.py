@@ -15,7 +15,7 @@ N parts of a multiple of eight entries, and these into runs: at most ``run`` ent
 
 1. Rank i encodes a_i. Its message to rank j: the scales of the runs of part j, then the codes of the entries.
 2. ``all_to_all``: rank i receives all ranks' messages of part i, decodes the others', and averages with its own a_i: m.
-3. Rank i encodes m in the same way. The errors of both encodings become its residual.
+3. Rank i encodes m in the same way. Its residual: the errors of a_i in the other parts, N times that of m in its own.
 4. ``all_gather``: all ranks receive the messages of all parts and decode them: Q'(m), which moves A.
 
 5. Tensors of one dimension or less than 1024 entries: A moves by the mean of w_i - A, float16, with ``all_reduce``.
@@ -116,7 +116,7 @@ def flat(parameter: Tensor) -> Tensor:
 
 
 class LowBit:
-    """Local steps, as above. ``mean_bits``: None for ``bits``. ``bucket``: its entries, or a single parameter's."""
+    """Local steps, as above. ``mean_bits``: None for ``bits``. ``bucket``: entries, unless one tensor has more."""
 
     def __init__(
         self, parameters: Iterable[Tensor], period: int, group: Any, bits: int = 2, mean_bits: int | None = None,

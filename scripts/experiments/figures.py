@@ -39,7 +39,7 @@ RACES = {
 RACERS = {"none": "dense", "fp16": "fp16", "iwp": "IWP", "fft": "FFT"}
 #: The figure of text: label, experiment, and how the names of its runs begin.
 TEXT = {
-    "Muon: dense, local steps": ("gpt-muon", "none@muon-", "quantized@45-", "quantized@150-", "quantized@500-"),
+    "Muon: dense, local steps": ("gpt-muon", "none@muon-", "quantized@45-", "quantized@170-", "quantized@500-"),
     "AdamW, dense": ("gpt-adamw", "none-"),
     "DeMo, orthogonal": ("gpt-adamw", "demo@orthogonal-"),
     "DeMo": ("gpt-adamw", "demo-"),

@@ -34,7 +34,6 @@ from experiment.hosts import Host
 from torch import Tensor
 
 from hvd_compress import ops
-from hvd_compress.cli.wire import sent
 from hvd_compress.codecs.codebooks import grid_step
 from hvd_compress.codecs.coded_ring import CodedRing
 from hvd_compress.codecs.packed import Code, Lloyd, RangeFloat, WideLloyd
@@ -288,7 +287,8 @@ def feedback(codec: CodedRing, exchanges: list[Tensor], sizes: list[int]) -> dic
         norms.append(torch.stack([part.double().norm() for part in parts]))
     error, unsent, exact, held, own = torch.stack(norms[SETTLED:]).square().sum(0).sqrt().tolist()
     measured = {"error": error / exact, "unsent": unsent / exact, "residual": held / own}
-    bits = 8 * sent(codec.messages(sizes, ranks), ranks) / (2 * (ranks - 1) / ranks * sum(sizes))
+    (_, message), (_, reply) = codec.messages(sizes, ranks)
+    bits = 4 * (message + ranks * reply) / sum(sizes)
     return {"bits sent": f"{bits:.2f}", **{name: f"{value:.4f}" for name, value in measured.items()}}
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import Channel, Lanes, RangeFloat, codec
 from hvd_compress.codecs.codebooks import DISTRIBUTIONS, codebook, grid_step
+from hvd_compress.codecs.coded_ring import CodedRing
+from hvd_compress.codecs.packed import Plain
 from hvd_compress.engine import state
 
 NAMES = ["fp32", "fp16", "lanes2", "lanes4", "lanes16", "lloyd1", "lloyd4", "lloyd8", "range4", "range10", "range16"]
@@ -68,6 +70,24 @@ def test_errors_add_up(name, ranks):
         kept = ranks * means[0].double() + sum(rank["error"][step].double() for rank in seen)
         tolerance = 2e-2 if name == "fp16" else 1e-5  # the allreduce rounds to 16-bit floats
         torch.testing.assert_close(kept / SCALES, sent / SCALES, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["lloyd1", "lloyd4", "range10"])
+def test_a_rank_does_not_round_its_own_values_of_the_part_that_it_averages(name):
+    world, code = ThreadWorld(3, timeout=20), codec(name).code
+    exact = CodedRing(code, 512, Plain(32))
+
+    def body(rank: int) -> None:
+        channel = exact.channel(len(SLOTS), 3, rank, torch.device("cpu"))
+        channel.set_group_sizes(SLOTS)
+        values = torch.randn(COUNT, generator=torch.Generator().manual_seed(rank)) * SCALES
+        _, error, _ = drive(channel, world, rank, values, 0)
+        own = torch.zeros(COUNT, dtype=torch.bool)
+        own[channel.begin : channel.end] = True
+        relative = error / SCALES
+        assert relative[own].abs().max() < 1e-5 and relative[~own].norm() > 0.01
+
+    world.run(body)
 
 
 ERRORS = {"fp16": 1e-3, "lanes4": 0.25, "lanes16": 3e-3, "lloyd1": 1.0, "lloyd4": 0.2, "lloyd8": 0.03}

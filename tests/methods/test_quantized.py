@@ -28,7 +28,7 @@ def relative_error(bits: int, grad: torch.Tensor, **options) -> float:
 @pytest.mark.parametrize(
     ("bits", "most"), [(1, 0.75), (2, 0.55), (3, 0.32), (4, 0.19), (5, 0.11), (6, 0.06), (7, 0.05), (8, 0.03)]
 )
-def test_gaussian_gradients_are_encoded_twice_with_the_error_of_lloyd_max(bits, most):
+def test_gaussian_gradients_have_the_error_of_lloyd_max(bits, most):
     grad = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
     # Max 1960: the squared error of 2**bits levels. One encoding has at least about this; two at most about twice.
     lloyd_max = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 6.4e-4, 7: 1.63e-4, 8: 4.1e-5}[bits]

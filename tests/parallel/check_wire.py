@@ -10,6 +10,7 @@ from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from horovod_job import barrier
 
 import hvd_compress
 
@@ -34,13 +35,13 @@ def measure(label: str, **options) -> dict[str, object]:
     for step in range(2 + STEPS):
         if step == 2:
             # All ranks have finished the last step before any rank reads its counter.
-            hvd.barrier()
+            barrier()
             before, claimed = sent(), compression.stats()["total"]["wire_bytes"]
         loss = sum((p * n).sum() for p, n in zip(model.parameters(), noise, strict=True))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    hvd.barrier()
+    barrier()
     counted = (sent() - before) / STEPS
     stats = compression.stats()
     claimed = (stats["total"]["wire_bytes"] - claimed) / STEPS

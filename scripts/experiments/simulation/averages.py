@@ -1,4 +1,5 @@
-"""Averages over the ranks, in few bits with error feedback, as :func:`hvd_compress.recipes.low_bit` has them."""
+"""Averages over the ranks, in few bits with error feedback, nearly as :func:`hvd_compress.recipes.low_bit` has them
+(:class:`Feedback`)."""
 
 import math
 
@@ -34,7 +35,8 @@ class Average:
 
 class Feedback:
     """The mean over the ranks in few bits: both what ranks send and the mean are rounded, and what is rounded off is
-    added the next time.
+    added the next time. The error of the mean is kept apart from the ranks' residuals, and all values of a rank are
+    rounded, unlike in low_bit.
 
     Args:
         like: (runs, ranks, entries), entries a multiple of :data:`RUN`.

@@ -96,16 +96,19 @@ def rates_rows(runs: Runs) -> list[Row]:
 
 #: What is sent, simulated with one seed, and on how many ranks.
 SENT = {
-    Setting(): (2, 4, 8, 16),
+    Setting(): (4, 16),
     Setting(others=8): (4, 16, 32),
-    Setting(period=2, bits=1, finer=1): (4, 16),
+    Setting(period=2, bits=1, finer=1): (4,),
     Setting(period=5, bits=0): (4,),
     Setting(period=5, bits=1): (4, 16),
     Setting(period=5, bits=1, finer=1): (4,),
-    Setting(period=8, bits=1, finer=1): (4, 16),
+    Setting(period=8, bits=1, finer=1): (4,),
+    Setting(period=8, bits=1, finer=1, power=1): (4,),
     Setting(period=15, bits=0): (4,),
     Setting(period=15, bits=1): (4, 16),
-    Setting(period=30, bits=0, optimizer="adamw", outer_rate=0.7, outer_momentum=0.9): (2, 4, 8, 16),
+    Setting(period=15, bits=1, power=1): (4,),
+    Setting(period=15, bits=1, outer_rate=0.7, outer_momentum=0.5): (4,),
+    Setting(period=22, bits=1, finer=1): (4,),
 }
 
 
@@ -144,6 +147,7 @@ class Transfer:
             "restored length": replace(local, restore_length=True),
             "others in 8 bits": replace(local, others=8),
             "both": replace(local, others=8, restore_length=True),
+            "8 steps in 1/2 bits": replace(local, period=8, bits=1, finer=1),
         }
 
 
@@ -219,7 +223,7 @@ def title(setting: Setting) -> str:
     local += ", fewer at the end," * bool(setting.power)
     local += f" in {values(setting.bits, setting.finer)}"
     if setting.outer_momentum:
-        return f"DiLoCo: weights {local}"
+        local += f", outer rate {setting.outer_rate:g} and momentum {setting.outer_momentum:g}"
     if setting.others is None:
         return f"weights {local}"
     return f"matrices {local}; gradients of the others in {values(setting.others, setting.finer)}"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
 import torch
@@ -74,12 +74,16 @@ def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tenso
 
 
 def exchanges(task: Task, setting: Setting) -> set[int]:
-    """The steps after which weights are averaged. While the learning rate rises, as if it had risen."""
+    """The steps after which weights are averaged; those of the warm-up count with the peak rate. ``ValueError`` if two
+    averages would come after one step."""
     rates = (task.rate(max(step, task.warm_up), 1.0) for step in range(task.steps))
     shares = list(accumulate(rate**setting.power for rate in rates))
     rounds = task.steps / setting.period
     passed = [math.floor(share / shares[-1] * rounds + 1e-9) for share in shares]
-    return {step for step in range(task.steps) if passed[step] > (passed[step - 1] if step else 0)} | {task.steps - 1}
+    new = [later - before for before, later in pairwise([0, *passed])]
+    if max(new) > 1:
+        raise ValueError(f"period {setting.period} is too short for power {setting.power:g}")
+    return {step for step, count in enumerate(new) if count} | {task.steps - 1}
 
 
 def initial_weights(task: Task, settings: Sequence[Setting], device: torch.device) -> tuple[Tensor, Layout]:
