@@ -385,14 +385,11 @@ case $experiment in
     export "${sleep[@]}"
     methods=() options=()
     row() { methods+=("$1"); [[ ! ${2:-} ]] || options+=(--option "$1:$2"); }
-    local_rows() {  # FEWER PERIOD BITS ARGUMENTS...: and with fragments and delay
-      row "ddp-quantized@$1" "$(few_bits "$2" "$3")"
-      row "ddp-quantized@$1-late" "$(few_bits "$2" "$3" --bucket-mb 8 "${@:4}")"
-    }
-    local_rows 47 3 2 --fragments 3 --delay 1
-    local_rows 151 5 1 --fragments 5 --delay 1
-    local_rows 483 16 1 --fragments 4 --delay 4
+    row ddp-quantized@47 "$(few_bits 3 2)"
+    row ddp-quantized@151 "$(few_bits 5 1)"
     row ddp-quantized@171 "$(few_bits 8 1 --mean-bits 2)"
+    row ddp-quantized@483 "$(few_bits 16 1)"
+    row ddp-quantized@483-late "$(few_bits 16 1 --bucket-mb 8 --fragments 4 --delay 4)"
     share() {  # RATES
       exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 60 --methods "$(IFS=,; echo "${methods[*]}")" \
         "${options[@]}" --json "$out/runs.jsonl/$1"
@@ -403,7 +400,6 @@ case $experiment in
     row ddp-fp16
     row ddp-none@diloco-32 "--local-steps 32 --outer-lr 0.7 --outer-momentum 0.9"
     share 100mbit
-    share 500mbit
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
