@@ -222,18 +222,21 @@ def test_averages_come_after_equal_shares_of_the_rate(power):
         assert found == list(range(4, task.steps, 5))
 
 
-def test_averages_move_the_weights_as_the_outer_optimizer_does(folder):
-    """One average: by the mean, times outer_rate (1 + outer_momentum)."""
-    task, settings = TASKS["gpt"], [Setting(2, 1e-2, period=4, bits=0)]
-    start, layout = training.initial_weights(task, settings, CPU)
-    tokens = training.batches(task.text(folder), task, settings, CPU)
-    moved = []
-    for rate, momentum in ((1.0, 0.0), (0.7, 0.9)):
-        common = start.clone()
-        changed = [replace(settings[0], outer_rate=rate, outer_momentum=momentum)]
-        training.train(task, changed, layout, common, tokens)
-        moved.append(common - start)
-    torch.testing.assert_close(moved[1], moved[0] * (0.7 * 1.9), rtol=1e-4, atol=1e-6)
+def test_a_period_too_short_for_its_power_is_refused():
+    with pytest.raises(ValueError, match="period 1 is too short for power 1"):
+        training.exchanges(TASKS["gpt"], Setting(period=1, power=1))
+
+
+def test_averages_move_the_weights_as_torchs_sgd_does():
+    start, means = torch.randn(7), torch.randn(4, 7)
+    common, velocity = start.clone(), torch.zeros(7)
+    wanted = torch.nn.Parameter(start.clone())
+    outer = torch.optim.SGD([wanted], lr=0.7, momentum=0.6, nesterov=True)
+    for mean in means:
+        training.move(common, velocity, mean, 0.7, 0.6)
+        wanted.grad = -mean
+        outer.step()
+    torch.testing.assert_close(common, wanted.detach())
 
 
 def test_different_trainings_are_not_one_batch(folder):

@@ -230,7 +230,7 @@ def title(setting: Setting) -> str:
 
 
 def values(bits: int, finer: int) -> str:
-    """ "1/2 bits": the ranks' own values in 1 bit, their means in 2."""
+    """As "1/2 bits" for the ranks' own values in 1 bit, their means in 2."""
     if not bits:
         return "float32"
     return f"{bits}{f'/{bits + finer}' * bool(finer)} bit{'s' * (bits + finer > 1)}"

@@ -45,9 +45,8 @@ def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tenso
     weights = common[:, None].repeat(1, first.ranks, 1)
     optimizer = optimizers.build(first.optimizer, task, layout, weights)
     # What all ranks have in common already is not rounded again.
-    progress = Average(
-        weights, layout, layout.compressed if first.others is None else layout.matrices, first.bits, first.finer
-    )
+    start = layout.compressed if first.others is None else layout.matrices
+    progress = Average(weights, layout, start, first.bits, first.finer)
     others = weights[..., : layout.matrices]
     shared = None if first.others is None else Average(others, layout, layout.compressed, first.others, first.finer)
     lengths = Lengths(layout, device) if first.restore_length else None
@@ -68,9 +67,14 @@ def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tenso
         mean = progress.mean(differences)
         if lengths is not None:
             mean *= lengths.factors(differences, mean)
-        velocity.mul_(first.outer_momentum).add_(mean)
-        common.add_(mean, alpha=first.outer_rate).add_(velocity, alpha=first.outer_rate * first.outer_momentum)
+        move(common, velocity, mean, first.outer_rate, first.outer_momentum)
         weights.copy_(common[:, None].expand_as(weights))
+
+
+def move(common: Tensor, velocity: Tensor, mean: Tensor, rate: float, momentum: float) -> None:
+    """Moves the common weights by a mean difference, in place: a Nesterov step, as of torch.optim.SGD."""
+    velocity.mul_(momentum).add_(mean)
+    common.add_(mean, alpha=rate).add_(velocity, alpha=rate * momentum)
 
 
 def exchanges(task: Task, setting: Setting) -> set[int]:
