@@ -220,10 +220,13 @@ case $experiment in
     ;;
   gpt-muon)
     optimizer=muon gpt none@muon 2e-3,3e-3,4.5e-3 "" "" --seeds 0,1,2
-    local_muon 45 3 2 3e-3,4.5e-3,6e-3 --seeds 0,1,2
-    local_muon 150 5 1 2e-3,3e-3,4.5e-3,6e-3 --seeds 0,1,2
-    local_muon 170 8 "1 --mean-bits 2" 3e-3,4.5e-3,6e-3 --seeds 0,1,2
-    local_muon 500 16 1 3e-3,6e-3
+    local_muon 45 3 2 4.5e-3,6e-3 --seeds 0,1,2
+    local_muon 45 3 2 9e-3
+    local_muon 43 2 "1 --mean-bits 2" 4.5e-3 --seeds 0,1,2
+    local_muon 43 2 "1 --mean-bits 2" 6e-3
+    local_muon 170 8 "1 --mean-bits 2" 4.5e-3 --seeds 0,1,2
+    local_muon 170 8 "1 --mean-bits 2" 3e-3,6e-3
+    local_muon 500 16 1 3e-3
     optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"

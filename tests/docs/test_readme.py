@@ -69,9 +69,9 @@ def records() -> list[tuple[tuple[float, set[str]], tuple[float, set[str]]]]:
     # The first seed of dense training is in another experiment.
     others, last = mean("cifar10-signs/10", "none-0.3", accuracy), mean("cifar10", "none", accuracy)
     return [
-        (mean("gpt-muon", "quantized@45-4.5e-3", bits), dense),
+        (mean("gpt-muon", "quantized@45-6e-3", bits), dense),
         (mean("gpt-long", "quantized@45-4.5e-3", bits), mean("gpt-long", "none@muon-3e-3", bits)),
-        (mean("gpt-muon", "quantized@150-3e-3", bits), dense),
+        (mean("gpt-muon", "quantized@170-4.5e-3", bits), dense),
         (mean("cifar10-signs/10", "demo@orthogonal-1of64-6e-3", accuracy), ((2 * others[0] + last[0]) / 3, others[1])),
         (step("exchange-pause", "1gbit", "ddp-quantized@few"), step("exchange-pause", "1gbit", "fp16")),
         (step("exchange-pause", "100mbit", "ddp-quantized@few"), step("exchange-pause", "100mbit", "fp16")),
