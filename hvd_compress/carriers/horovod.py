@@ -61,6 +61,13 @@ def averaging_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cuda" and not gpu_operations() else device
 
 
+def waited(hvd: Any, handle: int, timeout: float = math.inf) -> Any:
+    """As ``hvd.synchronize()``, which keeps a core busy: where ranks share cores, Gloo has then stood still on the
+    others, for up to 30 s, its limit. Raises ``TimeoutError`` after ``timeout`` seconds."""
+    wait_until(lambda: bool(hvd.poll(handle)), timeout, "Horovod")
+    return hvd.synchronize(handle)
+
+
 class _HorovodHandle:
     """``held``: what Horovod has, by second references. ``device``: of the result."""
 
@@ -71,9 +78,7 @@ class _HorovodHandle:
         return bool(self._hvd.poll(self._number))
 
     def result(self, timeout: float = math.inf) -> Tensor:
-        # hvd.synchronize() spins on a whole core: poll first.
-        wait_until(self.done, timeout, "Horovod")
-        output = self._hvd.synchronize(self._number)
+        output = waited(self._hvd, self._number, timeout)
         # alltoall also returns the number of rows received from each rank; here they are all equal.
         result: Tensor = output[0] if isinstance(output, tuple) else output
         if result.is_cuda:

@@ -1,6 +1,5 @@
 """A launched rank of ``doctor``, ``bench`` or an experiment: of Horovod, or of torch.distributed."""
 
-import math
 import os
 import pickle
 import socket
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..carriers.polling import wait_until
+from ..carriers.horovod import waited
 from ..hosts.ddp import ddp_hook
 from ..local.steps import LocalSteps
 
@@ -78,9 +77,7 @@ class Horovod:
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
     def _result(self, handle: int) -> Tensor:
-        """Waits without taking a core from ranks that still compute, as ``hvd.synchronize()`` would."""
-        wait_until(lambda: self._hvd.poll(handle), math.inf, "Horovod")
-        result: Tensor = self._hvd.synchronize(handle)
+        result: Tensor = waited(self._hvd, handle)
         return result
 
     def close(self, status: int = 0) -> None:

@@ -113,9 +113,8 @@ def test_training_goes_on_after_a_rank_was_stopped_for_a_while_and_ends_when_bac
 def test_a_job_ends_when_a_rank_is_stopped_for_ever():
     """By Gloo's timeout, HOROVOD_GLOO_TIMEOUT_SECONDS. (MPI: never, since Horovod's coordinator itself waits in MPI for
     the stopped rank. DDP: by the process group's timeout.)"""
-    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6"}
-    limits["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "30"
-    with Training(["--gloo", "2"], **limits) as training:
+    stall = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6"}
+    with Training(["--gloo", "2"], HOROVOD_GLOO_TIMEOUT_SECONDS="30", **stall) as training:
         training.until(r"\[rank 1\] .* step 9$")
         os.kill(training.pids[1], signal.SIGSTOP)
         training.ends(SOON + 60)

@@ -1,13 +1,12 @@
 """Horovod as host of :class:`job.Job`."""
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from hvd_compress.carriers.polling import wait_until
+from hvd_compress.carriers.horovod import waited
 
 name = "horovod"
 
@@ -24,24 +23,18 @@ def stop() -> None:
 rank, size = hvd.rank, hvd.size
 
 
-def waited(handle: int) -> torch.Tensor:
-    """As ``hvd.synchronize(handle)``, which keeps a core busy: where ranks share cores, the others' Gloo has then stood
-    still for up to 30 s, its timeout."""
-    wait_until(lambda: hvd.poll(handle), math.inf, "Horovod")
-    return hvd.synchronize(handle)
-
-
 def barrier() -> None:
     total(torch.zeros(1))
 
 
 def gather(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The tensors of all ranks, (ranks, ...)."""
-    return waited(hvd.allgather_async(tensor[None], name="check.gather", **group_argument(group)))
+    handle = hvd.allgather_async(tensor[None], name="check.gather", **group_argument(group))
+    return waited(hvd, handle)
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
-    return waited(hvd.allreduce_async(tensor, op=hvd.Sum, name="check.total"))
+    return waited(hvd, hvd.allreduce_async(tensor, op=hvd.Sum, name="check.total"))
 
 
 def group_argument(group: Any) -> dict[str, Any]:

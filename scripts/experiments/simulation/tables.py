@@ -115,9 +115,10 @@ SENT = {
 def ranks_rows(runs: Runs) -> list[Row]:
     """With seed 0, over dense training, both at their best learning rate, which follows in brackets."""
     dense, lines = best(runs, DENSE, DENSE_RATES, (0,)), []
+    columns = sorted(set(chain(*SENT.values())))
     for setting in SENT:
         line = {"what is sent": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
-        for ranks in sorted(set(chain(*SENT.values()))):
+        for ranks in columns:
             value = best(runs, replace(setting, ranks=ranks), RATES, (0,))
             line[f"{ranks} ranks"] = over(value, dense) + (f" ({value.rate:g})" if value and dense else "")
         lines.append(line)
