@@ -6,6 +6,7 @@ from .checkpoints.convert import reshard
 from .checkpoints.dcp import DCPState
 from .hosts.ddp import ddp_hook
 from .hosts.fsdp import register_fsdp_hooks
+from .hosts.loop import average_gradients
 from .local.steps import LocalSteps
 from .methods.base import Compressor
 from .methods.demo import DeMo
@@ -39,6 +40,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "__version__",
+    "average_gradients",
     "ddp_hook",
     "hidden_matrices",
     "recipes",

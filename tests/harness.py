@@ -1,4 +1,4 @@
-"""N ranks in the threads of one process drive a compressor as its host would: Horovod's protocol, or DDP's hook."""
+"""N ranks, threads of one process, drive a compressor as its host would: Horovod's protocol, DDP's hook, a loop."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from fake_ddp import FakeBucket, in_backward
 from models import compressed, equal, gradients, mixed_model
 from torch import Tensor
 
-from hvd_compress import IWP, Compressor, ddp_hook
+from hvd_compress import IWP, Compressor, average_gradients, ddp_hook
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import Cast
 from hvd_compress.engine.collectives import Nodes, allreduce
@@ -24,7 +24,7 @@ HOSTS = ("horovod", "ddp")
 
 def on_hosts_in_turn(test: Callable[..., None]) -> Callable[..., None]:
     """``host``: in the short run, one for each combination of the other parameters."""
-    return pytest.mark.alternate("host")(pytest.mark.parametrize("host", HOSTS)(test))
+    return pytest.mark.alternate("host")(pytest.mark.parametrize("host", KINDS)(test))
 
 
 def toy_model() -> torch.nn.Module:
@@ -148,6 +148,23 @@ class DDPRank(Rank):
         return self.applied()
 
 
+class LoopRank(Rank):
+    """One rank, and a step as a user's own loop takes it."""
+
+    ordered = True
+
+    def exchange(self, grads: Sequence[Tensor | None], shuffle: int | None = None) -> list[Tensor]:
+        for parameter, grad in zip(self.model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        average_gradients(self.compression)
+        averages = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+        self.applied()
+        return averages
+
+
+KINDS = {"horovod": Rank, "ddp": DDPRank, "loop": LoopRank}
+
+
 #: Nodes, and ranks of each, for :func:`replicas`.
 NODES = [pytest.param((nodes, ranks), id=f"{nodes}x{ranks}") for nodes, ranks in ((2, 2), (2, 3))]
 
@@ -160,7 +177,7 @@ def replicas(
     **options: Any,
 ) -> tuple[ThreadWorld, list[Rank]]:
     """``size`` ranks of one model under ``host``, or so many nodes of so many ranks, each with its own compressor."""
-    kind = DDPRank if host == "ddp" else Rank
+    kind = KINDS[host]
     if isinstance(size, tuple):
         options["nodes"], size = size[0], math.prod(size)
     world = ThreadWorld(size, timeout=20, ordered=kind.ordered)

@@ -53,6 +53,7 @@ WRITTEN_BY_OTHERS = {
     ("cli.synthetic", "ctx.gradient"): (1, "torch's protocol: what forward keeps for backward"),
     ("cli.synthetic", "ctx.pause"): (1, "torch's protocol: what forward keeps for backward"),
     ("hosts.ddp", "parameter.grad"): (1, _GRAD),
+    ("hosts.loop", "parameter.grad"): (1, _GRAD),
     ("hosts.fsdp", "p.grad"): (1, _GRAD),
     ("hosts.fsdp", "self._engine.parameters[number].grad"): (2, _GRAD),
     ("hosts.gradient_hook", "ddp.broadcast_buffers"): (1, "DDP reads it in each forward pass and has no call for it"),

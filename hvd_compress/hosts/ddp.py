@@ -90,6 +90,7 @@ class DDPHost(HookedHost):
             raise RuntimeError(
                 "hvd_compress does not support DistributedDataParallel.join(): give every rank equally many batches"
             )
+        self.comes_by("ddp_hook")
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
@@ -107,6 +108,15 @@ class DDPHost(HookedHost):
             if bucket.is_last():
                 self._finish()
         return future
+
+    def check_loop(self) -> None:
+        for model in living(DistributedDataParallel):
+            ours = {name for name, p in model.module.named_parameters() if id(p) in self._numbers}
+            if model.require_backward_grad_sync and ours - model.parameters_to_ignore:
+                raise ValueError(
+                    "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or no "
+                    "DistributedDataParallel"
+                )
 
     def _reset(self, overwritten: bool = False) -> None:
         self.step.reset(overwritten=overwritten)

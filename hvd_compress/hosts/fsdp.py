@@ -24,7 +24,7 @@ from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
 from ..carriers.torch_collectives import TorchCollectives
-from ..engine.dense import Averaging, DenseGradient
+from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
 from ..gradients.step import GradScaler
@@ -38,7 +38,7 @@ from .fsdp_modules import (
     sharded_modules,
 )
 from .hooked import HookedHost
-from .nested import backward_depth
+from .nested import backward_depth, refuse_inside_backward
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # as in torch 2.13
 
@@ -89,7 +89,7 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> "FSDPHooks"
             module has several groups of parameters; the compressor is registered already; another one is registered
             on modules outside of this model, too.
     """
-    _refuse_inside_backward("register_fsdp_hooks()")
+    refuse_inside_backward("register_fsdp_hooks()")
     check_resharded(model)
     check_not_unsharded(model, zip(compression.engine.names, compression.engine.parameters, strict=True))
     return cast(FSDPHost, compression.fsdp_host).register(model)
@@ -176,6 +176,7 @@ class FSDPHost(HookedHost):
                 "register_fsdp_hooks() has returned"
             )
         named = [*model.named_parameters(), *zip(engine.names, engine.parameters, strict=True)]
+        self.comes_by("FSDP2's hooks")
         numbers = {id(p): number for number, p in enumerate(engine.parameters)}
         for name, p in named:
             if p.requires_grad:
@@ -211,14 +212,19 @@ class FSDPHost(HookedHost):
 
     def remove(self, registration: "_Registration") -> None:
         """See :meth:`FSDPHooks.remove`."""
-        _refuse_inside_backward("remove()")
+        refuse_inside_backward("remove()")
         with self._engine.entered:
             if self._backward is not None:  # one that has failed
                 self._reset()
             self._partial.clear()
             registration.remove()
             remember(registration.modules, None)
-            self._registered, self._hook, self.detached = None, None, True
+            self._registered, self._hook, self._way, self.detached = None, None, None, True
+
+    def check_loop(self) -> None:
+        for name, p in zip(self._engine.names, self._engine.parameters, strict=True):
+            if p.requires_grad:
+                self.check(name, p, ours=True)
 
     def _meshes(self) -> Iterator[Any]:
         return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))
@@ -334,16 +340,7 @@ class FSDPHost(HookedHost):
 
     def _exchange(self) -> None:
         """Runs the exchanges to their ends, and writes the averages."""
-        engine = self._engine
-        payloads = [gradient.payload for gradient in self._dense]
-        averaging = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.dense")
-        with self.step.exchanging():
-            self.step.finish()
-            for gradient, average in zip(self._dense, averaging.results(), strict=True):
-                gradient.store(average)
-                engine.method.dense_averaged(gradient.number, gradient.grad)
-            for work in engine.works:
-                work.bucket.write_results()
+        self.exchange(self._dense)
         for number, before in self._before.items():
             if number in self._grads:
                 local(before).add_(local(self._grads[number]))
@@ -436,11 +433,6 @@ class _ParameterHook:
             host.check(self.name, parameter, self.number is not None)
         assert self.number is not None and grad is not None
         host.arrived(self.name, self.number, grad)
-
-
-def _refuse_inside_backward(call: str) -> None:
-    if torch._C._current_graph_task_id() != -1:
-        raise RuntimeError(f"{call} inside a backward pass, whose gradients would be averaged in part: call it after")
 
 
 def reduces_to_averages(mesh: Any) -> bool:

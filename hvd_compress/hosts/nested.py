@@ -1,9 +1,10 @@
-"""Finds backward passes inside another one, as of reentrant checkpointing."""
+"""Whether a backward pass is running, and those inside another one, as of reentrant checkpointing."""
 
 import sys
 from types import FrameType
 from typing import cast
 
+import torch
 from torch.autograd.function import BackwardCFunction
 
 
@@ -14,3 +15,9 @@ def backward_depth() -> int:
         depth += frame.f_code is BackwardCFunction.apply.__code__
         frame = frame.f_back
     return depth
+
+
+def refuse_inside_backward(call: str) -> None:
+    """Raises ``RuntimeError`` inside a backward pass."""
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(f"{call} inside a backward pass, whose gradients would be averaged in part: call it after")

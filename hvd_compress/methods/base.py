@@ -24,19 +24,21 @@ from ..hosts import host_of
 from ..hosts.ddp import DDPHost
 from ..hosts.fsdp import FSDPHost
 from ..hosts.fsdp_modules import check_resharded
+from ..hosts.hooked import HookedHost
 from ..hosts.horovod import HorovodHost
 from .reporting import Reporting
 
-_Host = TypeVar("_Host", DDPHost, FSDPHost, HorovodHost)
+_Host = TypeVar("_Host", DDPHost, FSDPHost, HookedHost, HorovodHost)
 
 
 class Compressor(Reporting, Method):
     """Base class of all methods.
 
     Give an instance to ``horovod.torch.DistributedOptimizer(compression=...)``, to
-    ``DistributedDataParallel.register_comm_hook(compression, hvd_compress.ddp_hook)``, or, for FSDP2, to
-    :func:`hvd_compress.register_fsdp_hooks`. Build it after ``hvd.init()`` or
-    ``torch.distributed.init_process_group()``, and after the model is on its device, and sharded.
+    ``DistributedDataParallel.register_comm_hook(compression, hvd_compress.ddp_hook)``, for FSDP2 to
+    :func:`hvd_compress.register_fsdp_hooks`, or, in your own loop, to :func:`hvd_compress.average_gradients`. Build it
+    after ``hvd.init()`` or ``torch.distributed.init_process_group()``, and after the model is on its device, and
+    sharded.
 
     Parameters with two or more dimensions and at least ``min_numel`` entries are compressed; other gradients are
     averaged uncompressed. Of a sharded parameter (DTensor), this rank's shard counts as the parameter. Averages are
@@ -178,6 +180,11 @@ class Compressor(Reporting, Method):
     def fsdp_host(self) -> FSDPHost:
         """This compressor's side of FSDP2, for :func:`hvd_compress.register_fsdp_hooks`."""
         return self._host_as(FSDPHost)
+
+    @property
+    def torch_host(self) -> HookedHost:
+        """This compressor's side of torch, for :func:`hvd_compress.average_gradients`."""
+        return self._host_as(HookedHost)
 
     @property
     def takes_local_steps(self) -> bool:

@@ -219,17 +219,19 @@ def two_clocks_model():
     )
 
 
-def check_two_clocks(forward, model, others_optimizer, data):
-    """Hidden matrices take local steps, and differ between ranks in between; the other parameters never do."""
+def check_two_clocks(model, others_optimizer, data, average=lambda: None):
+    """Hidden matrices take local steps, and differ between ranks in between; the other parameters never do.
+    ``average``: averages the gradients of these, if the optimizer does not."""
     matrices, others = hvd_compress.hidden_matrices(model)
     muon = torch.optim.Muon(matrices.values(), lr=0.01)
     local, losses = hvd_compress.recipes.low_bit(matrices.items(), muon, 3, restore_length=True), []
     for step in range(1, 31):
         words = torch.randint(40, (64,), generator=data).to(DEVICE)
         model.zero_grad()
-        loss = torch.nn.functional.cross_entropy(forward(words), (3 * words + 1) % 40)
+        loss = torch.nn.functional.cross_entropy(model(words), (3 * words + 1) % 40)
         loss.backward()
         losses.append(loss.item())
+        average()
         muon.step()
         others_optimizer.step()
         ended = local.step()

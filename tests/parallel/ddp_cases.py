@@ -281,11 +281,26 @@ def local_steps_of_matrices():
     """The other parameters are averaged in each step by another compressor, and equal on all ranks after each."""
     torch.manual_seed(0)
     model, data = two_clocks_model(), torch.Generator().manual_seed(distributed.get_rank())
-    matrices, others = hvd_compress.hidden_matrices(model)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(matrices))
+    _, others = hvd_compress.hidden_matrices(model)
+    every = hvd_compress.Quantized(others.items(), 8)
+    adamw = torch.optim.AdamW(others.values(), lr=0.01)
+    check_two_clocks(model, adamw, data, lambda: hvd_compress.average_gradients(every))
+
+
+@register(CASES, once=True)
+def a_loop_averages_what_ddp_averages():
+    """An error, unless DDP does not average, or not these parameters."""
+    model = branches()[0]
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(hvd_compress.Quantized(others.items(), 8), hvd_compress.ddp_hook)
-    check_two_clocks(ddp, model, torch.optim.AdamW(others.values(), lr=0.01), data)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with refused(ValueError, "DistributedDataParallel averages the gradients already"):
+        hvd_compress.average_gradients(hvd_compress.NoCompression(model))
+    hvd_compress.trainers.local_gradients(ddp)
+    hvd_compress.average_gradients(hvd_compress.NoCompression(model))
+    other = torch.nn.Linear(2, 2).to(DEVICE)
+    DistributedDataParallel(other)
+    hvd_compress.average_gradients(hvd_compress.NoCompression(model))
 
 
 @register(CASES, once=True)

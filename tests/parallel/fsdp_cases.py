@@ -167,6 +167,24 @@ PLAIN = partial(torch.optim.SGD, lr=0.01)
 
 
 @register(CASES)
+def by_a_loop():
+    """Without hooks: the same averages."""
+    build = METHODS[job.method]
+    hooked, loop = (Job(build, optimizer=PLAIN, loop=loop).train(job.steps) for loop in (False, True))
+    loop.assert_equal_replicas()
+    _assert_equal(hooked.weights(), loop.weights())
+    hooked.backward()
+    with pytest.raises(RuntimeError, match="gradients by FSDP2's hooks, and now by average_gradients"):
+        hvd_compress.average_gradients(hooked.compression)
+    hooked.hooks.remove()
+    hooked.optimizer.zero_grad()
+    hooked.backward()
+    hvd_compress.average_gradients(hooked.compression)
+    with pytest.raises(RuntimeError, match=r"gradients by average_gradients\(\), and now by FSDP2's hooks"):
+        hvd_compress.register_fsdp_hooks(loop.model, loop.compression)
+
+
+@register(CASES)
 def distributed_checkpoint():
     """Saved on 2 x 2 ranks by torch.distributed.checkpoint: the same mesh resumes bit-exactly, others keep what
     replicas still owe."""

@@ -98,7 +98,7 @@ class Job:
             whole between passes.
         unused: in every third step, the ``side`` layers are not used.
         to_none: whether gradients become None after a step.
-        local: arguments of LocalSteps, which then exchanges in place of hooks.
+        local: arguments of LocalSteps, which then exchanges in place of hooks. ``loop``: average_gradients() does.
         reduce_unused: FSDP reduces parameters that are not used; of ``unused``, rank 1 only takes notice.
         policies: of ``fully_shard``.
     """
@@ -118,6 +118,7 @@ class Job:
         unused: bool = False,
         to_none: bool = True,
         local: dict[str, Any] | None = None,
+        loop: bool = False,
         reduce_unused: bool = False,
         **policies: Any,
     ) -> None:
@@ -139,11 +140,11 @@ class Job:
         self.compression = None
         if build is not None:
             self.compression = build(self.model, process_group=self.mesh.get_group("replicate"), min_numel=64)
-            if local is None:
+            if local is None and not loop:
                 self.hooks = hvd_compress.register_fsdp_hooks(self.model, self.compression)
         self.local = hvd_compress.LocalSteps(self.compression, self.optimizer, **local) if local else None
         self.clip, self.passes, self.sync, self.kept, self.unused = clip, passes, sync, kept, unused
-        self.to_none = to_none
+        self.to_none, self.loop = to_none, loop
         self.steps = 0
         self.data = torch.Generator().manual_seed(rank())
         self.without_side = range(1, 2) if reduce_unused else range(size())
@@ -175,6 +176,8 @@ class Job:
 
     def step(self) -> None:
         self.backward()
+        if self.loop:
+            hvd_compress.average_gradients(self.compression)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), *self.clip)
         self.optimizer.step()

@@ -185,7 +185,7 @@ def local_steps_of_matrices():
     every = hvd_compress.Quantized(others.items(), 8)
     adamw = torch.optim.AdamW(others.values(), lr=0.01)
     wrapped = hvd.DistributedOptimizer(adamw, named_parameters=others.items(), compression=every)
-    check_two_clocks(model, model, wrapped, data)
+    check_two_clocks(model, wrapped, data)
 
 
 @register(CASES, once=True)
