@@ -76,6 +76,7 @@ def low_bit(
     *,
     bits: int = 2,
     mean_bits: int | None = None,
+    decay: float = 1.0,
     restore_length: bool = False,
     fragments: int = 1,
     delay: int = 0,
@@ -99,11 +100,13 @@ def low_bit(
         period: steps between two exchanges. Few steps in few bits train better than many steps in more bits at the same
             bytes.
         bits, mean_bits: of an entry, and of an entry of the average (:class:`~hvd_compress.Quantized`).
-        restore_length, fragments, delay: see :class:`~hvd_compress.LocalSteps`.
+        decay, restore_length, fragments, delay: see :class:`~hvd_compress.LocalSteps`.
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, mean_bits=mean_bits, **{"dense_values": "fp16", **options})
-    return LocalSteps(compression, optimizers, period, restore_length=restore_length, fragments=fragments, delay=delay)
+    return LocalSteps(
+        compression, optimizers, period, decay=decay, restore_length=restore_length, fragments=fragments, delay=delay
+    )
 
 
 @_in_order

@@ -226,7 +226,8 @@ case $experiment in
     local_muon 43 2 "1 --mean-bits 2" 6e-3
     local_muon 170 8 "1 --mean-bits 2" 4.5e-3 --seeds 0,1,2
     local_muon 170 8 "1 --mean-bits 2" 3e-3,6e-3
-    local_muon 500 16 1 3e-3
+    local_muon 500 16 1 3e-3,4.5e-3
+    local_muon 500-decay 16 "1 --buffer-decay 0.9" 3e-3 --seeds 0,1,2
     optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"

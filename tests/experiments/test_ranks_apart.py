@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_compress.reference.low_bit import encode, lloyd_max
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "local_steps.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_ranks.md"
 CPU = torch.device("cpu")
 
 
@@ -381,4 +381,4 @@ def test_the_documentation_shows_the_stored_runs(monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["ranks_apart.py", "--tables", name])
         ranks_apart.main()
         printed = capsys.readouterr().out
-        assert printed.count("\n") > 5 and printed in page, name
+        assert printed.count("\n") > 3 and printed in page, name

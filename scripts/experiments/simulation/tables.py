@@ -98,6 +98,9 @@ def rates_rows(runs: Runs) -> list[Row]:
 SENT = {
     Setting(): (4, 16),
     Setting(others=8): (4, 16, 32),
+    Setting(others=8, restore_length=True): (4, 16, 32),
+    Setting(period=4, bits=1, finer=1, others=2): (16,),
+    Setting(period=4, bits=1, finer=1, others=2, restore_length=True): (16, 32),
     Setting(period=2, bits=1, finer=1): (4,),
     Setting(period=5, bits=0): (4,),
     Setting(period=5, bits=1): (4, 16),
@@ -134,6 +137,7 @@ class Transfer:
     ranks: int
     rate: float
     seeds: tuple[int, ...]
+    windows: int | None = None
 
     @property
     def rates(self) -> list[float]:
@@ -141,7 +145,7 @@ class Transfer:
 
     @property
     def columns(self) -> dict[str, Setting]:
-        local = Setting(self.ranks, task=self.task, optimizer=self.optimizer)
+        local = Setting(self.ranks, task=self.task, optimizer=self.optimizer, windows=self.windows)
         return {
             "dense": replace(local, ranks=1, period=1, bits=0),
             "low_bit": local,
@@ -156,6 +160,7 @@ TRANSFERS = (
     Transfer("gpt", "muon", 4, 3e-3, (0,)),
     Transfer("gpt", "muon", 16, 3e-3, (0,)),
     Transfer("nanogpt", "muon", 4, 6e-3, (0, 1)),
+    Transfer("nanogpt", "muon", 16, 6e-3, (0,), windows=16),
     Transfer("nanogpt", "adamw", 4, 3e-3, (0, 1)),
 )
 
@@ -178,6 +183,31 @@ def transfer_settings() -> list[Setting]:
     return [run for t in TRANSFERS for setting in t.columns.values() for run in repeated(setting, t.rates, t.seeds)]
 
 
+#: Whose scaling is shown, simulated with one seed: learners that divide one batch, as in exo gym's of DiLoCo.
+LEARNERS = {
+    "Muon, low_bit": Setting(),
+    "AdamW, DiLoCo": Setting(period=30, bits=0, optimizer="adamw", outer_rate=0.7, outer_momentum=0.9),
+}
+COUNTS, LEARNER_RATES = (1, 2, 4, 8, 16), (1.5e-3, 3e-3, 4.5e-3, 6e-3)
+
+
+def learners(setting: Setting, count: int) -> Setting:
+    """One learner: dense training."""
+    return replace(setting, ranks=count) if count > 1 else replace(DENSE, optimizer=setting.optimizer)
+
+
+def learners_rows(runs: Runs) -> list[Row]:
+    """Losses at the best learning rate, which follows in brackets."""
+    lines = []
+    for name, setting in LEARNERS.items():
+        line = {"learners": name, "fewer bytes": f"{fewer_bytes(setting):.0f}"}
+        for count in COUNTS:
+            value = best(runs, learners(setting, count), LEARNER_RATES, (0,))
+            line[str(count)] = "-" if value is None else f"{value.mean:.3f} ({value.rate:g})"
+        lines.append(line)
+    return lines
+
+
 @dataclass(frozen=True)
 class Table:
     settings: Sequence[Setting]
@@ -196,6 +226,10 @@ TABLES = {
             *(run for s, counts in SENT.items() for n in counts for run in repeated(replace(s, ranks=n), RATES, (0,))),
         ],
         ranks_rows,
+    ),
+    "learners": Table(
+        [run for s, n in product(LEARNERS.values(), COUNTS) for run in repeated(learners(s, n), LEARNER_RATES, (0,))],
+        learners_rows,
     ),
 }
 
@@ -223,6 +257,7 @@ def title(setting: Setting) -> str:
     local = f"every {setting.period} steps" if setting.period > 1 else "every step"
     local += ", fewer at the end," * bool(setting.power)
     local += f" in {values(setting.bits, setting.finer)}"
+    local += ", length restored" * setting.restore_length
     if setting.outer_momentum:
         local += f", outer rate {setting.outer_rate:g} and momentum {setting.outer_momentum:g}"
     if setting.others is None:
