@@ -29,9 +29,9 @@ from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from ..gradients.step import GradScaler
-from .hooked import HookedHost
 from .living import living
 from .nested import backward_depth
+from .torch_host import TorchHost
 
 
 def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -59,7 +59,7 @@ def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
 _Result = tuple[Tensor, Tensor | None, int, Tensor]
 
 
-class DDPHost(HookedHost):
+class DDPHost(TorchHost):
     """The communication hook of one compressor."""
 
     registration = "model.register_comm_hook(compression, hvd_compress.ddp_hook)"
@@ -90,7 +90,7 @@ class DDPHost(HookedHost):
             raise RuntimeError(
                 "hvd_compress does not support DistributedDataParallel.join(): give every rank equally many batches"
             )
-        self.comes_by("ddp_hook")
+        self.take_from("ddp_hook")
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
@@ -109,13 +109,13 @@ class DDPHost(HookedHost):
                 self._finish()
         return future
 
-    def check_loop(self) -> None:
+    def begin_loop(self) -> None:
         for model in living(DistributedDataParallel):
             ours = {name for name, p in model.module.named_parameters() if id(p) in self._numbers}
             if model.require_backward_grad_sync and ours - model.parameters_to_ignore:
                 raise ValueError(
-                    "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or no "
-                    "DistributedDataParallel"
+                    "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or call "
+                    "hvd_compress.trainers.local_gradients(ddp) (no_sync() is not enough)"
                 )
 
     def _reset(self, overwritten: bool = False) -> None:

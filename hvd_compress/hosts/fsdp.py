@@ -37,10 +37,12 @@ from .fsdp_modules import (
     remembered,
     sharded_modules,
 )
-from .hooked import HookedHost
 from .nested import backward_depth, refuse_inside_backward
+from .torch_host import TorchHost
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # as in torch 2.13
+
+_HOOKS = "FSDP2's hooks"
 
 _REPLACED = (
     "another all-reduce hook was set in the place of hvd_compress' own, so gradients would not be averaged between the "
@@ -134,7 +136,7 @@ class FSDPHooks:
             registration.host.remove(registration)
 
 
-class FSDPHost(HookedHost):
+class FSDPHost(TorchHost):
     """The FSDP2 hooks of one compressor.
 
     ``.grad`` during a backward pass, which begins with the first reduce-scatter: what it held before is set aside in
@@ -176,7 +178,6 @@ class FSDPHost(HookedHost):
                 "register_fsdp_hooks() has returned"
             )
         named = [*model.named_parameters(), *zip(engine.names, engine.parameters, strict=True)]
-        self.comes_by("FSDP2's hooks")
         numbers = {id(p): number for number, p in enumerate(engine.parameters)}
         for name, p in named:
             if p.requires_grad:
@@ -194,8 +195,8 @@ class FSDPHost(HookedHost):
                     "another compressor is registered on some of these modules and on others: call remove() of what "
                     "its register_fsdp_hooks() has returned before"
                 )
-        meshes = {id(mesh): mesh for mesh in self._meshes()}.values()
-        averages = all([reduces_to_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
+        self.take_from(_HOOKS)
+        averages = self._average_inside()
         for other in others:
             other.host.remove(other)
         if self.detached:  # what has become of the last average is not known
@@ -219,12 +220,25 @@ class FSDPHost(HookedHost):
             self._partial.clear()
             registration.remove()
             remember(registration.modules, None)
-            self._registered, self._hook, self._way, self.detached = None, None, None, True
+            self._registered, self._hook, self.source, self.detached = None, None, None, True
 
-    def check_loop(self) -> None:
+    def begin_loop(self) -> None:
         for name, p in zip(self._engine.names, self._engine.parameters, strict=True):
             if p.requires_grad:
                 self.check(name, p, ours=True)
+        if not self._average_inside():
+            raise ValueError(
+                "reduce-scatter of this backend sums where FSDP asks for an average (pytorch issue 162338): use "
+                "register_fsdp_hooks(), which lets FSDP divide"
+            )
+        if self.detached:  # what has become of the last average is not known
+            self.step.clear()
+        self.detached = False
+
+    def _average_inside(self) -> bool:
+        """Whether FSDP's averages inside the shard groups are averages. All ranks call it."""
+        meshes = {id(mesh): mesh for mesh in self._meshes()}.values()
+        return all([reduces_to_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
 
     def _meshes(self) -> Iterator[Any]:
         return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))

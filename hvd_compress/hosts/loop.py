@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from ..engine.dense import DenseGradient, as_real
+from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
+from ..engine.place import check_gradient
 from ..engine.shards import local
-from .hooked import HookedHost
 from .nested import refuse_inside_backward
-
-_CALL = "average_gradients()"
+from .torch_host import LOOP, TorchHost
 
 
 @modes_off
 def average_gradients(compression: Any) -> None:
     """Averages the gradients of a compressor's parameters over the ranks, in ``.grad``.
 
-    For a plain model, in place of DistributedDataParallel and its hook, and for some parameters of a model whose others
-    take local steps (``docs/many_ranks.md``). Nothing overlaps the backward pass. Call it on all ranks, once for each
-    step of the optimizers, after the last backward pass and before gradients are unscaled or clipped.
+    For a plain model, in place of DistributedDataParallel and its hook; also for one part of a model of which another
+    part takes local steps (``docs/many_ranks.md``). Nothing overlaps the backward pass. Call it on all ranks, once for
+    each step of the optimizers, after the last backward pass and before gradients are unscaled or clipped.
 
     Example::
 
@@ -35,47 +35,48 @@ def average_gradients(compression: Any) -> None:
     With FSDP2, which averages inside the shard group, the compressor averages over the replicas, as with
     :func:`hvd_compress.register_fsdp_hooks`.
 
-    A parameter without a gradient has zeros; its ``.grad`` stays None if no other rank has a gradient, either.
+    A missing gradient counts as zeros, and is the average afterwards, as with Horovod. Gradients should be None between
+    steps (``zero_grad()`` does that). If the call fails, all ranks may repeat it: gradients that were taken are zero
+    then, and in the residuals.
 
     Args:
         compression: a compressor, built after ``init_process_group()`` (and after ``fully_shard()``).
 
     Raises:
         RuntimeError: the compressor is bound to Horovod or to a ``torchft.Manager``, or it belongs to
-            :class:`~hvd_compress.LocalSteps`; its gradients come by a hook; a gradient contains the last average, since
-            it was not zeroed; inside a backward pass.
+            :class:`~hvd_compress.LocalSteps`; its gradients come from a hook; a gradient is sparse; a gradient contains
+            the last average, which it was added to, unless that does no harm; inside a backward pass.
+        TypeError, ValueError: see :meth:`~hvd_compress.Compressor.compress`.
         ValueError: a DistributedDataParallel model or FSDP2 averages the gradients over the same ranks.
     """
-    host = cast(HookedHost, compression.torch_host)
-    refuse_inside_backward(_CALL)
+    host = cast(TorchHost, compression.torch_host)
+    refuse_inside_backward(LOOP)
     engine = compression.engine
     if isinstance(engine.collectives, Membership):
-        raise RuntimeError(f"{_CALL} does not support a torchft.Manager: use ddp_hook or register_fsdp_hooks()")
-    host.comes_by(_CALL)
-    if not engine.peer.compared:
-        host.check_loop()
+        raise RuntimeError(f"{LOOP} does not support a torchft.Manager: use ddp_hook or register_fsdp_hooks()")
+    host.take_from(LOOP)
+    grads = {number: _gradient(engine, number) for number, p in enumerate(engine.parameters) if p.requires_grad}
     with engine.entered:
         try:
-            _average(host, engine.parameters)
+            dense = list[DenseGradient]()
+            for number in reversed(grads):  # as backward makes them
+                arrived = host.step.arrive(number, as_real(local(grads[number])))
+                if isinstance(arrived, DenseGradient):
+                    dense.append(arrived)
+            host.exchange(dense)
         except BaseException:
             host.step.reset()
             raise
 
 
-def _average(host: HookedHost, parameters: list[torch.nn.Parameter]) -> None:
-    dense, unused = list[DenseGradient](), list[tuple[torch.nn.Parameter, Tensor]]()
-    for number in reversed(range(len(parameters))):  # as backward makes them
-        parameter = parameters[number]
-        if not parameter.requires_grad:
-            continue
-        grad = parameter.grad
-        if grad is None:
-            grad = torch.zeros_like(parameter)
-            unused.append((parameter, grad))
-        arrived = host.step.arrive(number, as_real(local(grad)), parameter.grad)
-        if isinstance(arrived, DenseGradient):
-            dense.append(arrived)
-    host.exchange(dense)
-    for parameter, average in unused:
-        if bool(local(average).any()):
-            parameter.grad = average
+def _gradient(engine: Engine, number: int) -> Tensor:
+    """The gradient of a parameter, in ``.grad``; checked, before anything is sent."""
+    parameter, name = engine.parameters[number], engine.names[number]
+    grad = parameter.grad
+    if grad is None:
+        grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+    if grad.is_sparse:
+        raise RuntimeError(f"{name}: hvd_compress does not support sparse gradients with {LOOP}")
+    parameter.grad = grad = grad.resolve_conj()
+    check_gradient(name, as_real(local(grad)), engine.place_of[number])
+    return grad

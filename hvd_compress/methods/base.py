@@ -24,11 +24,11 @@ from ..hosts import host_of
 from ..hosts.ddp import DDPHost
 from ..hosts.fsdp import FSDPHost
 from ..hosts.fsdp_modules import check_resharded
-from ..hosts.hooked import HookedHost
 from ..hosts.horovod import HorovodHost
+from ..hosts.torch_host import TorchHost
 from .reporting import Reporting
 
-_Host = TypeVar("_Host", DDPHost, FSDPHost, HookedHost, HorovodHost)
+_Host = TypeVar("_Host", DDPHost, FSDPHost, TorchHost, HorovodHost)
 
 
 class Compressor(Reporting, Method):
@@ -182,9 +182,9 @@ class Compressor(Reporting, Method):
         return self._host_as(FSDPHost)
 
     @property
-    def torch_host(self) -> HookedHost:
+    def torch_host(self) -> TorchHost:
         """This compressor's side of torch, for :func:`hvd_compress.average_gradients`."""
-        return self._host_as(HookedHost)
+        return self._host_as(TorchHost)
 
     @property
     def takes_local_steps(self) -> bool:
@@ -204,11 +204,12 @@ class Compressor(Reporting, Method):
         """Takes back the last average, which is not applied: what was sent for it is added back to the residuals, and
         sent later.
 
-        Call it on every rank instead of ``optimizer.step()``, after ``optimizer.synchronize()`` (Horovod) or
-        ``backward()`` (DDP), and zero the gradients, which hold that average. Without this call, an average counts as
-        applied. It is not needed for steps that a ``GradScaler`` skips if the compressor has the scaler. If several
-        averages were computed since the last optimizer step, only the last one is taken back. Does nothing if there is
-        none, or with :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle of a step.
+        Call it on every rank instead of ``optimizer.step()``, after ``optimizer.synchronize()`` (Horovod),
+        ``backward()`` (hooks) or ``average_gradients()``, and zero the gradients, which hold that average. Without this
+        call, an average counts as applied. It is not needed for steps that a ``GradScaler`` skips if the compressor has
+        the scaler. If several averages were computed since the last optimizer step, only the last one is taken back.
+        Does nothing if there is none, or with :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle
+        of a step.
         """
         if not self.takes_local_steps:
             self.host.step.discard()

@@ -9,6 +9,7 @@ from methods import METHODS
 from models import gradients, mixed_model
 
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, average_gradients, ddp_hook
+from hvd_compress.engine.dense import Averaging
 
 
 @pytest.mark.parametrize("method", ["iwp", "demo", "quantized", "none"])
@@ -22,16 +23,17 @@ def test_its_averages_are_those_of_ddps_hook(method):
     assert any(average.any() for average in averages[0][0])
 
 
-def test_a_parameter_that_no_rank_has_used_keeps_no_gradient():
+def test_ranks_have_the_same_gradients_whichever_are_missing():
     world, ranks = replicas(2, NoCompression, host="loop")
     grads = [gradients(rank.model, seed=rank.rank) for rank in ranks]
-    kept = [[grad.clone() for grad in rank] for rank in grads]
+    kept = grads[0][-1].clone()
     grads[0][0] = grads[1][0] = grads[1][-1] = None  # a dense one and a compressed one
-    together(world, ranks, grads)
-    for rank in ranks:
-        first, *_, last = rank.model.parameters()
-        assert first.grad is None
-        torch.testing.assert_close(last.grad, kept[0][-1] / 2)
+    grads[0][1].zero_()
+    grads[1][1] = None
+    averages = together(world, ranks, grads)
+    for ours in averages:
+        torch.testing.assert_close(ours[-1], kept / 2)
+        assert not ours[0].any() and not ours[1].any()
 
 
 def test_gradients_that_were_not_zeroed_are_refused():
@@ -55,9 +57,13 @@ def test_a_call_that_failed_is_repeated_without_loss():
     for p, grad in zip(model.parameters(), grads, strict=True):
         p.grad = grad.clone()
     first.grad_dtype, first.grad = None, torch.zeros(first.shape, dtype=torch.int32)
-    with pytest.raises(TypeError, match="int32"):  # the last to arrive
+    with pytest.raises(TypeError, match="int32"):
         average_gradients(rank.compression)
     first.grad = grads[0].clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Averaging, "results", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            average_gradients(rank.compression)
     average_gradients(rank.compression)
     for (name, p), grad in zip(model.named_parameters(), grads, strict=True):
         residual = rank.compression.residual(name)
@@ -68,11 +74,11 @@ def test_only_one_way_passes_gradients_in():
     world, (rank,) = replicas(1, IWP, host="loop")
     random_steps(world, [rank], range(1))
     bucket = replicas(1, IWP, host="ddp")[1][0].buckets(gradients(rank.model, 0))[0]
-    with pytest.raises(RuntimeError, match=r"by average_gradients\(\), and now by ddp_hook"):
+    with pytest.raises(RuntimeError, match=r"from average_gradients\(\), and now from ddp_hook"):
         in_backward(lambda: ddp_hook(rank.compression, bucket))
     world, (other,) = replicas(1, IWP, host="ddp")
     random_steps(world, [other], range(1))
-    with pytest.raises(RuntimeError, match=r"by ddp_hook, and now by average_gradients\(\)"):
+    with pytest.raises(RuntimeError, match=r"from ddp_hook, and now from average_gradients\(\)"):
         average_gradients(other.compression)
 
 
@@ -98,3 +104,19 @@ def test_a_step_without_the_call_is_a_warning():
         warnings.simplefilter("always")
         optimizer.step()
     assert ["average_gradients" in str(w.message) for w in caught] == [True]
+
+
+def test_gradients_of_other_kinds():
+    """Conjugated ones are averaged, sparse ones refused, missing ones have the dtype that the parameter wants."""
+    model = torch.nn.ParameterDict({"wave": torch.randn(3, dtype=torch.complex64), "other": torch.ones(3)})
+    (rank,) = replicas(1, NoCompression, model, host="loop")[1]
+    wave, other = rank.model["wave"], rank.model["other"]
+    other.grad_dtype = torch.float16
+    (wave.conj() * torch.tensor(2 + 1j)).real.sum().backward()
+    wanted = wave.grad.clone()
+    average_gradients(rank.compression)
+    torch.testing.assert_close(wave.grad, wanted)
+    assert other.grad.dtype == torch.float16 and not other.grad.any()
+    other.grad_dtype, other.grad = None, torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="other: hvd_compress does not support sparse gradients"):
+        average_gradients(rank.compression)

@@ -288,19 +288,19 @@ def local_steps_of_matrices():
 
 
 @register(CASES, once=True)
-def a_loop_averages_what_ddp_averages():
-    """An error, unless DDP does not average, or not these parameters."""
-    model = branches()[0]
-    ddp = DistributedDataParallel(model)
+def a_loop_under_ddp():
+    """An error where DDP averages the same gradients."""
+    model, rank, size = branches()[0], distributed.get_rank(), distributed.get_world_size()
+    ddp, other = DistributedDataParallel(model), DistributedDataParallel(torch.nn.Linear(2, 2).to(DEVICE))
+    compression = hvd_compress.NoCompression(model)
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
+        p.grad = torch.full_like(p, float(rank))
     with refused(ValueError, "DistributedDataParallel averages the gradients already"):
-        hvd_compress.average_gradients(hvd_compress.NoCompression(model))
+        hvd_compress.average_gradients(compression)
     hvd_compress.trainers.local_gradients(ddp)
-    hvd_compress.average_gradients(hvd_compress.NoCompression(model))
-    other = torch.nn.Linear(2, 2).to(DEVICE)
-    DistributedDataParallel(other)
-    hvd_compress.average_gradients(hvd_compress.NoCompression(model))
+    hvd_compress.average_gradients(compression)
+    assert all((p.grad == (size - 1) / 2).all() for p in model.parameters())
+    assert other.require_backward_grad_sync
 
 
 @register(CASES, once=True)

@@ -174,14 +174,40 @@ def by_a_loop():
     loop.assert_equal_replicas()
     _assert_equal(hooked.weights(), loop.weights())
     hooked.backward()
-    with pytest.raises(RuntimeError, match="gradients by FSDP2's hooks, and now by average_gradients"):
+    with pytest.raises(RuntimeError, match="gradients from FSDP2's hooks, and now from average_gradients"):
         hvd_compress.average_gradients(hooked.compression)
     hooked.hooks.remove()
     hooked.optimizer.zero_grad()
     hooked.backward()
     hvd_compress.average_gradients(hooked.compression)
-    with pytest.raises(RuntimeError, match=r"gradients by average_gradients\(\), and now by FSDP2's hooks"):
+    with pytest.raises(RuntimeError, match=r"gradients from average_gradients\(\), and now from FSDP2's hooks"):
         hvd_compress.register_fsdp_hooks(loop.model, loop.compression)
+
+
+@register(CASES, once=True)
+def local_steps_of_matrices():
+    """The other parameters are averaged in each step by another compressor, and equal in all replicas after each."""
+    torch.manual_seed(0)
+    model, mesh, data = Net(), mesh_of(2), torch.Generator().manual_seed(rank())
+    shard(model, mesh["shard"])
+    matrices, others = hvd_compress.hidden_matrices(model)
+    between = {"process_group": mesh.get_group("replicate"), "min_numel": 64}
+    own, common = PLAIN(matrices.values()), PLAIN(others.values())
+    local = hvd_compress.recipes.low_bit(matrices.items(), own, 2, **between)
+    every = hvd_compress.Quantized(others.items(), 8, **between)
+    for step in range(1, 7):
+        tokens = draw_tokens(data)
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        hvd_compress.average_gradients(every)
+        own.step()
+        common.step()
+        ended = local.step()
+        assert ended == (step % 2 == 0)
+        for group, equal in ((others, True), (matrices, ended)):
+            mine = torch.cat([p.to_local().detach().flatten() for p in group.values()])
+            everyone = gather(mine, mesh.get_group("replicate"))
+            assert torch.equal(everyone[0], everyone[1]) == equal, (step, equal)
 
 
 @register(CASES)

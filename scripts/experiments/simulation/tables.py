@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 
 from experiment import models
 
@@ -17,6 +17,7 @@ Row = dict[str, str]
 
 DENSE = Setting(1, period=1, bits=0)
 SEEDS, DENSE_RATES, RATES = (0, 1, 2), (2e-3, 3e-3, 4.5e-3, 6e-3), (3e-3, 4.5e-3, 6e-3, 9e-3)
+NANOGPT_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 
 
 def repeated(setting: Setting, rates: Sequence[float], seeds: Sequence[int] = SEEDS) -> list[Setting]:
@@ -94,38 +95,66 @@ def rates_rows(runs: Runs) -> list[Row]:
     return lines
 
 
-#: What is sent, simulated with one seed, and on how many ranks.
-SENT = {
-    Setting(): (4, 16),
-    Setting(others=8): (4, 16, 32),
-    Setting(others=8, restore_length=True): (4, 16, 32),
-    Setting(period=4, bits=1, finer=1, others=2): (16,),
-    Setting(period=4, bits=1, finer=1, others=2, restore_length=True): (16, 32),
-    Setting(period=2, bits=1, finer=1): (4,),
-    Setting(period=5, bits=0): (4,),
-    Setting(period=5, bits=1): (4, 16),
-    Setting(period=5, bits=1, finer=1): (4,),
-    Setting(period=8, bits=1, finer=1): (4,),
-    Setting(period=8, bits=1, finer=1, power=1): (4,),
-    Setting(period=15, bits=0): (4,),
-    Setting(period=15, bits=1): (4, 16),
-    Setting(period=15, bits=1, power=1): (4,),
-    Setting(period=15, bits=1, outer_rate=0.7, outer_momentum=0.5): (4,),
-    Setting(period=22, bits=1, finer=1): (4,),
+#: Trainings, simulated with one seed, and their learning rates.
+ON_RANKS = {
+    "gpt, 4 ranks": (Setting(4), RATES),
+    "gpt, 16 ranks": (Setting(16), RATES),
+    "gpt, 32 ranks": (Setting(32), RATES),
+    "nanogpt, 4 ranks": (Setting(4, task="nanogpt"), NANOGPT_RATES),
+    "nanogpt, 16 ranks": (Setting(16, task="nanogpt", windows=16), NANOGPT_RATES),
 }
+GPT_4, GPT_16, GPT_32, NANOGPT_4, NANOGPT_16 = ON_RANKS
+#: What is sent, and in which of these trainings.
+SENT = {
+    Setting(): (GPT_4, GPT_16, NANOGPT_4, NANOGPT_16),
+    Setting(restore_length=True): (GPT_4, GPT_16, NANOGPT_4, NANOGPT_16),
+    Setting(others=8): (GPT_4, GPT_16, GPT_32, NANOGPT_4),
+    Setting(others=8, restore_length=True): (GPT_4, GPT_16, GPT_32, NANOGPT_16),
+    Setting(period=4, bits=1, finer=1, others=2): (GPT_16,),
+    Setting(period=4, bits=1, finer=1, others=2, restore_length=True): (GPT_16, GPT_32),
+    Setting(period=2, bits=1, finer=1): (GPT_4,),
+    Setting(period=5, bits=0): (GPT_4,),
+    Setting(period=5, bits=1): (GPT_4, GPT_16),
+    Setting(period=5, bits=1, finer=1): (GPT_4,),
+    Setting(period=8, bits=1, finer=1): (GPT_4, NANOGPT_4),
+    Setting(period=8, bits=1, finer=1, power=1): (GPT_4,),
+    Setting(period=15, bits=0): (GPT_4,),
+    Setting(period=15, bits=1): (GPT_4, GPT_16),
+    Setting(period=15, bits=1, power=1): (GPT_4,),
+    Setting(period=15, bits=1, outer_rate=0.7, outer_momentum=0.5): (GPT_4,),
+    Setting(period=22, bits=1, finer=1): (GPT_4,),
+}
+
+
+def sent(setting: Setting, training: Setting) -> Setting:
+    return replace(setting, ranks=training.ranks, task=training.task, windows=training.windows)
 
 
 def ranks_rows(runs: Runs) -> list[Row]:
     """With seed 0, over dense training, both at their best learning rate, which follows in brackets."""
-    dense, lines = best(runs, DENSE, DENSE_RATES, (0,)), []
-    columns = sorted(set(chain(*SENT.values())))
+    lines = []
     for setting in SENT:
         line = {"what is sent": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
-        for ranks in columns:
-            value = best(runs, replace(setting, ranks=ranks), RATES, (0,))
-            line[f"{ranks} ranks"] = over(value, dense) + (f" ({value.rate:g})" if value and dense else "")
+        for name, (training, rates) in ON_RANKS.items():
+            dense = best(runs, replace(sent(DENSE, training), ranks=1), dense_rates(training), (0,))
+            value = best(runs, sent(setting, training), rates, (0,))
+            line[name] = over(value, dense) + (f" ({value.rate:g})" if value and dense else "")
         lines.append(line)
     return lines
+
+
+def dense_rates(training: Setting) -> Sequence[float]:
+    return DENSE_RATES if training.task == "gpt" else NANOGPT_RATES
+
+
+def ranks_settings() -> list[Setting]:
+    found = []
+    for training, _ in ON_RANKS.values():
+        found += repeated(replace(sent(DENSE, training), ranks=1), dense_rates(training), (0,))
+    for setting, names in SENT.items():
+        for training, rates in map(ON_RANKS.__getitem__, names):
+            found += repeated(sent(setting, training), rates, (0,))
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -152,7 +181,6 @@ class Transfer:
             "restored length": replace(local, restore_length=True),
             "others in 8 bits": replace(local, others=8),
             "both": replace(local, others=8, restore_length=True),
-            "8 steps in 1/2 bits": replace(local, period=8, bits=1, finer=1),
         }
 
 
@@ -161,7 +189,7 @@ TRANSFERS = (
     Transfer("gpt", "muon", 16, 3e-3, (0,)),
     Transfer("nanogpt", "muon", 4, 6e-3, (0, 1)),
     Transfer("nanogpt", "muon", 16, 6e-3, (0,), windows=16),
-    Transfer("nanogpt", "adamw", 4, 3e-3, (0, 1)),
+    Transfer("nanogpt", "adamw", 4, 3e-3, (0,)),
 )
 
 
@@ -170,7 +198,7 @@ def transfer_rows(runs: Runs) -> list[Row]:
     lines = []
     for transfer in TRANSFERS:
         for rate in transfer.rates:
-            line = {"training": f"{transfer.task}, {transfer.optimizer}", "ranks": str(transfer.ranks)}
+            line = {"training": f"{transfer.task}, {transfer.optimizer}, {transfer.ranks} ranks"}
             line["learning rate"] = f"{rate:g}"
             values = {name: at(runs, s, rate, transfer.seeds) for name, s in transfer.columns.items()}
             dense = values.pop("dense")
@@ -220,13 +248,7 @@ TABLES = {
     "apart": Table(_APART_RUNS, apart_rows),
     "rates": Table(_APART_RUNS, rates_rows),
     "transfer": Table(transfer_settings(), transfer_rows),
-    "ranks": Table(
-        [
-            *repeated(DENSE, DENSE_RATES, (0,)),
-            *(run for s, counts in SENT.items() for n in counts for run in repeated(replace(s, ranks=n), RATES, (0,))),
-        ],
-        ranks_rows,
-    ),
+    "ranks": Table(ranks_settings(), ranks_rows),
     "learners": Table(
         [run for s, n in product(LEARNERS.values(), COUNTS) for run in repeated(learners(s, n), LEARNER_RATES, (0,))],
         learners_rows,

@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 have in common: whichever optimizers step, a hook of the model or one call passes gradients in."""
+"""The base of the torch hosts: gradients come from a model's hooks, or from average_gradients()."""
 
 from torch.optim import Optimizer
 
@@ -7,9 +7,11 @@ from ..engine.engine import Engine
 from ..gradients.step import GradientStep, GradScaler
 from .horovod import was_given
 
+LOOP = "average_gradients()"
 
-class HookedHost:
-    """The base of both. ``registration``: the call that registers the hooks; ``bound``: what the compressor is bound
+
+class TorchHost:
+    """DDP's or FSDP2's. ``registration``: the call that registers the hooks; ``bound``: what the compressor is bound
     to; both for messages."""
 
     # All gradients of a DDP bucket have one version.
@@ -19,7 +21,8 @@ class HookedHost:
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
-        self._way: str | None = None
+        #: What passes gradients in, once it is known.
+        self.source: str | None = None
 
     def release(self) -> None:
         """Called when local steps take the place of this host. It has no hooks of its own to remove."""
@@ -38,17 +41,20 @@ class HookedHost:
                 f"{self.registration} missing? (Without hooks: hvd_compress.average_gradients(compression).)"
             )
 
-    def comes_by(self, way: str) -> None:
+    def take_from(self, source: str) -> None:
         """Called with what passes gradients in. Raises ``RuntimeError`` if that was something else before."""
-        if self._way is None:
-            self._way = way
-        elif self._way != way:
+        if self.source not in (None, source):
             raise RuntimeError(
-                f"this compressor gets its gradients by {self._way}, and now by {way}: they would be averaged twice"
+                f"this compressor gets its gradients from {self.source}, and now from {source}: use one of them"
             )
+        if self.source is None:
+            if source == LOOP:
+                self.begin_loop()
+            self.source = source
 
-    def check_loop(self) -> None:
-        """Raises an error if something else averages the gradients, too."""
+    def begin_loop(self) -> None:
+        """Called before the first :func:`~hvd_compress.average_gradients`, on all ranks. Raises ``ValueError`` if the
+        model averages the gradients, too."""
         raise NotImplementedError
 
     def exchange(self, dense: list[DenseGradient]) -> None:
@@ -56,8 +62,9 @@ class HookedHost:
         engine = self._engine
         averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.dense")
         with self.step.exchanging():
+            averages = averaging.results()  # first: if this fails, the step is still in progress, and is reset
             self.step.finish()
-            for gradient, average in zip(dense, averaging.results(), strict=True):
+            for gradient, average in zip(dense, averages, strict=True):
                 gradient.store(average)
                 engine.method.dense_averaged(gradient.number, gradient.grad)
             for work in engine.works:
