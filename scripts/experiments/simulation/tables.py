@@ -65,6 +65,7 @@ APART = (
             Setting(period=4, bits=1, finer=1, others=2),
             Setting(period=4, bits=1, finer=1, others=2, power=1),
             Setting(others=8),
+            Setting(32, others=8, restore_length=True),
         )
     ),
 )
@@ -75,7 +76,8 @@ def apart_rows(runs: Runs) -> list[Row]:
     dense, lines = best(runs, DENSE, DENSE_RATES), []
     for setting, rates in APART:
         value = best(runs, setting, rates)
-        line = {"16 ranks": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
+        line = {"what is sent": title(setting), "ranks": str(setting.ranks)}
+        line["fewer bytes"] = f"{fewer_bytes(setting):.0f}"
         line["learning rate"] = "-" if value is None else f"{value.rate:g}"
         line["bits per byte"] = "-" if value is None else f"{value.mean:.3f} ± {value.half_range:.3f}"
         line["over dense"] = over(value, dense)
@@ -87,7 +89,7 @@ def rates_rows(runs: Runs) -> list[Row]:
     """At every learning rate: the mean of the seeds that are stored, whose number follows in brackets."""
     lines = []
     for setting, _ in APART:
-        line = {"16 ranks": title(setting)}
+        line = {"what is sent": title(setting), "ranks": str(setting.ranks)}
         for rate in sorted({*DENSE_RATES, *RATES}):
             found = [runs[s] for s in repeated(setting, (rate,)) if s in runs]
             line[f"{rate:g}"] = f"{statistics.fmean(found):.3f} ({len(found)})" if found else "-"
@@ -216,7 +218,7 @@ LEARNERS = {
     "Muon, low_bit": Setting(),
     "AdamW, DiLoCo": Setting(period=30, bits=0, optimizer="adamw", outer_rate=0.7, outer_momentum=0.9),
 }
-COUNTS, LEARNER_RATES = (1, 2, 4, 8, 16), (1.5e-3, 3e-3, 4.5e-3, 6e-3)
+COUNTS, LEARNER_RATES = (1, 2, 4, 8, 16), (7.5e-4, 1.5e-3, 3e-3, 4.5e-3, 6e-3)
 
 
 def learners(setting: Setting, count: int) -> Setting:
