@@ -109,15 +109,6 @@ class DDPHost(TorchHost):
                 self._finish()
         return future
 
-    def begin_loop(self) -> None:
-        for model in living(DistributedDataParallel):
-            ours = {name for name, p in model.module.named_parameters() if id(p) in self._numbers}
-            if model.require_backward_grad_sync and ours - model.parameters_to_ignore:
-                raise ValueError(
-                    "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or call "
-                    "hvd_compress.trainers.local_gradients(ddp) (no_sync() is not enough)"
-                )
-
     def _reset(self, overwritten: bool = False) -> None:
         self.step.reset(overwritten=overwritten)
         text = (

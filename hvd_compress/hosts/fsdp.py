@@ -199,8 +199,7 @@ class FSDPHost(TorchHost):
         averages = self._average_inside()
         for other in others:
             other.host.remove(other)
-        if self.detached:  # what has become of the last average is not known
-            self.step.clear()
+        self._attach()
         this, registered = weakref.ref(self), _Registration(self, engine.method, modules)
         for module in modules:
             registered.add_module(module, self._reduced, not averages)
@@ -208,7 +207,7 @@ class FSDPHost(TorchHost):
             if p.is_floating_point() or p.is_complex():  # others cannot be trained
                 registered.add_parameter(p, _ParameterHook(this, name, numbers.get(id(p)), p.requires_grad))
         remember(modules, registered)
-        self._registered, self.detached = registered, False
+        self._registered = registered
         return FSDPHooks(registered)
 
     def remove(self, registration: "_Registration") -> None:
@@ -231,6 +230,10 @@ class FSDPHost(TorchHost):
                 "reduce-scatter of this backend sums where FSDP asks for an average (pytorch issue 162338): use "
                 "register_fsdp_hooks(), which lets FSDP divide"
             )
+        self._attach()
+
+    def _attach(self) -> None:
+        """Gradients are passed in from now on."""
         if self.detached:  # what has become of the last average is not known
             self.step.clear()
         self.detached = False

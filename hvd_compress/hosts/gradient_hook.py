@@ -117,9 +117,13 @@ def use_hook(model: torch.nn.Module, compression: Any) -> list[Callable[[], None
 
 
 def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    """The DDP models that hold one of the parameters."""
+    """The DDP models that hold one of the parameters, and do not ignore it."""
     ids = {id(p) for p in parameters}
-    return [ddp for ddp in living(DistributedDataParallel) if any(id(p) in ids for p in ddp.parameters())]
+
+    def holds(ddp: DistributedDataParallel) -> bool:
+        return any(id(p) in ids for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore)
+
+    return [ddp for ddp in living(DistributedDataParallel) if holds(ddp)]
 
 
 def averages(ddp: DistributedDataParallel) -> bool:

@@ -11,6 +11,7 @@ from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.place import check_gradient
 from ..engine.shards import local
+from .gradient_hook import averages, ddp_models
 from .nested import refuse_inside_backward
 from .torch_host import LOOP, TorchHost
 
@@ -54,6 +55,11 @@ def average_gradients(compression: Any) -> None:
     engine = compression.engine
     if isinstance(engine.collectives, Membership):
         raise RuntimeError(f"{LOOP} does not support a torchft.Manager: use ddp_hook or register_fsdp_hooks()")
+    if host.source is None and any(map(averages, ddp_models(engine.parameters))):
+        raise ValueError(
+            "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or call "
+            "hvd_compress.trainers.local_gradients(ddp) (no_sync() is not enough)"
+        )
     host.take_from(LOOP)
     grads = {number: _gradient(engine, number) for number, p in enumerate(engine.parameters) if p.requires_grad}
     with engine.entered:

@@ -53,9 +53,7 @@ class TorchHost:
             self.source = source
 
     def begin_loop(self) -> None:
-        """Called before the first :func:`~hvd_compress.average_gradients`, on all ranks. Raises ``ValueError`` if the
-        model averages the gradients, too."""
-        raise NotImplementedError
+        """Called before the first :func:`~hvd_compress.average_gradients`, on all ranks. May raise ``ValueError``."""
 
     def exchange(self, dense: list[DenseGradient]) -> None:
         """Runs the exchanges of a step to their ends, and writes the averages, with those of ``dense``."""

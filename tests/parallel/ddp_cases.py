@@ -298,6 +298,7 @@ def a_loop_under_ddp():
     with refused(ValueError, "DistributedDataParallel averages the gradients already"):
         hvd_compress.average_gradients(compression)
     hvd_compress.trainers.local_gradients(ddp)
+    ddp.require_backward_grad_sync = True  # as nanoGPT sets it in each step
     hvd_compress.average_gradients(compression)
     assert all((p.grad == (size - 1) / 2).all() for p in model.parameters())
     assert other.require_backward_grad_sync

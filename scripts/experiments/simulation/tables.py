@@ -128,6 +128,10 @@ SENT = {
 }
 
 
+def dense(training: Setting) -> Setting:
+    return replace(training, ranks=1, period=1, bits=0)
+
+
 def sent(setting: Setting, training: Setting) -> Setting:
     return replace(setting, ranks=training.ranks, task=training.task, windows=training.windows)
 
@@ -138,9 +142,9 @@ def ranks_rows(runs: Runs) -> list[Row]:
     for setting in SENT:
         line = {"what is sent": title(setting), "fewer bytes": f"{fewer_bytes(setting):.0f}"}
         for name, (training, rates) in ON_RANKS.items():
-            dense = best(runs, replace(sent(DENSE, training), ranks=1), dense_rates(training), (0,))
+            reference = best(runs, dense(training), dense_rates(training), (0,))
             value = best(runs, sent(setting, training), rates, (0,))
-            line[name] = over(value, dense) + (f" ({value.rate:g})" if value and dense else "")
+            line[name] = over(value, reference) + (f" ({value.rate:g})" if value and reference else "")
         lines.append(line)
     return lines
 
@@ -152,7 +156,7 @@ def dense_rates(training: Setting) -> Sequence[float]:
 def ranks_settings() -> list[Setting]:
     found = []
     for training, _ in ON_RANKS.values():
-        found += repeated(replace(sent(DENSE, training), ranks=1), dense_rates(training), (0,))
+        found += repeated(dense(training), dense_rates(training), (0,))
     for setting, names in SENT.items():
         for training, rates in map(ON_RANKS.__getitem__, names):
             found += repeated(sent(setting, training), rates, (0,))
@@ -178,7 +182,7 @@ class Transfer:
     def columns(self) -> dict[str, Setting]:
         local = Setting(self.ranks, task=self.task, optimizer=self.optimizer, windows=self.windows)
         return {
-            "dense": replace(local, ranks=1, period=1, bits=0),
+            "dense": dense(local),
             "low_bit": local,
             "restored length": replace(local, restore_length=True),
             "others in 8 bits": replace(local, others=8),
@@ -203,9 +207,9 @@ def transfer_rows(runs: Runs) -> list[Row]:
             line = {"training": f"{transfer.task}, {transfer.optimizer}, {transfer.ranks} ranks"}
             line["learning rate"] = f"{rate:g}"
             values = {name: at(runs, s, rate, transfer.seeds) for name, s in transfer.columns.items()}
-            dense = values.pop("dense")
-            line["dense"] = "-" if dense is None else f"{dense.mean:.3f}"
-            lines.append(line | {name: over(value, dense) for name, value in values.items()})
+            reference = values.pop("dense")
+            line["dense"] = "-" if reference is None else f"{reference.mean:.3f}"
+            lines.append(line | {name: over(value, reference) for name, value in values.items()})
     return lines
 
 
