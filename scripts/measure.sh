@@ -23,7 +23,7 @@
 #   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
 #   exchange-hsdp    FSDP2 on two hosts of two ranks                exchange-pause     computing is a pause; local steps, fragments
 #   exchange-bits    gradients in 8 and 4 bits, and fp16, on DDP
-#   exchange-share   how much of the time is computing, on links of 1 Gbit/s to 50 Mbit/s, ten times slowed down
+#   exchange-share   how much of the time is computing, on links of 5 Gbit/s to 50 Mbit/s, ten times slowed down
 # Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
 #   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
@@ -402,8 +402,11 @@ case $experiment in
     share 5mbit
     row ddp-none
     row ddp-fp16
-    row ddp-none@diloco-32 "--local-steps 32 --outer-lr 0.7 --outer-momentum 0.9"
+    for period in 1 8 32 128; do
+      row "ddp-none@diloco-$period" "--local-steps $period --outer-lr 0.7 --outer-momentum 0.9"
+    done
     share 100mbit
+    share 500mbit
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"

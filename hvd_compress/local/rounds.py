@@ -14,17 +14,14 @@ it is local progress again, or in the error-feedback buffer, and the next round 
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from ..carriers import shard_groups
-from ..engine.arguments import check_integer, plain_names
-from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
@@ -41,10 +38,8 @@ from .lengths import Lengths
 from .optimizers import LocalOptimizers
 from .outside import OutsideChanges
 from .peers import Peers
-from .round import count_gradients
-
-#: Local steps between two rounds of one weight, or a function of the local steps so far that returns them.
-Period: TypeAlias = int | Callable[[int], int]
+from .period import Period, Schedule
+from .whole_average import average_weights, check_model
 
 # Seconds between two attempts to join.
 _PAUSE = 0.5
@@ -95,9 +90,7 @@ class Rounds:
         self._engine, self._settings, self._watches = engine, settings, watches
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum)
         weights = self._common.weights
-        #: Calls of count() in this training.
-        self._number = 0
-        self.change_period(period)
+        self.schedule = Schedule(period, settings.fragments, settings.delay)
         self._turns = Turns(engine, weights, settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
         rounded = bool(engine.works) or "fp16" in engine.method.options().values()
@@ -105,7 +98,7 @@ class Rounds:
         self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
         members, self._peers = engine.collectives, None
         if isinstance(members, Membership):
-            self._peers = Peers(engine, members, self._common, self._steps())
+            self._peers = Peers(engine, members, self._common, self.schedule.state())
         self._in_flight = InFlight(
             engine,
             self._common,
@@ -143,8 +136,8 @@ class Rounds:
         self._optimizers.counted()
         self._begun, self._stepped = True, False
         self._applied.clear()
-        period = self.period
-        self._number += 1
+        period = self.schedule.period
+        self.schedule.count()
         self._turns.count()
         if not self._exchanging:
             ended = self._turns.due(period)
@@ -159,7 +152,7 @@ class Rounds:
             due = self._turns.due(period)
             if due:
                 self._check()
-                ended = self._in_flight.begin(self._number) or ended
+                ended = self._in_flight.begin(self.schedule.number) or ended
             # With peers, a round that is taken back changes the weights, too.
             if ended or (self._peers is not None and (waited or due)):
                 self._owners.reshard()
@@ -173,7 +166,7 @@ class Rounds:
         self._begin()
         self._check()
         while True:
-            self._in_flight.begin(self._number)
+            self._in_flight.begin(self.schedule.number)
             self._in_flight.finish()
             if self._peers.joined:
                 break
@@ -183,23 +176,13 @@ class Rounds:
         self._owners.reshard()
         self._note()
 
-    @property
-    def period(self) -> int:
-        """Local steps between two rounds of one weight, at this local step."""
-        return self._checked(self._period)
-
-    def change_period(self, period: Period) -> None:
-        """Makes the period another one."""
-        self._checked(period)
-        self._period = period
-
     def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str]) -> None:
         """Averages all weights, and the buffers of ``model``."""
         self._begin()
         self._check()
         chosen = None
         if model is not None:
-            self._check_model(model)
+            check_model(model, self._common)
             chosen = Buffers(model, buffers)
         if not self._exchanging:
             return
@@ -219,7 +202,7 @@ class Rounds:
             levels = [engine.collectives, *shard_groups(engine.parameters)]
             if chosen is not None:
                 chosen.check_same(levels, label, device)
-            self._average_weights()
+            average_weights(engine, self._common, self._turns)
             if chosen is not None:
                 chosen.exchange(levels, label, device, engine.stats.count_request)
             if model is not None:
@@ -233,22 +216,6 @@ class Rounds:
         self._turns.restart()
         self._finished = True
         self._note()
-
-    def _average_weights(self) -> None:
-        engine = self._engine
-        whole = [
-            dense_gradient(weight.number, weight.parameter, weight.own.to(weight.common.dtype, copy=True), False, 1.0)
-            for weight in self._common.weights
-        ]
-        payloads = [weight.payload for weight in whole]
-        for payload in payloads:
-            engine.stats.count_dense(0, payload.nbytes, engine.collectives.size, engine.nodes.ranks)
-        for fragment, age in zip(self._turns.fragments, self._turns.ages, strict=True):
-            count_gradients(engine, fragment, age)
-        averages = Averaging(engine.collectives, payloads, f"{engine.exchanges.label}.finish").results()
-        for weight, average in zip(whole, averages, strict=True):
-            weight.store(average)
-        self._common.replace(weight.grad for weight in whole)
 
     def take_weights(self) -> None:
         """Makes the parameters the common weights; nothing is kept of before."""
@@ -292,7 +259,7 @@ class Rounds:
             self._outside.check(_AFTER_CALL, routine=not self._finished)
         self._stepped, self._finished = True, False
         self._optimizers.stepping(optimizer)
-        if self._exchanging and self._turns.due(self.period, calls=1):
+        if self._exchanging and self._turns.due(self.schedule.period, calls=1):
             self._gradients.look()
         if self._begun:
             return
@@ -366,28 +333,25 @@ class Rounds:
         first = "were they broadcast? After a restart, was local.load_state_dict() called?"
         compared = {
             **asdict(self._settings),
-            **(self._clock() if self._peers is None else {}),
+            **(self._timing() if self._peers is None else {}),
             f"hash of the weights before the first step ({first})": self._common.hash(),
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
-    def _clock(self) -> dict[str, object]:
-        return {"period": self.period, "steps since the last exchange": " ".join(map(str, self._turns.ages))}
+    def _timing(self) -> dict[str, object]:
+        return {"period": self.schedule.period, "steps since the last exchange": " ".join(map(str, self._turns.ages))}
 
     def state(self) -> dict[str, Tree]:
         own: Tree = {
             **self._common.state(),
             "fragments": Fixed(self._settings.fragments),
-            "steps": self._steps(),
+            "steps": self.schedule.state(),
             "since": self._turns.state(),
             "in_flight": self._in_flight.state(),
             "taken": Entry(vars(self), "_taken", bool),
             "begun": Entry(vars(self), "_begun", bool),
         }
         return {"local_steps": own}
-
-    def _steps(self) -> Tree:
-        return Entry(vars(self), "_number", int, 0)
 
     @property
     def _exchanging(self) -> bool:
@@ -422,35 +386,6 @@ class Rounds:
         self._owners.reshard()
         self._owners.check()
         self._optimizers.check()
-
-    def _checked(self, period: Period) -> int:
-        """The period at this local step, if it fits the other settings."""
-        fragments, delay = self._settings.fragments, self._settings.delay
-        calls = check_integer("period", period(self._number) if callable(period) else period, 1)
-        if calls % fragments:
-            raise ValueError(f"period must be a multiple of fragments, got {calls} and {fragments}")
-        if delay > calls // fragments:
-            raise ValueError(
-                f"delay must lie in 0 to period / fragments = {calls // fragments}, got {delay}: the period must be at "
-                f"least fragments * delay = {fragments * delay}"
-            )
-        return calls
-
-    def _check_model(self, model: torch.nn.Module) -> None:
-        named = dict(model.named_parameters())
-        held = {id(p) for p in named.values()}
-        if held and held.isdisjoint(self._common.ids):
-            raise ValueError(
-                "finish(model): this model has none of the parameters that the compressor was given (a copy, another "
-                "model, or one after load_state_dict(assign=True)?)"
-            )
-        theirs = dict(zip(plain_names(list(named)), named.values(), strict=True))
-        for weight in self._common.weights:
-            if id(weight.parameter) not in held and weight.name in theirs:
-                raise ValueError(
-                    f"finish(model): the model has another parameter {weight.name} than the compressor was given "
-                    "(load_state_dict(assign=True)?): build the compressor, the optimizer and LocalSteps after that"
-                )
 
 
 #: All of this process.

@@ -13,7 +13,8 @@ from ..engine.shards import is_sharded
 from ..hosts.fsdp import FSDPHost, check_sharded, hooked
 from ..methods.base import Compressor
 from ..methods.sparse import SparseMethod
-from .rounds import Period, Rounds, Settings
+from .period import Period
+from .rounds import Rounds, Settings
 
 
 class LocalSteps:
@@ -186,11 +187,11 @@ class LocalSteps:
         et al., *A Quadratic Synchronization Rule for Distributed Deep Learning*, ICLR 2024): ``local.period = max(3,
         int((0.01 / lr) ** 2))``. A state has the number of calls, which a schedule gets, and not the period: set it
         again after loading one. Setting raises as the constructor."""
-        return self._rounds.period
+        return self._rounds.schedule.period
 
     @period.setter
     def period(self, period: Period) -> None:
-        self._rounds.change_period(period)
+        self._rounds.schedule.change(period)
 
     @modes_off
     def finish(self, model: torch.nn.Module | None = None, *, buffers: Mapping[str, str] | None = None) -> None:

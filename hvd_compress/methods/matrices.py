@@ -43,7 +43,7 @@ def hidden_matrices(
         adamw = torch.optim.AdamW(others.values(), lr=3e-3)
 
     Args:
-        model: also wrapped, compiled or sharded by FSDP2. FSDP1 makes vectors of all parameters: call it before.
+        model: also wrapped, compiled or sharded by FSDP2.
         filters: whether tensors of more than two dimensions, such as the filters of convolutions, are matrices, too.
             ``torch.optim.Muon`` refuses them.
         others: patterns (:mod:`fnmatch`) of the names of parameters that belong to the others, such as

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""All figures of the documentation, and docs/benchmarks.md's table of steps, from the results in docs/results.
+"""All figures of the documentation, and two tables of docs/benchmarks.md, from the results in docs/results.
 
 One style for all; at most six curves, or six bars a group. Where results are missing, that is an error.
 """
@@ -7,6 +7,7 @@ One style for all; at most six curves, or six bars a group. Where results are mi
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -48,8 +49,20 @@ TEXT = {
 }
 
 BASELINES = {"dense": "dense, ring", "fp16": "fp16, ring"}
-#: What the table of steps stands between, in docs/benchmarks.md.
-MARK, END = "<!-- steps: written by scripts/experiments/figures.py -->", "<!-- end -->"
+#: The table of computing: label, and method in exchange-share; the links, and those that they are slowed down to.
+SHARES = {
+    "float32, in each step": "ddp-none",
+    "fp16, in each step": "ddp-fp16",
+    **{f"DiLoCo, period {period}": f"ddp-none@diloco-{period}" for period in (1, 8, 32, 128)},
+    "period 3, 2 bits": "ddp-quantized@47",
+    "period 5, 1 bit": "ddp-quantized@151",
+    "period 8, 1 bit, averages in 2": "ddp-quantized@171",
+    "period 16, 1 bit": "ddp-quantized@483",
+    "the same, 4 fragments, delay 4": "ddp-quantized@483-late",
+}
+SLOWED = {"5 Gbit/s": "500mbit", "1 Gbit/s": "100mbit", "200 Mbit/s": "20mbit", "50 Mbit/s": "5mbit"}
+#: What a table of docs/benchmarks.md stands between.
+MARK, END = "<!-- {}: written by scripts/experiments/figures.py -->", "<!-- end -->"
 #: Words in labels, of which the first that fits counts, and positions in the lists of colours and the like in table.py.
 LOOKS = ("Muon", "orthogonal", "dense", "fp16", "IWP", "FFT", "SlimDP", "TernGrad", "DeMo", "TopK", "QSGD", "DGC")
 PLACES = (5, 6, 0, 1, 2, 3, 3, 4, 4, 5, 6, 6)
@@ -74,6 +87,29 @@ def steps(results: Path) -> pd.DataFrame:
     return pd.DataFrame(
         {label: {name: found[rate, method] for rate, name in LINKS.items()} for label, method in STEPS.items()}
     )
+
+
+def shares(results: Path) -> list[dict[str, Any]]:
+    """For each exchange and link, the share of a step that is computing, and ms a step.
+
+    The computing is a pause. Beside it and the exchange stands the optimizer's update, which on a card would be a small
+    part of the pause: the median of what the steps without an exchange take beyond the pause is taken out.
+    """
+    steps, fewer = dict[tuple[str, str], str](), dict[str, float]()
+    for run in read(results, "exchange-share").values():
+        pause = run["config"]["pause_ms"]
+        for rate in run["config"]["rate"]:
+            rows = [row for row in run["rows"] if row["rate"] == rate]
+            update = median(row["alone_ms"] for row in rows) - pause
+            for row in rows:
+                share = min(pause / (row["step_ms"] - update), 1.0)
+                steps[row["method"], rate] = f"{share:.0%} ({row['step_ms']:,.0f})"
+                fewer[row["method"]] = max(row["wire_ratio"], fewer.get(row["method"], 0.0))
+    return [
+        {"exchange": label, "fewer bytes": f"{fewer[method]:.0f}"}
+        | {link: steps.get((method, rate), "-") for link, rate in SLOWED.items()}
+        for label, method in SHARES.items()
+    ]
 
 
 def races(results: Path) -> pd.DataFrame:
@@ -185,15 +221,17 @@ FIGURE: dict[str, Callable[[Path, Path], None]] = {
 
 
 def benchmarks(page: str, results: Path) -> str:
-    """docs/benchmarks.md with the table of steps as the results are now."""
-    times = steps(results)
-    rows = [
+    """docs/benchmarks.md with its tables as the results are now."""
+    times = [
         {"links": links, **{label: f"{ms:,.0f}" for label, ms in row.items()}}
         | {f"IWP over {label}": f"{row[column] / row['IWP']:.2g}" for label, column in BASELINES.items()}
-        for links, row in times.iterrows()
+        for links, row in steps(results).iterrows()
     ]
-    before, rest = page.split(MARK)
-    return f"{before}{MARK}\n{table.markdown(rows)}\n{END}{rest.split(END, 1)[1]}"
+    for name, rows in {"shares": shares(results), "steps": times}.items():
+        mark = MARK.format(name)
+        before, rest = page.split(mark)
+        page = f"{before}{mark}\n{table.markdown(rows)}\n{END}{rest.split(END, 1)[1]}"
+    return page
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ DRIVER, DYING = (str(Path(__file__).with_name(name)) for name in ("resume.py", "
 #: Launches: packages, and the examples that need each.
 LAUNCHES = {
     "two_ranks": {
-        "torch": ["local_muon", "ddp_sgd", "gpt_demo", "muon_ddp", "custom_method"],
+        "torch": ["local_muon", "local_matrices", "ddp_sgd", "gpt_demo", "muon_ddp", "custom_method"],
         "lightning": ["lightning_callback"],
         "accelerate": ["accelerate_loop"],
         "transformers": ["transformers_trainer"],

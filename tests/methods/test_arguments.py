@@ -4,6 +4,8 @@ import pytest
 import torch
 from harness import single
 from models import mixed_model
+from torch import distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hvd_compress
 from hvd_compress import (
@@ -142,6 +144,19 @@ def test_names_and_parameters_that_come_twice_raise_an_error():
     for named, says in ([("w", p), ("w", q)], "more than once: w"), ([("a", p), ("b", p)], "a and b are one parameter"):
         with pytest.raises(ValueError, match=says):
             IWP(named, collectives=ThreadWorld(1).collectives(0))
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_parameters_that_fsdp1_has_flattened_raise_an_error(original):
+    """Each rank has another part of them, and averages would be of unrelated entries."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(mixed_model(), use_orig_params=original, device_id=torch.device("cpu"))
+        for compressor in (IWP, DeMo):
+            with pytest.raises(ValueError, match=r"belongs to FSDP1.*fully_shard\(\)"):
+                compressor(model)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_an_integer_gradient_raises_an_error_that_names_it():

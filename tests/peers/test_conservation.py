@@ -164,7 +164,7 @@ def test_a_peer_dies_and_another_joins(kind, place):
 
     assert len(lighthouse.run([*stay, new.member], body)) == 3
     check_equal([peers[member] for member in stay] + [new])
-    numbers = {member: peers[member].local._rounds._number for member in [*stay, new.member]}
+    numbers = {member: peers[member].local._rounds.schedule.number for member in [*stay, new.member]}
     assert len({*numbers.values()}) == 1, numbers  # what a schedule of the period gets
     # The progress of the dead one counts as far as it was sent before.
     check_conserved(list(peers.values()))
