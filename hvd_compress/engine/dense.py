@@ -41,15 +41,18 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def dense_gradient(number: int, parameter: Tensor, grad: Tensor, half: bool, scale: float) -> DenseGradient:
     """Prepares a gradient for an uncompressed allreduce. ``half``: send float32 and bfloat16 as float16. ``scale``: the
-    loss scale; float16 payloads are divided by it, since a scale of 65536 would leave them no range."""
+    rank's loss scale, by which payloads are divided: scales may differ between ranks, and 65536 would leave float16 no
+    range."""
     weight = as_real(local(parameter))
     ordered = in_order_of(weight, grad) if is_dense(weight) else grad.contiguous()
-    if half and ordered.dtype in (torch.float32, torch.bfloat16):
-        ordered = (ordered / scale).half()
-    else:
+    if ordered.dtype == torch.float16:  # no GradScaler takes these gradients
         scale = 1.0
-        if ordered.dtype == torch.bfloat16:  # Horovod cannot sum it
-            ordered = ordered.float()
+    elif ordered.dtype == torch.bfloat16:  # Horovod cannot sum it
+        ordered = ordered.float()
+    if scale != 1.0:
+        ordered = ordered / scale
+    if half and ordered.dtype == torch.float32:
+        ordered = ordered.half()
     return DenseGradient(number, grad, ordered.as_strided((ordered.numel(),), (1,)), ordered.stride(), scale)
 
 

@@ -164,6 +164,31 @@ def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host
     assert name.startswith(WITHOUT_RESIDUAL) or not equal(held[0].values(), after[0].values())
 
 
+@on_hosts_in_turn
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_whose_loss_scales_differ_have_the_same_averages(name, host):
+    """As where one scaler serves local steps of other parameters, too, and skips one of them on one rank."""
+    averages = []
+    for scales in ((1.0, 1.0), (2.0, 8.0)):
+        world, ranks = replicas(2, scaled(METHODS[name], scales), host=host)
+        optimizers = sgd(ranks)
+        for step in range(3):
+            grads = [gradients(r.model, seed=10 * step + r.rank, scale=scales[r.rank]) for r in ranks]
+            applied = together(world, ranks, grads)
+            for optimizer in optimizers:
+                optimizer.step()
+        averages += [[g / scale for g in of_rank] for of_rank, scale in zip(applied, scales, strict=True)]
+    assert all(equal(averages[0], other) for other in averages[1:])
+
+
+def scaled(build, scales):
+    """What builds compressors of ranks with these loss scales."""
+    scalers = [Scaler() for _ in scales]
+    for scaler, scale in zip(scalers, scales, strict=True):
+        scaler.scale = scale
+    return lambda named, **options: build(named, grad_scaler=scalers.pop(0), **options)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_step_that_a_fused_optimizer_skips_takes_nothing_either(make, fused):
