@@ -13,6 +13,7 @@ from ..engine.place import check_gradient
 from ..engine.shards import local
 from .gradient_hook import averages, ddp_models
 from .nested import refuse_inside_backward
+from .same_weights import warn_of_drift
 from .torch_host import LOOP, TorchHost
 
 
@@ -39,6 +40,9 @@ def average_gradients(compression: Any) -> None:
     A missing gradient counts as zeros, and is the average afterwards, as with Horovod. Gradients should be None between
     steps (``zero_grad()`` does that). If the call fails, all ranks may repeat it: gradients that were taken are zero
     then, and in the residuals.
+
+    Nothing else in the loop may differ between the ranks: do not clip by a norm to which gradients belong that are each
+    rank's own. A warning says so if their weights are apart at step 0, 1, 10 or a multiple of 100.
 
     Args:
         compression: a compressor, built after ``init_process_group()`` (and after ``fully_shard()``).
@@ -69,6 +73,7 @@ def average_gradients(compression: Any) -> None:
                 arrived = host.step.arrive(number, as_real(local(grads[number])))
                 if isinstance(arrived, DenseGradient):
                     dense.append(arrived)
+            warn_of_drift(engine)
             host.exchange(dense)
         except BaseException:
             host.step.reset()

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from harness import LoopRank, in_backward, random_steps, replicas, together
+from harness import LoopRank, in_backward, random_steps, replicas, together, toy_model
 from methods import METHODS
 from models import gradients, mixed_model
 
@@ -92,6 +92,20 @@ def test_other_hosts_and_places_are_refused():
     with pytest.raises(RuntimeError, match="belongs to LocalSteps"):
         average_gradients(rank.compression)
     assert not local.finish(rank.model)
+
+
+@pytest.mark.parametrize("change", ["nothing", "rounding", "weights", "steps"])
+def test_weights_that_drift_apart_are_a_warning(change):
+    """Those of unequal devices differ by their rounding."""
+    world, ranks = replicas(2, NoCompression, toy_model(), host="loop")
+    rates = (0.1, 0.05) if change == "steps" else (0.1, 0.1)
+    optimizers = [torch.optim.SGD(r.model.parameters(), rate) for r, rate in zip(ranks, rates, strict=True)]
+    with torch.no_grad():
+        ranks[1].model[0].weight *= {"rounding": 1 + 1e-6, "weights": 1.01}.get(change, 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        random_steps(world, ranks, range(12), optimizers=optimizers)
+    assert any("weights differ" in str(w.message) for w in caught) == (change in ("weights", "steps"))
 
 
 def test_a_step_without_the_call_is_a_warning():
