@@ -228,6 +228,12 @@ case $experiment in
     local_muon 170 8 "1 --mean-bits 2" 3e-3,6e-3
     local_muon 500 16 1 3e-3,4.5e-3
     local_muon 500-decay 16 "1 --buffer-decay 0.9" 3e-3 --seeds 0,1,2
+    late=(--bucket-mb 0.3 --fragments 4 --delay)
+    local_muon late-170 8 "1 --mean-bits 2 ${late[*]} 2" 3e-3 --seeds 0,1,2
+    local_muon late-170 8 "1 --mean-bits 2 ${late[*]} 2" 2e-3,4.5e-3
+    local_muon fragments-170 8 "1 --mean-bits 2 --bucket-mb 0.3 --fragments 4" 3e-3
+    local_muon fragments-500 16 "1 --buffer-decay 0.9 --bucket-mb 0.3 --fragments 4" 3e-3
+    local_muon late-500 16 "1 --buffer-decay 0.9 ${late[*]} 4" 3e-3
     optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
@@ -240,6 +246,7 @@ case $experiment in
     ranks=16 batch=2
     optimizer=muon gpt none@muon 3e-3 "" ""
     local_muon 45 3 2 3e-3,4.5e-3,6e-3,9e-3 --seeds 0,1,2
+    local_muon 170 8 "1 --mean-bits 2" 6e-3
     report "$out"
     ranks=32 batch=1 folder=$out/32
     local_muon 45 3 2 6e-3
@@ -305,6 +312,10 @@ case $experiment in
     simulate none@muon 5e-4,1e-3,2e-3 "" "" --seeds 0,1 "${training[@]}"
     simulate quantized@45 1e-3,2e-3,3e-3 "" "$(few_bits 3 2)" --seeds 0,1 "${training[@]}"
     report "$out"
+    folder=$out/10 training=(--data cifar10 --model vit --epochs 10 -- --optimizer muon "${images[@]}")
+    simulate none@muon 1e-3 "" "" "${training[@]}"
+    simulate quantized@45 2e-3 "" "$(few_bits 3 2)" "${training[@]}"
+    report "$folder"
     ;;
   cifar10-muon)
     training=(--data cifar10 --model resnet20 --epochs 10 -- "${images[@]}" --channels-last --optimizer muon)
