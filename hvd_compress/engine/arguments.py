@@ -20,9 +20,9 @@ Given: TypeAlias = Any
 #: ``(name, parameter)`` pairs, or a model, of which the named parameters are meant.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 
-# Parts of names that torch.compile, activation checkpointing and Lightning Fabric insert, and that are not in
+# Parts of names that torch.compile, activation checkpointing, FSDP1 and Lightning Fabric insert, and that are not in
 # the state_dict() of the model.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 
 
 def check_integer(name: str, value: Given, low: int | None = None, high: int | None = None, *, other: str = "") -> int:
@@ -187,12 +187,18 @@ def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str,
         other = first.setdefault(id(parameter), name)
         if other != name:
             raise ValueError(f"{other} and {name} are one parameter; model.named_parameters() lists each once")
-        if getattr(parameter, "_fsdp_flattened", False):  # each rank has another part of it, maybe of one shape
-            raise ValueError(
-                f"{name} belongs to FSDP1 (FullyShardedDataParallel), which is not supported: shard the model by "
-                "torch.distributed.fsdp.fully_shard()"
-            )
+        refuse_flattened(name, parameter)
     return list(zip(plain_names([name for name, _ in named]), (parameter for _, parameter in named), strict=True))
+
+
+def refuse_flattened(name: str, parameter: Tensor) -> None:
+    """Raises ``ValueError`` for a parameter that FSDP1 has flattened: each rank has another part of it, maybe of one
+    shape."""
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{name} belongs to FSDP1 (FullyShardedDataParallel), which is not supported: shard the model by "
+            "torch.distributed.fsdp.fully_shard()"
+        )
 
 
 def _is_pair(item: object) -> bool:

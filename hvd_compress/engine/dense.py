@@ -45,7 +45,7 @@ def dense_gradient(number: int, parameter: Tensor, grad: Tensor, half: bool, sca
     range."""
     weight = as_real(local(parameter))
     ordered = in_order_of(weight, grad) if is_dense(weight) else grad.contiguous()
-    if ordered.dtype == torch.float16:  # no GradScaler takes these gradients
+    if ordered.dtype == torch.float16:  # they have no bits to spare, and torch.amp.GradScaler refuses them
         scale = 1.0
     elif ordered.dtype == torch.bfloat16:  # Horovod cannot sum it
         ordered = ordered.float()

@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..engine.arguments import refuse_flattened
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
 from ..engine.membership import Membership
@@ -42,7 +43,8 @@ def average_gradients(compression: Any) -> None:
     then, and in the residuals.
 
     Nothing else in the loop may differ between the ranks: do not clip by a norm to which gradients belong that are each
-    rank's own. A warning says so if their weights are apart at step 0, 1, 10 or a multiple of 100.
+    rank's own. At step 0, 1, 10 and multiples of 100 some of the weights are compared, and a warning says if they have
+    drifted apart.
 
     Args:
         compression: a compressor, built after ``init_process_group()`` (and after ``fully_shard()``).
@@ -86,6 +88,7 @@ def _gradient(engine: Engine, number: int) -> Tensor:
     grad = parameter.grad
     if grad is None:
         grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+    refuse_flattened(name, parameter)
     if grad.is_sparse:
         raise RuntimeError(f"{name}: hvd_compress does not support sparse gradients with {LOOP}")
     parameter.grad = grad = grad.resolve_conj()

@@ -185,8 +185,9 @@ class LocalSteps:
         """Calls of :meth:`step` between two exchanges of a weight, at this place of the training. It can be set to a
         number or a schedule, on all ranks at the same place, for example to let it grow as the learning rate falls (Gu
         et al., *A Quadratic Synchronization Rule for Distributed Deep Learning*, ICLR 2024): ``local.period = max(3,
-        int((0.01 / lr) ** 2))``. A state has the number of calls, which a schedule gets, and not the period: set it
-        again after loading one. Setting raises as the constructor."""
+        int((0.01 / lr) ** 2))``. A schedule is called more than once a step. A state has the number of calls,
+        which a schedule gets, and not the period: set it again after loading one. Setting raises as the
+        constructor."""
         return self._rounds.schedule.period
 
     @period.setter

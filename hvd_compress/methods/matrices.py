@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ..engine.arguments import check_flag, plain_names
+from ..engine.arguments import check_flag, plain_names, refuse_flattened
 
 _EMBEDDING = re.compile(r"embed(ding)?s?(_|$)")
 _POSITIONS = re.compile(r"(^|_)(pos|positions?|tokens?)(_|$)")
@@ -55,7 +55,7 @@ def hidden_matrices(
 
     Raises:
         TypeError: ``model`` is no module, ``others`` no list of strings, or ``filters`` no bool.
-        ValueError: a pattern that fits no parameter.
+        ValueError: a pattern that fits no parameter, or FSDP1 has flattened one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"hidden_matrices takes a torch.nn.Module, got {type(model).__name__}")
@@ -70,6 +70,7 @@ def hidden_matrices(
         apart |= _matching(others, plain, [p for _, p in named])
     matrices, rest = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
     for name, p in named:
+        refuse_flattened(name, p)
         if p.requires_grad:
             is_matrix = (p.dim() == 2 or (filters and p.dim() > 2)) and id(p) not in apart
             (matrices if is_matrix else rest)[name] = p

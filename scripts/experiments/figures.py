@@ -93,18 +93,16 @@ def shares(results: Path) -> list[dict[str, Any]]:
     """For each exchange and link, the share of a step that is computing, and ms a step.
 
     The computing is a pause. Beside it and the exchange stands the optimizer's update, which on a card would be a small
-    part of the pause: the median of what the steps without an exchange take beyond the pause is taken out.
+    part of the pause: what a step without an exchange takes beyond the pause, the median of all runs, is taken out.
     """
+    runs = read(results, "exchange-share").values()
+    update = median(row["alone_ms"] - run["config"]["pause_ms"] for run in runs for row in run["rows"])
     steps, fewer = dict[tuple[str, str], str](), dict[str, float]()
-    for run in read(results, "exchange-share").values():
-        pause = run["config"]["pause_ms"]
-        for rate in run["config"]["rate"]:
-            rows = [row for row in run["rows"] if row["rate"] == rate]
-            update = median(row["alone_ms"] for row in rows) - pause
-            for row in rows:
-                share = min(pause / (row["step_ms"] - update), 1.0)
-                steps[row["method"], rate] = f"{share:.0%} ({row['step_ms']:,.0f})"
-                fewer[row["method"]] = max(row["wire_ratio"], fewer.get(row["method"], 0.0))
+    for run in runs:
+        for row in run["rows"]:
+            method, share = row["method"], run["config"]["pause_ms"] / (row["step_ms"] - update)
+            steps[method, row["rate"]] = f"{share:.0%} ({row['step_ms']:,.0f})"
+            fewer[method] = min(row["wire_ratio"], fewer.get(method, row["wire_ratio"]))
     return [
         {"exchange": label, "fewer bytes": f"{fewer[method]:.0f}"}
         | {link: steps.get((method, rate), "-") for link, rate in SLOWED.items()}

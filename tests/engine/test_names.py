@@ -42,6 +42,7 @@ WRAPPERS = {
     "checkpointed": checkpoint_wrapper,
     "checkpointed-parts": partial(children_in, checkpoint_wrapper),
     "checkpointed-and-compiled-parts": lambda m: children_in(torch.compile, children_in(checkpoint_wrapper, m)),
+    "fsdp1": lambda m: held_as("_fsdp_wrapped_module", children_in(partial(held_as, "_fsdp_wrapped_module"), m)),
     "fabric": lambda model: held_as("_forward_module", torch.nn.DataParallel(model)),
 }
 on_every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
@@ -66,7 +67,7 @@ def test_names_are_those_of_the_model_itself(wrap):
         ["a._orig_mod.weight", "a.weight"],
         ["_orig_mod.module.weight", "module.weight"],
         ["_orig_mod", "weight"],
-        ["a._orig_mod.x", "a._checkpoint_wrapped_module.x", "module.y"],
+        ["a._fsdp_wrapped_module.x", "a._checkpoint_wrapped_module.x", "module.y"],
     ],
 )
 def test_names_that_would_become_equal_or_empty_stay(names):

@@ -94,18 +94,19 @@ def test_other_hosts_and_places_are_refused():
     assert not local.finish(rank.model)
 
 
-@pytest.mark.parametrize("change", ["nothing", "rounding", "weights", "steps"])
+@pytest.mark.parametrize("change", ["nothing", "rounding", "weights", "steps", "not a number"])
 def test_weights_that_drift_apart_are_a_warning(change):
     """Those of unequal devices differ by their rounding."""
     world, ranks = replicas(2, NoCompression, toy_model(), host="loop")
     rates = (0.1, 0.05) if change == "steps" else (0.1, 0.1)
     optimizers = [torch.optim.SGD(r.model.parameters(), rate) for r, rate in zip(ranks, rates, strict=True)]
     with torch.no_grad():
-        ranks[1].model[0].weight *= {"rounding": 1 + 1e-6, "weights": 1.01}.get(change, 1.0)
+        factor = {"rounding": 1 + 1e-6, "weights": 1.01, "not a number": float("nan")}.get(change, 1.0)
+        ranks[1].model[0].weight *= factor
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         random_steps(world, ranks, range(12), optimizers=optimizers)
-    assert any("weights differ" in str(w.message) for w in caught) == (change in ("weights", "steps"))
+    assert any("weights differ" in str(w.message) for w in caught) == (change in ("weights", "steps", "not a number"))
 
 
 def test_a_step_without_the_call_is_a_warning():

@@ -152,9 +152,14 @@ def test_parameters_that_fsdp1_has_flattened_raise_an_error(original):
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model = FullyShardedDataParallel(mixed_model(), use_orig_params=original, device_id=torch.device("cpu"))
-        for compressor in (IWP, DeMo):
+        for call in (IWP, DeMo, hvd_compress.hidden_matrices):
             with pytest.raises(ValueError, match=r"belongs to FSDP1.*fully_shard\(\)"):
-                compressor(model)
+                call(model)
+        later = mixed_model()
+        compression = IWP(later)
+        FullyShardedDataParallel(later, use_orig_params=True, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match="belongs to FSDP1"):
+            hvd_compress.average_gradients(compression)
     finally:
         distributed.destroy_process_group()
 
