@@ -38,6 +38,8 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
         )
     if is_manager(process_group):
         return TorchftCollectives(process_group)
+    if type(process_group).__name__ == "ManagedProcessGroup":
+        raise ValueError("torchft's ranks come and go: give its Manager, process_group=manager, not a process group")
     if process_group is not None or (ddp and process_set is None):
         return TorchCollectives(process_group)
     return HorovodCollectives(process_set)

@@ -13,7 +13,7 @@ from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.shards import is_sharded, local, mesh_of, whole
-from ..engine.state import Saved, State
+from ..engine.state import Saved, State, unrecorded
 from . import one_rank
 from .owed import mean_of, owed, zeros
 
@@ -121,7 +121,8 @@ class DCPState:
         else:
             here = {"owner": None, "place_in_mesh": one_rank.place_of_shards(engine)}
             mean = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
-            one_rank.load(engine, {**_local(common), **here, "owed": mean})
+            values = {**_local(common), **here, "owed": mean}
+            one_rank.load(engine, unrecorded(engine.driver.state(), values) if here["place_in_mesh"] else values)
             self._saved_on = self._here
 
     def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:

@@ -74,6 +74,13 @@ def load(tree: Tree, value: Saved) -> None:
             load(part, value[key])
 
 
+def unrecorded(tree: Tree, value: Saved) -> Saved:
+    """A value of a description with 0 in place of each hash."""
+    if isinstance(tree, Leaf):
+        return 0 if isinstance(tree, Recorded) else value
+    return {key: unrecorded(tree[key], part) if key in tree else part for key, part in value.items()}
+
+
 def part_of(tree: Tree, per_rank: bool) -> Tree:
     """The leaves of a description that are, or are not, ``per_rank``. Dicts without such leaves are left out."""
     if isinstance(tree, Leaf):
@@ -178,10 +185,11 @@ class Fixed(Leaf):
 
 
 class Recorded(Leaf):
-    """A hash that is saved for :func:`hvd_compress.reshard` only, which compares it between ranks."""
+    """A hash of what is not saved here: :func:`hvd_compress.reshard` compares it between ranks, and ``loaded`` gets it;
+    0 if it is of other shards."""
 
-    def __init__(self, compute: Callable[[], int]) -> None:
-        self._compute = compute
+    def __init__(self, compute: Callable[[], int], loaded: Callable[[int], None]) -> None:
+        self._compute, self._loaded = compute, loaded
 
     def save(self, copies: Copies) -> int:
         return self._compute()
@@ -189,6 +197,9 @@ class Recorded(Leaf):
     def check(self, value: Saved, path: str) -> None:
         if type(value) is not int or value < 0:
             refuse(path, f"must be an int of 0 or more, got {described(value)}")
+
+    def load(self, value: int) -> None:
+        self._loaded(value)
 
 
 def same(one: Saved, other: Saved) -> bool:

@@ -116,6 +116,14 @@ def use_hook(model: torch.nn.Module, compression: Any) -> list[Callable[[], None
     return ends
 
 
+def average_again(parameters: Iterable[Tensor]) -> None:
+    """Ends what :func:`local_gradients` has begun, for the DDP models that hold one of the parameters."""
+    for ddp in ddp_models(parameters):
+        for _, state in getattr(ddp, "_comm_hooks", ()):
+            if isinstance(state, GradientHook) and state.own:
+                state.use(None)()
+
+
 def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """The DDP models that hold one of the parameters, and do not ignore it."""
     ids = {id(p) for p in parameters}

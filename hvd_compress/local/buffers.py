@@ -21,9 +21,9 @@ from ..engine.collectives import Collectives, Request
 from ..engine.comparison import compare_once
 from ..engine.dense import Averaging, as_real
 from ..engine.shards import is_sharded, local
+from .from_rank_0 import Count, from_rank_0
 
 How = Literal["mean", "rank 0", "own"]
-Count = Callable[[Request, int], None]
 
 _STATISTICS = ("running_mean", "running_var")
 _POWER_ITERATIONS = 50
@@ -119,13 +119,9 @@ class Buffers:
 
     def _broadcast(self, collectives: Collectives, label: str, device: torch.device, count: Count) -> None:
         strided = [b for b in self._all if b.how == "rank 0" and b.tensor.layout == torch.strided and b.tensor.numel()]
-        if not strided:
-            return
-        request = Request("broadcast", torch.cat([_bytes(b.tensor, device) for b in strided]), "dense_tensor")
-        count(request, collectives.size)
-        sent = collectives.start(request, label).result()
-        for buffer, part in zip(strided, torch.split(sent, [b.tensor.nbytes for b in strided]), strict=True):
-            buffer.write(part.clone().view(buffer.tensor.dtype))
+        values = from_rank_0([buffer.tensor for buffer in strided], collectives, label, device, count)
+        for buffer, value in zip(strided, values, strict=True):
+            buffer.write(value)
 
 
 def refresh_spectral_norms(model: torch.nn.Module) -> None:
@@ -172,10 +168,6 @@ def _exchanged(name: str, buffer: Tensor, how: str) -> Tensor:
     # An expanded dimension is one entry of memory.
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.as_strided([min(n, 1) if stride == 0 else n for n, stride in pairs], tensor.stride())
-
-
-def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).to(device)
 
 
 def _sparse_parts(tensor: Tensor) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +38,13 @@ class Weight:
         return local(self.parameter).detach()
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether this rank's weights are the common ones but for rounding errors of their dtype."""
+        own, common = self.own, self.common
+        eps = 4 * torch.finfo(own.dtype).eps
+        return bool((own.to(common.dtype) - common).norm() <= eps * common.norm())
+
+    @property
     def order(self) -> AbstractContextManager[object]:
         """The stream order of the work on it."""
         return nullcontext() if self.place is None else self.place.work.bucket.order
@@ -65,10 +73,16 @@ class CommonWeights:
             velocity = torch.zeros_like(common) if momentum else None
             self.weights.append(Weight(number, name, p, place, common, velocity))
         self.ids = {id(weight.parameter) for weight in self.weights}
+        # By which a loaded state knows the parameters that were saved with it, until foreign() is called.
+        self._saved_with = dict[str, int]()
 
-    def take(self, ids: Set[int]) -> None:
-        """Makes the parameters with these ids the common weights. They must be the same on all ranks."""
+    def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
+        """Makes the parameters with these ids the common weights. They must be the same on all ranks; with
+        ``unless_rounded`` they may be those of before with rounding errors, as SAM makes them, which adds a step and
+        subtracts it: then those of before stay. Synchronises a GPU with it."""
         for weight in (weight for weight in self.weights if id(weight.parameter) in ids):
+            if unless_rounded and weight.is_rounded:
+                continue
             weight.common.copy_(weight.own)
             if weight.velocity is not None:
                 weight.velocity.zero_()
@@ -141,6 +155,14 @@ class CommonWeights:
         """Whether the parameters are the common weights. Synchronises a GPU."""
         return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
 
+    def foreign(self) -> bool:
+        """Whether the parameters are others than those saved with the state. Asked once after each loading."""
+        saved = self._saved_with.pop("hash", 0)
+        return saved not in (0, self._hash_of_parameters())
+
+    def _hash_of_parameters(self) -> int:
+        return hash_of(w.own.to(w.common.dtype) for w in self.weights)
+
     def hash(self) -> int:
         """A hash of the common weights and the outer momentum."""
         velocities = (weight.velocity for weight in self.weights if weight.velocity is not None)
@@ -154,7 +176,7 @@ class CommonWeights:
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},
             "hash of the weights (call finish() before saving)": Recorded(
-                lambda: hash_of(w.own.to(w.common.dtype) for w in self.weights)
+                self._hash_of_parameters, partial(self._saved_with.__setitem__, "hash")
             ),
         }
 

@@ -29,12 +29,13 @@ class LocalOptimizers:
     """
 
     def __init__(self, given: Optimizer | Sequence[Optimizer], known: Set[int], warn: Callable[[str], None]) -> None:
-        self._all = [_plain(optimizer) for optimizer in _listed(given)]
-        self._own, self._known, self._warn = set(self._all), known, warn
+        #: Without wrappers.
+        self.all = [_plain(optimizer) for optimizer in _listed(given)]
+        self._own, self._known, self._warn = set(self.all), known, warn
         # Since the last call of LocalSteps.step(), and of those that have stepped before it.
         self._steps, self._last = Counter[Optimizer](), frozenset[Optimizer]()
         self._calls = 0
-        if not self._all:
+        if not self.all:
             raise ValueError("local steps need an optimizer, got an empty list")
         self.check()
 
@@ -42,15 +43,23 @@ class LocalOptimizers:
         """Raises ``ValueError`` if an optimizer holds no known parameter or a trained unknown one, or two hold the
         same."""
         holders = Counter[int]()
-        for optimizer in self._all:
+        for optimizer in self.all:
+            for part in getattr(optimizer, "optimizers", [optimizer]):
+                if hasattr(part, "eval"):
+                    raise ValueError(
+                        f"{type(part).__name__} evaluates other weights than it trains (optimizer.eval()), which local "
+                        "steps do not average: use an optimizer with a learning-rate schedule, or gradients that are "
+                        "averaged in each step, by a compressor"
+                    )
             held = [p for group in optimizer.param_groups for p in group["params"]]
             if not any(id(p) in self._known for p in held):
-                which = type(optimizer).__name__ if len(self._all) > 1 else "the optimizer"
+                which = type(optimizer).__name__ if len(self.all) > 1 else "the optimizer"
                 raise ValueError(f"{which} holds none of the compressor's parameters")
             if unknown := sum(p.requires_grad and id(p) not in self._known for p in held):
                 raise ValueError(
                     f"{unknown} of the optimizer's parameters would never be averaged: the compressor was not given "
-                    "them, or they were frozen when LocalSteps was built"
+                    "them, or they were frozen when LocalSteps was built. Build both while all are trained, and freeze "
+                    "layers after that; or end these local steps when layers are unfrozen, and build new ones"
                 )
             holders.update(parameters_of([optimizer]))
         if shared := sum(count > 1 for count in holders.values()):
@@ -59,21 +68,23 @@ class LocalOptimizers:
     @property
     def held(self) -> set[int]:
         """The ids of the parameters that they hold."""
-        return parameters_of(self._all)
+        return parameters_of(self.all)
 
     def given(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer was given here, or is one that wraps one of these."""
-        return optimizer in self._own or any(share_parameters(optimizer, own) for own in self._all)
+        return optimizer in self._own or any(share_parameters(optimizer, own) for own in self.all)
 
-    def stepping(self, optimizer: Optimizer) -> None:
-        """Called before each step of one of them. Warns if LocalSteps.step() is not called."""
+    def stepping(self, optimizer: Optimizer) -> int:
+        """Called before each step of one of them. Returns its steps since the last call of LocalSteps.step(), and warns
+        if that is forgotten."""
         self._steps[optimizer] += 1
         if self._steps[optimizer] == _FORGOTTEN:
             self._warn(f"{_FORGOTTEN} optimizer steps without LocalSteps.step(): call it after each one")
+        return self._steps[optimizer]
 
     def may_change(self, optimizer: Optimizer) -> Set[int]:
         """The ids of the known parameters that no other optimizer holds."""
-        return self._known - parameters_of(other for other in self._all if other is not optimizer)
+        return self._known - parameters_of(other for other in self.all if other is not optimizer)
 
     def counted(self) -> None:
         """Called by LocalSteps.step(): the steps so far belong to it. Warns if they cannot be meant so."""

@@ -9,7 +9,8 @@
       └── restart: other ranks, or another state
 
 ``taken``: the common weights are the parameters. ``begun``: a local step has followed. What fails in flight is reset:
-it is local progress again, or in the error-feedback buffer, and the next round sends it.
+it is local progress again, or in the error-feedback buffer, and the next round sends it. After ``close()`` nothing is
+counted, and optimizers are not looked at.
 """
 
 import time
@@ -26,12 +27,14 @@ from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.state import Entry, Fixed, Tree
+from ..hosts import gradient_hook
 from ..hosts.horovod import is_distributed_optimizer
-from ..hosts.owners import Owners
+from ..hosts.owners import Owners, averages
 from .buffers import Buffers, refresh_spectral_norms
 from .calls import Calls, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
+from .from_rank_0 import share_states
 from .gradients import OwnGradients
 from .in_flight import InFlight
 from .lengths import Lengths
@@ -46,6 +49,7 @@ _PAUSE = 0.5
 
 # Where in a training loop weights are looked at, for errors.
 _AFTER_STEP, _AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
+_END = "If the training by local steps is over, call local.end(model) on all ranks before another one"
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,19 @@ class Rounds:
         self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)
         held = [weight for weight in weights if id(weight.parameter) in self._optimizers.held]
         self._outside = OutsideChanges(held, engine.warn)
-        #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
+        #: Whether the common weights have been taken from the parameters, and whether a local step has followed. Until
+        #: then those of now are taken only to tell rounding errors of them.
         self._taken, self._begun = False, False
+        self._common.take(self._common.ids)
+        self._rounds_off = True
         #: Optimizers that have taken a local step, until then.
         self._applied = weakref.WeakSet[Optimizer]()
         #: Whether an optimizer has stepped since the last call of count(), and whether finish() or take_weights() was
-        #: called since the last of its steps.
+        #: called since then.
         self._stepped, self._finished = False, False
+        #: Whether the parameters are others than those with which the loaded state was saved.
+        self._foreign = False
+        self._closed = False
         if self._peers is not None:
             self._peers.register()
         _living.add(self)
@@ -134,12 +144,13 @@ class Rounds:
         if self._watching and self._stepped:
             self._outside.check(_AFTER_STEP)
         self._optimizers.counted()
-        self._begun, self._stepped = True, False
+        self._begun, self._stepped, self._finished = True, False, False
         self._applied.clear()
         period = self.schedule.period
         self.schedule.count()
         self._turns.count()
         if not self._exchanging:
+            self._refuse_foreign()
             ended = self._turns.due(period)
             if ended:
                 self._turns.restart()
@@ -147,6 +158,7 @@ class Rounds:
             if self._peers is None:
                 with self._engine.entered:
                     self._engine.peer.compare()
+            self._refuse_foreign()
             waited = self._in_flight.waits
             ended = self._in_flight.called()
             due = self._turns.due(period)
@@ -185,6 +197,8 @@ class Rounds:
             check_model(model, self._common)
             chosen = Buffers(model, buffers)
         if not self._exchanging:
+            self._common.take(self._common.ids)
+            self._restarted()
             return
         if self._watching:
             self._outside.check(_AFTER_STEP if self._stepped else _AFTER_CALL, routine=False)
@@ -196,6 +210,7 @@ class Rounds:
             return
         with engine.entered:
             engine.peer.compare()
+            self._refuse_foreign()
             engine.stats.begin_step()
             self._calls.compare(Row("finish()"))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
@@ -217,8 +232,28 @@ class Rounds:
         self._finished = True
         self._note()
 
+    def end(self, model: torch.nn.Module | None) -> None:
+        """Averages all weights, makes the optimizers' states rank 0's, and closes."""
+        if self._closed:
+            return
+        self.finish(model, {})
+        if self._exchanging and self._peers is None:
+            with self._engine.entered:
+                share_states(self._optimizers.all, self._engine)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing follows: what is in flight is not applied, and others may average the gradients. Waits for nobody."""
+        if self._closed:
+            return
+        self.restart(same_ranks=False)
+        self._closed = True
+        if not any(rounds._common.ids & self._common.ids for rounds in _living if not rounds._closed):
+            gradient_hook.average_again(self._engine.parameters)
+
     def take_weights(self) -> None:
         """Makes the parameters the common weights; nothing is kept of before."""
+        self._refuse_closed()
         if self._peers is not None:
             raise RuntimeError(
                 "with a torchft.Manager, all peers have the weights of the last round: load other ones before join()"
@@ -228,7 +263,7 @@ class Rounds:
         self._in_flight.discard(wait=True)
         self._common.take(self._common.ids)
         scale_residuals(self._engine.works, 0.0)
-        self._taken = True
+        self._taken, self._foreign = True, False
         self._turns.restart()
         if self._exchanging:
             with self._engine.entered:
@@ -242,23 +277,30 @@ class Rounds:
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
         ``RuntimeError`` if the weights were replaced."""
+        if self._closed:
+            return
         if not self._optimizers.given(optimizer):
             if any(optimizer in other for other in _living if other is not self):
                 return  # of a later training of the same parameters
             raise ValueError(
                 f"{type(optimizer).__name__} steps parameters of this compressor, and LocalSteps was not given it: "
-                "build LocalSteps(compression, [first, second], period) with all optimizers"
+                f"build LocalSteps(compression, [first, second], period) with all optimizers. {_END}"
             )
         if is_distributed_optimizer(optimizer) and self._exchanging:
             raise ValueError(
                 "Horovod's DistributedOptimizer averages the gradients in every step, and LocalSteps exchanges weights "
-                "beside that, which saves nothing: step the plain optimizer"
+                f"beside that, which saves nothing: step the plain optimizer. {_END}"
             )
         self._begin()
         if self._watching and self._begun and not self._stepped:
             self._outside.check(_AFTER_CALL, routine=not self._finished)
-        self._stepped, self._finished = True, False
-        self._optimizers.stepping(optimizer)
+        self._stepped = True
+        steps = self._optimizers.stepping(optimizer)
+        if self._finished and steps == 2 and self._exchanging and (what := averages(self._engine.parameters)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has stepped twice without LocalSteps.step(), on gradients that are "
+                f"averaged by {what}. {_END}"
+            )
         if self._exchanging and self._turns.due(self.schedule.period, calls=1):
             self._gradients.look()
         if self._begun:
@@ -269,7 +311,7 @@ class Rounds:
             # Again before each step up to the first one with gradients, and after a change from outside:
             # hvd.broadcast_optimizer_state() may step before the parameters are broadcast. Not those that another
             # optimizer may have changed already.
-            self._common.take(self._optimizers.may_change(optimizer))
+            self._common.take(self._optimizers.may_change(optimizer), self._rounds_off)
             if self._engine.optimizers.applies_gradients(optimizer):
                 self._applied.add(optimizer)
 
@@ -300,14 +342,16 @@ class Rounds:
         them; in an error-feedback buffer it stays."""
         self._in_flight.discard(wait=same_ranks)
         self._outside.clear()
-        self._taken = self._begun = False
+        self._taken = self._begun = self._foreign = self._rounds_off = False
         self._turns.restart()
         with self._engine.entered:
             self._engine.reset()
         self._engine.peer.changed()
 
     def begin_saving(self) -> None:
-        """What is in flight is saved, and the parameters change when it is time."""
+        """What is in flight is saved, and the parameters change when it is time. One rank has the average of all."""
+        if self._taken and not self._exchanging:
+            self._common.take(self._common.ids)
         if not self._in_flight.waits:
             return
         # First what the others will start in any case, wherever they are.
@@ -376,10 +420,25 @@ class Rounds:
             self._outside.note()
 
     def _begin(self) -> None:
+        self._refuse_closed()
         self._engine.check_generation()
+        self._foreign |= self._common.foreign()
         if not self._taken:
-            self._common.take(self._common.ids)
+            self._common.take(self._common.ids, self._rounds_off)
             self._taken = True
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("these local steps have ended: build a new compressor and new LocalSteps")
+
+    def _refuse_foreign(self) -> None:
+        """Raises ``RuntimeError`` for parameters of another time than the state that was loaded."""
+        if self._foreign:
+            raise RuntimeError(
+                "the parameters are others than those with which the loaded state of the local steps was saved, and "
+                "the next exchange would take the difference for progress: load both from one checkpoint (every rank "
+                "its own, unless it was saved after finish()), or call local.take_weights() on all ranks after loading"
+            )
 
     def _check(self) -> None:
         """Raises ``ValueError`` if the optimizers or the model have other parameters now."""

@@ -75,7 +75,7 @@ class LocalSteps:
             loss_function(model(inputs), targets).backward()
             optimizer.step()
             local.step()
-        local.finish(model)  # on all ranks, before testing the model
+        local.end(model)  # on all ranks; within the training, finish(model) before testing it
 
     Args:
         compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its
@@ -217,6 +217,28 @@ class LocalSteps:
         if buffers is not None and (model is None or not isinstance(buffers, Mapping)):
             raise TypeError(f'finish(model, buffers={{"NAME": "own"}}) takes both, got {model!r:.40}, {buffers!r:.80}')
         self._rounds.finish(model, buffers or {})
+
+    @modes_off
+    def end(self, model: torch.nn.Module | None = None) -> None:
+        """Ends the training by local steps: calls :meth:`finish`, and makes the optimizers' states rank 0's, since each
+        rank has moments of its own. Then model and optimizers can be trained in any other way, and
+        DistributedDataParallel averages the gradients that ``local_gradients()`` had left to the ranks.
+
+        All ranks must call it. :meth:`step` raises an error from then on; :meth:`state_dict` does not. Does nothing
+        when called again, or after :meth:`close`. With a torchft ``Manager`` the optimizers' states stay each peer's
+        own.
+
+        Args:
+            model: see :meth:`finish`, which may raise an error. The local steps have not ended then.
+        """
+        self._rounds.end(model)
+
+    @modes_off
+    def close(self) -> None:
+        """Ends the training by local steps without any message, on this rank: after an error or an interrupt, where the
+        others may not come. Weights and optimizers stay as they are, each rank's own; what is in flight is not
+        applied."""
+        self._rounds.close()
 
     @modes_off
     def take_weights(self) -> None:
