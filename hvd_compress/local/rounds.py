@@ -128,7 +128,10 @@ class Rounds:
         self._applied = weakref.WeakSet[Optimizer]()
         #: Whether an optimizer has stepped since the last call of count(), and whether finish() or take_weights() was
         #: called since then.
-        self._stepped, self._finished = False, False
+        self.stepped, self._finished = False, False
+        #: Whether the ranks' weights may differ: since finish() or take_weights() an optimizer has stepped, a step was
+        #: counted, or a state was loaded.
+        self.moved = False
         #: Whether the parameters are others than those with which the loaded state was saved.
         self._foreign = False
         self._closed = False
@@ -141,10 +144,10 @@ class Rounds:
     def count(self) -> bool:
         """A local step was taken. Returns whether a round has ended."""
         self._begin()
-        if self._watching and self._stepped:
+        if self._watching and self.stepped:
             self._outside.check(_AFTER_STEP)
         self._optimizers.counted()
-        self._begun, self._stepped, self._finished = True, False, False
+        self._begun, self.stepped, self._finished, self.moved = True, False, False, True
         self._applied.clear()
         period = self.schedule.period
         self.schedule.count()
@@ -201,7 +204,7 @@ class Rounds:
             self._restarted()
             return
         if self._watching:
-            self._outside.check(_AFTER_STEP if self._stepped else _AFTER_CALL, routine=False)
+            self._outside.check(_AFTER_STEP if self.stepped else _AFTER_CALL, routine=False)
         self._in_flight.finish()
         engine = self._engine
         if self._peers is not None:
@@ -229,7 +232,7 @@ class Rounds:
         """All parameters are the common weights."""
         self._owners.reshard()
         self._turns.restart()
-        self._finished = True
+        self._finished, self.moved = True, False
         self._note()
 
     def end(self, model: torch.nn.Module | None) -> None:
@@ -268,7 +271,7 @@ class Rounds:
         if self._exchanging:
             with self._engine.entered:
                 self._calls.compare(Row("take_weights()", must_equal=self._common.hash()))
-        self._stepped, self._finished = False, True
+        self.stepped, self._finished, self.moved = False, True, False
         self._note()
 
     # What the engine calls.
@@ -292,9 +295,9 @@ class Rounds:
                 f"beside that, which saves nothing: step the plain optimizer. {_END}"
             )
         self._begin()
-        if self._watching and self._begun and not self._stepped:
+        if self._watching and self._begun and not self.stepped:
             self._outside.check(_AFTER_CALL, routine=not self._finished)
-        self._stepped = True
+        self.stepped = self.moved = True
         steps = self._optimizers.stepping(optimizer)
         if self._finished and steps == 2 and self._exchanging and (what := averages(self._engine.parameters)):
             raise RuntimeError(
@@ -343,6 +346,7 @@ class Rounds:
         self._in_flight.discard(wait=same_ranks)
         self._outside.clear()
         self._taken = self._begun = self._foreign = self._rounds_off = False
+        self.moved = True
         self._turns.restart()
         with self._engine.entered:
             self._engine.reset()

@@ -181,6 +181,17 @@ class LocalSteps:
         self._rounds.join()
 
     @property
+    def stepped(self) -> bool:
+        """Whether one of the optimizers has stepped since the last :meth:`step`."""
+        return self._rounds.stepped
+
+    @property
+    def moved(self) -> bool:
+        """Whether the ranks' weights may differ: since :meth:`finish` or :meth:`take_weights` an optimizer has stepped,
+        :meth:`step` was called, or a state was loaded."""
+        return self._rounds.moved
+
+    @property
     def period(self) -> int:
         """Calls of :meth:`step` between two exchanges of a weight, at this place of the training. It can be set to a
         number or a schedule, on all ranks at the same place, for example to let it grow as the learning rate falls (Gu

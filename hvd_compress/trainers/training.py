@@ -44,8 +44,6 @@ class Training:
         self._scaler: Any = None
         #: What lets the trainer's wrapper average the gradients again.
         self._ends: list[Callable[[], None]] = []
-        #: Whether a local step has followed the last average of all weights.
-        self._stepped = False
 
     @property
     def begun(self) -> bool:
@@ -77,7 +75,7 @@ class Training:
             RuntimeError: a compressor of several ranks, and a model in neither DDP nor FSDP2.
         """
         self.end()
-        self._model, self._scaler, self._stepped = model, scaler, False
+        self._model, self._scaler = model, scaler
         self._optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
         build: Any = self._build
         if isinstance(build, type) and issubclass(build, Compressor):
@@ -109,23 +107,25 @@ class Training:
         for end in ends:
             end()
 
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has taken a local step since the last :meth:`count_step`, whoever has called it."""
+        return self.local is not None and self.local.stepped
+
     def count_step(self) -> None:
         """All optimizers have taken a step, or a scaler has skipped it."""
-        self._stepped = True
         if self.local is not None:
             self.local.step()
 
     def average(self) -> None:
-        """Gives all ranks the average of their weights, unless nothing has changed since the last one."""
-        if self.local is not None and self._stepped:
+        """Gives all ranks the average of their weights, if those of any rank may have changed since the last one."""
+        if self.local is not None and any(world.gather(self.local.moved)):
             self.local.finish(self._model)
-        self._stepped = False
 
     def weights_replaced(self) -> None:
         """The trainer has put other weights into the model, the same on all ranks."""
         if self.local is not None:
             self.local.take_weights()
-        self._stepped = False
 
     def metrics(self) -> dict[str, float]:
         """:meth:`hvd_compress.Compressor.metrics`."""
@@ -133,7 +133,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """What this rank saves beside the trainer's checkpoint. All ranks must call it."""
-        own = {"compression": self.compression.state_dict(), "stepped": self._stepped}
+        own = {"compression": self.compression.state_dict()}
         if self.local is not None:
             own["rank"] = rank_state.save(self._model, self._optimizers, self._scaler)
         return own
@@ -162,4 +162,3 @@ class Training:
         if self.local is not None:
             rank_state.load(state["rank"], self._model, self._optimizers, self._scaler)
         self.compression.load_state_dict(state["compression"])
-        self._stepped = state["stepped"]

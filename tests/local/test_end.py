@@ -91,7 +91,7 @@ def test_a_state_that_one_rank_does_not_have_begins_anew():
     del rank1.optimizers[0].state[lost]
     world.run(lambda i: group[i].local.end())
     assert lost not in rank1.optimizers[0].state and len(rank0.optimizers[0].state) == len(rank1.optimizers[0].state)
-    mine, theirs = (list(w.optimizers[0].state.values())[0] for w in group)
+    mine, theirs = (next(iter(w.optimizers[0].state.values())) for w in group)
     assert equal([mine["exp_avg"]], [theirs["exp_avg"]]) and other in rank1.optimizers[0].state
     dense_steps(group, 2)
     assert same(*group)
@@ -195,7 +195,7 @@ def test_other_weights_than_those_of_the_state_are_an_error(options, first):
     last = world.run(lambda i: group[i].saved())
 
     def load(i):
-        compression, optimizers, _ = last[i]
+        compression, _, _ = last[i]
         steps = [
             lambda: group[i].model.load_state_dict(best[0][2]),
             lambda: group[i].compression.load_state_dict(compression),
