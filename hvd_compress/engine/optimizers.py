@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -106,6 +106,17 @@ class Optimizers:
 def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
     """The ids of the parameters that optimizers hold."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside wrappers, as Accelerate's and Lightning's, whose groups and state are those of their
+    ``optimizer``. (Lookahead has such an attribute, too, and a state of its own.)"""
+    found = optimizer
+    while hasattr(found, "param_groups") and hasattr(found, "optimizer"):
+        if isinstance(found, Optimizer) and not vars(found).keys().isdisjoint({"param_groups", "state"}):
+            break
+        found = found.optimizer
+    return found
 
 
 def share_parameters(one: Optimizer, other: Optimizer) -> bool:

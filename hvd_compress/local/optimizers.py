@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..engine.optimizers import parameters_of, share_parameters
+from ..engine.optimizers import parameters_of, share_parameters, unwrapped
 from ..hosts.horovod import is_distributed_optimizer
 
 # After so many steps of an optimizer without LocalSteps.step(), and so many calls of that without a step of an
@@ -111,10 +111,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    """The optimizer inside wrappers, whose ``param_groups`` is a property."""
-    found = optimizer
-    while hasattr(found, "param_groups") and not (isinstance(found, Optimizer) and "param_groups" in vars(found)):
-        found = getattr(found, "optimizer", None)
+    found = unwrapped(optimizer)
     if not isinstance(found, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, or a list of several, got {optimizer!r:.80}: write "

@@ -1,5 +1,7 @@
 """Several optimizers as one, for trainers that take one."""
 
+import inspect
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.optim import Optimizer
 class CombinedOptimizer(Optimizer):
     """Steps several optimizers of different parameters, such as Muon of the hidden matrices and AdamW of the rest.
 
-    Its ``param_groups`` are theirs, so that a learning-rate schedule changes those. Its state is theirs, too.
+    Its ``param_groups`` and ``state`` are views of theirs, so that a learning-rate schedule changes those.
 
     Example::
 
@@ -26,52 +28,119 @@ class CombinedOptimizer(Optimizer):
         ValueError: no optimizers, a parameter that two of them hold, or a call of ``add_param_group()``.
     """
 
-    _complete = False
+    optimizers: list[Optimizer]
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
-        if not self.optimizers:
+        given = list(optimizers)
+        if not given:
             raise ValueError("CombinedOptimizer takes at least one optimizer, got an empty list")
-        super().__init__([group for optimizer in self.optimizers for group in optimizer.param_groups], {})
-        self._complete = True
+        held = [p for optimizer in given for group in optimizer.param_groups for p in group["params"]]
+        if len(set(held)) < len(held):
+            raise ValueError("CombinedOptimizer: some parameters appear in more than one parameter group")
+        # Schedules look in the defaults whether all groups have a momentum.
+        defaults = {key: value for key, value in given[0].defaults.items() if all(key in o.defaults for o in given)}
+        self.__setstate__({"defaults": defaults, "optimizers": given})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> "_States":  # type: ignore[override]
+        """That of all optimizers."""
+        return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ``ValueError``: none of the optimizers would step the group."""
-        if self._complete:
-            raise ValueError(
-                "CombinedOptimizer takes no parameter groups after it was built: add the group to one of its "
-                "optimizers before that"
-            )
-        super().add_param_group(param_group)
+        raise ValueError(
+            "CombinedOptimizer takes no parameter groups after it was built: add the group to one of its "
+            "optimizers before that, or now: combined.optimizers[0].add_param_group(group)"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy.deepcopy()`` and ``pickle``: the copies of the optimizers share the copied groups."""
-        state: dict[str, Any] = super().__getstate__()
-        return {**state, "optimizers": self.optimizers, "_complete": self._complete}
+        """For ``copy.deepcopy()`` and ``pickle``."""
+        return {"defaults": self.defaults, "optimizers": self.optimizers}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Steps each optimizer once. ``closure`` is called before, once; its result is returned."""
+        """Steps each optimizer once. ``closure`` is called before, once; its result is returned. An optimizer that
+        cannot step without one, such as LBFGS, gets it, too."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for optimizer in self.optimizers:
-            optimizer.step()
+            taken = inspect.signature(optimizer.step).parameters.get("closure")
+            optimizer.step(*([closure] if closure and taken and taken.default is taken.empty else []))
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """As that of one optimizer."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Calls that of each optimizer."""
         for optimizer in self.optimizers:
-            self.state.update(optimizer.state)
-        return super().state_dict()
+            optimizer.zero_grad(set_to_none)
+
+    def train(self) -> None:
+        """Calls that of each schedule-free optimizer."""
+        for optimizer in self.optimizers:
+            getattr(optimizer, "train", lambda: None)()
+
+    def eval(self) -> None:
+        """As :meth:`train`."""
+        for optimizer in self.optimizers:
+            getattr(optimizer, "eval", lambda: None)()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of one optimizer; those of another form than torch's as they are, by number, under
+        ``"optimizers"``."""
+        own = {number: o.state_dict() for number, o in enumerate(self.optimizers) if _has_own_form(o)}
+        return super().state_dict() | ({"optimizers": own} if own else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` has returned, into each optimizer."""
-        super().load_state_dict(state_dict)
-        groups = list(self.param_groups)
-        for optimizer in self.optimizers:
-            count = len(optimizer.param_groups)
-            optimizer.param_groups[:], groups = groups[:count], groups[count:]
-            held = {p for group in optimizer.param_groups for p in group["params"]}
-            optimizer.state.clear()
-            optimizer.state.update({p: state for p, state in self.state.items() if p in held})
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict.copy()) or state_dict
+        if len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        rest, own = iter(state_dict["param_groups"]), state_dict.get("optimizers", {})
+        for number, optimizer in enumerate(self.optimizers):
+            groups = [next(rest) for _ in optimizer.param_groups]
+            places = {key: place for place, key in enumerate(key for group in groups for key in group["params"])}
+            state = {places[key]: value for key, value in state_dict["state"].items() if key in places}
+            groups = [{**group, "params": [places[key] for key in group["params"]]} for group in groups]
+            optimizer.load_state_dict(own.get(number, {"state": state, "param_groups": groups}))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _has_own_form(optimizer: Optimizer) -> bool:
+    """Whether an optimizer saves something else than torch's numbered states of its parameters."""
+    hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    own = getattr(optimizer.state_dict, "__func__", None) is not Optimizer.state_dict
+    return bool(hooks) or own or not all(isinstance(key, torch.Tensor) for key in optimizer.state)
+
+
+class _States(ChainMap[Any, Any]):
+    """The states of several optimizers: of a parameter, in the one that holds it."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(*(optimizer.state for optimizer in optimizers))
+        self._optimizers = optimizers
+
+    def _of(self, key: Any) -> Any:
+        for optimizer in self._optimizers:
+            if key in optimizer.state or any(key is p for group in optimizer.param_groups for p in group["params"]):
+                return optimizer.state
+        return self.maps[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def clear(self) -> None:
+        for state in self.maps:
+            state.clear()

@@ -8,7 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.modes import modes_off
-from ..engine.shards import local, whole
+from ..engine.shards import is_sharded, local, whole
+
+# The key of a tensor that is not on the CPU, or is a shard.
+_MARK = "hvd_compress: tensor"
 
 
 @modes_off
@@ -18,7 +21,7 @@ def save(model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any) -
     return {
         "parameters": {name: _copy(p) for name, p in model.named_parameters() if p.requires_grad},
         "buffers": {name: _copy(buffer) for name, buffer in model.named_buffers()},
-        "optimizers": [_copies(optimizer.state_dict()) for optimizer in optimizers],
+        "optimizers": [_saved(optimizer) for optimizer in optimizers],
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
@@ -37,7 +40,7 @@ def load(state: dict[str, Any], model: torch.nn.Module, optimizers: Sequence[Opt
     if len(state["optimizers"]) != len(optimizers):
         raise ValueError(f"the checkpoint has {len(state['optimizers'])} optimizers, this training {len(optimizers)}")
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(_sharded(saved, optimizer))
+        optimizer.load_state_dict(_loaded(saved, optimizer))
     if scaler is not None and state["scaler"] is not None:
         scaler.load_state_dict(state["scaler"])
 
@@ -56,30 +59,51 @@ def _copy(tensor: Tensor) -> Tensor:
     return local(tensor).detach().to("cpu", copy=True)
 
 
-def _copies(value: Any) -> Any:
-    """Nested values with copies of their tensors."""
-    return _mapped(value, _copy)
+def _saved(optimizer: Optimizer) -> Any:
+    """An optimizer's state, of any form: tensors that are not on the CPU, and DTensors, are marked as such."""
+    held = _held(optimizer)
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        like = None
+        if is_sharded(value):
+            like = next((n for n, p in enumerate(held) if is_sharded(p) and _layout(p) == _layout(value)), None)
+            if like is None:
+                raise ValueError(f"{type(optimizer).__name__} has a state that is not sharded as any of its parameters")
+        return _copy(value) if local(value).is_cpu and like is None else {_MARK: _copy(value), "like": like}
+
+    return _mapped(optimizer.state_dict(), copied)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
+def _loaded(state: Any, optimizer: Optimizer) -> Any:
+    """What :func:`_saved` has returned, as ``optimizer.state_dict()`` was."""
+    held = _held(optimizer)
+
+    def restored(value: Any) -> Any:
+        if not isinstance(value, dict) or _MARK not in value:
+            return value
+        like = held[value["like"] or 0]
+        tensor = value[_MARK].to(local(like).device)
+        return tensor if value["like"] is None else whole(tensor, like)
+
+    return _mapped(state, restored)
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _layout(tensor: Any) -> Any:
+    return tensor.device_mesh, tensor.placements, tensor.shape
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested values; of what ``change`` returns as it is, each part is changed."""
+    if (changed := change(value)) is not value:
+        return changed
     if isinstance(value, dict):
         return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_mapped(item, change) for item in value)
     return value
-
-
-def _sharded(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's saved state with DTensors where its parameters are some."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def divided(number: int) -> Any:
-        shard = local(parameter := held[number])
-        return _mapped(
-            state["state"][number],
-            lambda t: whole(t.to(shard.device), parameter) if t.shape == shard.shape else t,
-        )
-
-    return {**state, "state": {number: divided(number) for number in state["state"]}}

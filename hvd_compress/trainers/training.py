@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from ..carriers import world
 from ..checkpoints.convert import reshard
+from ..engine.optimizers import unwrapped
 from ..engine.shards import is_sharded
 from ..hosts.fsdp import register_fsdp_hooks
 from ..hosts.gradient_hook import use_hook
@@ -76,7 +77,7 @@ class Training:
         """
         self.end()
         self._model, self._scaler = model, scaler
-        self._optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+        self._optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         build: Any = self._build
         if isinstance(build, type) and issubclass(build, Compressor):
             scaled = {} if scaler is None else {"grad_scaler": scaler}
