@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..engine.agreement import hash_of
+from ..engine.arguments import plain_names
 from ..engine.bucket import strides_of
 from ..engine.collectives import Collectives, Request
 from ..engine.comparison import compare_once
@@ -66,7 +67,8 @@ class Buffers:
     """
 
     def __init__(self, model: torch.nn.Module, how: Mapping[str, str]) -> None:
-        named = dict(model.named_buffers())
+        found = dict(model.named_buffers())
+        named = dict(zip(plain_names(list(found)), found.values(), strict=True))
         for pattern, way in how.items():
             if way not in get_args(How):
                 raise ValueError(f"buffers[{pattern!r}] must be one of {', '.join(get_args(How))}, got {way!r}")

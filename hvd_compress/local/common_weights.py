@@ -1,5 +1,6 @@
 """The weights that all ranks share between local steps, and each rank's own weights relative to them."""
 
+import math
 from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -38,13 +39,6 @@ class Weight:
         return local(self.parameter).detach()
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether this rank's weights are the common ones but for rounding errors of their dtype."""
-        own, common = self.own, self.common
-        eps = 4 * torch.finfo(own.dtype).eps
-        return bool((own.to(common.dtype) - common).norm() <= eps * common.norm())
-
-    @property
     def order(self) -> AbstractContextManager[object]:
         """The stream order of the work on it."""
         return nullcontext() if self.place is None else self.place.work.bucket.order
@@ -80,9 +74,10 @@ class CommonWeights:
         """Makes the parameters with these ids the common weights. They must be the same on all ranks; with
         ``unless_rounded`` they may be those of before with rounding errors, as SAM makes them, which adds a step and
         subtracts it: then those of before stay. Synchronises a GPU with it."""
-        for weight in (weight for weight in self.weights if id(weight.parameter) in ids):
-            if unless_rounded and weight.is_rounded:
-                continue
+        weights = [weight for weight in self.weights if id(weight.parameter) in ids]
+        if unless_rounded and _are_rounded(weights):
+            return
+        for weight in weights:
             weight.common.copy_(weight.own)
             if weight.velocity is not None:
                 weight.velocity.zero_()
@@ -191,6 +186,13 @@ class CommonWeights:
         """Drops the residual: the parameters have changed and do not contain it."""
         if self._unsent == "weights":
             scale_residuals(self._engine.works, 0.0)
+
+
+def _are_rounded(weights: Sequence[Weight]) -> bool:
+    """Whether this rank's weights, all together, are the common ones but for rounding errors of their dtypes."""
+    moved = math.hypot(*(float((w.own.to(w.common.dtype) - w.common).norm()) for w in weights))
+    size = math.hypot(*(float(w.common.norm()) for w in weights))
+    return moved <= 4 * max((torch.finfo(w.own.dtype).eps for w in weights), default=0.0) * size
 
 
 def scale_residuals(works: Iterable[Work], factor: float) -> None:

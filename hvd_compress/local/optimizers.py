@@ -45,7 +45,7 @@ class LocalOptimizers:
         holders = Counter[int]()
         for optimizer in self.all:
             for part in getattr(optimizer, "optimizers", [optimizer]):
-                if hasattr(part, "eval"):
+                if callable(getattr(part, "eval", None)):
                     raise ValueError(
                         f"{type(part).__name__} evaluates other weights than it trains (optimizer.eval()), which local "
                         "steps do not average: use an optimizer with a learning-rate schedule, or gradients that are "
@@ -116,6 +116,11 @@ def _plain(optimizer: Any) -> Optimizer:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, or a list of several, got {optimizer!r:.80}: write "
             "LocalSteps(compression, [first, second], period)"
+        )
+    if hasattr(found, "manager"):
+        raise ValueError(
+            "torchft's OptimizerWrapper votes on each step, and local steps vote on each round: give and step the "
+            "optimizer inside it"
         )
     if is_distributed_optimizer(found):
         raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")

@@ -75,6 +75,13 @@ def test_the_user_says_otherwise():
         assert worker.model.rounded.eq(0.5).all() and worker.model.norm.running_mean.eq(0.0).all()
 
 
+def test_names_are_those_of_the_model_without_wrappers():
+    world, group = odd_workers(2)
+    queues = [worker.model.queue.clone() for worker in group]
+    world.run(lambda i: group[i].local.finish(torch.compile(group[i].model), buffers={"queue": "own"}))
+    assert all(torch.equal(worker.model.queue, queue) for worker, queue in zip(group, queues, strict=True))
+
+
 @on_both_hosts
 def test_other_shapes_name_the_buffer(ordered):
     """On all ranks, before anything has changed."""
