@@ -277,6 +277,35 @@ def local_steps_of_averaged_gradients():
 
 
 @register(CASES, once=True)
+def dense_steps_after_local_ones():
+    """After end() DDP averages again, and moments are the same; without it, an error that names it."""
+
+    def train(end):
+        model, _, data = branches()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        ddp = DistributedDataParallel(model)
+        hvd_compress.trainers.local_gradients(ddp)
+        local = hvd_compress.recipes.low_bit(model, optimizer, 2)
+        for _ in range(3):
+            train_step(ddp, optimizer, data)
+            local.step()
+        getattr(local, end)(*([model] if end != "close" else []))
+        if end == "finish":
+            ddp = DistributedDataParallel(model)
+            ddp.register_comm_hook(None, fp16_compress_hook)
+        for _ in range(4):
+            train_step(ddp, optimizer, data)
+        mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return job.host.gather(mine.cpu())
+
+    weights = train("end")
+    assert all(torch.equal(weights[0], other) for other in weights)
+    train("close")
+    with pytest.raises(RuntimeError, match=r"stepped twice without LocalSteps.step\(\).*call local\.end\(model\)"):
+        train("finish")
+
+
+@register(CASES, once=True)
 def local_steps_of_matrices():
     """The other parameters are averaged in each step by another compressor, and equal on all ranks after each."""
     torch.manual_seed(0)

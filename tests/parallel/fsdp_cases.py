@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
+from hvd_compress.engine.shards import is_sharded, local
 from hvd_compress.hosts import fsdp
 
 CASES: Cases = {}
@@ -302,6 +303,24 @@ def local_steps():
         ours.assert_equal_replicas()
         assert all(not torch.equal(before[name], w) for name, w in ours.weights().items() if w.numel())
         assert ours.compression.stats()["total"]["wire_ratio"] > 3
+
+
+@register(CASES, once=True)
+def optimizers_where_local_steps_end():
+    """Replicas have the same moments, of each shard its own."""
+    job = Job(build=LOCAL, optimizer=partial(torch.optim.AdamW, lr=1e-2), local=EVERY_THIRD).train(4)
+    group = job.mesh.get_group("replicate")
+
+    def moments():
+        return gather(torch.cat([local(s["exp_avg"]).flatten() for s in job.optimizer.state.values()]), group)
+
+    apart = moments()
+    assert not torch.equal(apart[0], apart[1])
+    job.local.end(job.model)
+    assert all(is_sharded(state["exp_avg"]) for state in job.optimizer.state.values())
+    after = moments()
+    assert torch.equal(after[0], after[1]) and torch.equal(after[0], apart[0])
+    job.assert_equal_replicas()
 
 
 @register(CASES, once=True)
