@@ -24,7 +24,6 @@ import torch
 from torch.optim import Optimizer
 
 from .engine.arguments import NamedParameters, by_name, named_pairs
-from .local.rounds import Period
 from .local.steps import LocalSteps
 from .methods.no_compression import NoCompression
 from .methods.quantized import Quantized
@@ -72,7 +71,7 @@ def _is_list(value: object) -> bool:
 def low_bit(
     model: NamedParameters,
     optimizers: Optimizers,
-    period: Period = 3,
+    period: int = 3,
     *,
     bits: int = 2,
     mean_bits: int | None = None,
@@ -113,7 +112,7 @@ def low_bit(
 def diloco(
     model: NamedParameters,
     optimizers: Optimizers,
-    period: Period = 30,
+    period: int = 30,
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
@@ -151,7 +150,7 @@ def diloco(
 def sparseloco(
     model: NamedParameters,
     optimizers: Optimizers,
-    period: Period = 15,
+    period: int = 15,
     *,
     density: float = 1 / 64,
     decay: float = 0.95,

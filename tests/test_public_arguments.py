@@ -37,7 +37,7 @@ FLAGS = {
 OTHERS = {
     *("named_parameters", "model", "optimizers", "compression", "optimizer", "collectives", "process_set"),
     *("process_group", "nodes", "grad_scaler", "dense_values", "values", "exchange"),
-    *("orthogonal", "kind", "code", "mean_code", "rate", "unsent", "average_by", "saved_on"),
+    *("orthogonal", "kind", "code", "mean_code", "rate", "unsent", "saved_on"),
     *("state", "bucket", "states", "others"),
 }
 INFINITE = {"start_timeout", "timeout", "clip_norm"}

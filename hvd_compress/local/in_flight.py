@@ -32,7 +32,6 @@ class InFlight:
         decay: factor of the residuals after a round.
         lengths: restores the length of averages, or None.
         peers: if ranks come and go, or None: a round that fails is then taken back, and raises no error.
-        by_steps: whether a rank's progress counts in the average as its steps; with peers only.
     """
 
     def __init__(
@@ -46,11 +45,9 @@ class InFlight:
         decay: float,
         lengths: Lengths | None,
         peers: Peers | None,
-        by_steps: bool,
     ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
         self._calls, self._gradients, self._lengths, self._peers = calls, gradients, lengths, peers
-        self._by_steps = by_steps
         self._round: Round | None = None
         #: Calls until the parameters change, and whether the last round counts.
         self._left, self._counts = 0, False
@@ -82,16 +79,12 @@ class InFlight:
             self._turns.take()
             self._left = self._delay
             engine.begin(fragment.works, rounds)
-            if self._peers is None:
-                self._calls.begin(Row("step()", age, number, self._gradients.taken()))
-            else:  # of which each may have taken another number of steps
-                self._calls.begin(Row("step()", engine.step, age, self._gradients.taken()))
-            share = 1.0
+            # Of peers, each may have taken another number of steps.
+            must_equal = age if self._peers is None else engine.step
+            self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()))
             if not self._delay or self._peers is not None:  # or a rank would wait here for the slowest one
-                steps = [row.number for row in self.check()]
-                if self._by_steps and age:
-                    share = age * len(steps) / sum(steps)
-            self._round.send(share)
+                self.check()
+            self._round.send()
         if not self._delay:
             self.finish()
         return not self._delay and self._counts

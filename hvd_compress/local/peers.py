@@ -39,7 +39,7 @@ class Peers:
 
     Args:
         members: the ranks.
-        steps: describes the number of local steps, which schedules of the period get.
+        steps: describes the number of local steps.
     """
 
     def __init__(self, engine: Engine, members: Membership, common: CommonWeights, steps: Tree) -> None:

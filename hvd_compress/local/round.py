@@ -52,14 +52,10 @@ class Round:
         self._dense: list[DenseGradient] = []
         self._averaging: Averaging | None = None
         self._averages: list[Tensor] = []
-        # What the progress was multiplied by.
-        self._share = 1.0
 
-    def send(self, share: float) -> None:
-        """Starts to exchange the progress, times ``share``, above 0."""
+    def send(self) -> None:
+        """Starts to exchange the progress."""
         engine = self._engine
-        self._multiply(share)
-        self._share = share
         # The last parameters first: their buckets come first.
         for weight, progress in reversed(list(zip(self.fragment.weights, self._tensors, strict=True))):
             check_gradient(weight.name, progress, weight.place)
@@ -103,7 +99,6 @@ class Round:
         progress that was not compressed, by weight; nothing is left of it here."""
         self._uncount()
         uncompressed = {gradient.number for gradient in self._dense}
-        self._multiply(1.0 / self._share)
         pairs = zip(self.fragment.weights, self._tensors, strict=True)
         kept = [(weight, tensor.clone()) for weight, tensor in pairs if weight.number in uncompressed]
         for weight, tensor in zip(self.fragment.weights, self._tensors, strict=True):
@@ -124,8 +119,6 @@ class Round:
         weights, waiting = self.fragment.weights, dict[str, Tensor]()
         if received:
             self._common.move(weights, self._tensors, self._factors)
-        else:
-            self._multiply(1.0 / self._share)
         self._common.end(weights)
         for weight, left, pair in zip(weights, self._tensors, self._pairs, strict=True):
             with weight.order:
@@ -133,12 +126,6 @@ class Round:
             if pair is not None:
                 waiting[weight.name] = pair
         return waiting
-
-    def _multiply(self, factor: float) -> None:
-        if factor != 1.0:
-            for weight, tensor in zip(self.fragment.weights, self._tensors, strict=True):
-                with weight.order:
-                    tensor.mul_(factor)
 
     def clear(self) -> None:
         """The parameters are other ones: nothing is written."""

@@ -41,7 +41,7 @@ from .lengths import Lengths
 from .optimizers import LocalOptimizers
 from .outside import OutsideChanges
 from .peers import Peers
-from .period import Period, Schedule
+from .period import Schedule
 from .whole_average import average_weights, check_model
 
 # Seconds between two attempts to join.
@@ -63,7 +63,6 @@ class Settings:
     restore_length: bool
     fragments: int
     delay: int
-    average_by: str
 
     @property
     def plain(self) -> bool:
@@ -86,7 +85,7 @@ class Rounds:
         self,
         engine: Engine,
         settings: Settings,
-        period: Period,
+        period: int,
         optimizers: Optimizer | Sequence[Optimizer],
         model: torch.nn.Module | None,
         watches: bool,
@@ -113,7 +112,6 @@ class Rounds:
             settings.decay,
             Lengths(engine) if settings.restore_length else None,
             self._peers,
-            settings.average_by == "steps",
         )
         self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
         self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)

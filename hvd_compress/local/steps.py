@@ -13,7 +13,6 @@ from ..engine.shards import is_sharded
 from ..hosts.fsdp import FSDPHost, check_sharded, hooked
 from ..methods.base import Compressor
 from ..methods.sparse import SparseMethod
-from .period import Period
 from .rounds import Rounds, Settings
 
 
@@ -83,9 +82,8 @@ class LocalSteps:
         optimizer: the optimizer that takes the local steps, or a list of several, of different parameters. They must
             hold no trained parameter that the compressor was not given. A parameter that none of them holds is
             averaged, too. Accelerate's and Lightning's wrappers are removed.
-        period: calls of :meth:`step` between two exchanges of a weight, at least 1: a number, or a schedule, which is
-            called with the number of calls of :meth:`step` so far and returns the period at that place, the same on
-            all ranks: ``lambda step: 1 if step < 1000 else 3``. It can be changed in training (:attr:`period`).
+        period: calls of :meth:`step` between two exchanges of a weight, at least 1. It can be changed in training
+            (:attr:`period`).
         unsent: where the part of the difference stays that was not sent: in an error-feedback ``"buffer"``, so that all
             ranks have the same weights after an exchange, or in the rank's own ``"weights"``.
         decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95.
@@ -97,14 +95,12 @@ class LocalSteps:
             :meth:`step`, which must be an integer. The compressor must have at least as many buckets
             (``bucket_mb=``). The bytes of one exchange are divided by it.
         delay: calls of :meth:`step` between the beginning and the end of an exchange, 0 to ``period / fragments``.
-        average_by: what a rank counts as in the average: equally, ``"ranks"``; or with a torchft ``Manager``, where
-            ranks may have different periods, ``"steps"``: as its local steps since its last round.
         watch_weights: whether weights that were replaced without :meth:`take_weights` raise an error. False if
             something else than the optimizers changes them, and in some steps only.
 
     Raises:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
-            ``period`` (or what a schedule returns), ``fragments`` or ``delay`` no integer.
+            ``period``, ``fragments`` or ``delay`` no integer.
         ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, with local steps
             already, with ``nodes`` and ``unsent="weights"``, or of few entries and ``restore_length``; a ``delay`` with
             torchft replica groups of several ranks; an optimizer with unknown parameters, with parameters of another
@@ -121,7 +117,7 @@ class LocalSteps:
         self,
         compression: Compressor,
         optimizer: Optimizer | Sequence[Optimizer],
-        period: Period,
+        period: int,
         *,
         unsent: str = "buffer",
         decay: float = 1.0,
@@ -130,7 +126,6 @@ class LocalSteps:
         restore_length: bool = False,
         fragments: int = 1,
         delay: int = 0,
-        average_by: str = "ranks",
         watch_weights: bool = True,
     ) -> None:
         if not isinstance(compression, Compressor):
@@ -148,11 +143,10 @@ class LocalSteps:
         outer_momentum = check_number("outer_momentum", outer_momentum, at_least=0, below=1)
         restore_length = check_flag("restore_length", restore_length)
         _check_fits(compression, unsent, restore_length)
-        _check_average(compression, average_by, unsent, restore_length)
         _check_delay(compression, delay)
         _check_gradients_are_own(compression)
         self.compression, engine = compression, compression.engine
-        settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay, average_by)
+        settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
         compression.host.release()
@@ -193,16 +187,14 @@ class LocalSteps:
 
     @property
     def period(self) -> int:
-        """Calls of :meth:`step` between two exchanges of a weight, at this place of the training. It can be set to a
-        number or a schedule, on all ranks at the same place, for example to let it grow as the learning rate falls (Gu
-        et al., *A Quadratic Synchronization Rule for Distributed Deep Learning*, ICLR 2024): ``local.period = max(3,
-        int((0.01 / lr) ** 2))``. A schedule is called more than once a step. A state has the number of calls,
-        which a schedule gets, and not the period: set it again after loading one. Setting raises as the
-        constructor."""
+        """Calls of :meth:`step` between two exchanges of a weight. It can be set, on all ranks at the same place, for
+        example to let it grow as the learning rate falls (Gu et al., *A Quadratic Synchronization Rule for Distributed
+        Deep Learning*, ICLR 2024): ``local.period = max(3, int((0.01 / lr) ** 2))``. A state does not have it: set it
+        again after loading one. Setting raises as the constructor."""
         return self._rounds.schedule.period
 
     @period.setter
-    def period(self, period: Period) -> None:
+    def period(self, period: int) -> None:
         self._rounds.schedule.change(period)
 
     @modes_off
@@ -305,21 +297,6 @@ def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> N
             "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
             'use unsent="buffer"'
         )
-
-
-def _check_average(compression: Compressor, average_by: str, unsent: str, restore_length: bool) -> None:
-    """Raises ``ValueError`` for a way to average that does not fit."""
-    if average_by not in ("ranks", "steps"):
-        raise ValueError(f"average_by must be ranks or steps, got {average_by!r}")
-    if average_by == "ranks":
-        return
-    if not isinstance(compression.engine.collectives, Membership):
-        raise ValueError(
-            'average_by="steps" is for ranks of different periods, with a torchft.Manager: without one all ranks take '
-            "equally many steps"
-        )
-    if unsent == "weights" or restore_length:
-        raise ValueError('average_by="steps" goes with unsent="buffer" and without restore_length')
 
 
 def _check_delay(compression: Compressor, delay: int) -> None:

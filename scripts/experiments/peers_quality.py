@@ -44,7 +44,6 @@ class Setting:
     title: str
     milliseconds: tuple[int, ...] = (40, 40, 40, 40)
     periods: tuple[int, ...] = (EACH_ROUND,) * 4
-    average_by: str = "ranks"
     kill_every: int | None = None
 
 
@@ -52,13 +51,12 @@ SETTINGS = {
     "equal": Setting("equal peers"),
     "kills": Setting("one of them killed and back every 100 steps", kill_every=100),
     "slowest": Setting("unequal, all wait for the slowest", milliseconds=(80, 80, 40, 20)),
-    "steps": Setting('unequal, `average_by="steps"`', (80, 80, 40, 20), (2, 2, 4, 8), "steps"),
-    "ranks": Setting('unequal, `average_by="ranks"`', (80, 80, 40, 20), (2, 2, 4, 8)),
+    "ranks": Setting("unequal, nobody waits", (80, 80, 40, 20), (2, 2, 4, 8)),
 }
 
 
 class GPT(peer.Training):
-    """In a peer. Further settings: ``average_by``, ``rounds``, and ``seed`` of the weights."""
+    """In a peer. Further settings: ``rounds``, and ``seed`` of the weights."""
 
     def build(self):
         self.text = data.load("text", None, CONTEXT)
@@ -75,8 +73,7 @@ class GPT(peer.Training):
 
     def local_steps(self):
         compression = Quantized(self.model, 2, dense_values="fp16", process_group=self.manager)
-        average_by = self.settings["average_by"]
-        return LocalSteps(compression, self.optimizer, self.settings["period"], average_by=average_by)
+        return LocalSteps(compression, self.optimizer, self.settings["period"])
 
     def loss(self):
         total = EACH_ROUND * self.settings["rounds"]
@@ -104,7 +101,7 @@ def kills_of(setting, steps):
 def train(setting, steps, seed):
     """Trains; the content of its line in the file."""
     chance, rounds = random.Random(seed), steps // EACH_ROUND
-    given = {"timeout": 10.0, "seed": seed, "rounds": rounds, "average_by": setting.average_by}
+    given = {"timeout": 10.0, "seed": seed, "rounds": rounds}
     with Fleet(Path(__file__), **given) as fleet:
         places = [{"period": p, "pause": m / 1000} for p, m in zip(setting.periods, setting.milliseconds, strict=True)]
         for place in places:

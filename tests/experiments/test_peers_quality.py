@@ -10,7 +10,7 @@ from peers_quality import SETTINGS, kills_of
 
 def test_all_peers_together_train_on_as_many_windows_in_a_round():
     assert {sum(setting.periods) for setting in SETTINGS.values()} == {4 * peers_quality.EACH_ROUND}
-    steps = SETTINGS["steps"]
+    steps = SETTINGS["ranks"]
     # Nobody waits: all rounds are equally long.
     assert len({period * time for period, time in zip(steps.periods, steps.milliseconds, strict=True)}) == 1
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from harness import HOSTS, random_steps, replicas, residuals, toy_model
-from local_workers import SPARSE, Worker, resumes_bit_exactly, same, sgd, workers
+from local_workers import SPARSE, Worker, same, sgd, workers
 from models import equal, gradients, mixed_model
 from optimizers import muon_and_adamw
 from torch import nn
@@ -319,29 +319,3 @@ def test_local_steps_leave_no_hooks_of_a_host():
     assert all(hooks)
     LocalSteps(compression, sgd(model.parameters()), 2)
     assert not any(hooks) and not any(p._backward_hooks for p in model.parameters())
-
-
-def growing(step):
-    return 2 if step < 6 else 4
-
-
-@pytest.mark.parametrize(
-    ("options", "ended"),
-    [({}, [2, 4, 6, 10, 14]), (dict(fragments=2, build=NoCompression), [1, 2, 3, 4, 5, 6, 8, 10, 12, 14])],
-    ids=["whole", "in turn"],
-)
-def test_a_schedule_of_the_period(options, ended):
-    """It gets the local steps so far, also after a resume."""
-    world, group = workers(2, ordered=True, period=growing, **options)
-    found = world.run(lambda i: [step for step, has in enumerate(group[i].train(14), 1) if has])
-    assert found == [ended] * 2
-    resumes_bit_exactly(dict(period=growing, **options), saved_after=9)
-
-
-@pytest.mark.parametrize(("returned", "error"), [(3, ValueError), (0, ValueError), (4.0, TypeError)])
-def test_a_schedule_that_returns_a_wrong_period(returned, error):
-    worker = Worker(
-        ThreadWorld(1), 0, period=lambda step: 8 if step < 2 else returned, fragments=2, build=NoCompression
-    )
-    with pytest.raises(error, match="period must"):
-        worker.train(3)

@@ -9,7 +9,6 @@ from local_workers import Worker
 from members import Lighthouse, Member
 
 from hvd_compress import IWP, DCPState, LocalSteps, NoCompression, Quantized, TopK
-from hvd_compress.carriers.threads import ThreadWorld
 
 KINDS = {
     "quantized": partial(Quantized, bits=2, bucket_mb=0.05),
@@ -196,9 +195,8 @@ def test_peers_that_differ_in_their_options_raise_an_error_on_all():
         lighthouse.run(list(peers), lambda member: peers[member].join())
 
 
-@pytest.mark.parametrize("by", ["ranks", "steps"])
-def test_a_peer_of_fewer_steps_counts_less_if_that_was_declared(by):
-    lighthouse, peers = begin("dense", count=2, average_by=by)
+def test_a_peer_of_fewer_steps_counts_equally():
+    lighthouse, peers = begin("dense", count=2)
     first, second = peers.values()
     second.local.period = 6
     first.member.faults = {2: ("lost", 1)}  # so its next round is of 4 steps
@@ -206,8 +204,7 @@ def test_a_peer_of_fewer_steps_counts_less_if_that_was_declared(by):
     lighthouse.run(list(peers), lambda member: peers[member].train_until(2))
     progress = [(peer.made[0] - peer.begun_with[0], peer.steps) for peer in (first, second)]
     assert [steps for _, steps in progress] == [2, 6]
-    counts = [steps if by == "steps" else 1 for _, steps in progress]
-    want = sum(count * made for (made, _), count in zip(progress, counts, strict=True)) / sum(counts)
+    want = sum(made for made, _ in progress) / 2
     for peer in (first, second):
         torch.testing.assert_close(peer.common()[0].double() - before, want, rtol=0, atol=1e-5)
     # A round that was taken back counts with the next one.
@@ -216,17 +213,5 @@ def test_a_peer_of_fewer_steps_counts_less_if_that_was_declared(by):
     total = [
         peer.made[0] - peer.begun_with[0] - made for peer, (made, _) in zip((first, second), progress, strict=True)
     ]
-    counts = [4, 12] if by == "steps" else [1, 1]
-    want += sum(count * made for made, count in zip(total, counts, strict=True)) / sum(counts)
+    want += sum(total) / 2
     torch.testing.assert_close(first.common()[0].double() - before, want, rtol=0, atol=1e-5)
-
-
-def test_steps_count_with_peers_only():
-    model = mixed_model()
-    with pytest.raises(ValueError, match=r"without one all ranks take equally many steps"):
-        LocalSteps(
-            NoCompression(model, collectives=ThreadWorld(1).collectives(0)),
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            2,
-            average_by="steps",
-        )
