@@ -2,7 +2,9 @@
 simulated ranks."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +12,22 @@ from torch import Tensor
 from ..engine.collectives import Collectives
 from ..engine.shards import is_sharded, shards
 from .horovod import HorovodCollectives
+from .threads import ThreadWorld
 from .torch_collectives import TorchCollectives
 from .torchft import TorchftCollectives, is_manager
+
+_one_rank = ContextVar("one_rank", default=False)
+
+
+@contextmanager
+def one_rank_without_host() -> Iterator[None]:
+    """A context for compressors of a trainer, which has initialised torch.distributed if it has several ranks: without
+    a host this process is the only rank."""
+    token = _one_rank.set(True)
+    try:
+        yield
+    finally:
+        _one_rank.reset(token)
 
 
 def default_collectives(process_set: Any, process_group: Any) -> Collectives:
@@ -30,6 +46,8 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
     horovod = hvd is not None and hvd.is_initialized()
     ddp = distributed.is_available() and distributed.is_initialized()
     if process_set is None and process_group is None and horovod == ddp:
+        if _one_rank.get() and not ddp:
+            return ThreadWorld(1).collectives(0)
         raise ValueError(
             "both Horovod and torch.distributed are initialised: say which one calls this compressor with "
             "process_set=hvd.global_process_set or process_group=torch.distributed.group.WORLD"

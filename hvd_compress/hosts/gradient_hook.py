@@ -22,24 +22,30 @@ class GradientHook:
     """The state of the hook of one DDP model.
 
     Args:
-        ddp: the model. While each rank keeps its own gradients, it is as in ``no_sync()``, and broadcasts no buffers.
-            Where the program ends that (nanoGPT, Lightning's manual optimization), the hook returns the rank's own
-            gradients.
+        ddp: the model. While each rank keeps its own gradients, its forward passes are as in ``no_sync()``, and
+            broadcast no buffers. Where the program prepares a backward pass itself (Lightning's manual optimization),
+            the hook returns the rank's own gradients.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        #: Whether each rank keeps its own gradients.
-        self.own = False
-        self._compression: Any = None
-        self._broadcasts = ddp.broadcast_buffers
-        self._use: object = None
+        # The compressor, or None for gradients of each rank's own, and whether that still holds.
+        self._use: tuple[Any, Callable[[], bool]] | None = None
         self._ddp = weakref.ref(ddp)
+        # DDP's own flags outside of a forward pass.
+        self._flags: tuple[bool, bool] | None = None
         ddp.register_comm_hook(self, _hook)
+        ddp.register_forward_pre_hook(self._begin_forward)
+        ddp.register_forward_hook(self._end_forward, always_call=True)
 
     @property
-    def compresses(self) -> bool:
-        """Whether a compressor exchanges the gradients."""
-        return self._compression is not None
+    def own(self) -> bool:
+        """Whether each rank keeps its own gradients."""
+        return self._use is not None and self._use[0] is None
+
+    @property
+    def compression(self) -> Any:
+        """The compressor that exchanges the gradients, or None."""
+        return self._use and self._use[0]
 
     @property
     def process_group(self) -> Any:
@@ -50,29 +56,34 @@ class GradientHook:
     @property
     def ddp_host(self) -> DDPHost:
         """For :func:`~hvd_compress.hosts.ddp.ddp_hook`."""
-        host: DDPHost = self._compression.ddp_host
+        host: DDPHost = self.compression.ddp_host
         return host
 
-    def use(self, compression: Any) -> Callable[[], None]:
-        """From now on gradients are exchanged by a compressor, or, of None, by nobody.
+    def use(self, compression: Any, lasts: Callable[[], bool]) -> Callable[[], None]:
+        """From now on gradients are exchanged by a compressor, or, of None, by nobody, as long as ``lasts()``: it is
+        called before each forward pass of a training, to which all ranks come.
 
         Returns a function that lets DDP average them again. It does nothing after another call of ``use()``.
         """
-        use = object()
-        self._set(use, compression, own=compression is None)
+        self._use = use = (compression, lasts)
 
         def end() -> None:
             if self._use is use:
-                self._set(None, None, own=False)
+                self._use = None
 
         return end
 
-    def _set(self, use: object, compression: Any, *, own: bool) -> None:
-        self._use, self._compression, self.own = use, compression, own
-        ddp = self._ddp()
-        if ddp is not None:
-            ddp.broadcast_buffers = self._broadcasts and not own
-            ddp.require_backward_grad_sync = not own
+    def _begin_forward(self, ddp: Any, inputs: object) -> None:
+        if self._use is not None and ddp.training and torch.is_grad_enabled() and not self._use[1]():
+            self._use = None
+        if self.own:
+            self._flags = ddp.require_backward_grad_sync, ddp.broadcast_buffers
+            _set_flags(ddp, False, False)
+
+    def _end_forward(self, ddp: Any, inputs: object, outputs: object) -> None:
+        flags, self._flags = self._flags, None
+        if flags is not None:
+            _set_flags(ddp, *flags)
 
 
 def local_gradients(model: torch.nn.Module) -> None:
@@ -101,7 +112,9 @@ def local_gradients(model: torch.nn.Module) -> None:
         )
 
 
-def use_hook(model: torch.nn.Module, compression: Any) -> list[Callable[[], None]]:
+def use_hook(
+    model: torch.nn.Module, compression: Any, lasts: Callable[[], bool] = lambda: True
+) -> list[Callable[[], None]]:
     """Registers the hook on all DDP models that hold parameters of ``model``, and gives it a compressor, or None.
     Returns what :meth:`GradientHook.use` returns, of each of them. Raises ``ValueError`` if one has another hook."""
     ends = []
@@ -112,7 +125,7 @@ def use_hook(model: torch.nn.Module, compression: Any) -> list[Callable[[], None
                 "the DistributedDataParallel model has a communication hook already, and takes only one: remove "
                 "register_comm_hook(), ddp_comm_hook= (Lightning) or comm_hook= (Accelerate)"
             )
-        ends.append((hooks[0] if hooks else GradientHook(ddp)).use(compression))
+        ends.append((hooks[0] if hooks else GradientHook(ddp)).use(compression, lasts))
     return ends
 
 
@@ -140,8 +153,12 @@ def averages(ddp: DistributedDataParallel) -> bool:
     return ddp.require_backward_grad_sync and not own
 
 
+def _set_flags(ddp: DistributedDataParallel, synchronises: bool, broadcasts: bool) -> None:
+    ddp.require_backward_grad_sync, ddp.broadcast_buffers = synchronises, broadcasts
+
+
 def _hook(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
-    if state.compresses:
+    if state.compression is not None:
         return ddp_hook(state, bucket)
     if not state.own:
         return allreduce_hook(state.process_group, bucket)

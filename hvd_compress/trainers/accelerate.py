@@ -16,8 +16,9 @@ class AccelerateLoop:
     """Local steps, or compressed gradients, in a loop of Accelerate.
 
     ``accelerator.save_state()`` and ``load_state()`` write and read a file of every rank beside their own files, with
-    which a training resumes bit-exactly, also between two exchanges. The model in the folder is rank 0's own: call
-    :meth:`finish` before saving one for others.
+    which a training resumes bit-exactly, also between two exchanges. Several loops, of different models, have files of
+    their own, in the order in which they were built. The model in the folder is rank 0's own: call :meth:`finish`
+    before saving one for others.
 
     Example::
 
@@ -59,10 +60,15 @@ class AccelerateLoop:
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         plain = accelerator.unwrap_model(model, keep_torch_compile=False)
         self.training.begin(plain, given, accelerator.scaler)
-        checkpoint = _Checkpoint(self.training)
-        accelerator.register_save_state_pre_hook(checkpoint.save)
-        accelerator.register_load_state_pre_hook(checkpoint.begin_loading)
+        checkpoint, objects = _Checkpoint(self.training, accelerator), accelerator._custom_objects
         accelerator.register_for_checkpointing(checkpoint)
+        self.training.ends.extend(
+            [
+                accelerator.register_save_state_pre_hook(checkpoint.save).remove,
+                accelerator.register_load_state_pre_hook(checkpoint.begin_loading).remove,
+                lambda: objects.remove(checkpoint),
+            ]
+        )
 
     @property
     def compression(self) -> Compressor:
@@ -81,9 +87,9 @@ class AccelerateLoop:
         self.training.average()
 
     def end(self) -> None:
-        """:meth:`finish`, after the last step: then DDP averages the gradients again, for a training of the same model
-        without this loop. All ranks must call it."""
-        self.training.average()
+        """Gives all ranks the average of their weights, after the last step, and rank 0's optimizer states. Then DDP
+        averages the gradients again, other optimizers may step the model, and ``save_state()`` writes no file of this
+        loop. All ranks must call it."""
         self.training.end()
 
     def metrics(self) -> dict[str, float]:
@@ -95,11 +101,16 @@ class _Checkpoint:
     """An object of ``register_for_checkpointing()``: Accelerate loads those last, after model and optimizers, but does
     not tell them the folder."""
 
-    def __init__(self, training: Training) -> None:
-        self._training, self._folder = training, ""
+    def __init__(self, training: Training, accelerator: Accelerator) -> None:
+        self._training, self._folder, self._accelerator = training, "", accelerator
+
+    @property
+    def _number(self) -> int:
+        """The place of the loop among those of the accelerator, which loads as many objects as it has saved."""
+        return [other for other in self._accelerator._custom_objects if isinstance(other, _Checkpoint)].index(self)
 
     def save(self, models: Any, weights: Any, folder: str) -> None:
-        rank_files.save(self._training, folder)
+        rank_files.save(self._training, folder, self._number)
 
     def begin_loading(self, models: Any, folder: str) -> None:
         self._folder = folder
@@ -108,4 +119,4 @@ class _Checkpoint:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rank_files.load(self._training, self._folder)
+        rank_files.load(self._training, self._folder, self._number)

@@ -1,13 +1,15 @@
 """One training, as its trainer sees it: the same calls for local steps and for a compressor of each step."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..carriers import world
+from ..carriers import one_rank_without_host, world
 from ..checkpoints.convert import reshard
+from ..engine.membership import Membership
 from ..engine.optimizers import unwrapped
 from ..engine.shards import is_sharded
 from ..hosts.fsdp import register_fsdp_hooks
@@ -43,8 +45,8 @@ class Training:
         self._model = torch.nn.Module()
         self._optimizers: list[Optimizer] = []
         self._scaler: Any = None
-        #: What lets the trainer's wrapper average the gradients again.
-        self._ends: list[Callable[[], None]] = []
+        #: What :meth:`close` calls: lets the trainer's wrapper average the gradients again, and more by the trainers.
+        self.ends: list[Callable[[], None]] = []
 
     @property
     def begun(self) -> bool:
@@ -63,48 +65,79 @@ class Training:
             raise RuntimeError("the compressor is built when the training begins")
         return self._built.compression if isinstance(self._built, LocalSteps) else self._built
 
-    def begin(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any = None) -> None:
+    def begin(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: Any = None,
+        lasts: Callable[[], bool] = lambda: True,
+    ) -> None:
         """The model is on its device, and wrapped, and the trainer's checkpoint is loaded.
+
+        Closes the training that the model is in.
 
         Args:
             model: without wrappers.
             optimizers: all of them; wrappers are removed.
             scaler: the ``GradScaler`` in use, if any.
+            lasts: whether the training still runs, for trainers that tell nobody of an exception. Once it does not, the
+                model's next forward pass in DDP ends it.
 
         Raises:
             TypeError: see the class.
             RuntimeError: a compressor of several ranks, and a model in neither DDP nor FSDP2.
         """
-        self.end()
+        for training in [self, *_begun]:
+            if training is self or training._model is model:
+                training.close()
         self._model, self._scaler = model, scaler
         self._optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         build: Any = self._build
-        if isinstance(build, type) and issubclass(build, Compressor):
-            scaled = {} if scaler is None else {"grad_scaler": scaler}
-            built = build(model, **{**scaled, **self._options})
-        else:
-            built = build(model, self._optimizers, **self._options)
+        with one_rank_without_host():
+            if isinstance(build, type) and issubclass(build, Compressor):
+                scaled = {} if scaler is None else {"grad_scaler": scaler}
+                built = build(model, **{**scaled, **self._options})
+            else:
+                built = build(model, self._optimizers, **self._options)
         if not isinstance(built, LocalSteps | Compressor):
             raise TypeError(
                 f"build(model, optimizers) must return hvd_compress.LocalSteps or a compressor, got {built!r:.80}"
             )
         self._built = built
+        _begun.add(self)
+        this = weakref.ref(self)
+
+        def runs() -> bool:
+            training = this()
+            if training is not None and not lasts():
+                training.end()
+            return training is not None and bool(training.ends)
+
         if isinstance(built, LocalSteps):
-            self._ends = use_hook(model, None)
+            self.ends = use_hook(model, None, runs)
         elif any(map(is_sharded, built.engine.parameters)):
-            self._ends = [register_fsdp_hooks(model, built).remove]
+            self.ends = [register_fsdp_hooks(model, built).remove]
         else:
-            self._ends = use_hook(model, built)
-            if not self._ends and world.place()[1] > 1:
+            self.ends = use_hook(model, built, runs)
+            if not self.ends and world.place()[1] > 1:
                 raise RuntimeError(
                     "nothing averages the gradients: a compressor needs the model in DistributedDataParallel or FSDP2 "
                     "(fully_shard()); local steps need neither"
                 )
 
     def end(self) -> None:
+        """All ranks have the average of their weights, and :meth:`close`. All ranks must call it."""
+        if self.local is not None:
+            self.local.end(self._model)
+        self.close()
+
+    def close(self) -> None:
         """DDP or FSDP2 averages the gradients again, as before :meth:`begin`, unless another training of the model has
-        begun since. The state can still be saved. Does nothing before :meth:`begin`."""
-        ends, self._ends = self._ends, []
+        begun since; other optimizers may step the model. The state can still be saved. Does nothing before
+        :meth:`begin`. Waits for nobody, so that one rank may call it."""
+        if self.local is not None:
+            self.local.close()
+        ends, self.ends = self.ends, []
         for end in ends:
             end()
 
@@ -119,8 +152,18 @@ class Training:
             self.local.step()
 
     def average(self) -> None:
-        """Gives all ranks the average of their weights, if those of any rank may have changed since the last one."""
-        if self.local is not None and any(world.gather(self.local.moved)):
+        """Gives all ranks the average of their weights, if those of any rank may have changed since the last one.
+
+        Raises ``RuntimeError`` with a torchft ``Manager``, whose peers do not come to the same places."""
+        if self.local is None:
+            return
+        if isinstance(self.compression.engine.collectives, Membership):
+            raise RuntimeError(
+                "with a torchft.Manager there is no average between two rounds, and LocalSteps.finish() would drop the "
+                "progress since the last one: test the model when step() has returned True, and pass average=False to "
+                "callbacks; at the end of the training, end() leaves the weights of the last round"
+            )
+        if any(world.gather(self.local.moved)):
             self.local.finish(self._model)
 
     def weights_replaced(self) -> None:
@@ -163,3 +206,7 @@ class Training:
         if self.local is not None:
             rank_state.load(state["rank"], self._model, self._optimizers, self._scaler)
         self.compression.load_state_dict(state["compression"])
+
+
+#: All trainings of this process that have begun.
+_begun = weakref.WeakSet[Training]()

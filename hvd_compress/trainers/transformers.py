@@ -1,11 +1,11 @@
 """Hugging Face transformers."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
-from transformers.trainer_callback import CallbackHandler
+from transformers import Trainer, TrainerCallback
 
 from ..carriers import world
 from ..engine.arguments import check_flag
@@ -62,24 +62,30 @@ class TransformersCallback(TrainerCallback):
         """The compressor. Raises ``RuntimeError`` before the training has begun."""
         return self.training.compression
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._move_before_loggers()
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._move_before_loggers()
+        trainers = [trainer for trainer in living(Trainer) if trainer.state is state]
+        if not trainers:
+            raise TypeError("TransformersCallback is for transformers.Trainer: for other loops there is AccelerateLoop")
+        trainer, handler, this = trainers[0], weakref.ref(trainers[0].callback_handler), weakref.ref(self)
+        _move_before_loggers(trainer.callback_handler.callbacks, self)
         model: torch.nn.Module = others["model"]
         optimizer = others["optimizer"]
-        self.training.begin(model, [optimizer], getattr(optimizer, "scaler", None))
+        self.training.begin(
+            model,
+            [optimizer],
+            getattr(optimizer, "scaler", None),
+            lambda: any(callback is this() for callback in getattr(handler(), "callbacks", ())),
+        )
+        if self._average:
+            self._average_before_evaluations(trainer)
         if state.global_step:
             rank_files.load(self.training, self._checkpoint or _folder(args, state))
-        if args.eval_on_start and self._average:
-            self.training.average()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.training.count_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if control.should_training_stop or (control.should_evaluate and self._average):
+        if control.should_training_stop:
             self.training.average()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -99,17 +105,27 @@ class TransformersCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.training.weights_replaced()
-        else:
-            self.training.average()
         self.training.end()
 
-    def _move_before_loggers(self) -> None:
-        """The Trainer calls its loggers before the callbacks that it is given, which have something to log; and its own
-        first callback decides whether to evaluate."""
-        for handler in living(CallbackHandler):
-            if self in handler.callbacks:
-                handler.callbacks.remove(self)
-                handler.callbacks.insert(1, self)
+    def _average_before_evaluations(self, trainer: Any) -> None:
+        """Until the training ends: whoever asks for an evaluation or a prediction, all ranks take part in it."""
+        evaluate = trainer.evaluation_loop
+
+        def evaluation_loop(*args: Any, **options: Any) -> Any:
+            self.training.average()
+            return evaluate(*args, **options)
+
+        trainer.evaluation_loop = evaluation_loop
+        self.training.ends.append(lambda: setattr(trainer, "evaluation_loop", evaluate))
+
+
+def _move_before_loggers(callbacks: list[Any], own: TransformersCallback) -> None:
+    """The Trainer calls its loggers before the callbacks that it is given, which have something to log; and its own
+    first callback decides whether to stop."""
+    if sum(isinstance(callback, TransformersCallback) for callback in callbacks) > 1:
+        raise ValueError("the Trainer has two TransformersCallbacks: remove one, trainer.remove_callback(callback)")
+    callbacks.remove(own)
+    callbacks.insert(1, own)
 
 
 def _folder(args: Any, state: Any) -> Path:

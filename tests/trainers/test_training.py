@@ -122,8 +122,13 @@ def test_after_a_training_the_model_averages_as_before_it(build, ddp, monkeypatc
     training.end()
     training.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
     kept = weakref.ref(training.compression)
-    assert ddp.require_backward_grad_sync == ddp.broadcast_buffers == (training.local is None)
+    flags = []
+    seeing = ddp.module.register_forward_pre_hook(
+        lambda *_: flags.append((ddp.require_backward_grad_sync, ddp.broadcast_buffers))
+    )
     ddp(torch.ones(3, 4)).sum().backward()
+    assert flags == [(training.local is None,) * 2]
+    seeing.remove()
     assert not averaged
     training.state()
     training.end()
@@ -147,7 +152,7 @@ def test_the_end_of_a_training_does_not_end_a_later_one_of_the_same_model(ddp):
     for training in (first, second):
         training.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
     first.end()
-    assert not gradient_hook.averages(ddp) and not ddp.require_backward_grad_sync
+    assert not gradient_hook.averages(ddp)
     second.end()
     assert gradient_hook.averages(ddp)
     first.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
