@@ -59,7 +59,7 @@ class GradientHook:
         host: DDPHost = self.compression.ddp_host
         return host
 
-    def use(self, compression: Any, lasts: Callable[[], bool]) -> Callable[[], None]:
+    def use(self, compression: Any, lasts: Callable[[], bool] = lambda: True) -> Callable[[], None]:
         """From now on gradients are exchanged by a compressor, or, of None, by nobody, as long as ``lasts()``: it is
         called before each forward pass of a training, to which all ranks come.
 
@@ -112,11 +112,10 @@ def local_gradients(model: torch.nn.Module) -> None:
         )
 
 
-def use_hook(
-    model: torch.nn.Module, compression: Any, lasts: Callable[[], bool] = lambda: True
-) -> list[Callable[[], None]]:
-    """Registers the hook on all DDP models that hold parameters of ``model``, and gives it a compressor, or None.
-    Returns what :meth:`GradientHook.use` returns, of each of them. Raises ``ValueError`` if one has another hook."""
+def use_hook(model: torch.nn.Module, *use: Any) -> list[Callable[[], None]]:
+    """Registers the hook on all DDP models that hold parameters of ``model``, and calls :meth:`GradientHook.use`.
+
+    Returns what that returns, of each of them. Raises ``ValueError`` if one has another hook."""
     ends = []
     for ddp in ddp_models(model.parameters()):
         hooks = [state for _, state in getattr(ddp, "_comm_hooks", ())]
@@ -125,7 +124,7 @@ def use_hook(
                 "the DistributedDataParallel model has a communication hook already, and takes only one: remove "
                 "register_comm_hook(), ddp_comm_hook= (Lightning) or comm_hook= (Accelerate)"
             )
-        ends.append((hooks[0] if hooks else GradientHook(ddp)).use(compression, lasts))
+        ends.append((hooks[0] if hooks else GradientHook(ddp)).use(*use))
     return ends
 
 

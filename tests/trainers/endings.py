@@ -1,5 +1,5 @@
-"""Trainings that are evaluated and ended by other code than the trainer's own: endings.py FOLDER on two ranks, started by
-test_endings.py."""
+"""Trainings that are evaluated and ended by other code than the trainer's own: endings.py FOLDER on two ranks.
+Started by test_endings.py."""
 
 import gc
 import sys
@@ -29,6 +29,11 @@ def case(function):
 
 def collate(pieces):
     return {"x": torch.stack([x for x, _ in pieces]), "labels": torch.stack([label for _, label in pieces])}
+
+
+def parameters(model):
+    """Without the buffers, which DDP broadcasts before a forward pass."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def trainer(folder, callbacks, model=None, kind=Trainer, **more):
@@ -154,7 +159,7 @@ def interrupted(folder, build=local, method="on_step_end", error=KeyboardInterru
 def trains_as_stock(made):
     made.pop_callback(TransformersCallback)
     made.train()
-    assert equal_on_all_ranks(flat(made.model))
+    assert equal_on_all_ranks(parameters(made.model))
     assert averages(made.model_wrapped)
     assert type(made).evaluation_loop is getattr(made.evaluation_loop, "__func__", None)
 
@@ -217,7 +222,53 @@ def interrupted_and_trained_by_a_loop(folder):
         model(torch.randn(8, 16), torch.randint(4, (8,)))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert equal_on_all_ranks(torch.cat([p.detach().flatten() for p in made.model.parameters()]))
+    assert equal_on_all_ranks(parameters(made.model))
+
+
+def trains_with_another_optimizer(made, model, optimizer):
+    for number in range(4):
+        torch.manual_seed(10 * number + distributed.get_rank())
+        made.backward(model(torch.randn(8, 16)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert equal_on_all_ranks(parameters(model)) and averages(model)
+
+
+def ended_and_trained_by_others(method, first=lambda p: torch.optim.SGD(p, lr=0.01)):
+    """With the loop alive: a new optimizer, then the old one again."""
+    made = accelerator()
+    ((model, optimizer, loop),) = loops(made, 1, {0: method}, first)
+    train(made, [(model, optimizer, loop)], 6)
+    loop.end()
+    loop.end()
+    trains_with_another_optimizer(made, model, made.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    trains_with_another_optimizer(made, model, optimizer)
+    assert loop.compression.state_dict()
+
+
+@case
+def a_new_optimizer_after_local_steps(folder):
+    ended_and_trained_by_others((recipes.diloco, {"period": 4}), lambda p: torch.optim.AdamW(p, lr=1e-2))
+
+
+@case
+def a_new_optimizer_after_a_quantizer(folder):
+    ended_and_trained_by_others((hvd_compress.Quantized, {"bits": 2}))
+
+
+@case
+def a_new_optimizer_after_demo(folder):
+    ended_and_trained_by_others((hvd_compress.DeMo, {}))
+
+
+@case
+def another_trainer_after_a_compressor(folder):
+    """Without the callback, the first one alive."""
+    first = trainer(folder, [TransformersCallback(hvd_compress.Quantized, bits=2)])
+    first.train()
+    other = trainer(folder, [], first.model)
+    other.train()
+    assert equal_on_all_ranks(parameters(first.model))
 
 
 @case
@@ -237,15 +288,15 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
-def loops(made, count, build=None):
+def loops(made, count, build=None, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)):
     """Of models of one shape."""
     found = []
     for number in range(count):
         torch.manual_seed(number)
         model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-        model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        model, stepping = made.prepare(model, optimizer(model.parameters()))
         method = (build or {}).get(number, (recipes.low_bit, {"period": 4}))
-        found.append((model, optimizer, AccelerateLoop(method[0], made, model, optimizer, **method[1])))
+        found.append((model, stepping, AccelerateLoop(method[0], made, model, stepping, **method[1])))
     return found
 
 
