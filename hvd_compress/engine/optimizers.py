@@ -51,6 +51,10 @@ class Optimizers:
         """Begins to observe. (Optimizers may step in other threads meanwhile.)"""
         _register(self)
 
+    def release(self) -> None:
+        """Lets any optimizer step the parameters from now on, unobserved."""
+        self._ids, self._seen = set(), None
+
     def unknown(self, optimizer: Optimizer) -> int:
         """The number of the optimizer's trained parameters that the engine was not given."""
         return sum(p.requires_grad and id(p) not in self._ids for g in optimizer.param_groups for p in g["params"])

@@ -78,7 +78,8 @@ class GradientHook:
             self._use = None
         if self.own:
             self._flags = ddp.require_backward_grad_sync, ddp.broadcast_buffers
-            _set_flags(ddp, False, False)
+            # A static graph's backward passes must all be synchronised, or torch asserts: there the hook does it alone.
+            _set_flags(ddp, ddp.static_graph, False)
 
     def _end_forward(self, ddp: Any, inputs: object, outputs: object) -> None:
         flags, self._flags = self._flags, None

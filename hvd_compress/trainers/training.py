@@ -135,8 +135,10 @@ class Training:
         """DDP or FSDP2 averages the gradients again, as before :meth:`begin`, unless another training of the model has
         begun since; other optimizers may step the model. The state can still be saved. Does nothing before
         :meth:`begin`. Waits for nobody, so that one rank may call it."""
-        if self.local is not None:
-            self.local.close()
+        if isinstance(self._built, LocalSteps):
+            self._built.close()
+        elif self._built is not None:
+            self._built.engine.optimizers.release()
         ends, self.ends = self.ends, []
         for end in ends:
             end()
