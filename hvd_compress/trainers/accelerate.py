@@ -83,7 +83,7 @@ class AccelerateLoop:
 
     def finish(self) -> None:
         """Gives all ranks the average of their weights, before testing. With a compressor of each step's gradients it
-        does nothing. Training may go on. All ranks must call it."""
+        does nothing. Training may go on. All ranks must call it. Raises ``RuntimeError`` with a torchft ``Manager``."""
         self.training.average()
 
     def end(self) -> None:
@@ -91,6 +91,11 @@ class AccelerateLoop:
         averages the gradients again, other optimizers may step the model, and ``save_state()`` writes no file of this
         loop. All ranks must call it."""
         self.training.end()
+
+    def take_weights(self) -> None:
+        """Call it on all ranks after the weights were replaced in training: see
+        :meth:`hvd_compress.LocalSteps.take_weights`. With a compressor of each step's gradients it does nothing."""
+        self.training.weights_replaced()
 
     def metrics(self) -> dict[str, float]:
         """:meth:`hvd_compress.Compressor.metrics`, for ``accelerator.log(loop.metrics(), step)``."""

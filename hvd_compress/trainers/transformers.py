@@ -62,6 +62,11 @@ class TransformersCallback(TrainerCallback):
         """The compressor. Raises ``RuntimeError`` before the training has begun."""
         return self.training.compression
 
+    def take_weights(self) -> None:
+        """Call it on all ranks after the weights were replaced in training: see
+        :meth:`hvd_compress.LocalSteps.take_weights`. With a compressor of each step's gradients it does nothing."""
+        self.training.weights_replaced()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         trainers = [trainer for trainer in living(Trainer) if trainer.state is state]
         if not trainers:
