@@ -3,10 +3,12 @@
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from ..carriers import world
 from ..engine.arguments import check_flag
 from ..methods.base import Compressor
+from .replaced import average_replaced, hash_of_weights
 from .training import Build, Training
 
 
@@ -14,14 +16,17 @@ class LightningCallback(Callback):
     """Trains any ``LightningModule`` by local steps, or with compressed gradients, under ``DDPStrategy`` or
     ``ModelParallelStrategy`` (FSDP2).
 
-    After each batch in which an optimizer has stepped, it takes a local step. When the fit ends, all ranks have the
-    average of their weights, and DDP or FSDP2 averages the gradients again.
+    After each batch in which an optimizer has stepped, it takes a local step; with manual optimization, too, whoever
+    calls ``step()``. When the fit ends, all ranks have the average of their weights, and DDP or FSDP2 averages the
+    gradients again. Weights that others put into the module for a validation, between epochs or at the end, such as
+    Lightning's ``EMAWeightAveraging``, are averaged over the ranks; within an epoch, call :meth:`take_weights`.
 
     Lightning's checkpoints contain the states of all ranks, with which ``fit(ckpt_path=...)`` resumes bit-exactly, also
     between two exchanges, except for random numbers (dropout), which Lightning does not save. Rank 0 gathers the
     states, with local steps a model and its optimizers of every rank; with NCCL they pass through its GPU memory. The
-    model itself is rank 0's own, unless it was averaged in the same step. :meth:`hvd_compress.Compressor.metrics` is
-    logged every ``log_every_n_steps``.
+    model itself is the average if it is saved after a validation (``every_n_epochs``), and rank 0's own if it is saved
+    within an epoch: ``every_n_train_steps`` saves before Lightning validates. :meth:`hvd_compress.Compressor.metrics`
+    is logged every ``log_every_n_steps``.
 
     With ``ModelParallelStrategy`` the compressor needs the group of the replicas, which exists when it is built::
 
@@ -55,21 +60,35 @@ class LightningCallback(Callback):
         self._states: list[dict[str, Any]] = []
         self._step = 0
         self._fitting = False
+        #: Whether the first batch of a validation is still to come.
+        self._validating = False
+        #: A hash of the weights at the end of an epoch, until the next one has begun.
+        self._weights: int | None = None
 
     @property
     def compression(self) -> Compressor:
         """The compressor. Raises ``RuntimeError`` before the training has begun."""
         return self.training.compression
 
+    def take_weights(self) -> None:
+        """Call it on all ranks after the weights were replaced within an epoch, the same on all ranks:
+        :meth:`hvd_compress.LocalSteps.take_weights`. With a compressor of each step's gradients it does nothing."""
+        self.training.weights_replaced()
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Called before a checkpoint is loaded."""
+        """Called before a checkpoint is loaded. Moves this callback before those that put other weights into the module
+        (EMA), and after those that train on trial."""
         self._states, self._fitting = [], stage == "fit"
+        if trainer is not None and self in trainer.callbacks:
+            trainer.callbacks.remove(self)
+            tuners = sum(isinstance(callback, BatchSizeFinder | LearningRateFinder) for callback in trainer.callbacks)
+            trainer.callbacks.insert(tuners, self)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.training.end()
+        self.training.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.training.end()
+        self.training.close()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -81,29 +100,60 @@ class LightningCallback(Callback):
             self.training.load(len(self._states), self._states.__getitem__)
         self._states, self._step = [], trainer.global_step
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._count(trainer)  # the module's own on_train_batch_end() comes after this callback's
+        self._take_replaced(pl_module)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self._step:  # gradients are accumulated
-            return
-        self._step = trainer.global_step
-        self.training.count_step()
-        if trainer.loggers and self._step % trainer.log_every_n_steps == 0:
-            metrics = self.training.metrics()
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, self._step)
+        self._count(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._average and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        self._validating = self._average and trainer.state.fn == "fit" and not trainer.sanity_checking
+        if self._validating:
+            self._count(trainer)
             self.training.average()
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        """All have put into the module what they validate."""
+        if self._validating and self.training.local is not None:
+            average_replaced(pl_module, self.compression.engine)
+        self._validating = False
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Checkpoints are saved after this, and the last one should have the averaged model."""
+        self._count(trainer)
         steps, epochs = trainer.max_steps, trainer.max_epochs
         last = 0 <= steps <= trainer.global_step or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
         if last or trainer.should_stop:
             self.training.average()
+        if self.training.local is not None:
+            self._weights = hash_of_weights(pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.training.average()
+        self._take_replaced(pl_module)
+        self.training.end()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.training.local is not None:
+            average_replaced(pl_module, self.compression.engine)
+
+    def _take_replaced(self, pl_module: Any) -> None:
+        """Between two epochs others may replace the weights, as StochasticWeightAveraging does with BatchNorm."""
+        before, self._weights = self._weights, None
+        if before is not None and any(world.gather(hash_of_weights(pl_module) != before)):
+            average_replaced(pl_module, self.compression.engine)
+            self.training.weights_replaced()
+
+    def _count(self, trainer: Any) -> None:
+        """Takes a local step, if optimizers have stepped, whoever has called them, or a scaler has skipped it."""
+        step, self._step = self._step, trainer.global_step
+        if self._step == step and not self.training.stepped:  # gradients are accumulated
+            return
+        self.training.count_step()
+        if trainer.loggers and self._step != step and self._step % trainer.log_every_n_steps == 0:
+            metrics = self.training.metrics()
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, self._step)
 
     def state_dict(self) -> dict[str, Any]:
         """Of all ranks, on rank 0. All ranks must call it."""

@@ -1,0 +1,37 @@
+"""Weights that something else has put into a model, such as averages over time (EMA, SWA): each rank's own."""
+
+import torch
+
+from ..carriers import shard_groups, world
+from ..engine.agreement import hash_of
+from ..engine.dense import Averaging, dense_gradient
+from ..engine.engine import Engine
+from ..engine.modes import modes_off
+from ..engine.shards import local, place_in_mesh
+from ..local.buffers import Buffers
+
+
+@modes_off
+def hash_of_weights(model: torch.nn.Module) -> int:
+    """A hash of this rank's parameters."""
+    return hash_of(local(p.detach()) for p in model.parameters())
+
+
+@modes_off
+def average_replaced(model: torch.nn.Module, engine: Engine) -> None:
+    """Averages parameters and buffers as they are, unless all ranks have the same. Local steps do not notice it. All
+    ranks must call it."""
+    parameters = list(model.parameters())
+    shard = tuple(tuple(place_in_mesh(p)) for p in parameters)
+    seen = set(world.gather((shard, hash_of_weights(model), hash_of(map(local, model.buffers())))))
+    if len(seen) == len({shard for shard, *_ in seen}):
+        return
+    label, members, device = f"{engine.exchanges.label}.replaced", engine.collectives, parameters[0].device
+    with engine.entered:
+        floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+        weights = [dense_gradient(number, p, local(p.detach()), False, 1.0) for number, p in enumerate(floating)]
+        averages = Averaging(members, [weight.payload for weight in weights], label).results()
+        for weight, average in zip(weights, averages, strict=True):
+            weight.store(average)
+        levels = [members, *shard_groups(engine.parameters)]
+        Buffers(model, {}).exchange(levels, f"{label}.buffers", device, engine.stats.count_request)
