@@ -236,22 +236,22 @@ def saved_model(folder):
 
 def fit(module, *callbacks, **options):
     trainer = lightning.Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, max_epochs=3, callbacks=list(callbacks), logger=False,
+        accelerator="cpu", strategy="ddp", devices=2, max_epochs=2, callbacks=list(callbacks), logger=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=sys.argv[1],
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks), **options,
     )  # fmt: skip
     trainer.fit(module, loader(BATCHES), loader(2))
 
 
+COUNTED = (Manual, InTurn, Accumulated, AtTheNextBatch, AtTheEndOfTheEpoch, ByACallback)
+REPLACED = (by_lightning, AtValidationStart, AtValidationEpochStart, StartsEachEpochWithIt, RollsBack)
 CASES = {
-    **{f"counts {make.__name__}": (plain_optimizers_are_counted, make)
-       for make in (Manual, InTurn, Accumulated, AtTheNextBatch, AtTheEndOfTheEpoch, ByACallback)},
-    **{f"averages {make.__name__} {order}": (replaced_weights_are_averaged, make, order == "before")
-       for make in (by_lightning, AtValidationStart, AtValidationEpochStart, StartsEachEpochWithIt, RollsBack)
-       for order in ("before", "after")},
+    **{f"counts {make.__name__}": (plain_optimizers_are_counted, make) for make in COUNTED},
+    **{f"averages {make.__name__}": (replaced_weights_are_averaged, make, True) for make in REPLACED},
+    **{f"averages {make.__name__} after": (replaced_weights_are_averaged, make, False) for make in REPLACED[:3:2]},
     "takes weights": (replaced_weights_within_an_epoch,),
     "saves": (saved_model, Path(sys.argv[1], "saved")),
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     distributed.init_process_group("gloo")
