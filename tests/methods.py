@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import pytest
+
 from hvd_compress import (
     DGC,
     FFT,
@@ -105,6 +107,15 @@ KINDS = {
     "iwp-everything": partial(IWP, density=1.0, dense_values="fp16"),
     "demo-orthogonal": partial(DeMo, orthogonal=True, subtract=0.5),
 }
+
+
+def unless_kind(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test of a rule that does not depend on the codec: those of METHODS beside KINDS need --all."""
+    return () if name in KINDS else (pytest.mark.slow,)
+
+
+#: The names of METHODS, as values of a parameter of such a test.
+EACH = [pytest.param(name, marks=unless_kind(name)) for name in METHODS]
 
 #: Those that, as in their papers, lose what they do not send.
 FORGETFUL = ("quantized-forgetful", "qsgd", "terngrad")

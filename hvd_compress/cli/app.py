@@ -24,8 +24,16 @@ app = typer.Typer(
 console = Console()
 _COLUMNS = ("sent MB", "compress ms", "exchange ms", "step ms", "break-even")
 
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise typer.BadParameter(f"must be finite, got {number}")
+    return number
+
+
 Model = Annotated[str, typer.Option(help="The model: resnet50, gpt2, or PATH.py:FUNCTION, which returns yours.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of a host; above 1, compressors get nodes=.")]
+Timeout = Annotated[float, typer.Option(min=1, callback=_finite, help="Time limit of each launch, in seconds.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="File to write all figures to, as JSON.")]
 
 
@@ -62,7 +70,7 @@ def _make_folder(file: Path | None) -> None:
 
 @app.command()
 def doctor(
-    timeout: Annotated[float, typer.Option(min=1, help="Time limit of each launch of two ranks, in seconds.")] = 120,
+    timeout: Timeout = 120,
     exchange: Annotated[bool, typer.Option(help="Launch two ranks that exchange gradients.")] = True,
 ) -> None:
     """Checks the installation: versions, operators, backends, and whether two ranks exchange.
@@ -99,7 +107,7 @@ def estimate(
     compute_ms: Annotated[
         float,
         typer.Option(
-            min=0, help="Time of forward, backward and update of a step, in ms. Without it, speed-ups are upper bounds."
+            min=0, callback=_finite, help="Time of forward, backward and update in ms; without it, upper bounds follow."
         ),
     ] = 0,
     local_steps: Annotated[
@@ -190,7 +198,7 @@ def bench(
     ] = "ddp",
     ranks_per_node: RanksPerNode = 1,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps of each method.")] = 7,
-    timeout: Annotated[float, typer.Option(min=1, help="Time limit of the whole launch, in seconds.")] = 1800,
+    timeout: Timeout = 1800,
     json_file: JsonFile = None,
 ) -> None:
     """Measures whole steps on real ranks, method by method, with gradients of the model's shapes.

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -54,7 +55,7 @@ def run_group(
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**inherited(), **environment},
+            env={**inherited(), **without_proxy(), **environment},
             start_new_session=True,
         )
         try:
@@ -74,6 +75,16 @@ def inherited() -> dict[str, str]:
     is without torchrun's variables: all ranks of the launch would take this program's number."""
     is_rank = "RANK" in os.environ
     return {name: value for name, value in os.environ.items() if not (is_rank and TORCHRUN.fullmatch(name))}
+
+
+def without_proxy() -> dict[str, str]:
+    """Variables by which the processes of a launch reach those of this machine without the user's proxy."""
+    names = [
+        os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "",
+        "localhost,127.0.0.1",
+        socket.gethostname(),
+    ]
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), "*" if names[0] == "*" else ",".join(names).lstrip(","))
 
 
 @contextmanager

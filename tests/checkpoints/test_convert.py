@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import Rank, random_steps, replicas, residuals, together, without_loss
 from local_workers import workers
-from methods import FORGETFUL, METHODS, SMALL, TRAINED
+from methods import FORGETFUL, METHODS, SMALL, TRAINED, unless_kind
 from models import equal, gradients
 
 from hvd_compress import IWP, SlimDP, reshard
@@ -22,9 +22,9 @@ def states_of(ranks):
 @pytest.mark.parametrize(
     ("methods", "name", "before", "after"),
     [
-        *((METHODS, name, 2, 3) for name in METHODS),
+        *(pytest.param(METHODS, name, 2, 3, marks=unless_kind(name)) for name in METHODS),
         *((TRAINED, name, *ranks) for name in TRAINED for ranks in ((3, 2), (2, 2), (3, 1))),
-        *((METHODS, name, (2, 2), (2, 2)) for name in METHODS),
+        *(pytest.param(METHODS, name, (2, 2), (2, 2), marks=unless_kind(name)) for name in METHODS),
         *((TRAINED, name, *ranks) for name in TRAINED for ranks in ((3, (2, 2)), ((2, 3), 2), ((2, 2), (2, 3)))),
     ],
 )

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from harness import HOSTS, random_steps, replicas, residuals, single, together, waiting_average
-from methods import METHODS, SMALL, TRAINED, Guessing, fitting
+from methods import EACH, METHODS, SMALL, TRAINED, Guessing, fitting
 from models import compressed, equal, gradients, mixed_model
 
 from hvd_compress import FFT, IWP, MIPD, MP2, DeMo, SlimDP, reshard
@@ -36,7 +36,7 @@ def check_resumed(world, ranks, fresh_world, fresh, states, steps):
 @pytest.mark.parametrize(
     ("size", "host", "momentum"), [*SHORT, *(pytest.param(*setting, marks=pytest.mark.slow) for setting in LONG)]
 )
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_checkpoint_resumes_bit_exactly(name, size, host, momentum, tmp_path):
     method = partial(METHODS[name], **SMALL)
     method = partial(method, **fitting(method, {"momentum": momentum, "warmup_steps": 4}))
@@ -70,7 +70,7 @@ def test_a_checkpoint_resumes_bit_exactly_if_padding_is_selected(build):
 
 
 @pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_state_after_gradients_that_are_not_finite_loads(name, momentum, monkeypatch):
     """The averages are applied: the parameters are not finite either, and floors and predictions come from them."""
     monkeypatch.setattr(iwp, "_FLOOR_INTERVAL", 1)
@@ -103,7 +103,7 @@ def states_of(ranks):
 
 
 @pytest.mark.parametrize(("host", "momentum"), [("horovod", 0.0), ("ddp", 0.9)])
-@pytest.mark.parametrize("name", [*METHODS, "demo-sign"])
+@pytest.mark.parametrize("name", [*EACH, "demo-sign"])
 def test_a_state_between_an_average_and_its_step_is_that_before_the_average(name, host, momentum):
     """As if the average had been discarded. Saving changes nothing: the average may still be applied, or discarded."""
     method = partial({**METHODS, "demo-sign": DeMo}[name], **SMALL)

@@ -33,6 +33,15 @@ def test_two_ranks_of_every_host_exchange():
     assert ops.CPU_CAPABILITY in done.output and "16 of 16 compiled" in done.output
 
 
+def test_peers_on_torchft_need_no_proxy(monkeypatch):
+    """A state goes from peer to peer by HTTP."""
+    pytest.importorskip("torchft", reason="torchft is not installed")
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    found = doctor.torchft(100, exchange=True)
+    assert found.found.endswith("two peers end rounds"), found
+
+
 def test_a_fault_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(ops, "MISSING", "the extension is not built")
     done = run("doctor", "--no-exchange")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hvd_compress import IWP
 from hvd_compress._version import __version__
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.cli import bench, estimate, kernels, network, shapes, wire
+from hvd_compress.cli import bench, doctor, estimate, kernels, network, shapes, wire
 from hvd_compress.cli.app import app
 
 MODEL = estimate.Model([shape for _, shape in shapes.resnet50()], 0.1)
@@ -236,6 +236,21 @@ def test_a_wrong_output_file_is_named_before_the_measurement(tmp_path, monkeypat
 def test_an_option_that_would_do_nothing_is_refused(command, says):
     done = CliRunner(env={"COLUMNS": "400"}).invoke(app, command.split())
     assert done.exit_code == 2 and says in done.output
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "1e999", "-inf"])
+@pytest.mark.parametrize(
+    "command",
+    ["estimate --model tiny --ranks 2 --bandwidth 1gbit --compute-ms", "doctor --timeout", "bench --timeout"],
+)
+def test_a_number_that_is_not_finite_is_refused_before_anything_is_measured(command, number, monkeypatch):
+    monkeypatch.setattr(kernels.Kernels, "__init__", None)
+    monkeypatch.setattr(bench, "measure", None)
+    monkeypatch.setattr(doctor, "examine", None)
+    *_, option = command.split()
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command.split(), number])
+    assert done.exit_code == 2 and f"Invalid value for '{option}'" in done.output, done.output
+    assert number in ("nan", "-inf") or "must be finite" in done.output
 
 
 def test_a_wrong_argument_is_named():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,23 @@ def test_a_launch_does_not_inherit_the_number_of_this_program(monkeypatch):
     # Not a rank: a job script has set an address for its launcher.
     monkeypatch.delenv("RANK")
     assert processes.inherited() == os.environ
+
+
+@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "all_proxy", "https_proxy"])
+@pytest.mark.parametrize(
+    ("given", "also"),
+    [({}, None), ({"no_proxy": "example.org"}, "example.org"), ({"NO_PROXY": ".example.org"}, "a.example.org")]
+    + [({"no_proxy": "*"}, "example.org"), ({"no_proxy": "", "NO_PROXY": "localhost"}, None)],
+    ids=str,
+)
+def test_a_launch_reaches_this_machine_without_a_proxy_and_others_as_before(monkeypatch, tmp_path, proxy, given, also):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {proxy: "http://127.0.0.1:9", **given}.items():
+        monkeypatch.setenv(name, value)
+    script = "import socket; from urllib.request import getproxies, proxy_bypass as direct; print(len(getproxies()),"
+    script += "direct('localhost:80'), direct('127.0.0.1:80'), direct(f'{socket.gethostname()}:80'), "
+    log = tmp_path / "log"
+    run_group([sys.executable, "-c", f"{script} direct('{also}'), direct('other.org'))"], 60, log, {}, "the script")
+    count, *here, named, other = (eval(word) for word in log.read_text().split())
+    assert count >= 1 and all(here) and bool(named) == bool(also) and bool(other) == (given.get("no_proxy") == "*")

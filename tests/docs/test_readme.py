@@ -29,6 +29,31 @@ def test_is_short():
     assert words(README) <= 800
 
 
+#: Lines that a reader sees without scrolling.
+SCREEN = 35
+
+
+@pytest.mark.parametrize("name", ["train.sh", "test.sh"])
+def test_first_screen_names_what_a_clone_runs(name):
+    """As a line that can be copied; CONTRIBUTING names the same."""
+    command = f"bash scripts/{name}"
+    for page, first in (("README.md", SCREEN), ("CONTRIBUTING.md", None)):
+        lines = (ROOT / page).read_text().splitlines()[:first]
+        assert any(re.match(rf"    {command}( |$)", line) for line in lines), f"{page} must name `{command}`"
+    assert "bash scripts/setup.sh" in (ROOT / "scripts" / name).read_text(), "it must run in a fresh clone"
+
+
+def test_ci_runs_the_tests_that_readme_names(tmp_path):
+    """``.ci/run`` beside another ``scripts/test.sh``, from another folder."""
+    for folder, name, content in (
+        (".ci", "run", (ROOT / ".ci" / "run").read_text()),
+        ("scripts", "test.sh", "exit 42"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(content)
+    assert subprocess.run(["bash", str(tmp_path / ".ci" / "run")], cwd="/", check=False).returncode == 42
+
+
 def test_links_lead_somewhere():
     targets = re.findall(r"\]\(([^)]+)\)", README)
     assert len(targets) > 10

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from harness import HOSTS, Rank, on_hosts_in_turn, random_steps, replicas, residuals, sgd, together, without_loss
-from methods import METHODS, WITHOUT_RESIDUAL
+from methods import EACH, METHODS, WITHOUT_RESIDUAL
 from models import compressed, equal, gradients, mixed_model
 
 from hvd_compress import IWP
@@ -127,7 +127,7 @@ def test_an_applied_step_is_not_undone(lowered, monkeypatch):
             assert now.norm() <= held[name].norm() * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_loading_after_a_skipped_step_restores_the_saved_state(name):
     """The skipped step is not undone on top of the loaded state."""
     world, ranks = replicas(2, METHODS[name])
@@ -149,7 +149,7 @@ def test_loading_after_a_skipped_step_restores_the_saved_state(name):
 
 @on_hosts_in_turn
 @pytest.mark.parametrize("scaler", [None, Scaler()], ids=["", "scaler"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host):
     """The user's own update may have used it; or several backward passes precede a step."""
     world, ranks = replicas(2, partial(METHODS[name], grad_scaler=scaler), host=host)
@@ -165,7 +165,7 @@ def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host
 
 
 @on_hosts_in_turn
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_ranks_whose_loss_scales_differ_have_the_same_averages(name, host):
     """As where one scaler serves local steps of other parameters, too, and skips one of them on one rank."""
     averages = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import set_collectives
 from local_workers import DELAYED, IN_TURN, Worker, mean, on_both_hosts, resumes_bit_exactly, workers
-from methods import METHODS, SMALL
+from methods import EACH, METHODS, SMALL
 from models import equal, gradients, mixed_model
 
 from hvd_compress import DeMo, NoCompression, Quantized, TopK, recipes
@@ -112,7 +112,7 @@ def test_what_is_owed_is_not_scaled(ordered):
 
 
 @pytest.mark.parametrize("mode", [{}, IN_TURN, DELAYED], ids=["at once", "fragments", "delayed"])
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize("name", [one for one in EACH if one.values[0] in COMPLETE])
 def test_ranks_and_hosts_have_the_same_bits(name, mode):
     options = dict(build=partial(METHODS[name], **SMALL), unsent="buffer", **mode)
     if name.startswith("none"):

@@ -26,7 +26,7 @@ from local_workers import (
     sgd,
     workers,
 )
-from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL, fitting
+from methods import EACH, EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RESIDUAL, fitting
 from models import compressed, equal, gradients, mixed_model
 from optimizers import muon_and_adamw
 
@@ -45,7 +45,7 @@ def assert_mean(worker, alone):
 
 @pytest.mark.parametrize("mode", [{"period": 2}, DELAYED], ids=["at once", "delayed"])
 @on_both_kinds
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_common_weights_are_bit_equal_and_nothing_is_lost(name, unsent, mode):
     build, delayed = partial(METHODS[name], **SMALL), "delay" in mode
     world, group = workers(3, build=build, unsent=unsent, **mode)
@@ -63,7 +63,7 @@ def test_common_weights_are_bit_equal_and_nothing_is_lost(name, unsent, mode):
 
 
 @pytest.mark.parametrize("mode", [{}, DELAYED], ids=["at once", "delayed"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_both_hosts_give_the_same_bits(name, mode):
     results = []
     for ordered in (False, True):
@@ -73,7 +73,7 @@ def test_both_hosts_give_the_same_bits(name, mode):
     assert equal(*results)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_whole_residual_is_scaled(name):
     world, ranks = replicas(2, METHODS[name])
     random_steps(world, ranks, range(3))
@@ -154,7 +154,7 @@ def test_a_node_takes_local_steps_as_one_rank():
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_ranks_of_nodes_have_the_same_weights_after_local_steps(name, delay):
     world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
     build = partial(METHODS[name], nodes=2, **SMALL)

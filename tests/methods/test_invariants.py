@@ -17,28 +17,45 @@ from harness import (
     train,
     without_loss,
 )
-from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WHOLE, WITHOUT_RESIDUAL
+from methods import EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WHOLE, WITHOUT_RESIDUAL, unless_kind
 from models import compressed, equal, gradients, mixed_model
 
 from hvd_compress import NoCompression
 from hvd_compress.carriers.threads import ThreadCollectives
 
 
-@pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
+@pytest.fixture
 def method(request):
-    return partial(request.param, **SMALL)
-
-
-@pytest.fixture(params=[n for n in METHODS if n not in FORGETFUL])
-def exact_in_sum(request):
     return partial(METHODS[request.param], **SMALL)
 
 
+EXACT_IN_SUM = [name for name in METHODS if name not in FORGETFUL]
+
+
+def slow(size):
+    return pytest.param(size, marks=pytest.mark.slow)
+
+
+def of_every_method(*sizes, nodes=NODES, names=METHODS):
+    """A decorator: of each method, each size; and nodes, for which one method of each kind will do without --all."""
+    flat = [size if isinstance(size, tuple) else pytest.param(size, id=str(size)) for size in sizes]
+    return pytest.mark.parametrize(
+        ("method", "size"),
+        [
+            pytest.param(name, *size.values, marks=(*size.marks, *marks), id=f"{name}-{size.id or size.values[0]}")
+            for name in names
+            for several, marks in ((flat, ()), (nodes, unless_kind(name)))
+            for size in several
+        ],
+        indirect=["method"],
+    )
+
+
 @on_hosts_in_turn
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8)), *NODES])
-def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(exact_in_sum, size, host):
-    world, ranks = replicas(4 if (host, size) == ("ddp", 8) else size, exact_in_sum, host=host)
-    assert len(ranks[0].compression.buckets) > 1 or exact_in_sum.func is NoCompression
+@of_every_method(1, 3, *map(slow, (2, 5, 8)), names=EXACT_IN_SUM)
+def test_no_entry_is_lost_and_all_ranks_get_the_same_bits(method, size, host):
+    world, ranks = replicas(4 if (host, size) == ("ddp", 8) else size, method, host=host)
+    assert len(ranks[0].compression.buckets) > 1 or method.func is NoCompression
     for step in range(5):
         grads = [gradients(r.model, seed=100 * step + r.rank) for r in ranks]
         if step == 1:  # a parameter is unused on one rank
@@ -59,7 +76,7 @@ def test_density_one_is_dense_training(exact, size, host):
 
 
 @on_hosts_in_turn
-@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)), *NODES])
+@of_every_method(3, *map(slow, (2, 4)))
 def test_the_order_of_gradients_does_not_change_a_bit(method, size, host):
     """Horovod: another order on every rank. DDP: another order and other buckets in every step."""
     results = []
@@ -69,7 +86,7 @@ def test_the_order_of_gradients_does_not_change_a_bit(method, size, host):
     assert equal(*results)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), *NODES])
+@of_every_method(3, slow(2))
 def test_both_hosts_give_the_same_bits(method, size):
     """In threads all sums are in the order of the ranks, so this holds for floats, too."""
     results = []
@@ -101,7 +118,7 @@ def test_replicas_stay_bit_equal(trained, steps, host, nodes):
 
 
 @on_hosts_in_turn
-@pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
+@of_every_method(2, nodes=NODES[:1])
 def test_payload_shapes_are_constant(method, size, host, monkeypatch):
     """A changing shape would miss Horovod's response cache on every rank."""
     world, ranks = replicas(size, method, host=host)
@@ -119,10 +136,10 @@ def test_payload_shapes_are_constant(method, size, host, monkeypatch):
 
 
 @on_hosts_in_turn
-@pytest.mark.parametrize("size", [3, *NODES])
-def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_in_sum, size, host):
+@of_every_method(3, names=EXACT_IN_SUM)
+def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(method, size, host):
     """In a node of several ranks, the other ranks' gradients of the same entry are lost with it."""
-    world, ranks = replicas(size, exact_in_sum, host=host)
+    world, ranks = replicas(size, method, host=host)
     per_node = ranks[0].compression.engine.nodes.ranks
     together(world, ranks, [gradients(r.model, seed=r.rank) for r in ranks], shuffle=1)
     before = [residuals(r) for r in ranks]
@@ -133,7 +150,7 @@ def test_an_infinite_gradient_reaches_every_rank_and_damages_no_residual(exact_i
     for rank in applied:
         assert not all(g.isfinite().all() for g in rank), "the infinity did not reach a rank"
     after = [residuals(r) for r in ranks]
-    named = [] if exact_in_sum.func is NoCompression else ranks[0].model.named_parameters()
+    named = [] if method.func is NoCompression else ranks[0].model.named_parameters()
     for number, (name, _) in enumerate(named):
         if applied[0][number].isfinite().all():
             continue

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import DDPRank
 from members import Died, Lighthouse
-from methods import FORGETFUL, METHODS, WHOLE
+from methods import EACH, FORGETFUL, METHODS, WHOLE
 from models import compressed, gradients, mixed_model
 
 from hvd_compress import IWP, DeMo
@@ -117,7 +117,7 @@ def check_conserved(everyone, tolerance):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *MORE])
+@pytest.mark.parametrize("name", [*EACH, *MORE])
 def test_every_method_trains_while_peers_fail_die_and_join(name):
     build = METHODS.get(name) or MORE[name]
     lighthouse, peers = begin(build)
