@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..engine.arguments import check_flag, plain_names, refuse_flattened
 
-_EMBEDDING = re.compile(r"embed(ding)?s?(_|$)")
+_EMBEDDING = re.compile(r"embed(ding)?s?(_|$)|^w[tp]e$")
 _POSITIONS = re.compile(r"(^|_)(pos|positions?|tokens?)(_|$)")
-_HEAD = re.compile(r"(^|_)(heads?|classifier|logits)$")
+_HEAD = re.compile(r"(^|_)(heads?|classifier|logits|policy|actor|critic)$")
+_WEIGHT = re.compile(r"weight|kernel|proj|lora|^w([qkvo\d_]|$)", re.IGNORECASE)
+_NO_LAYER = re.compile("Norm$|Embedding")  # classes
 
 
 def hidden_matrices(
@@ -21,13 +24,16 @@ def hidden_matrices(
 
     The others are all vectors and scalars, the embeddings and the output layer (head). Frozen parameters are in
     neither. A tied parameter is listed once, with the others if one of its modules is an embedding or a head. By
-    default these count as embeddings and head:
+    default these count as vectors, embeddings and head:
 
+    - shapes (n, 1) and (1, n), norms and convolutions in groups, and what its module does not call a weight
+      (``weight``, ``up_proj``, ``lora_A``, ``w1`` or similar), such as ``A_log``, ``wte`` and ``latents``;
     - the weights of ``torch.nn.Embedding`` and ``EmbeddingBag``, and parameters with a part such as ``embed``,
-      ``patch_embedding`` or ``embeddings`` in their name, or called ``positions``, ``cls_token`` or similar;
-    - the last matrix of each layer called ``head``, ``heads``, ``lm_head``, ``classifier``, ``logits`` or similar. If
-      there is no such layer: the last ``torch.nn.Linear`` in the order of ``model.modules()``. The blocks of a model
-      are not searched: the elements of a ``ModuleList`` or ``ModuleDict``, and those of one class in a ``Sequential``.
+      ``patch_embedding`` or ``wte`` in their name, or called ``positions``, ``cls_token`` or similar;
+    - the last matrix of each layer called ``head``, ``lm_head``, ``classifier``, ``logits``, ``policy`` or similar. If
+      there is no such layer: the last ``torch.nn.Linear`` in the order of ``model.modules()``, and those before it
+      whose output it cannot take (policy and value). The blocks of a model are not searched: the elements of a
+      ``ModuleList`` or ``ModuleDict``, and those of one class in a ``Sequential``.
 
     Print ``others.keys()`` once for a new model. A head that neither has such a name nor is last is not found, and
     without a head of its own (``logits = x @ embedding.weight.T``) a model's last ``Linear`` outside of blocks counts
@@ -64,7 +70,7 @@ def hidden_matrices(
     plain = plain_names([name for name, _ in named])
     apart = embeddings(model)
     if others is None:
-        apart |= _head(model)
+        apart |= _head(model) | _no_weights(model)
         apart |= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _named_as_other(name)}
     else:
         apart |= _matching(others, plain, [p for _, p in named])
@@ -80,6 +86,18 @@ def hidden_matrices(
 def embeddings(model: nn.Module) -> set[int]:
     """The ids of the weights of all embeddings."""
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+
+
+def _no_weights(model: nn.Module) -> set[int]:
+    """The ids of vectors, and of what is no matrix by its module's class or the name that it gives."""
+    found = set[int]()
+    for path, module in model.named_modules():
+        none = _NO_LAYER.search(type(module).__name__) or getattr(module, "groups", 1) != 1
+        unnamed = isinstance(module, nn.ParameterList | nn.ParameterDict | ParametrizationList)
+        for name, p in module.named_parameters(recurse=False):
+            if none or p.numel() in p.shape or not _WEIGHT.search(path.split(".")[-1] if unnamed else name):
+                found.add(id(p))
+    return found
 
 
 def _named_as_other(name: str) -> bool:
@@ -107,10 +125,13 @@ def _matching(patterns: Iterable[str], names: list[str], parameters: list[nn.Par
 def _head(model: nn.Module) -> set[int]:
     """The ids of the matrices of the output layers."""
     outside = list(_outside_blocks(model))
+    last = list[nn.Linear]()
+    for layer in reversed([module for _, module in outside if isinstance(module, nn.Linear)]):
+        if any(layer.out_features % later.in_features == 0 for later in last):
+            break  # its output feeds a later one, whole or in equal parts
+        last.append(layer)
     named = [module for name, module in outside if _HEAD.search(name)]
-    if not named:
-        named += [module for _, module in outside if isinstance(module, nn.Linear)][-1:]
-    layers = [part for module in named for part in (module.children() if _is_list(module) else [module])]
+    layers = [part for module in named or last for part in (module.children() if _is_list(module) else [module])]
     return {id(tensors[-1]) for layer in layers if (tensors := [p for p in layer.parameters() if p.dim() >= 2])}
 
 

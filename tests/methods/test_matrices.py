@@ -151,6 +151,148 @@ def test_matrices(build, expected):
     torch.optim.AdamW(others.values(), lr=1e-3)
 
 
+class Mamba(nn.Module):
+    """A block of Mamba: ``A_log`` and ``D`` multiply entry by entry."""
+
+    def __init__(self, width=8, state=4):
+        super().__init__()
+        self.in_proj, self.conv1d = nn.Linear(width, 4 * width), nn.Conv1d(2 * width, 2 * width, 4, groups=2 * width)
+        self.x_proj, self.dt_proj = nn.Linear(2 * width, 2 + 2 * state), nn.Linear(2, 2 * width)
+        self.A_log, self.D = nn.Parameter(torch.zeros(2 * width, state)), nn.Parameter(torch.ones(2 * width))
+        self.out_proj = nn.Linear(2 * width, width)
+
+
+MAMBA = [f"{name}.weight" for name in ("in_proj", "x_proj", "dt_proj", "out_proj")]
+
+
+class Holder(nn.Module):
+    """What is given, as attributes in this order."""
+
+    def __init__(self, **given):
+        super().__init__()
+        for name, value in given.items():
+            setattr(self, name, nn.Parameter(value) if isinstance(value, torch.Tensor) else value)
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer that is no torch.nn.Linear."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out, width))
+
+
+class HeadwiseLayerNorm(ParallelLinear):
+    """As Cohere's: a weight for each entry of each head."""
+
+
+def body():
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+
+
+def block(**given):
+    """In a model whose head is found by its name."""
+    return Holder(h=nn.ModuleList([Holder(up=nn.Linear(8, 8), **given)]), lm_head=nn.Linear(8, 32))
+
+
+UP, HIDDEN = "h.0.up.weight", ["body.0.weight", "body.2.weight"]
+
+
+def raw_tables():
+    return Holder(wte=torch.zeros(32, 8), wpe=torch.zeros(4, 8), h=nn.ModuleList([Block()]), lm_head=nn.Linear(8, 32))
+
+
+def tied_table():
+    model = raw_tables()
+    model.lm_head.weight = model.wte
+    return model
+
+
+def lora(names=("lora_A", "lora_B")):
+    tensors = dict(zip(names, (torch.zeros(2, 8), torch.zeros(8, 2)), strict=True))
+    return block(**tensors)
+
+
+#: What multiplies no hidden vector as a whole, or is an output layer.
+NO_MATRICES = {
+    "mamba": (
+        lambda: Holder(layers=nn.ModuleList([Mamba()]), lm_head=nn.Linear(8, 32)),
+        [f"layers.0.{n}" for n in MAMBA],
+    ),
+    "one row": (lambda: block(value=nn.Linear(8, 1)), [UP]),
+    "one column": (lambda: block(widen=nn.Linear(1, 8)), [UP]),
+    "a raw row and a raw column": (lambda: block(weight=torch.zeros(1, 8), up_weight=torch.zeros(8, 1)), [UP]),
+    "raw wte and wpe": (raw_tables, of_blocks("h", 1)),
+    "raw wte, tied": (tied_table, of_blocks("h", 1)),
+    "modules called wte and wpe": (lambda: block(wte=ParallelLinear(8, 32), wpe=ParallelLinear(8, 4)), [UP]),
+    "policy and value": (lambda: Holder(body=body(), policy=nn.Linear(16, 4), value=nn.Linear(16, 1)), HIDDEN),
+    "value and policy, unnamed": (lambda: Holder(body=body(), v=nn.Linear(16, 1), pi=nn.Linear(16, 4)), HIDDEN),
+    "mean and deviation": (lambda: Holder(body=body(), mean=nn.Linear(16, 3), log_std=nn.Linear(16, 3)), HIDDEN),
+    "actor and critic": (
+        lambda: Holder(actor=body().append(nn.Linear(16, 4)), critic=body().append(nn.Linear(16, 2))),
+        ["actor.0.weight", "actor.2.weight", "critic.0.weight", "critic.2.weight"],
+    ),
+    "a layer that feeds the last": (
+        lambda: Holder(body=body(), down=nn.Linear(16, 4), up=nn.Linear(4, 16)),
+        [*HIDDEN, "down.weight"],
+    ),
+    "position biases": (lambda: block(relative_position_bias_table=torch.zeros(9, 4)), [UP]),
+    "latents, queries, codebook": (
+        lambda: block(latents=torch.zeros(4, 8), queries=torch.zeros(4, 8), codebook=torch.zeros(4, 8)),
+        [UP],
+    ),
+    "tokens": (
+        lambda: block(
+            cls_token=torch.zeros(1, 1, 8), register_tokens=torch.zeros(4, 8), pos_embed=torch.zeros(1, 5, 8)
+        ),
+        [UP],
+    ),
+    "rotary angles, scales": (
+        lambda: block(freqs=torch.zeros(4, 4), logit_scale=torch.zeros(()), gamma=torch.zeros(4, 8)),
+        [UP],
+    ),
+    "prompts in a dict": (lambda: block(prompts=nn.ParameterDict({"a": nn.Parameter(torch.zeros(4, 8))})), [UP]),
+    "a norm of two dimensions": (lambda: block(norm=nn.LayerNorm([4, 8])), [UP]),
+    "a norm for each head": (lambda: block(q_norm=HeadwiseLayerNorm(8, 4)), [UP]),
+    "lora": (lora, ["h.0.lora_A", "h.0.lora_B", UP]),
+    "lora's layers": (
+        lambda: block(lora_A=nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})),
+        [UP, "h.0.lora_A.default.weight"],
+    ),
+    "lora of an embedding": (
+        lambda: block(lora_embedding_A=nn.ParameterDict({"default": nn.Parameter(torch.zeros(2, 8))})),
+        [UP],
+    ),
+    "a router and experts": (
+        lambda: block(gate=nn.Linear(8, 4), experts=nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])),
+        [UP, "h.0.gate.weight", "h.0.experts.0.weight", "h.0.experts.1.weight"],
+    ),
+    "a router of another class": (lambda: block(router=ParallelLinear(8, 4)), [UP, "h.0.router.weight"]),
+    "raw weights": (
+        lambda: block(w1=torch.zeros(8, 8), Wq=torch.zeros(8, 8), kernel=torch.zeros(8, 8), o_proj=torch.zeros(8, 8)),
+        [*(f"h.0.{n}" for n in ("w1", "Wq", "kernel", "o_proj")), UP],
+    ),
+    "weights in a list": (lambda: block(weights=nn.ParameterList([torch.zeros(8, 8)])), [UP, "h.0.weights.0"]),
+    "weight norm": (
+        lambda: block(normed=nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+        [UP, "h.0.normed.parametrizations.weight.original1"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "expected"), NO_MATRICES.values(), ids=NO_MATRICES)
+def test_what_is_no_matrix(build, expected):
+    matrices, others = hidden_matrices(build())
+    assert sorted(matrices) == sorted(expected)
+    assert len(matrices) + len(others) == len(list(build().parameters()))
+    torch.optim.Muon(matrices.values(), lr=1e-3)
+
+
+def test_filters_in_groups_are_no_matrix():
+    layers = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, 4)
+    assert list(hidden_matrices(nn.Sequential(*layers), filters=True)[0]) == ["0.weight", "2.weight"]
+
+
 def test_filters():
     matrices, _ = hidden_matrices(conv_net(), filters=True)
     assert list(matrices) == ["0.0.weight", "1.0.weight", "3.weight"]
