@@ -56,8 +56,9 @@ class LastAverage:
         self._own_updates = False
         #: For each optimizer step since the average was written, the tensor that tells whether it was skipped, if any.
         self._steps: list[Tensor | None] = []
-        #: The optimizers that have stepped, ever and since the average; the ids of their parameters, None until needed.
-        self._steppers, self._stepped = weakref.WeakSet[Optimizer](), weakref.WeakSet[Optimizer]()
+        #: The optimizers that have stepped, ever, and the parameter lists of those that have stepped since the average,
+        #: which may no longer exist; the ids of these parameters, None until needed.
+        self._steppers, self._stepped = weakref.WeakSet[Optimizer](), dict[int, list[Tensor]]()
         self._trained: set[int] | None = None
         self._held: set[int] | None = None
         #: Whether a gradient has arrived where an average that no optimizer has applied was zeroed.
@@ -107,7 +108,7 @@ class LastAverage:
         if self._versions:  # there is an average
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
         self._steppers.add(optimizer)
-        self._stepped.add(optimizer)
+        self._stepped.update((id(group["params"]), group["params"]) for group in optimizer.param_groups)
         self._trained = self._held = None
 
     def before_accumulation(self, number: int) -> None:
@@ -155,7 +156,7 @@ class LastAverage:
         """Whether the last average was applied, or skipped, to all parameters that this optimizer holds."""
         if not (self._versions and self._stepped):
             return False
-        return parameters_of([optimizer]).intersection(map(id, self._parameters)) <= parameters_of(self._stepped)
+        return parameters_of([optimizer]).intersection(map(id, self._parameters)) <= self._ids_stepped()
 
     def unapplied(self) -> bool:
         """Whether nobody has applied the last average so far: no optimizer has stepped, no weight has changed, and
@@ -168,6 +169,9 @@ class LastAverage:
 
     def _weights_stay(self) -> bool:
         return self._versions == [self._parameters[number]._version for number in self._probes]
+
+    def _ids_stepped(self) -> set[int]:
+        return {id(p) for parameters in self._stepped.values() for p in parameters}
 
     def _gone(self, number: int) -> None:
         """A gradient of parameter ``number`` arrives, and the average is no longer in ``.grad``."""
@@ -191,7 +195,7 @@ class LastAverage:
         gradient was zeroed."""
         parameter = self._parameters[number]
         if self._held is None:
-            self._held, self._trained = parameters_of(self._stepped), parameters_of(self._steppers)
+            self._held, self._trained = self._ids_stepped(), parameters_of(self._steppers)
         if id(parameter) in self._held:
             applied, version = self._applied.get(number, (None, 0))
             if applied is None or applied() is not grad or grad._version != version:

@@ -72,7 +72,8 @@ class GradientHook:
         ddp = self._ddp()
         if ddp is not None:
             ddp.broadcast_buffers = self._broadcasts and not own
-            ddp.require_backward_grad_sync = not own
+            # A static graph's backward passes must all be synchronised, or torch asserts: there the hook does it alone.
+            ddp.require_backward_grad_sync = ddp.static_graph or not own
 
 
 def local_gradients(model: torch.nn.Module) -> None:
