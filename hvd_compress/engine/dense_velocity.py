@@ -33,8 +33,8 @@ class DenseVelocity:
 
     def update(self, number: int, grad: Tensor, momentum: float, sign: bool = False) -> None:
         """Replaces the averaged gradient of parameter ``number`` by ``momentum * velocity + gradient``, or by its
-        ``sign``, which is 0 while no rank has a gradient. Entries that are not usable stay in the gradient, for the
-        user to see, and do not enter the velocity.
+        ``sign``. While no rank has a gradient, it stays 0, and the velocity as it is. Entries that are not usable stay
+        in the gradient, for the user to see, and do not enter the velocity.
         """
         engine = self._engine
         if self._number != engine.step:
@@ -43,9 +43,9 @@ class DenseVelocity:
         self._before[name] = self._velocities.get(name)
         scaled = engine.scale != 1.0
         step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
-        fits, new = usable(step), (velocity * momentum).add_(step)
+        fits, new = usable(step) & step.any(), (velocity * momentum).add_(step)
         self._velocities[name] = torch.where(fits, new, velocity)
-        applied = new.sign().masked_fill_(~step.any(), 0.0) if sign else new
+        applied = new.sign() if sign else new
         grad.copy_(torch.where(fits, applied * engine.scale if scaled else applied, grad))
 
     def undo(self) -> None:

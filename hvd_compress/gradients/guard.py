@@ -1,6 +1,6 @@
 """Whether an optimizer fits the compressor whose averages it applies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch.optim import Adam
 
@@ -40,6 +40,7 @@ def _check_fixed_size(facts: OptimizerFacts) -> None:
             f"{facts.unknown} of the optimizer's parameters were not given to this compressor, so their gradients are "
             "not signs: give it all of the optimizer's named parameters"
         )
+    check_passed(facts.bypassing, "is not a sign")
     if facts.momentum:
         raise ValueError(
             f"momentum would count twice: DeMo has one of its own, and {type(facts.optimizer).__name__} one of "
@@ -62,6 +63,16 @@ def check_momentum(facts: OptimizerFacts, holds: bool) -> None:
         )
     if holds and facts.ours:
         check_complete(facts.unknown)
+
+
+def check_passed(bypassing: Iterable[str], what: str) -> None:
+    """Raises ``ValueError`` for the first of some parameters whose gradients have bypassed the compressor."""
+    for name in bypassing:
+        raise ValueError(
+            f"{name}: its gradient has not passed through this compressor, and {what}. If it was unfrozen after the "
+            "model was wrapped, wrap the model again; if DistributedDataParallel ignores it, give it to an optimizer "
+            "of its own, and not to the compressor"
+        )
 
 
 def check_complete(unknown: int) -> None:

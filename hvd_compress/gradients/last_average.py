@@ -9,6 +9,7 @@ nobody steps, ``.grad`` stays, no weight changes  it is ``unapplied()``: a state
 nobody stepped after the average before, either   the user's own code applies averages: it is applied
 backward adds to ``.grad``                        the gradient ``arrives()`` with the average in it
 ``.grad`` is zeroed, or another tensor            it does not
+the same, and nobody has stepped                  it was ``thrown_away``
 ================================================  ======================================================
 """
 
@@ -55,16 +56,22 @@ class LastAverage:
         self._own_updates = False
         #: For each optimizer step since the average was written, the tensor that tells whether it was skipped, if any.
         self._steps: list[Tensor | None] = []
-        #: The optimizers that have stepped, ever and since the average; the ids of their parameters, None until needed.
-        self._steppers, self._stepped = weakref.WeakSet[Optimizer](), weakref.WeakSet[Optimizer]()
+        #: The optimizers that have stepped, ever, and the parameter lists of those that have stepped since the average,
+        #: which may no longer exist; the ids of these parameters, None until needed.
+        self._steppers, self._stepped = weakref.WeakSet[Optimizer](), dict[int, list[Tensor]]()
         self._trained: set[int] | None = None
         self._held: set[int] | None = None
+        #: Whether a gradient has arrived where an average that no optimizer has applied was zeroed.
+        self._zeroed = False
+        #: Whether nobody had applied the average when another optimizer stepped, and whether that is looked at.
+        self.waited, self._looks = False, True
 
     def written(self) -> None:
         """Called when averages have been written to the gradients."""
         if not self._hooked:
             self._hook()
         self._own_updates = bool(self._versions) and not self.called
+        self._looks = self._looks and not (self.waited and self.called)
         self.clear()
         for number in self._probes:
             grad = self._parameters[number].grad
@@ -80,6 +87,7 @@ class LastAverage:
         self._added.clear()
         self._applied.clear()
         self._versions.clear()
+        self._zeroed = self.waited = False
 
     def before_optimizer_step(self) -> None:
         """Called when an optimizer that holds some of the parameters is about to step."""
@@ -88,6 +96,11 @@ class LastAverage:
             if grad is not None:
                 self._applied[number] = weakref.ref(grad), grad._version
 
+    def before_other_step(self) -> None:
+        """Called when an optimizer that holds none of the parameters is about to step."""
+        if self._looks and self._versions and not self.called:
+            self.waited = self.unapplied()
+
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called when the optimizer has stepped, or skipped the step."""
         # A GradScaler lets a fused optimizer step in any case, and its kernel skips the step by this tensor.
@@ -95,7 +108,7 @@ class LastAverage:
         if self._versions:  # there is an average
             self._steps.append(None if found_inf is None else found_inf.detach().clone())
         self._steppers.add(optimizer)
-        self._stepped.add(optimizer)
+        self._stepped.update((id(group["params"]), group["params"]) for group in optimizer.param_groups)
         self._trained = self._held = None
 
     def before_accumulation(self, number: int) -> None:
@@ -107,7 +120,7 @@ class LastAverage:
         if grad is not None and self._remains(number, grad):
             self._added[number] = weakref.ref(grad)
         else:
-            del self._written[number]
+            self._gone(number)
 
     def arrives(self, number: int, before: Tensor | None = IN_GRAD) -> bool:
         """Whether the gradient of parameter ``number`` that a host passes in contains the last average. ``before``: the
@@ -115,9 +128,10 @@ class LastAverage:
         if number not in self._written:
             return False
         grad = self._parameters[number].grad if before is IN_GRAD else before
-        written, added = self._written.pop(number), self._added.get(number)
         if grad is None:
+            self._gone(number)
             return False
+        written, added = self._written.pop(number), self._added.get(number)
         if added is not None:
             return added() is grad and bool(local(grad).any())
         # Nothing was accumulated: this may be the average itself, or, without an optimizer, the user's own gradient.
@@ -133,18 +147,37 @@ class LastAverage:
         """Whether an optimizer has changed the parameters since the average was written. May synchronise a GPU."""
         return any(found_inf is None or not bool(found_inf) for found_inf in self._steps)
 
+    @property
+    def thrown_away(self) -> bool:
+        """Whether the last average was zeroed before anybody has applied it."""
+        return self._zeroed and not self._own_updates and self._weights_stay()
+
+    def applied_to(self, optimizer: Optimizer) -> bool:
+        """Whether the last average was applied, or skipped, to all parameters that this optimizer holds."""
+        if not (self._versions and self._stepped):
+            return False
+        return parameters_of([optimizer]).intersection(map(id, self._parameters)) <= self._ids_stepped()
+
     def unapplied(self) -> bool:
         """Whether nobody has applied the last average so far: no optimizer has stepped, no weight has changed, and
         gradients are there still. False if no optimizer stepped after the average before, either, and for an average
         that is not finite, which has sent nothing. Synchronises a GPU."""
-        if (
-            self._own_updates
-            or self.stepped()
-            or self._versions != [self._parameters[n]._version for n in self._probes]
-        ):
+        if self._own_updates or self.stepped() or not self._weights_stay():
             return False
         grads = [local(p.grad) for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         return any(bool(grad.any()) for grad in grads) and all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _weights_stay(self) -> bool:
+        return self._versions == [self._parameters[number]._version for number in self._probes]
+
+    def _ids_stepped(self) -> set[int]:
+        return {id(p) for parameters in self._stepped.values() for p in parameters}
+
+    def _gone(self, number: int) -> None:
+        """A gradient of parameter ``number`` arrives, and the average is no longer in ``.grad``."""
+        written, parameter = self._written.pop(number), self._parameters[number]
+        if written is not None and not self.called:
+            self._zeroed |= id(parameter) in parameters_of(self._steppers)
 
     def _hook(self) -> None:
         self._hooked = True
@@ -162,7 +195,7 @@ class LastAverage:
         gradient was zeroed."""
         parameter = self._parameters[number]
         if self._held is None:
-            self._held, self._trained = parameters_of(self._stepped), parameters_of(self._steppers)
+            self._held, self._trained = self._ids_stepped(), parameters_of(self._steppers)
         if id(parameter) in self._held:
             applied, version = self._applied.get(number, (None, 0))
             if applied is None or applied() is not grad or grad._version != version:

@@ -38,11 +38,14 @@ from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
+from ..engine.optimizers import parameters_of
 from ..engine.place import Place, check_gradient
+from ..engine.shards import local
 from ..engine.state import Tree
 from ..engine.work import undo as undo_works
 from .attempts import Attempts
 from .last_average import IN_GRAD, LastAverage
+from .same_weights import SameWeights
 
 
 class GradScaler(Protocol):
@@ -81,6 +84,12 @@ class _State(Enum):
     TAKEN_BACK = auto()
 
 
+_THROWN_AWAY = (
+    "averages were zeroed before an optimizer has applied them, and the residuals keep a part of their gradients. Run "
+    "backward passes whose gradients nobody applies, such as a generator's through its discriminator, in no_sync() of "
+    "this model (FSDP2: after set_requires_gradient_sync(False)); call discard_step() where a step is left out"
+)
+
 # Read for every gradient: looking up a member of an enumeration takes longer.
 _COLLECTING = _State.COLLECTING
 
@@ -102,9 +111,13 @@ class GradientStep:
         self._discarded = False
         #: Undoes the last exchange in place of the methods, if it is set.
         self._undo: Callable[[], None] | None = None
-        self._last_average = LastAverage(engine.parameters)
+        self._last_average, self._weights = LastAverage(engine.parameters), SameWeights(engine)
         # True until the first gradient arrives, and until bypassed_by() has been true.
         self._may_be_bypassed = True
+        #: Whether a backward pass for another optimizer has left a part of its gradients in the residuals.
+        self._must_refuse = False
+        #: Whether the gradient of each parameter has arrived since an optimizer has stepped.
+        self._passed = bytearray(len(engine.parameters))
         members = engine.collectives
         self._attempts = Attempts(engine, members, self) if isinstance(members, Membership) else None
 
@@ -136,12 +149,15 @@ class GradientStep:
             self._begin()
         if contains:
             self._refuse_last_average(number)
+        self._passed[number] = True
         return engine.arrive(number, grad)
 
     def finish(self) -> None:
         """Runs the step's exchanges to their ends; every gradient of the step must have arrived on this rank. Waits."""
         if self._state is _COLLECTING:
             self._engine.finish()
+            self._weights.compare(self._passed)
+            self._look_at_thrown_away()
             self._state, self._discarded = _State.AVERAGED, False
             self._last_average.written()
 
@@ -167,6 +183,7 @@ class GradientStep:
         with self._engine.entered:
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
+                self._weights.clear()
                 if self._attempts is not None:
                     self._attempts.drop()
             self._engine.reset(self._host.versions, overwritten)
@@ -213,7 +230,7 @@ class GradientStep:
 
     def clear(self) -> None:
         """Forgets the last average, and lets the ranks compare their configurations again."""
-        self._state, self._undo = _State.IDLE, None
+        self._state, self._undo, self._must_refuse = _State.IDLE, None, False
         self._last_average.clear()
         self._engine.peer.changed()
 
@@ -261,6 +278,8 @@ class GradientStep:
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self._last_average.before_optimizer_step()
+        if self._must_refuse:
+            raise RuntimeError(f"{type(self._engine.method).__name__}: {_THROWN_AWAY}")
         engine, host, attempts = self._engine, self._host, self._attempts
         if host.detached:
             return
@@ -272,17 +291,22 @@ class GradientStep:
             )
         if attempts is not None:
             attempts.settle()
+        if not self.collecting and self._last_average.applied_to(optimizer):
+            return  # gradients are no longer passed in
         active, given = engine.collectives.active, host.given(optimizer)
         if active:
             host.check_optimizer(optimizer)
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
-        engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown))
+        bypassing = self._bypassing(optimizer)
+        engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown, bypassing))
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         if counts:
             self._last_average.after_optimizer_step(optimizer)
 
+    @modes_off
     def before_other_step(self, optimizer: Optimizer) -> None:
+        self._last_average.before_other_step()
         if self._host.given(optimizer):
             raise ValueError(
                 "this optimizer holds none of its compressor's parameters; build the compressor from the named "
@@ -296,12 +320,36 @@ class GradientStep:
             self._attempts.begin()
         else:
             engine.peer.compare()
+        if self._last_average.called:
+            self._passed = bytearray(len(self._passed))
         scale = self.undo_if_skipped()
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE
         self._undo = None
         engine.begin(engine.works, engine.step, scale)
         self._state, self._may_be_bypassed = _COLLECTING, False
+        self._weights.begin()
+
+    def _bypassing(self, optimizer: Optimizer) -> list[str]:
+        """The names of parameters whose gradients the optimizer applies with the last average, though they have not
+        passed through here, as of layers that DDP ignores. Synchronises a GPU if some have not."""
+        if not self.undoable or all(self._passed):
+            return []
+        held, engine = parameters_of([optimizer]), self._engine
+        pairs = zip(engine.names, engine.parameters, self._passed, strict=True)
+        grads = [(name, p.grad) for name, p, passed in pairs if not passed and id(p) in held]
+        return [name for name, g in grads if g is not None and not g.is_sparse and bool(local(g).any())]
+
+    def _look_at_thrown_away(self) -> None:
+        """Notices a last average that was zeroed without a step, of which the residuals keep a part. Warns if it may
+        have been a step that was left out, or one that is made of several averages."""
+        last, engine = self._last_average, self._engine
+        if self._discarded or not last.thrown_away:
+            return
+        if any(bool(work.residual_of(piece).any()) for work in engine.works for piece in work.bucket.pieces):
+            self._must_refuse |= last.waited
+            if not last.waited:
+                engine.warn(_THROWN_AWAY)
 
     def _refuse_last_average(self, number: int) -> None:
         """Raises ``RuntimeError`` for a gradient that contains the last average, unless that does no harm."""

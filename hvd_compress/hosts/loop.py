@@ -14,7 +14,6 @@ from ..engine.place import check_gradient
 from ..engine.shards import local
 from .gradient_hook import averages, ddp_models
 from .nested import refuse_inside_backward
-from .same_weights import warn_of_drift
 from .torch_host import LOOP, TorchHost
 
 
@@ -75,7 +74,6 @@ def average_gradients(compression: Any) -> None:
                 arrived = host.step.arrive(number, as_real(local(grads[number])))
                 if isinstance(arrived, DenseGradient):
                     dense.append(arrived)
-            warn_of_drift(engine)
             host.exchange(dense)
         except BaseException:
             host.step.reset()

@@ -33,13 +33,18 @@ class BlockMeans(Part):
         memory = torch.zeros(3, sum(self.sizes), dtype=torch.float32, device=bucket.device)
         self.fresh, self.velocity, self.unsent = memory.unbind()
 
-    def load(self, out: Tensor, momentum: float, without: Iterable[Piece], invalid: Tensor) -> None:
+    def load(
+        self, out: Tensor, momentum: float, without: Iterable[Piece], invalid: Tensor, idle: Tensor | None
+    ) -> None:
         """Writes this step's means to ``out``. A mean that would not be finite is left out and sets ``invalid``, int32,
-        (1,). ``without``: the pieces that have no momentum."""
+        (1,). ``without``: the pieces that have no momentum. ``idle``: the blocks that keep their velocity, bool."""
         if self.sizes:
             for piece in without:
                 piece.of_blocks(self.velocity).zero_()
+            kept = 0.0 if idle is None else self.velocity * idle
+            self.velocity.sub_(kept)
             ops.block_means_send(self.fresh, self.unsent, self.velocity if momentum else None, out, invalid, momentum)
+            self.velocity.add_(kept)
 
     def receive(self, mean: Tensor, error: Tensor) -> Tensor | None:
         """Keeps the quantization ``error`` in ``unsent`` where the averaged ``mean`` is finite. Returns the means to

@@ -16,7 +16,7 @@ from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts, momentum_of
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
-from ..gradients.guard import check_complete, check_momentum
+from ..gradients.guard import check_complete, check_momentum, check_passed
 from .sparse_work import SparseWork
 
 
@@ -103,6 +103,7 @@ class MomentumCorrection:
             return
         groups = [group for group in facts.optimizer.param_groups if not self._ids.isdisjoint(map(id, group["params"]))]
         check_momentum(facts, bool(groups))
+        check_passed((name for name in facts.bypassing if name in self._names), "would lose its momentum")
         for group in groups:
             if own := momentum_of(group):
                 raise ValueError(

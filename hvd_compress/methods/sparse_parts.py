@@ -11,7 +11,9 @@ from ..engine.collectives import Collectives, allreduce
 from ..engine.exchange import Exchange
 from ..engine.state import Entry, Tree
 from ..engine.work import Part, Step
+from ..reference import BLOCK
 from ..selection.budget import SPREAD, shares
+from ..selection.idle import Idle
 from .basis import Basis
 from .block_means import BlockMeans
 
@@ -22,8 +24,8 @@ class Velocity(Part):
     ``memory``: float32, bucket-wide, or None without momentum. ``momentum``: in [0, 1).
     """
 
-    def __init__(self, bucket: Bucket, basis: Basis, means: BlockMeans) -> None:
-        self._bucket, self._basis, self._means = bucket, basis, means
+    def __init__(self, bucket: Bucket, basis: Basis, means: BlockMeans, idle: Idle) -> None:
+        self._bucket, self._basis, self._means, self._idle = bucket, basis, means, idle
         self.memory: Tensor | None = None
         self.set_momentum(0.0, set())
 
@@ -31,6 +33,7 @@ class Velocity(Part):
         """Gives the pieces with these names this momentum, the others none. Called before the first step."""
         self.momentum, self._names = momentum, names
         self.memory = self._bucket.zeros() if momentum else None
+        self._idle.finds |= bool(momentum)
         #: The pieces without momentum, if others have it.
         self.without = [piece for piece in self._bucket.pieces if momentum and piece.name not in names]
 
@@ -43,6 +46,17 @@ class Velocity(Part):
         for velocity, has in ((self.memory, True), (None, False)):
             pairs = zip(self._bucket.pieces, self._bucket.nothing(), grads, strict=True)
             yield velocity, [grad if (piece.name in self._names) == has else empty for piece, empty, grad in pairs]
+
+    def rest(self) -> None:
+        """Takes the velocity of idle pieces out of the residual again, and keeps it as it was before the step."""
+        if self.memory is None or (idle := self._idle.blocks) is None:
+            return
+        for piece, grad in zip(self._bucket.pieces, self._bucket.gradients, strict=True):
+            if not grad.numel():  # skipped by accumulate_select
+                piece.of_blocks(idle).zero_()
+        velocity, idle = self.memory.view(-1, BLOCK), idle[:, None]
+        self._bucket.residual.view(-1, BLOCK).sub_(velocity * idle)
+        velocity.copy_(torch.where(idle, velocity / self.momentum, velocity))
 
     def get(self, piece: Piece) -> Tensor:
         """The velocity of a piece, in its shape: float32."""

@@ -78,7 +78,7 @@ class SparseWork(Work):
         self._agreement = Agreement(bucket.device)
         groups = len(bucket.pieces) + len(self._means.sizes)
         self.values = Values(bucket, sending.values, groups, sending.collectives)
-        self.velocity, self._shares = Velocity(bucket, self._basis, self._means), Shares(bucket)
+        self.velocity, self._shares = Velocity(bucket, self._basis, self._means, self._idle), Shares(bucket)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
         #: The density of the step that began last, and what the selection was built for.
         self.density, self._layout = 1.0, tuple[object, ...]()
@@ -182,7 +182,8 @@ class SparseWork(Work):
 
     def agree(self) -> Exchange:
         """All ranks agree on the entries."""
-        return self.decider.agree(self._scoring)
+        yield from self.decider.agree(self._scoring)
+        self.velocity.rest()
 
     def send_to(self, grads: list[Tensor]) -> Exchange:
         """:meth:`send`, with averages written to ``grads``: by piece, or empty."""
@@ -198,7 +199,8 @@ class SparseWork(Work):
         picker, payload = self.decider.picker, self.values.payload
         total = picker.total
         sent = picker.gather(self.bucket.residual, payload[:total])
-        self._means.load(payload[total:], self.velocity.momentum, self.velocity.without, self.values.invalid)
+        velocity, invalid = self.velocity, self.values.invalid
+        self._means.load(payload[total:], velocity.momentum, velocity.without, invalid, self._idle.blocks)
         values = payload if predicted is None else sent - predicted
         mean, error = yield from self.values.average(values, derive(self.decider.seed.key, self.step.rank))
         self._mean_of_blocks = self._means.receive(mean[total:], error[total:])
@@ -225,6 +227,7 @@ class SparseWork(Work):
         assert isinstance(decider, EachRank) and isinstance(channel, GatherChannel)
         gathered = yield allgather(decider.encode(self._scoring), "indices")
         places = decider.decode(gathered, channel.ranks)
+        self.velocity.rest()
         values = decider.picker.gather(bucket.residual, self.values.payload)
         gathered = yield allgather(channel.encode(values, self.values.invalid), "values")
         mean, decoded = torch.zeros_like(bucket.residual), torch.empty_like(values)

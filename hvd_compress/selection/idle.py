@@ -10,15 +10,16 @@ from .pickers import Picker
 
 
 class Idle(Part):
-    """The idle pieces of a bucket in the current step: no rank has a gradient for them. They receive 0 and keep their
-    residuals; a method that sends signs would apply even a tiny residual for ever.
+    """The idle pieces of a bucket in the current step: no rank has a gradient for them. They keep their velocities.
+    With ``silences``, they receive 0 and keep their residuals: a method that sends signs would apply even a tiny
+    residual for ever.
 
     ``finds``: whether idle pieces are found; otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of
     this rank's gradient was not zero.
     """
 
-    def __init__(self, bucket: Bucket, finds: bool) -> None:
-        self._bucket, self.finds = bucket, finds
+    def __init__(self, bucket: Bucket, silences: bool) -> None:
+        self._bucket, self.finds, self._silences = bucket, silences, silences
         self.touched = torch.zeros(len(bucket.pieces), dtype=torch.int32, device=bucket.device)
         self._pieces: Tensor | None = None
         # Made once: creating it in each step would synchronise a GPU.
@@ -37,14 +38,19 @@ class Idle(Part):
     def keep(self, picker: Picker, mean: Tensor, error: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the ``mean`` with 0 in idle pieces, and the quantization ``error`` with the values that were ``sent``
         there, so that they stay in the residual. All float32, (slots,)."""
-        if self._pieces is None:
+        if self._pieces is None or not self._silences:
             return mean, error
         idle = self._pieces.repeat_interleave(picker.slot_counts, output_size=picker.total)
         return mean.masked_fill(idle, 0.0), torch.where(idle, sent, error)
 
     def silence(self, mean: Tensor) -> Tensor:
         """Returns a bucket-wide average, float32, (blocks * 256,), with 0 in idle pieces."""
+        idle = self.blocks if self._silences else None
+        return mean if idle is None else mean.view(-1, BLOCK).masked_fill(idle[:, None], 0.0).view(-1)
+
+    @property
+    def blocks(self) -> Tensor | None:
+        """Whether each block of the bucket is of an idle piece, bool, (blocks,); None if no piece is idle."""
         if self._pieces is None:
-            return mean
-        idle = self._pieces.repeat_interleave(self._block_counts, output_size=self._bucket.blocks)
-        return mean.view(-1, BLOCK).masked_fill(idle[:, None], 0.0).view(-1)
+            return None
+        return self._pieces.repeat_interleave(self._block_counts, output_size=self._bucket.blocks)

@@ -1,0 +1,82 @@
+"""Compares the ranks' weights now and then.
+
+Equal averages do not keep them equal where the loop does something else on each rank: it clips by a norm to which other
+gradients belong, which are the rank's own, skips a step, or has optimizer states of the rank's own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..engine.collectives import Handle, allgather
+from ..engine.dense import as_real
+from ..engine.engine import Engine
+from ..engine.shards import local
+from ..engine.spread import spread
+
+# The most parameters that are looked at.
+_PROBES = 16
+# Steps between two looks, after those at the first ones.
+_INTERVAL, _FIRST = 100, (1, 10)
+# How far a parameter's sum and norm may be apart, in norms: unequal devices round differently.
+_TOLERANCE = 1e-3
+
+
+class SameWeights:
+    """Compares the ranks' weights in some steps, while the gradients are exchanged. Warns on all ranks if they differ:
+    the sum or the norm of one of 16 parameters by a thousandth of its norm, or NaN on some ranks only."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        floating = [number for number, p in enumerate(engine.parameters) if p.is_floating_point() or p.is_complex()]
+        self._numbers = spread(floating, _PROBES)
+        #: The allgather of this step, if there is one.
+        self._started: Handle | None = None
+
+    def begin(self) -> None:
+        """Called when a step begins. In some steps, starts an allgather of at most 256 bytes a rank. Does not wait."""
+        engine, members, numbers = self._engine, self._engine.collectives, self._numbers
+        due = engine.step in _FIRST or engine.step % _INTERVAL == 0
+        if not (due and numbers and members.active and members.size > 1):
+            return
+        device = engine.parameters[0].device
+        sketches = torch.stack([_sketch(engine.parameters[number].detach()).to(device) for number in numbers])
+        request = allgather(sketches[None], "budget")
+        engine.stats.count_request(request, members.size, engine.nodes.ranks)
+        self._started = members.start(request, f"{engine.exchanges.label}.weights")
+
+    def compare(self, averaged: Sequence[int]) -> None:
+        """Called when all gradients of the step have arrived. ``averaged``: whether that of each parameter has; others
+        that are trained may be the rank's own. Waits for the allgather, and then synchronises a GPU."""
+        if self._started is None:
+            return
+        engine, started = self._engine, self._started
+        self.clear()
+        differs = _differ(engine.exchanges.wait(started)).tolist()
+        for number, apart in zip(self._numbers, differs, strict=True):
+            if apart and (averaged[number] or not engine.parameters[number].requires_grad):
+                engine.warn(
+                    f"the ranks' weights differ, such as {engine.names[number]}, and they have equal averages. Were "
+                    "the weights broadcast? Does something in the loop depend on a rank's own gradients, as the norm "
+                    "of all does if some are not averaged? Are learning rates equal? Is the GradScaler given as "
+                    "grad_scaler=?"
+                )
+                return
+
+    def clear(self) -> None:
+        """Drops the allgather of a step that has failed."""
+        self._started = None
+
+
+def _sketch(parameter: Tensor) -> Tensor:
+    """The sum and the norm of a parameter, float64, (2,); no copy of it is made."""
+    part = as_real(local(parameter))
+    return torch.stack([part.sum(dtype=torch.float64), torch.linalg.vector_norm(part, dtype=torch.float64)])
+
+
+def _differ(gathered: Tensor) -> Tensor:
+    """Which parameters differ, bool, (n,), by the sketches of all ranks, (ranks, n, 2)."""
+    first = gathered[0]
+    near = (gathered - first).abs() <= _TOLERANCE * first[:, 1:]
+    return ~(near | (gathered == first) | (gathered.isnan() & first.isnan())).all(2).all(0)
