@@ -122,9 +122,8 @@ class TorchftCollectives:
         # Whether the ranks are as in the last quorum, if that has the same number.
         self._settled = False
         self._device = torch.device("cpu")
-        # Why all collectives fail until the next quorum, and the quorum that was followed last.
+        # Why all collectives fail until the next quorum.
         self._lost: PeerLost | None = None
-        self._followed: object = None
         counts = "rounds_committed", "rounds_taken_back", "quorums_missed"
         self._report = dict.fromkeys((*counts, "quorum_seconds", "commit_seconds"), 0.0)
 
@@ -165,14 +164,6 @@ class TorchftCollectives:
     def attempt(self) -> tuple[int, int]:
         return self._step, self._quorum
 
-    @property
-    def committed(self) -> bool:
-        return bool(self._manager.current_step() > self._step)
-
-    @property
-    def following(self) -> bool:
-        return self._manager._quorum_future is self._followed
-
     def start_quorum(self) -> bool:
         manager = self._manager
         with self._timed("quorum_seconds"):
@@ -190,25 +181,6 @@ class TorchftCollectives:
                 raise NoQuorum(f"no quorum of torchft: {error}") from error
         return self._enter()
 
-    def follow_quorum(self) -> bool:
-        future = self._manager._quorum_future
-        if future is None or self.following:
-            raise RuntimeError(
-                "no quorum of torchft was started for this step: train with torchft.optim.OptimizerWrapper(manager, "
-                "optimizer), call its zero_grad() before the forward pass and its step() after backward(); run all but "
-                "the last backward pass of a step in no_sync() (FSDP2: after set_requires_gradient_sync(False))"
-            )
-        if self._followed is not None:
-            self._count(self._lost is None and self.committed)
-        self._followed = future
-        try:
-            return self._enter()
-        except PeerLost as error:
-            self._settled = False
-            self._quorum, self._step = self._manager._quorum_id, self._manager.current_step()
-            self.lose(error)
-            raise
-
     def _enter(self) -> bool:
         """Takes the ranks of the manager's quorum. Returns whether they are others than before. Raises
         :class:`PeerLost`."""
@@ -225,46 +197,40 @@ class TorchftCollectives:
         changed, self._settled = self._quorum != before or not self._settled, True
         return changed
 
-    def vote(self) -> None:
+    def _vote(self) -> None:
         # A rank that passes this knows that all have received everything: if one commits, all can.
         vote = torch.zeros(1, 1, dtype=torch.uint8, device=self._device)
         with self._timed("commit_seconds"):
             self.start(allgather(vote, "budget"), "").result()
 
-    def lose(self, error: RuntimeError) -> None:
-        manager = self._manager
-        if self._followed is not None and not self.following:
-            return  # the connections are those of a new quorum
-        manager.report_error(error)
+    def _lose(self, error: RuntimeError) -> None:
+        self._manager.report_error(error)
         if self._lost is None:
             self._lost = error if isinstance(error, PeerLost) else PeerLost(str(error))
             self._group.abort()
 
     def commit(self) -> bool:
         try:
-            self.vote()
+            self._vote()
         except PeerLost as error:
-            self.lose(error)
+            self._lose(error)
         return self._should_commit()
 
     def fail(self, error: RuntimeError) -> None:
         if isinstance(error, NoQuorum):  # the connections of the last quorum are as good as before
             self._should_commit("quorums_missed")
         else:
-            self.lose(error)
+            self._lose(error)
             self._should_commit()
 
     def report(self) -> dict[str, float]:
         return {"peers": float(self.size), **self._report}
 
-    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None], claim: bool = True) -> None:
+    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
         manager, holder = self._manager, _claims.get(self._manager, lambda: None)()
         if holder not in (None, self):
-            if claim:
-                raise ValueError("this torchft.Manager has a compressor already: build one Manager for each")
-            return
-        if claim:
-            _claims[manager] = weakref.ref(self)
+            raise ValueError("this torchft.Manager has a compressor already: build one Manager for each")
+        _claims[manager] = weakref.ref(self)
         manager._load_state_dict_fns.pop(_KEY, None)
         manager._user_state_dicts.pop(_KEY, None)
         manager.register_state_dict_fn(_KEY, load, save)

@@ -116,10 +116,6 @@ class Comparison:
         """Something has changed: :attr:`done` is false until the ranks have compared their configurations again."""
         self._done = False
 
-    def waive(self) -> None:
-        """The ranks cannot be compared, and their next exchange fails: :attr:`done` is true until the next change."""
-        self._done = True
-
     def join(self) -> None:
         """Starts to compare, unless that is in progress. Does not wait."""
         if self._run is None or self._run.void:

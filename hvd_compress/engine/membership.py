@@ -1,10 +1,8 @@
 """Ranks that come and go: what a carrier provides beside :class:`~hvd_compress.engine.collectives.Collectives`, if the
 set of its ranks may change from exchange to exchange.
 
-Each exchange is an attempt, which belongs to a quorum and counts if it is committed. Local steps start the quorum and
-commit: :meth:`Membership.start_quorum`, then :meth:`Membership.commit` or :meth:`Membership.fail`. With hooks of
-gradients the user's program does both, and an exchange lies in between: :meth:`Membership.follow_quorum`, then
-:meth:`Membership.vote` or :meth:`Membership.lose`.
+Each exchange is an attempt, which belongs to a quorum and counts if it is committed: :meth:`Membership.start_quorum`,
+then :meth:`Membership.commit` or :meth:`Membership.fail`.
 """
 
 from collections.abc import Callable
@@ -35,45 +33,24 @@ class Membership(Protocol):
         """The exchange that has begun last: how many were committed before it, and the number of its quorum. Two
         exchanges may have the same pair only if the first of them was committed by no rank."""
 
-    @property
-    def committed(self) -> bool:
-        """Whether this rank has committed :attr:`attempt`, or was healed since."""
-
-    @property
-    def following(self) -> bool:
-        """Whether the quorum that was started last is that of :meth:`follow_quorum`."""
-
     def start_quorum(self) -> bool:
         """Waits for the ranks of the next exchange; a rank that is behind is healed. Returns whether the ranks are
         others than before. Raises :class:`NoQuorum` if there is none, :class:`PeerLost` if the ranks of the quorum were
         not reached, or healing has failed."""
-
-    def follow_quorum(self) -> bool:
-        """As :meth:`start_quorum`, with the quorum that the user's program has started. Raises :class:`PeerLost`, after
-        :meth:`lose`, if that has failed; ``RuntimeError``, before anything has changed, if none was started since the
-        last call."""
-
-    def vote(self) -> None:
-        """Called when this rank has received everything. Waits until all have. Raises :class:`PeerLost` if that is not
-        known: the exchange may still count on other ranks."""
-
-    def lose(self, error: RuntimeError) -> None:
-        """The exchange has failed on this rank: it does not commit it. Closes its connections, so that the others do
-        not wait for it. All collectives fail until the next quorum."""
 
     def commit(self) -> bool:
         """Called when this rank has received everything. Waits until all have. Returns whether the exchange counts. If
         not, it may still count on other ranks: this one is then healed in the next quorum."""
 
     def fail(self, error: RuntimeError) -> None:
-        """The exchange has failed on this rank before :meth:`commit`, or has not begun: it counts nowhere."""
+        """The exchange has failed on this rank before :meth:`commit`, or has not begun: it counts nowhere. Closes this
+        rank's connections, so that the others do not wait for it."""
 
     def report(self) -> dict[str, float]:
         """``peers``: ranks of the last quorum. ``rounds_committed``, ``rounds_taken_back``, ``quorums_missed``:
         on this rank. ``quorum_seconds``, ``commit_seconds``: spent in all of them so far."""
 
-    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None], claim: bool = True) -> None:
+    def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
         """``save`` is called on a rank from which others are healed, in a thread of its own while ``start_quorum()``
         waits; ``load``, with what that has returned, on those, before the user's model and optimizers are loaded.
-        ``claim``: from now on the functions are those of this compressor only. Raises ``ValueError`` if another one,
-        which exists, has claimed that; without ``claim`` nothing is done then."""
+        Raises ``ValueError`` if another compressor, which exists, has called it."""

@@ -75,11 +75,6 @@ class EnginePeer:
         """The configuration may have changed: the ranks compare it before their next exchange."""
         self._comparison.changed()
 
-    def waive(self) -> None:
-        """The ranks cannot be compared, since one is lost: their next exchange fails. They are compared after the next
-        change."""
-        self._comparison.waive()
-
     def renew(self) -> None:
         """Registers the engine again: the set of ranks has changed (elastic)."""
         self._registry = self._alive.collectives.registry()

@@ -25,7 +25,6 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Protocol
 
@@ -36,14 +35,12 @@ from ..engine.dense import DenseGradient
 from ..engine.driver import Unapplied
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
-from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.place import Place, check_gradient
 from ..engine.shards import local
 from ..engine.state import Tree
 from ..engine.work import undo as undo_works
-from .attempts import Attempts
 from .last_average import IN_GRAD, LastAverage
 from .same_weights import SameWeights
 
@@ -118,8 +115,6 @@ class GradientStep:
         self._must_refuse = False
         #: Whether the gradient of each parameter has arrived since an optimizer has stepped.
         self._passed = bytearray(len(engine.parameters))
-        members = engine.collectives
-        self._attempts = Attempts(engine, members, self) if isinstance(members, Membership) else None
 
     @property
     def _host(self) -> Host:
@@ -161,12 +156,6 @@ class GradientStep:
             self._state, self._discarded = _State.AVERAGED, False
             self._last_average.written()
 
-    def exchanging(self) -> AbstractContextManager[object]:
-        """A context for :meth:`finish` and for the averages of what is not compressed. If ranks come and go, one that
-        is lost ends it without an error: the step is taken back, and no rank's optimizer steps. So it is after any
-        other error, which is raised."""
-        return nullcontext() if self._attempts is None else self._attempts
-
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer step applies gradients although none has arrived in this process so far. True at most
         once. Synchronises a GPU until then, or until the first gradient arrives."""
@@ -184,8 +173,6 @@ class GradientStep:
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
                 self._weights.clear()
-                if self._attempts is not None:
-                    self._attempts.drop()
             self._engine.reset(self._host.versions, overwritten)
 
     @modes_off
@@ -247,8 +234,6 @@ class GradientStep:
 
     @property
     def unapplied(self) -> Unapplied | None:
-        if self.undoable and self._attempts is not None and self._attempts.in_doubt:
-            return self._attempts
         return self if self.undoable and self._last_average.unapplied() else None
 
     @property
@@ -257,8 +242,7 @@ class GradientStep:
         return self._state is _State.AVERAGED
 
     def options(self) -> dict[str, object]:
-        attempts = self._attempts
-        return {"grad_scaler": self._scaler is not None, **({} if attempts is None else attempts.options())}
+        return {"grad_scaler": self._scaler is not None}
 
     def state(self) -> dict[str, Tree]:
         return {}
@@ -268,8 +252,6 @@ class GradientStep:
             raise RuntimeError(
                 "state_dict() in the middle of a step; call it after optimizer.step() (or reset(), after a failure)"
             )
-        if self._attempts is not None:
-            self._attempts.settle()
         self.undo_if_skipped()
 
     def check_equal_weights(self) -> None:
@@ -280,17 +262,9 @@ class GradientStep:
         self._last_average.before_optimizer_step()
         if self._must_refuse:
             raise RuntimeError(f"{type(self._engine.method).__name__}: {_THROWN_AWAY}")
-        engine, host, attempts = self._engine, self._host, self._attempts
+        engine, host = self._engine, self._host
         if host.detached:
             return
-        if attempts is not None and attempts.refused and engine.optimizers.applies_gradients(optimizer):
-            raise RuntimeError(
-                "torchft has not committed this step, or its gradients have not passed through the hooks, so weights "
-                "would differ between the peers: train with torchft.optim.OptimizerWrapper(manager, optimizer): call "
-                "its zero_grad(), backward(), then its step()"
-            )
-        if attempts is not None:
-            attempts.settle()
         if not self.collecting and self._last_average.applied_to(optimizer):
             return  # gradients are no longer passed in
         active, given = engine.collectives.active, host.given(optimizer)
@@ -316,10 +290,7 @@ class GradientStep:
     def _begin(self) -> None:
         engine = self._engine
         # First: if the ranks differ, the last average may still be taken back.
-        if self._attempts is not None:
-            self._attempts.begin()
-        else:
-            engine.peer.compare()
+        engine.peer.compare()
         if self._last_average.called:
             self._passed = bytearray(len(self._passed))
         scale = self.undo_if_skipped()

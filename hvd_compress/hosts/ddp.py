@@ -20,12 +20,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..carriers.torch_collectives import TorchCollectives
-from ..carriers.torchft import TorchftCollectives
 from ..engine.bucket import is_dense
 from ..engine.collectives import Handle, allreduce
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
-from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from ..gradients.step import GradScaler
@@ -79,8 +77,6 @@ class DDPHost(TorchHost):
         self._index, self._backward = -1, -1
         #: Whether DDP skips buckets that no rank has used.
         self._skips = False
-        #: Whether DDP knows this rank only, and the compressor others.
-        self._alone = isinstance(engine.collectives, Membership)  # an isinstance() of a protocol takes 30 us
 
     def hook(self, bucket: GradBucket) -> Future[Tensor]:
         """Takes the gradients of a DDP bucket. The futures of a step's buckets are completed in its last hook, or, if
@@ -126,13 +122,10 @@ class DDPHost(TorchHost):
         """Raises ``ValueError`` if the DDP model works on other ranks than the compressor, and finds out whether it
         skips buckets."""
         collectives = self._engine.collectives
-        if not isinstance(collectives, TorchCollectives | TorchftCollectives):
+        if not isinstance(collectives, TorchCollectives):
             return
         models = _models(self._engine.method, bucket.parameters()[0])
         self._skips = any(getattr(model, "skip_all_reduce_unused_params", False) for model in models) or not models
-        if isinstance(collectives, TorchftCollectives):
-            _check_alone(collectives, models)
-            return
         ours = distributed.get_process_group_ranks(collectives.group)
         for model in models:
             theirs = distributed.get_process_group_ranks(model.process_group)
@@ -190,21 +183,20 @@ class DDPHost(TorchHost):
 
     def _finish(self) -> None:
         engine = self._engine
-        with self.step.exchanging():
-            self.step.finish()
-            for gradients, handle in self._dense:
-                with stage("wait"):
-                    total = handle.result()
-                with stage("dense"):
-                    self._store(gradients, total * (1.0 / engine.collectives.size))
-            for work in engine.works:
-                work.bucket.write_results()
+        self.step.finish()
+        for gradients, handle in self._dense:
+            with stage("wait"):
+                total = handle.result()
+            with stage("dense"):
+                self._store(gradients, total * (1.0 / engine.collectives.size))
+        for work in engine.works:
+            work.bucket.write_results()
         for future, buffer in self._futures:
             future.set_result(buffer)
         # Twice, to run after DDP's own callback, which is queued after this hook.
-        results, alone = self._results, self._alone
+        results = self._results
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(lambda: _fill_unused(results, alone)))
+        queue(lambda: queue(lambda: _fill_unused(results)))
         self._clear()
 
     def _store(self, gradients: list[DenseGradient | Tensor], average: Tensor) -> None:
@@ -227,14 +219,14 @@ class DDPHost(TorchHost):
 
 
 @modes_off
-def _fill_unused(results: list[_Result], alone: bool) -> None:
+def _fill_unused(results: list[_Result]) -> None:
     """Writes the averages that DDP does not store: those of parameters that no rank has used. What was sent of their
-    residuals must still arrive. ``alone``: DDP knows this rank only, and other ranks may have used them."""
+    residuals must still arrive."""
     for parameter, before, version, average in results:
         grad = parameter.grad
         if grad is not before or (grad is not None and grad._version != version):
             continue  # DDP has stored the average
-        if grad is None and (alone or bool(average.any())):
+        if grad is None and bool(average.any()):
             parameter.grad = torch.view_as_complex(average.clone()) if parameter.is_complex() else average.clone()
         elif grad is not None and grad.data_ptr() != average.data_ptr():
             as_real(grad).copy_(average)  # DDP has put the old gradient into the bucket
@@ -267,27 +259,6 @@ def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
     hooked = [model for model in living(DistributedDataParallel) if getattr(model, "_comm_hooks", ())]
     registered = [model for model in hooked if any(theirs is state for _, theirs in model._comm_hooks)]
     return registered or [model for model in hooked if any(p is parameter for p in model.parameters())]
-
-
-def _check_alone(collectives: TorchftCollectives, models: list[DistributedDataParallel]) -> None:
-    """Raises ``ValueError`` if gradients of a torchft peer would be averaged over other ranks, too, or not over all of
-    them, if DDP would divide them otherwise than that of a peer that joins later, or if its process group keeps the
-    tensors of all its collectives, as torchft's ``ProcessGroupDummy``."""
-    if collectives.group_size > 1:
-        raise ValueError(
-            f"a replica group of {collectives.group_size} ranks needs FSDP2, which averages inside of it: call "
-            "fully_shard() before you build the compressor, and hvd_compress.register_fsdp_hooks()"
-        )
-    for model in models:
-        group = model.process_group
-        if group.size() > 1 or model.static_graph or not model.find_unused_parameters or hasattr(group, "_work"):
-            raise ValueError(
-                "with a torchft.Manager a DDP model is of one rank, and keeps its first buckets, which a peer that "
-                'joins has, too: call torch.distributed.init_process_group("gloo", '
-                "store=torch.distributed.HashStore(), rank=0, world_size=1), and build it as "
-                "DistributedDataParallel(model, find_unused_parameters=True). torchft's ProcessGroupDummy keeps the "
-                "tensors of every step, so memory would grow"
-            )
 
 
 def _payload(gradient: DenseGradient | Tensor) -> Tensor:

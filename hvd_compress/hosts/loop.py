@@ -8,7 +8,6 @@ from torch import Tensor
 from ..engine.arguments import refuse_flattened
 from ..engine.dense import DenseGradient, as_real
 from ..engine.engine import Engine
-from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.place import check_gradient
 from ..engine.shards import local
@@ -58,8 +57,6 @@ def average_gradients(compression: Any) -> None:
     host = cast(TorchHost, compression.torch_host)
     refuse_inside_backward(LOOP)
     engine = compression.engine
-    if isinstance(engine.collectives, Membership):
-        raise RuntimeError(f"{LOOP} does not support a torchft.Manager: use ddp_hook or register_fsdp_hooks()")
     if host.source is None and any(map(averages, ddp_models(engine.parameters))):
         raise ValueError(
             "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or call "

@@ -59,11 +59,10 @@ class TorchHost:
         """Runs the exchanges of a step to their ends, and writes the averages, with those of ``dense``."""
         engine = self._engine
         averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.dense")
-        with self.step.exchanging():
-            averages = averaging.results()  # first: if this fails, the step is still in progress, and is reset
-            self.step.finish()
-            for gradient, average in zip(dense, averages, strict=True):
-                gradient.store(average)
-                engine.method.dense_averaged(gradient.number, gradient.grad)
-            for work in engine.works:
-                work.bucket.write_results()
+        averages = averaging.results()  # first: if this fails, the step is still in progress, and is reset
+        self.step.finish()
+        for gradient, average in zip(dense, averages, strict=True):
+            gradient.store(average)
+            engine.method.dense_averaged(gradient.number, gradient.grad)
+        for work in engine.works:
+            work.bucket.write_results()

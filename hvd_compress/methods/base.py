@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..carriers import default_collectives
+from ..carriers.torchft import TorchftCollectives
 from ..checkpoints import one_rank
 from ..checkpoints.dcp import refuse_dcp
 from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
@@ -194,6 +195,11 @@ class Compressor(Reporting, Method):
     def _host_as(self, kind: type[_Host]) -> _Host:
         if self.takes_local_steps:
             raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
+        if isinstance(self.engine.collectives, TorchftCollectives):
+            raise RuntimeError(
+                "gradients are not exchanged in each step with a torchft.Manager, whose ranks come and go: use local "
+                "steps, such as hvd_compress.recipes.low_bit(model, optimizer, period, process_group=manager)"
+            )
         if not isinstance(self.host, kind):
             raise RuntimeError(f"this compressor {self.host.bound}")
         return self.host

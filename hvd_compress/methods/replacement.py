@@ -11,7 +11,6 @@ from ..carriers import shard_group
 from ..engine.arguments import NamedParameters, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
 from ..engine.engine import Engine
-from ..engine.membership import Membership
 from ..engine.place import is_large
 from ..engine.shards import local, shards
 from ..engine.two_levels import owned
@@ -37,17 +36,10 @@ class Replacement:
         self._largest: dict[str, Tensor] | None = {}
 
     def bind(self, engine: Engine, min_numel: int) -> None:
-        """Called when the compressor is complete: prepares for matrices whose rows are sharded. Raises ``ValueError``
-        for them if the ranks come and go."""
+        """Called when the compressor is complete: prepares for matrices whose rows are sharded."""
         named = enumerate(zip(engine.names, engine.parameters, strict=True))
         found = [(number, name, p) for number, (name, p) in named if name in self.names and p.requires_grad]
         found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, min_numel)]
-        if found and isinstance(engine.collectives, Membership):
-            raise ValueError(
-                "with a torchft.Manager, matrices whose rows are sharded cannot become orthogonal: the ranks of a "
-                "replica group would wait for each other's rows when a peer of one of them is lost; leave orthogonal= "
-                "out, or name parameters that are not sharded"
-            )
         if (group := shard_group(p for *_, p in found)) is not None:
             self._sharded = ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
 

@@ -44,8 +44,7 @@ class Reporting:
         ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over recent steps of the time spent
         in the compressor without waiting. With a torchft ``Manager``: ``peers``, those of the last round;
         ``rounds_committed`` and ``rounds_taken_back`` on this rank; ``quorums_missed``, rounds that did not begin;
-        ``quorum_seconds`` and ``commit_seconds``, spent in all of them. With hooks, a round is a step that has ended
-        before the last one; quorums are the user's, and only votes are counted.
+        ``quorum_seconds`` and ``commit_seconds``, spent in all of them.
         """
         norms = []
         for place in filter(None, self.engine.place_of):

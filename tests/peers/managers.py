@@ -1,4 +1,4 @@
-"""What ranks of a replica group on torchft have in common, for hooks_job.py and replica_group.py."""
+"""What ranks of a replica group on torchft have in common, for replica_group.py."""
 
 import os
 import traceback

@@ -18,7 +18,7 @@ class Lighthouse:
 
     def __init__(self):
         self._condition = threading.Condition()
-        self.alive, self._waiting, self._formed, self._ranks, self.quorum = set(), set(), None, [], 0
+        self.alive, self._waiting, self._formed, self.quorum = set(), set(), None, 0
 
     def collectives(self, name):
         return Member(self, name)
@@ -54,9 +54,7 @@ class Lighthouse:
                     behind = [m for m in ranks if m.step < max(m.step for m in ranks) or not m.worked]
                     source = max(ranks, key=lambda m: (m.worked, m.step))
                     state = (source.save(), source.save_user()) if behind else None
-                    # As torchft, which numbers quorums anew if one of the ranks has not committed.
-                    changed, self._ranks = ranks != self._ranks or any(m.lost is not None for m in ranks), ranks
-                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state, changed
+                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state
                     self.quorum, self._waiting = self.quorum + 1, set()
                     self._condition.notify_all()
                 elif not self._condition.wait(30):
@@ -66,11 +64,9 @@ class Lighthouse:
 
 class Member:
     """Collectives and membership of one rank. ``faults``: by number of the attempt, counted from 0, ``(what, n)``:
-    ``"lost"`` or ``"dies"`` at collective ``n``; ``"dies"`` or ``"unsure"`` in the vote if that is None;
-    ``"unhealed"``: the state of another rank does not arrive.
+    ``"lost"`` or ``"dies"`` at collective ``n``; ``"dies"`` or ``"unsure"`` in the vote if that is None.
 
-    ``save_user``, ``load_user``: of the user's own state. With hooks of gradients, the test calls ``start_quorum()``
-    and ``should_commit()``, as ``torchft.optim.OptimizerWrapper`` does.
+    ``save_user``, ``load_user``: of the user's own state.
     """
 
     ordered = active = True
@@ -82,7 +78,7 @@ class Member:
         self._quorum = self._counted = 0
         self.results = []
         self.save_user, self.load_user = lambda: None, lambda state: None
-        self.lost, self._begun_at, self._followed = None, 0, -1
+        self.lost = None
 
     def __repr__(self):
         return f"peer {self.name}"
@@ -104,37 +100,17 @@ class Member:
         return self.step - self._counted, self._quorum
 
     def start_quorum(self):
-        self._world, ranks, source, state, self._changed = self._lighthouse.meet(self)
-        self._quorum, self._counted, self._started, self._failure = self._lighthouse.quorum, 0, 0, None
+        self._world, ranks, source, state = self._lighthouse.meet(self)
+        self._quorum, self._counted, self._started = self._lighthouse.quorum, 0, 0
         self.attempts += 1
         self.rank, self.size = ranks.index(self), len(ranks)
         self._collectives = self._world.collectives(self.rank)
         self._voted, self.lost = False, None
-        self._unhealed = self.faults.get(self.attempts, ("", 0))[0] == "unhealed"
-        if self._unhealed:
-            return True
         if state is not None and self is not source and (self.step < source.step or not self.worked):
             self.step = source.step
             self.load(state[0])
             self.load_user(state[1])
         return True
-
-    def follow_quorum(self):
-        if self.following:
-            raise RuntimeError("no quorum was started")
-        self._followed, self._begun_at = self.attempts, self.step
-        if self._unhealed:
-            self.lose(PeerLost("the state has not arrived"))
-            raise self.lost
-        return self._changed
-
-    @property
-    def committed(self):
-        return self.step > self._begun_at
-
-    @property
-    def following(self):
-        return self._followed == self.attempts
 
     def start(self, request, name):
         fault, place = self.faults.get(self.attempts, (None, -1))
@@ -148,7 +124,7 @@ class Member:
         except RuntimeError as error:
             return _Failed(PeerLost(str(error)))
 
-    def vote(self):
+    def _vote(self):
         import torch
 
         fault, place = self.faults.get(self.attempts, (None, -1))
@@ -160,7 +136,7 @@ class Member:
         if place is None and fault == "unsure":
             raise PeerLost("the vote's result is lost")
 
-    def lose(self, error):
+    def _lose(self, error):
         if self.lost is None and not self._voted:
             self._world._fail(error)
         self.lost = self.lost or error
@@ -175,7 +151,7 @@ class Member:
 
     def commit(self):
         try:
-            self.vote()
+            self._vote()
         except PeerLost as error:
             self.lost = error
             self.results.append("in doubt")
@@ -183,13 +159,13 @@ class Member:
         return self.should_commit()
 
     def fail(self, error):
-        self.lose(error)
+        self._lose(error)
         self.results.append("failed")
 
     def report(self):
         return {"peers": float(self.size)}
 
-    def heal_with(self, save, load, claim=True):
+    def heal_with(self, save, load):
         self.save, self.load = save, load
 
 

@@ -127,7 +127,7 @@ def test_a_round_in_doubt_that_others_have_committed_is_of_its_own_steps_only(mo
 
 def test_a_wrong_call_leaves_the_manager_for_the_right_one(monkeypatch):
     healed = []
-    monkeypatch.setattr(Member, "heal_with", lambda self, save, load, claim=True: claim and healed.append(self))
+    monkeypatch.setattr(Member, "heal_with", lambda self, save, load: healed.append(self))
     member = Lighthouse().collectives(0)
     model = mixed_model()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)

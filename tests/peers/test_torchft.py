@@ -4,19 +4,26 @@ import signal
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 from fleet import Fleet
 from torch import distributed
 
-from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, ddp_hook, recipes
-from hvd_compress.carriers.torchft import TorchftCollectives, _Client
-from hvd_compress.engine.membership import PeerLost
+from hvd_compress import (
+    IWP,
+    DeMo,
+    LocalSteps,
+    NoCompression,
+    average_gradients,
+    ddp_hook,
+    recipes,
+    register_fsdp_hooks,
+)
+from hvd_compress.carriers.torchft import _Client
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed")
-OptimizerWrapper = pytest.importorskip("torchft.optim").OptimizerWrapper
 coordination = pytest.importorskip("torchft.coordination")
 
 
@@ -119,16 +126,6 @@ def alone():
     made.shutdown(wait=False)
 
 
-def test_a_quorum_that_has_failed_closes_the_connections_at_once(alone):
-    collectives = TorchftCollectives(alone)
-    alone.start_quorum()
-    alone.report_error(RuntimeError("the state has not arrived"))
-    with patch.object(alone._pg, "abort") as abort, pytest.raises(PeerLost, match="the state has not arrived"):
-        collectives.follow_quorum()
-    abort.assert_called_once_with()
-    assert not alone.should_commit()
-
-
 def linear():
     model = torch.nn.Linear(64, 64)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -210,82 +207,17 @@ def world():
     distributed.destroy_process_group()
 
 
-def hooked(manager, find_unused_parameters=True, build=IWP, group=None):
-    """A DDP model of one rank whose hook exchanges with the manager's peers, and torchft's optimizer."""
-    model, optimizer = linear()
-    if find_unused_parameters:
-        model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
-    compression = build(model, process_group=manager)
-    ddp = torch.nn.parallel.DistributedDataParallel(
-        model, process_group=group, find_unused_parameters=find_unused_parameters
-    )
-    ddp.register_comm_hook(compression, ddp_hook)
-    return ddp, compression, OptimizerWrapper(manager, optimizer)
+HOSTS = {
+    "ddp": lambda model, compression: ddp_hook(compression, None),
+    "fsdp": register_fsdp_hooks,
+    "loop": lambda model, compression: average_gradients(compression),
+    "horovod": lambda model, compression: compression.compress(next(model.parameters())),
+}
 
 
-def backward(ddp):
-    ddp(torch.ones(1, 64)).square().sum().backward()
-
-
-def test_one_peer_trains_alone_with_a_hook(alone, world):
-    ddp, compression, optimizer = hooked(alone)
-    for _ in range(3):
-        optimizer.zero_grad()
-        backward(ddp)
-        # As on a peer that has used it, so that all optimizers do the same.
-        assert torch.equal(ddp.module.unused.grad, torch.zeros(3))
-        optimizer.step()
-    assert alone.current_step() == compression.step == 3
-    stats = compression.stats()
-    assert stats["peers"] == 1.0 and stats["rounds_committed"] == 2.0 and stats["rounds_taken_back"] == 0.0
-    state = compression.state_dict()
-    compression.load_state_dict(state)
-
-
-def test_wrong_loops_are_errors_before_peers_could_wait_for_each_other(alone, world):
-    ddp, compression, optimizer = hooked(alone)
-    with pytest.raises(RuntimeError, match=r"no quorum of torchft was started.*zero_grad\(\) before the forward pass"):
-        backward(ddp)
-    del ddp, compression, optimizer  # a DDP model that lost a backward pass cannot go on
-    ddp, _, optimizer = hooked(alone)
-    optimizer.zero_grad()
-    backward(ddp)
-    with pytest.raises(RuntimeError, match=r"not committed this step.*OptimizerWrapper"):
-        optimizer.optim.step()
-    optimizer.step()
-    optimizer.zero_grad()
-    with ddp.no_sync():
-        backward(ddp)
-    with pytest.raises(RuntimeError, match="gradients have not passed through the hooks"):
-        optimizer.step()
-
-
-def test_a_ddp_model_of_other_buckets_is_refused(alone, world):
-    ddp, _, optimizer = hooked(alone, find_unused_parameters=False)
-    optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"rank=0, world_size=1.*find_unused_parameters=True"):
-        backward(ddp)
-
-
-def test_a_process_group_that_keeps_the_tensors_of_each_step_is_refused(alone):
-    ddp, _, optimizer = hooked(alone, group=torchft.process_group.ProcessGroupDummy(0, 1))
-    optimizer.zero_grad()
-    with pytest.raises(ValueError, match="ProcessGroupDummy keeps the tensors"):
-        backward(ddp)
-
-
-def test_a_second_compressor_is_refused_when_it_is_used(alone, world):
-    ddp, _, optimizer = hooked(alone)
-    other, _, _ = hooked(alone)
-    optimizer.zero_grad()
-    backward(ddp)
-    with pytest.raises(ValueError, match=r"this torchft.Manager has a compressor already"):
-        backward(other)
-    with pytest.raises(ValueError, match=r"this torchft.Manager has a compressor already"):
-        recipes.low_bit(*linear(), 2, process_group=alone)
-
-
-def test_sharded_matrices_cannot_become_orthogonal(alone, monkeypatch):
-    monkeypatch.setattr("hvd_compress.methods.replacement.shards", lambda p: 2)
-    with pytest.raises(ValueError, match="rows are sharded cannot become orthogonal"):
-        DeMo(linear()[0], orthogonal=True, process_group=alone)
+@pytest.mark.parametrize("build", [IWP, DeMo, NoCompression])
+@pytest.mark.parametrize("host", HOSTS)
+def test_gradients_in_each_step_name_local_steps(alone, world, host, build):
+    model, _ = linear()
+    with pytest.raises(RuntimeError, match=r"ranks come and go: use local steps.*low_bit\(model, optimizer, period"):
+        HOSTS[host](model, build(model, process_group=alone))
