@@ -2,8 +2,7 @@
 simulated ranks."""
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,18 +15,8 @@ from .threads import ThreadWorld
 from .torch_collectives import TorchCollectives
 from .torchft import TorchftCollectives, is_manager
 
-_one_rank = ContextVar("one_rank", default=False)
-
-
-@contextmanager
-def one_rank_without_host() -> Iterator[None]:
-    """A context for compressors of a trainer, which has initialised torch.distributed if it has several ranks: without
-    a host this process is the only rank."""
-    token = _one_rank.set(True)
-    try:
-        yield
-    finally:
-        _one_rank.reset(token)
+#: Whether without a host this process is the only rank: trainers initialise torch.distributed if there are several.
+one_rank_without_host = ContextVar("one_rank_without_host", default=False)
 
 
 def default_collectives(process_set: Any, process_group: Any) -> Collectives:
@@ -46,7 +35,7 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
     horovod = hvd is not None and hvd.is_initialized()
     ddp = distributed.is_available() and distributed.is_initialized()
     if process_set is None and process_group is None and horovod == ddp:
-        if _one_rank.get() and not ddp:
+        if one_rank_without_host.get() and not ddp:
             return ThreadWorld(1).collectives(0)
         raise ValueError(
             "both Horovod and torch.distributed are initialised: say which one calls this compressor with "

@@ -201,8 +201,7 @@ class Rounds:
             self._common.take(self._common.ids)
             self._restarted()
             return
-        if self._watching:
-            self._outside.check(_AFTER_STEP if self.stepped else _AFTER_CALL, routine=False)
+        self._check_replaced()
         self._in_flight.finish()
         engine = self._engine
         if self._peers is not None:
@@ -226,6 +225,10 @@ class Rounds:
             engine.stats.end_step()
         self._restarted()
 
+    def _check_replaced(self) -> None:
+        if self._watching:
+            self._outside.check(_AFTER_STEP if self.stepped else _AFTER_CALL, routine=False)
+
     def _restarted(self) -> None:
         """All parameters are the common weights."""
         self._owners.reshard()
@@ -234,10 +237,17 @@ class Rounds:
         self._note()
 
     def end(self, model: torch.nn.Module | None) -> None:
-        """Averages all weights, makes the optimizers' states rank 0's, and closes."""
+        """Averages all weights if a rank has moved its own, makes the optimizers' states rank 0's, and closes."""
         if self._closed:
             return
-        self.finish(model, {})
+        moved = True
+        if self._exchanging and self._peers is None:
+            self._check_replaced()
+            self._in_flight.finish()
+            with self._engine.entered:
+                moved = any(row.extra for row in self._calls.compare(Row("end()", extra=int(self.moved))))
+        if moved:
+            self.finish(model, {})
         if self._exchanging and self._peers is None:
             with self._engine.entered:
                 share_states(self._optimizers.all, self._engine)

@@ -75,11 +75,10 @@ class AccelerateLoop:
         """The compressor."""
         return self.training.compression
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """Call it after each ``optimizer.step()``; of several optimizers, once, after all of them. While gradients are
-        accumulated, it does nothing, as the prepared optimizers."""
-        if self._accelerator.sync_gradients:
-            self.training.count_step()
+        accumulated, it does nothing, as the prepared optimizers. Returns whether a round has ended."""
+        return self._accelerator.sync_gradients and self.training.count_step()
 
     def finish(self) -> None:
         """Gives all ranks the average of their weights, before testing. With a compressor of each step's gradients it

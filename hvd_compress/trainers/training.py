@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from . import rank_state
 
 #: Makes what a training uses: a compressor class, or a function of the model, the optimizers and options.
 Build = Callable[..., LocalSteps | Compressor]
+Lasts = Callable[[], bool]
 
 
 class Training:
@@ -66,22 +68,16 @@ class Training:
         return self._built.compression if isinstance(self._built, LocalSteps) else self._built
 
     def begin(
-        self,
-        model: torch.nn.Module,
-        optimizers: Sequence[Optimizer],
-        scaler: Any = None,
-        lasts: Callable[[], bool] = lambda: True,
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any = None, lasts: Lasts = lambda: True
     ) -> None:
-        """The model is on its device, and wrapped, and the trainer's checkpoint is loaded.
-
-        Closes the training that the model is in.
+        """Called when the model is on its device, and wrapped, and the checkpoint is loaded. Closes the training
+        that the model was in.
 
         Args:
             model: without wrappers.
             optimizers: all of them; wrappers are removed.
             scaler: the ``GradScaler`` in use, if any.
-            lasts: whether the training still runs, for trainers that tell nobody of an exception. Once it does not, the
-                model's next forward pass in DDP ends it.
+            lasts: whether the training still runs, if no exception is told of. If not, DDP's next forward pass ends it.
 
         Raises:
             TypeError: see the class.
@@ -92,13 +88,14 @@ class Training:
                 training.close()
         self._model, self._scaler = model, scaler
         self._optimizers = [unwrapped(optimizer) for optimizer in optimizers]
-        build: Any = self._build
-        with one_rank_without_host():
-            if isinstance(build, type) and issubclass(build, Compressor):
-                scaled = {} if scaler is None else {"grad_scaler": scaler}
-                built = build(model, **{**scaled, **self._options})
-            else:
-                built = build(model, self._optimizers, **self._options)
+        built: Any
+        build, context = self._build, copy_context()
+        context.run(one_rank_without_host.set, True)
+        if isinstance(build, type) and issubclass(build, Compressor):
+            scaled = {} if scaler is None else {"grad_scaler": scaler}
+            built = context.run(build, model, **{**scaled, **self._options})
+        else:
+            built = context.run(build, model, self._optimizers, **self._options)
         if not isinstance(built, LocalSteps | Compressor):
             raise TypeError(
                 f"build(model, optimizers) must return hvd_compress.LocalSteps or a compressor, got {built!r:.80}"
@@ -148,22 +145,19 @@ class Training:
         """Whether an optimizer has taken a local step since the last :meth:`count_step`, whoever has called it."""
         return self.local is not None and self.local.stepped
 
-    def count_step(self) -> None:
-        """All optimizers have taken a step, or a scaler has skipped it."""
-        if self.local is not None:
-            self.local.step()
+    def count_step(self) -> bool:
+        """All optimizers have taken a step, or a scaler has skipped it. Returns whether a round has ended."""
+        return self.local is not None and self.local.step()
 
     def average(self) -> None:
         """Gives all ranks the average of their weights, if those of any rank may have changed since the last one.
-
-        Raises ``RuntimeError`` with a torchft ``Manager``, whose peers do not come to the same places."""
+        Raises ``RuntimeError`` with a torchft ``Manager``."""
         if self.local is None:
             return
-        if isinstance(self.compression.engine.collectives, Membership):
+        if isinstance(self.local.compression.engine.collectives, Membership):
             raise RuntimeError(
-                "with a torchft.Manager there is no average between two rounds, and LocalSteps.finish() would drop the "
-                "progress since the last one: test the model when step() has returned True, and pass average=False to "
-                "callbacks; at the end of the training, end() leaves the weights of the last round"
+                "with a torchft.Manager there is no average between rounds, and finish() would drop the progress since "
+                "the last: test the model after a call of step() that has returned True (callbacks: average=False)"
             )
         if any(world.gather(self.local.moved)):
             self.local.finish(self._model)
