@@ -189,8 +189,9 @@ class Rounds:
         self._owners.reshard()
         self._note()
 
-    def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str]) -> None:
-        """Averages all weights, and the buffers of ``model``."""
+    def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str], always: bool = True) -> None:
+        """Averages all weights, and the buffers of ``model``. ``always``: also if nothing has moved the weights of any
+        rank since the last time."""
         self._begin()
         self._check()
         chosen = None
@@ -213,12 +214,13 @@ class Rounds:
             engine.peer.compare()
             self._refuse_foreign()
             engine.stats.begin_step()
-            self._calls.compare(Row("finish()"))
+            rows = self._calls.compare(Row("finish()", extra=int(always or self.moved)))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *shard_groups(engine.parameters)]
             if chosen is not None:
                 chosen.check_same(levels, label, device)
-            average_weights(engine, self._common, self._turns)
+            if any(row.extra for row in rows):
+                average_weights(engine, self._common, self._turns)
             if chosen is not None:
                 chosen.exchange(levels, label, device, engine.stats.count_request)
             if model is not None:
@@ -237,7 +239,7 @@ class Rounds:
         """Averages all weights, makes the optimizers' states rank 0's, and closes."""
         if self._closed:
             return
-        self.finish(model, {})
+        self.finish(model, {}, always=not self._watching)
         if self._exchanging and self._peers is None:
             with self._engine.entered:
                 share_states(self._optimizers.all, self._engine)
