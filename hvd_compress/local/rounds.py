@@ -189,8 +189,9 @@ class Rounds:
         self._owners.reshard()
         self._note()
 
-    def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str]) -> None:
-        """Averages all weights, and the buffers of ``model``."""
+    def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str], always: bool = True) -> None:
+        """Averages all weights, and the buffers of ``model``. ``always``: also if nothing has moved the weights of any
+        rank since the last time."""
         self._begin()
         self._check()
         chosen = None
@@ -201,7 +202,8 @@ class Rounds:
             self._common.take(self._common.ids)
             self._restarted()
             return
-        self._check_replaced()
+        if self._watching:
+            self._outside.check(_AFTER_STEP if self.stepped else _AFTER_CALL, routine=False)
         self._in_flight.finish()
         engine = self._engine
         if self._peers is not None:
@@ -212,22 +214,19 @@ class Rounds:
             engine.peer.compare()
             self._refuse_foreign()
             engine.stats.begin_step()
-            self._calls.compare(Row("finish()"))
+            rows = self._calls.compare(Row("finish()", extra=int(always or self.moved)))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *shard_groups(engine.parameters)]
             if chosen is not None:
                 chosen.check_same(levels, label, device)
-            average_weights(engine, self._common, self._turns)
+            if any(row.extra for row in rows):
+                average_weights(engine, self._common, self._turns)
             if chosen is not None:
                 chosen.exchange(levels, label, device, engine.stats.count_request)
             if model is not None:
                 refresh_spectral_norms(model)
             engine.stats.end_step()
         self._restarted()
-
-    def _check_replaced(self) -> None:
-        if self._watching:
-            self._outside.check(_AFTER_STEP if self.stepped else _AFTER_CALL, routine=False)
 
     def _restarted(self) -> None:
         """All parameters are the common weights."""
@@ -237,17 +236,10 @@ class Rounds:
         self._note()
 
     def end(self, model: torch.nn.Module | None) -> None:
-        """Averages all weights if a rank has moved its own, makes the optimizers' states rank 0's, and closes."""
+        """Averages all weights, makes the optimizers' states rank 0's, and closes."""
         if self._closed:
             return
-        moved = True
-        if self._exchanging and self._peers is None:
-            self._check_replaced()
-            self._in_flight.finish()
-            with self._engine.entered:
-                moved = any(row.extra for row in self._calls.compare(Row("end()", extra=int(self.moved))))
-        if moved:
-            self.finish(model, {})
+        self.finish(model, {}, always=not self._watching)
         if self._exchanging and self._peers is None:
             with self._engine.entered:
                 share_states(self._optimizers.all, self._engine)
