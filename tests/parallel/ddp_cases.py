@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
+from hvd_compress.hosts.gradient_hook import use_hook
 from hvd_compress.reference import low_bit
 
 CASES: Cases = {}
@@ -303,6 +304,89 @@ def dense_steps_after_local_ones():
     train("close")
     with pytest.raises(RuntimeError, match=r"stepped twice without LocalSteps.step\(\).*call local\.end\(model\)"):
         train("finish")
+
+
+@register(CASES, once=True)
+def local_steps_after_a_warm_up_with_a_compressor():
+    """The DDP model lives on, and the hook's compressor with it, which says nothing of the other optimizer until
+    gradients come through it again."""
+    for build in (hvd_compress.DeMo, hvd_compress.TopK, hvd_compress.DGC, hvd_compress.PowerSGD):
+        model, optimizer, data = branches()
+        ddp, compression = DistributedDataParallel(model), build(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+        if build is hvd_compress.TopK:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            compression.take_momentum(optimizer)
+        for _ in range(3):
+            train_step(ddp, optimizer, data)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        local = hvd_compress.recipes.low_bit(model, optimizer, 2)
+        for _ in range(6):
+            train_step(model, optimizer, data)
+            local.step()
+        local.finish(model)
+        del local
+        if build is not hvd_compress.PowerSGD:
+            with refused(ValueError, "momentum would count twice"):
+                train_step(ddp, optimizer, data)
+
+
+@register(CASES, once=True)
+def local_gradients_of_a_static_graph():
+    """With a compressor's recipe, in a loop of one's own, and averaged again."""
+    for arguments in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.003}):
+        model, optimizer, data = branches()
+        ddp = DistributedDataParallel(model, static_graph=True, **arguments)
+        end = use_hook(ddp, None)
+        local = hvd_compress.recipes.low_bit(model, optimizer, 2)
+        for step in range(8):
+            train_step(ddp, optimizer, data)
+            grads = job.host.gather(model.head.weight.grad)
+            if step < 6:
+                assert not torch.equal(*grads[:2])
+                local.step()
+            else:
+                assert torch.equal(*grads[:2])
+            if step == 5:
+                local.finish(model)
+                del local
+                for each in end:
+                    each()
+
+
+@register(CASES, once=True)
+def a_discriminators_gradients_of_the_generators_step():
+    """PyTorch's DCGAN: an error, or, where they do not come through the hook, the weights of a frozen discriminator."""
+
+    def train(how, **arguments):
+        torch.manual_seed(0)
+        g = torch.nn.Linear(16, 32).to(DEVICE)
+        d = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32)).to(DEVICE)
+        nets = [DistributedDataParallel(net, **arguments) for net in (d, g)]
+        for net in nets:
+            net.register_comm_hook(hvd_compress.IWP(net.module, density=1 / 16), hvd_compress.ddp_hook)
+        optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+        data = torch.Generator().manual_seed(distributed.get_rank())
+        for _ in range(4):
+            noise = torch.randn(4, 16, generator=data).to(DEVICE)
+            for number, optimizer in enumerate(optimizers):
+                nets[number].zero_grad()
+                if number and how == "frozen":
+                    d.requires_grad_(False)
+                    d(nets[1](noise)).square().mean().backward()
+                    d.requires_grad_(True)
+                else:
+                    with nets[0].no_sync() if number and how == "no_sync" else nullcontext():
+                        nets[0](nets[1](noise)).square().mean().backward()
+                optimizer.step()
+        return torch.cat([p.detach().flatten() for p in d.parameters()])
+
+    for arguments in ({}, {"gradient_as_bucket_view": True}):
+        with refused(RuntimeError, "in no_sync() of this model"):
+            train("as the example", **arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(train("no_sync", **arguments), train("frozen", **arguments))
 
 
 @register(CASES, once=True)
