@@ -20,6 +20,7 @@ from ..engine.agreement import hash_of
 from ..engine.commits import Commits
 from ..engine.engine import Engine
 from ..engine.membership import Membership, PeerLost
+from ..engine.method import Method
 from ..engine.shards import local
 from ..engine.state import Saved, Tree, check, load, part_of, save
 
@@ -51,7 +52,8 @@ class Attempts:
     """
 
     def __init__(self, engine: Engine, members: Membership, step: Step) -> None:
-        self._engine, self._members, self._owner = engine, members, weakref.ref(step)
+        self._engine, self._members = engine, members
+        self._step: Step = weakref.proxy(step)
         self._claimed = self._joined = self._healed = False
         self._commits = Commits(engine)
         #: The attempt of which this rank has everything, until it is known whether it counts.
@@ -146,12 +148,6 @@ class Attempts:
         were not exchanged."""
         return self._number is not None and not (self._members.committed and self._members.following)
 
-    @property
-    def _step(self) -> Step:
-        found = self._owner()
-        assert found is not None, "the compressor no longer exists"
-        return found
-
     def _reset(self) -> None:
         """Drops a step in progress, whose backward pass has failed."""
         if self._step.collecting:
@@ -226,8 +222,9 @@ class Attempts:
     # Called by the carrier, in a quorum.
 
     def _register(self, claim: bool) -> None:
-        this = weakref.ref(self)  # the Manager must not keep the compressor
-        self._members.heal_with(partial(_save, this), partial(_load, this), claim)
+        # The Manager must not keep the compressor.
+        owner, this = weakref.ref(self._engine.method), weakref.ref(self)
+        self._members.heal_with(partial(_save, owner, this), partial(_load, owner, this), claim)
 
     def save(self) -> Saved:
         """The state for ranks that are behind. This one is not: a step that it has not committed counts nowhere."""
@@ -251,12 +248,12 @@ class Attempts:
             self._healed = True
 
 
-def _save(reference: "weakref.ref[Attempts]") -> Saved:
-    attempts = reference()
-    return None if attempts is None else attempts.save()
+def _save(owner: "weakref.ref[Method]", reference: "weakref.ref[Attempts]") -> Saved:
+    method, attempts = owner(), reference()
+    return None if method is None or attempts is None else attempts.save()
 
 
-def _load(reference: "weakref.ref[Attempts]", state: Saved) -> None:
-    attempts = reference()
-    if attempts is not None and state is not None:
+def _load(owner: "weakref.ref[Method]", reference: "weakref.ref[Attempts]", state: Saved) -> None:
+    method, attempts = owner(), reference()
+    if method is not None and attempts is not None and state is not None:
         attempts.load(state)
