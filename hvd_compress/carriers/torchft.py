@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.membership import NoQuorum, PeerLost
+from ..engine.owner import in_use
 from ..engine.registry import Registry
 from ..engine.state import Saved
 from .replica_group import ReplicaGroup
@@ -227,8 +228,8 @@ class TorchftCollectives:
         return {"peers": float(self.size), **self._report}
 
     def heal_with(self, save: Callable[[], Saved], load: Callable[[Saved], None]) -> None:
-        manager, holder = self._manager, _claims.get(self._manager, lambda: None)()
-        if holder not in (None, self):
+        manager = self._manager
+        if in_use(lambda: _claims.get(manager, lambda: None)() not in (None, self)):
             raise ValueError("this torchft.Manager has a compressor already: build one Manager for each")
         _claims[manager] = weakref.ref(self)
         manager._load_state_dict_fns.pop(_KEY, None)

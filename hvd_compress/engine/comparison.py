@@ -3,7 +3,6 @@
 Ranks that differ would wait for collectives that others never start, or sum values of different entries.
 """
 
-import gc
 import json
 import math
 import time
@@ -95,15 +94,11 @@ class Comparison:
     Args:
         label: of the collectives' names.
         device: of the messages.
-        configuration: returns numbers, strings, None or frozen dataclasses, by name.
         timeout: seconds to wait for the other ranks.
     """
 
-    def __init__(
-        self, collectives: Collectives, label: str, device: torch.device, configuration: Configuration, timeout: float
-    ) -> None:
-        self._collectives, self._label, self._device = collectives, label, device
-        self._configuration, self._timeout = configuration, timeout
+    def __init__(self, collectives: Collectives, label: str, device: torch.device, timeout: float) -> None:
+        self._collectives, self._label, self._device, self._timeout = collectives, label, device, timeout
         self._run: _Run | None = None
         self._done = False
 
@@ -116,34 +111,36 @@ class Comparison:
         """Something has changed: :attr:`done` is false until the ranks have compared their configurations again."""
         self._done = False
 
-    def join(self) -> None:
+    def join(self, configuration: Configuration) -> None:
         """Starts to compare, unless that is in progress. Does not wait."""
         if self._run is None or self._run.void:
-            self._run = self._start()
+            self._run = self._start(configuration)
 
     def advance(self) -> None:
         """Continues to compare, without waiting."""
         if self._run is not None:
             self._run.advance()
 
-    def require(self, others: Callable[[], list[Peer]]) -> None:
+    def require(self, configuration: Configuration, others: Callable[[], list[Peer]]) -> None:
         """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after the timeout, if a rank does
         not take part. Waits, so nothing else of the step may have begun.
 
-        ``others``: returns the other engines of this process that have still to compare theirs.
+        Args:
+            configuration: returns numbers, strings, None or frozen dataclasses, by name.
+            others: returns the other engines of this process that have still to compare theirs.
         """
         if self._collectives.size > 1:
-            self._require(others)
+            self._require(configuration, others)
         self._done = True
 
-    def _require(self, others: Callable[[], list[Peer]]) -> None:
+    def _require(self, configuration: Configuration, others: Callable[[], list[Peer]]) -> None:
         absent = self._collectives.check_in()
         try:
             if self._collectives.ordered:
-                run = self._start()
+                run = self._start(configuration)
                 run.finish(self._timeout)
             else:
-                run = self._among_others(others, time.perf_counter() + self._timeout)
+                run = self._among_others(configuration, others, time.perf_counter() + self._timeout)
         except TimeoutError as error:
             raise _absence(absent(), f"within {self._timeout:g} s (start_timeout=)") from error
         except RuntimeError as error:  # by the host's own limit, or its connection is lost
@@ -152,25 +149,23 @@ class Comparison:
             raise
         run.check()
 
-    def _start(self) -> _Run:
-        return _Run(self._configuration(), self._collectives, self._label, self._device)
+    def _start(self, configuration: Configuration) -> _Run:
+        return _Run(configuration(), self._collectives, self._label, self._device)
 
-    def _among_others(self, others: Callable[[], list[Peer]], deadline: float) -> _Run:
+    def _among_others(self, configuration: Configuration, others: Callable[[], list[Peer]], deadline: float) -> _Run:
         repeated = False
         while True:
-            if others():
-                gc.collect()  # a dropped one may exist on some ranks still, where it would wait for ever
-            run = self._wait(others(), deadline)
-            changed = run.digest != digest(self._configuration())
+            run = self._wait(configuration, others(), deadline)
+            changed = run.digest != digest(configuration())
             if not changed and (run.equal or repeated):
                 return run
             # Another compressor has started this run, here or on another rank, in a state that has changed since.
             repeated = True
 
-    def _wait(self, others: list[Peer], deadline: float) -> _Run:
+    def _wait(self, configuration: Configuration, others: list[Peer], deadline: float) -> _Run:
         for other in others:
             other.join_comparison()
-        self.join()
+        self.join(configuration)
         assert self._run is not None
         while not self._run.advance():
             if time.perf_counter() > deadline:

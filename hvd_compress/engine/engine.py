@@ -11,7 +11,7 @@ an exchange, to compare configurations, if they have not been compared since a c
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Engine:
     """The buckets of one compressor, their exchanges, and what its ranks compare.
 
     Args:
-        method: a :class:`hvd_compress.Compressor`, which owns the engine: only a weak reference is kept.
+        method: a :class:`hvd_compress.Compressor`, which owns the engine (:mod:`.owner`).
         named: ``(name, parameter)`` pairs, checked, in the same order on all ranks.
         nodes: the host's collectives.
         seed, min_numel, bucket_mb, dense_values, start_timeout: as of :class:`hvd_compress.Compressor`.
@@ -79,11 +79,11 @@ class Engine:
         self.stats = WireStats()
         # Gradients of a model on several GPUs arrive from several threads.
         lock = threading.RLock()
-        self.peer = EnginePeer(self, lock, partial(_configuration, weakref.ref(self)), start_timeout)
+        self.peer = EnginePeer(method, lock, self.collectives, self.parameters[0].device, _configuration, start_timeout)
         self.exchanges = Exchanges(nodes, self.stats, self.peer.label, self.peer.advance_others)
         #: The context of all calls that exchange.
         self.entered = Entered(lock, self.exchanges, self.stats)
-        self.optimizers = Optimizers(self, method)
+        self.optimizers = Optimizers(self.parameters, method)
         self._drivers: list[weakref.ref[Driver]] = []
         #: The number of completed exchanges, each of all buckets or of those of a fragment.
         self.step = 0
@@ -98,16 +98,13 @@ class Engine:
 
     @property
     def method(self) -> Method:
-        found = self._method()
-        assert found is not None, "the compressor no longer exists"
-        return found
+        return cast(Method, self._method())
 
     @property
     def driver(self) -> Driver:
-        """What begins and ends exchanges: of the drivers that still exist, the last one that :meth:`drive` got."""
-        found = next(filter(None, (reference() for reference in reversed(self._drivers))), None)
-        assert found is not None, "the compressor no longer exists"
-        return found
+        """What begins and ends exchanges: of the drivers that still exist, the last one that :meth:`drive` got. The
+        first one is the host's, which exists as long as the method."""
+        return next(filter(None, (reference() for reference in reversed(self._drivers))))
 
     def drive(self, driver: Driver) -> None:
         """From now on, and as long as it exists, ``driver`` begins and ends exchanges. Only a weak reference is kept,
@@ -282,10 +279,8 @@ def _whole_exchange(work: Work) -> Exchange:
     work.bucket.mark_written()
 
 
-def _configuration(reference: "weakref.ref[Engine]") -> dict[str, object]:
+def _configuration(engine: Engine) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
-    engine = reference()
-    assert engine is not None, "the engine no longer exists"
     parameters = {}
     for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
         place = engine.place_of[number]

@@ -1,7 +1,7 @@
 """What the author of a method implements beside the algorithm of a bucket (:mod:`.work`)."""
 
 import abc
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,6 +31,8 @@ class Method(abc.ABC):
 
     #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.
     arguments: object = None
+    #: The :class:`~hvd_compress.engine.engine.Engine`, once it is built: the method owns it (:mod:`.owner`).
+    engine: Any
 
     @abc.abstractmethod
     def work(self, bucket: Bucket) -> Work:

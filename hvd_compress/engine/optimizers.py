@@ -1,8 +1,10 @@
 """Observes the steps of optimizers, by torch's global hooks: hosts do not tell a compressor of them."""
 
+import gc
 import threading
+import traceback
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -11,15 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .driver import Driver
 from .modes import modes_off
+from .owner import Owner
 from .peer import EnginePeer
 from .shards import local
 
 
 class Watched(Protocol):
     """What :class:`Optimizers` uses of its engine."""
-
-    @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]: ...
 
     @property
     def driver(self) -> Driver: ...
@@ -31,16 +31,14 @@ class Watched(Protocol):
 
 
 class Optimizers:
-    """Tells an engine's driver when optimizers step. Keeps no strong reference.
+    """Tells the driver of a method's engine when optimizers step. Keeps no strong reference.
 
     In the first step of another optimizer, raises ``ValueError`` if only one may step the parameters: their residuals
     would mix.
     """
 
-    def __init__(self, engine: Watched, method: object) -> None:
-        self._ids = {id(parameter) for parameter in engine.parameters}
-        # The frames of an exception may keep the engine longer than the method, its owner.
-        self._engine, self._method = weakref.ref(engine), weakref.ref(method)
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], owner: Owner[Watched]) -> None:
+        self._ids, self._owner = {id(parameter) for parameter in parameters}, weakref.ref(owner)
         #: The optimizer that began a step last.
         self._seen: weakref.ref[Optimizer] | None = None
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
@@ -73,12 +71,18 @@ class Optimizers:
         """Called when the set of ranks has changed (elastic)."""
         self.regrouped = None
 
+    @property
+    def owned(self) -> bool:
+        """Whether the method exists."""
+        return self._owner() is not None
+
     @modes_off
     def before_step(self, optimizer: Optimizer) -> None:
-        engine = self._engine()
-        if engine is None or self._method() is None:
+        owner = self._owner()
+        if owner is None:
             return
-        driver, seen = engine.driver, self._seen() if self._seen is not None else None
+        engine, seen = owner.engine, self._seen() if self._seen is not None else None
+        driver = engine.driver
         if optimizer is not seen:
             if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
                 driver.before_other_step(optimizer)
@@ -100,11 +104,11 @@ class Optimizers:
         driver.before_optimizer_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        seen, engine = self._seen() if self._seen is not None else None, self._engine()
-        if seen is None or engine is None or self._method() is None:
+        seen, owner = self._seen() if self._seen is not None else None, self._owner()
+        if seen is None or owner is None:
             return
         if optimizer is seen or share_parameters(optimizer, seen):  # one that wraps the other steps after it
-            engine.driver.after_optimizer_step(optimizer, counts=optimizer is seen)
+            owner.engine.driver.after_optimizer_step(optimizer, counts=optimizer is seen)
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -146,8 +150,15 @@ def _register(optimizers: Optimizers) -> None:
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reference in _watching:
-        if (alive := reference()) is not None:
-            alive.before_step(optimizer)
+        try:
+            if (alive := reference()) is not None:
+                alive.before_step(optimizer)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            del alive
+            gc.collect()  # on other ranks a dropped one may have gone already, without an error
+            if (alive := reference()) is not None and alive.owned:
+                raise
 
 
 def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -3,7 +3,8 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -12,13 +13,13 @@ from .comparison import Comparison
 from .driver import Driver
 from .entered import Entered
 from .exchange import Exchanges
+from .owner import Owner, in_use
 from .registry import Peer
 
 
 class Compared(Protocol):
     """What an :class:`EnginePeer` uses of its engine."""
 
-    parameters: list[torch.nn.Parameter]
     collectives: Collectives
     exchanges: Exchanges
     entered: Entered
@@ -34,29 +35,32 @@ class EnginePeer:
     methods of :class:`~hvd_compress.engine.registry.Peer`.
 
     Args:
-        engine: only a weak reference is kept.
-        lock: of the engine.
-        configuration: returns what of the engine must be the same on all ranks; keeps no strong reference either.
+        owner: of the engine, which need not be complete before :meth:`register`. Only a weak reference is kept.
+        lock, collectives: of the engine.
+        device: of the messages.
+        configuration: returns what of the engine must be the same on all ranks.
         timeout: seconds to wait for the other ranks.
     """
 
     def __init__(
-        self, engine: Compared, lock: "threading.RLock", configuration: Callable[[], dict[str, object]], timeout: float
+        self,
+        owner: Owner[Compared],
+        lock: "threading.RLock",
+        collectives: Collectives,
+        device: torch.device,
+        configuration: Callable[[Any], dict[str, object]],
+        timeout: float,
     ) -> None:
-        self._engine: weakref.ref[Compared] = weakref.ref(engine)
-        self._lock = lock
-        collectives, device = engine.collectives, engine.parameters[0].device
+        self._owner, self._lock, self._configuration = weakref.ref(owner), lock, configuration
         self._registry = collectives.registry()
-        self._number = self._registry.add(self)
+        self._number = self._registry.number()
         #: Begins the names of the engine's collectives: the same on all ranks, and another one for every engine.
         self.label = f"hvd_compress.{self._number}"
-        self._comparison = Comparison(collectives, self.label, device, configuration, timeout)
+        self._comparison = Comparison(collectives, self.label, device, timeout)
 
-    @property
-    def _alive(self) -> Compared:
-        found = self._engine()
-        assert found is not None, "the engine no longer exists"
-        return found
+    def register(self) -> None:
+        """From now on the other engines call this one."""
+        self._registry.add(self, self._number)
 
     @property
     def compared(self) -> bool:
@@ -66,10 +70,11 @@ class EnginePeer:
     def compare(self) -> None:
         """Compares the ranks' configurations, unless they were since the last change. Raises ``RuntimeError``, on all
         ranks, if they differ or one does not come. Waits."""
-        if not self._comparison.done:
-            engine = self._alive
-            with engine.exchanges.waiting():
-                self._comparison.require(self._comparing)
+        owner = self._owner()
+        if owner is not None and not self._comparison.done:
+            in_use(lambda: any(self._registry.others(self)))  # a dropped one would wait for the other ranks for ever
+            with owner.engine.exchanges.waiting():
+                self._comparison.require(partial(self._configuration, owner.engine), self._comparing)
 
     def changed(self) -> None:
         """The configuration may have changed: the ranks compare it before their next exchange."""
@@ -77,9 +82,10 @@ class EnginePeer:
 
     def renew(self) -> None:
         """Registers the engine again: the set of ranks has changed (elastic)."""
-        self._registry = self._alive.collectives.registry()
-        self._registry.add(self, self._number)
-        self._comparison.changed()
+        if (owner := self._owner()) is not None:
+            self._registry = owner.engine.collectives.registry()
+            self.register()
+            self._comparison.changed()
 
     def advance_others(self) -> None:
         """Continues the exchanges of all other engines: another rank may wait for those first."""
@@ -93,30 +99,31 @@ class EnginePeer:
 
     @property
     def exchanging(self) -> bool:
-        engine = self._engine()
-        return engine is not None and engine.collectives.active and engine.collectives.size > 1
+        owner = self._owner()
+        return owner is not None and owner.engine.collectives.active and owner.engine.collectives.size > 1
 
     @property
     def compares(self) -> bool:
-        return not self._comparison.done and self._alive.driver.comes_first
+        owner = self._owner()
+        return owner is not None and not self._comparison.done and owner.engine.driver.comes_first
 
     def join_comparison(self) -> None:
-        engine = self._alive
-        engine.check_generation()
-        self._comparison.join()
+        if (owner := self._owner()) is not None:
+            owner.engine.check_generation()
+            self._comparison.join(partial(self._configuration, owner.engine))
 
     def advance_comparison(self) -> None:
         self._comparison.advance()
 
     def advance_if_free(self) -> None:
-        engine = self._alive
-        if not engine.exchanges.running or not self._lock.acquire(blocking=False):
+        owner = self._owner()
+        if owner is None or not owner.engine.exchanges.running or not self._lock.acquire(blocking=False):
             return
         try:
-            with engine.entered:
-                engine.exchanges.advance()
+            with owner.engine.entered:
+                owner.engine.exchanges.advance()
         except BaseException:
-            engine.driver.reset()
+            owner.engine.driver.reset()
             raise
         finally:
             self._lock.release()

@@ -42,9 +42,14 @@ class Registry:
         self._count = 0
         self._everywhere: list[weakref.ref[Peer]] = [] if everywhere is None else everywhere
 
+    def number(self) -> int:
+        """The number of one more engine."""
+        self._count += 1
+        return self._count - 1
+
     def add(self, engine: Peer, number: int | None = None) -> int:
         """Registers an engine, which keeps its ``number`` if it has one already (elastic). Returns its number."""
-        number = self._count if number is None else number
+        number = self.number() if number is None else number
         others = [other for other in self._everywhere if other() not in (None, engine)]
         self._everywhere[:] = [*others, weakref.ref(engine)]
         self._count = max(self._count, number + 1)

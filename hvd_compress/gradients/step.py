@@ -102,7 +102,8 @@ class GradientStep:
     comes_first = True
 
     def __init__(self, engine: Engine, host: Host, grad_scaler: GradScaler | None) -> None:
-        self._engine, self._owner, self._scaler = engine, weakref.ref(host), grad_scaler
+        self._engine, self._scaler = engine, grad_scaler
+        self._host: Host = weakref.proxy(host)
         self._state = _State.IDLE
         #: Whether the gradients may hold an average that was taken back.
         self._discarded = False
@@ -115,12 +116,6 @@ class GradientStep:
         self._must_refuse = False
         #: Whether the gradient of each parameter has arrived since an optimizer has stepped.
         self._passed = bytearray(len(engine.parameters))
-
-    @property
-    def _host(self) -> Host:
-        found = self._owner()
-        assert found is not None, "the compressor no longer exists"
-        return found
 
     # What hosts call.
 

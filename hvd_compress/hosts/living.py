@@ -3,7 +3,9 @@
 import gc
 from typing import Any
 
+from ..engine.owner import in_use
+
 
 def living(kind: type) -> list[Any]:
-    """All objects of a class. By ``type()``: proxies pretend to be of other classes."""
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+    """All objects of a class that are in use. By ``type()``: proxies pretend to be of other classes."""
+    return in_use(lambda: [found for found in gc.get_objects() if issubclass(type(found), kind)])

@@ -76,6 +76,8 @@ class Compressor(Reporting, Method):
             first one after ``load_state_dict()`` or an elastic reset, ranks whose options or parameters differ.
     """
 
+    engine: Engine
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "__init__" in vars(cls):  # it may make state, too
@@ -126,6 +128,7 @@ class Compressor(Reporting, Method):
         #: What passes gradients in, unless local steps use this compressor.
         self.host, self.grad_scaler, self.seed = host_of(self.engine, grad_scaler), grad_scaler, seed
         self.engine.drive(self.host.step)
+        self.engine.peer.register()
         self.engine.optimizers.watch()
 
     # What a method may override, see Method.

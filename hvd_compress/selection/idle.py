@@ -10,16 +10,16 @@ from .pickers import Picker
 
 
 class Idle(Part):
-    """The idle pieces of a bucket in the current step: no rank has a gradient for them. They keep their velocities.
-    With ``finds``, they receive 0 and keep their residuals, too: a method that sends signs would apply even a tiny
-    residual for ever.
+    """The idle pieces of a bucket in the current step: no rank has a gradient for them.
 
-    ``finds``: whether idle pieces are found, as with momentum; otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of
-    this rank's gradient was not zero.
+    ``silences``: whether idle pieces receive 0 and keep their residuals; a method that sends signs would apply even a
+    tiny residual for ever. ``finds``: whether idle pieces are found, which momentum sets, too: they keep their
+    velocities. Otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of this rank's gradient was not
+    zero.
     """
 
-    def __init__(self, bucket: Bucket, finds: bool) -> None:
-        self._bucket, self.finds, self._silences = bucket, finds, finds
+    def __init__(self, bucket: Bucket, silences: bool) -> None:
+        self._bucket, self.finds, self._silences = bucket, silences, silences
         self.touched = torch.zeros(len(bucket.pieces), dtype=torch.int32, device=bucket.device)
         self._pieces: Tensor | None = None
         # Made once: creating it in each step would synchronise a GPU.
