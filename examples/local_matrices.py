@@ -39,7 +39,7 @@ def main() -> None:
     matrices, others = hvd_compress.hidden_matrices(model)
     muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")  # learning rates as AdamW's
     adamw = torch.optim.AdamW(others.values(), lr=3e-3)
-    local = hvd_compress.recipes.low_bit(matrices.items(), muon, period=3, restore_length=True)
+    local = hvd_compress.recipes.low_bit(matrices.items(), muon, period=3)
     averaged = hvd_compress.Quantized(others.items(), bits=8)
 
     parts = {"model": model, "muon": muon, "adamw": adamw, "local": local, "averaged": averaged}

@@ -8,7 +8,7 @@ arguments in another order raise a ``TypeError`` that shows the call to write.
 ================  =======================  ====================  ========================  ============================
 recipe            optimizer                what is exchanged     how averages are applied  bytes against dense training
 ================  =======================  ====================  ========================  ============================
-``low_bit``       Muon; any                all, 2 bits           plain average             16 x period times fewer
+``low_bit``       Muon; any                all, 2 bits           average, length restored  16 x period times fewer
 ``diloco``        AdamW, Muon              all, float32          Nesterov, 0.7 and 0.9     period times fewer
 ``sparseloco``    AdamW                    1/64, every rank's    plain average             grow with the ranks
 ================  =======================  ====================  ========================  ============================
@@ -76,7 +76,7 @@ def low_bit(
     bits: int = 2,
     mean_bits: int | None = None,
     decay: float = 1.0,
-    restore_length: bool = False,
+    restore_length: bool = True,
     fragments: int = 1,
     delay: int = 0,
     **options: Any,
@@ -99,7 +99,8 @@ def low_bit(
         period: steps between two exchanges. Few steps in few bits train better than many steps in more bits at the same
             bytes.
         bits, mean_bits: of an entry, and of an entry of the average (:class:`~hvd_compress.Quantized`).
-        decay, restore_length, fragments, delay: see :class:`~hvd_compress.LocalSteps`.
+        restore_length: keep the learning rate of a dense training. Without it, try 1.5 and 2 times that rate.
+        decay, fragments, delay: see :class:`~hvd_compress.LocalSteps`.
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, mean_bits=mean_bits, **{"dense_values": "fp16", **options})

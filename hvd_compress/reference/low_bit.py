@@ -1,7 +1,8 @@
 """Local steps in few bits, with error feedback both ways: the specification of :func:`hvd_compress.recipes.low_bit`.
 
-To be read, or copied into a script: it needs torch only. After every ``period`` optimizer steps, on rank i of N, with
-its weights w_i, its residual r_i, and the common weights A, which have the same bits on all ranks::
+To be read, or copied into a script: it needs torch only. The recipe's ``restore_length`` is False here. After every
+``period`` optimizer steps, on rank i of N, with its weights w_i, its residual r_i, and the common weights A, which have
+the same bits on all ranks::
 
     a_i = r_i + (w_i - A)
     s   = rms(a_i)**(1 - p) (max |a_i| / max L)**p     p = 1/2 - 2**-bits; bfloat16, one for each run

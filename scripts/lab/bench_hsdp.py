@@ -74,7 +74,9 @@ class Training:
         self.local: hvd_compress.LocalSteps | None = None
         group = mesh.get_group("replicate")
         if method == "low_bit":
-            self.local = hvd_compress.recipes.low_bit(self.model, self.optimizer, process_group=group)
+            self.local = hvd_compress.recipes.low_bit(
+                self.model, self.optimizer, process_group=group, restore_length=False
+            )
         elif not native:
             compression = COMPRESSORS[method](self.model, process_group=group)
             hvd_compress.register_fsdp_hooks(self.model, compression)

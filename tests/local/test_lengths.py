@@ -203,6 +203,8 @@ def test_compressors_of_few_entries_are_refused():
 
 def test_the_recipe_passes_it_on():
     model, collectives = mixed_model(), ThreadWorld(1).collectives(0)
-    options = {"collectives": collectives, "restore_length": True}
-    local = recipes.low_bit(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, **options)
-    assert local._rounds._settings.restore_length
+    for given, restored in (({}, True), ({"restore_length": True}, True), ({"restore_length": False}, False)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local = recipes.low_bit(model, optimizer, 3, collectives=collectives, **given)
+        assert local._rounds._settings.restore_length is restored
+        del local

@@ -42,7 +42,8 @@ class Group:
 
 
 def package(model, optimizer, collectives, bucket, **options):
-    local = recipes.low_bit(model, optimizer, PERIOD, bucket_mb=bucket * 4 / 2**20, collectives=collectives, **options)
+    options |= {"bucket_mb": bucket * 4 / 2**20, "collectives": collectives, "restore_length": False}
+    local = recipes.low_bit(model, optimizer, PERIOD, **options)
     buckets, weights = local.compression.buckets, local._rounds._common.weights
     return local, lambda: ([b.residual for b in buckets], [low_bit.flat(w.common) for w in weights])
 

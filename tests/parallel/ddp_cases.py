@@ -468,7 +468,7 @@ def the_specification_of_low_bit():
     batches = [(torch.randn(8, 40, generator=data), torch.randn(8, 50, generator=data)) for _ in range(8)]
     batches = [(inputs.to(DEVICE), targets.to(DEVICE)) for inputs, targets in batches]
     start, models = torch.nn.Linear(40, 50).to(DEVICE), []
-    recipe = "local = hvd_compress.recipes.low_bit(model, optimizer, 3)"
+    recipe = "local = hvd_compress.recipes.low_bit(model, optimizer, 3, restore_length=False)"
     example = textwrap.dedent(low_bit.__doc__.partition("Example::")[2])
     assert example.count("local = LowBit(model.parameters(), 3, Group())") == 1
     for code in (example, example.replace("local = LowBit(model.parameters(), 3, Group())", recipe)):
