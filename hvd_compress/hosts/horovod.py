@@ -89,6 +89,15 @@ class HorovodHost:
             found = self._empty[device] = empty, second_reference(empty)
         return found[0]
 
+    @property
+    def alone(self) -> bool:
+        """Whether this process exchanges nothing."""
+        return not self._engine.collectives.active
+
+    @property
+    def active(self) -> bool:
+        return not self.alone
+
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether ``DistributedOptimizer`` was given this compressor; None for another optimizer."""
         return was_given(optimizer, self._engine.method)
