@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..carriers.horovod import HorovodCollectives, averaging_device, second_reference
-from ..engine.dense import DenseGradient, as_real
+from ..engine.dense import DenseGradient, as_real, written_out
 from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.profiling import stage
@@ -42,7 +42,7 @@ class HorovodHost:
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
-            arrived = self.step.arrive(number, as_real(tensor.resolve_conj()))
+            arrived = self.step.arrive(number, as_real(written_out(tensor.resolve_conj())))
             if isinstance(arrived, DenseGradient):
                 payload = arrived.payload.detach().to(averaging_device(tensor.device))
                 self._references.append(second_reference(payload))
