@@ -39,6 +39,11 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def written_out(grad: Tensor) -> Tensor:
+    """A gradient without shared entries, as ``expand()`` makes them: averages are written to it."""
+    return grad.contiguous() if any(n > 1 and s == 0 for n, s in zip(grad.shape, grad.stride(), strict=True)) else grad
+
+
 def dense_gradient(number: int, parameter: Tensor, grad: Tensor, half: bool, scale: float) -> DenseGradient:
     """Prepares a gradient for an uncompressed allreduce. ``half``: send float32 and bfloat16 as float16. ``scale``: the
     rank's loss scale, by which payloads are divided: scales may differ between ranks, and 65536 would leave float16 no

@@ -63,6 +63,10 @@ class Host(Protocol):
         """Whether the host's hooks were removed, so that optimizers apply gradients that it has not passed in."""
 
     @property
+    def active(self) -> bool:
+        """Whether gradients pass through the compressor: one rank without others keeps its own."""
+
+    @property
     def versions(self) -> bool:
         """Whether each gradient has a version counter of its own."""
 
@@ -124,9 +128,10 @@ class GradientStep:
         """Whether a step is in progress: after its first gradient, before :meth:`finish`."""
         return self._state is _COLLECTING
 
-    def arrive(self, number: int, grad: Tensor, before: Tensor | None = IN_GRAD) -> Place | DenseGradient:
+    def arrive(self, number: int, grad: Tensor, before: Tensor | None = IN_GRAD) -> Place | DenseGradient | None:
         """Takes the gradient of parameter ``number``, as :meth:`~hvd_compress.engine.engine.Engine.arrive`, whose
-        errors it raises. ``before``: the parameter's ``.grad``, if the gradient is kept elsewhere.
+        errors it raises. Returns None if the gradient is the average. ``before``: the parameter's ``.grad``, if the
+        gradient is kept elsewhere.
 
         Raises:
             RuntimeError: the gradient contains the last average.
@@ -140,7 +145,7 @@ class GradientStep:
         if contains:
             self._refuse_last_average(number)
         self._passed[number] = True
-        return engine.arrive(number, grad)
+        return engine.arrive(number, grad) if self._host.active else None
 
     def finish(self) -> None:
         """Runs the step's exchanges to their ends; every gradient of the step must have arrived on this rank. Waits."""
@@ -262,7 +267,7 @@ class GradientStep:
             return
         if not self.collecting and self._last_average.applied_to(optimizer):
             return  # gradients are no longer passed in
-        active, given = engine.collectives.active, host.given(optimizer)
+        active, given = host.active, host.given(optimizer)
         if active:
             host.check_optimizer(optimizer)
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
@@ -292,7 +297,7 @@ class GradientStep:
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE
         self._undo = None
-        engine.begin(engine.works, engine.step, scale)
+        engine.begin(engine.works if self._host.active else (), engine.step, scale)
         self._state, self._may_be_bypassed = _COLLECTING, False
         self._weights.begin()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..carriers.horovod import HorovodCollectives, averaging_device, second_reference
-from ..engine.dense import DenseGradient, as_real
+from ..engine.dense import DenseGradient, as_real, written_out
 from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.profiling import stage
@@ -42,7 +42,7 @@ class HorovodHost:
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
-            arrived = self.step.arrive(number, as_real(tensor.resolve_conj()))
+            arrived = self.step.arrive(number, as_real(written_out(tensor.resolve_conj())))
             if isinstance(arrived, DenseGradient):
                 payload = arrived.payload.detach().to(averaging_device(tensor.device))
                 self._references.append(second_reference(payload))
@@ -88,6 +88,15 @@ class HorovodHost:
             empty = torch.empty(0, dtype=torch.float32, device=device)
             found = self._empty[device] = empty, second_reference(empty)
         return found[0]
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process exchanges nothing."""
+        return not self._engine.collectives.active
+
+    @property
+    def active(self) -> bool:
+        return not self.alone
 
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether ``DistributedOptimizer`` was given this compressor; None for another optimizer."""

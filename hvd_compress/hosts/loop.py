@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ..engine.arguments import refuse_flattened
-from ..engine.dense import DenseGradient, as_real
+from ..engine.dense import DenseGradient, as_real, written_out
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.place import check_gradient
-from ..engine.shards import local
+from ..engine.shards import is_sharded, local
 from .gradient_hook import averages, ddp_models
 from .nested import refuse_inside_backward
 from .torch_host import LOOP, TorchHost
@@ -86,6 +86,6 @@ def _gradient(engine: Engine, number: int) -> Tensor:
     refuse_flattened(name, parameter)
     if grad.is_sparse:
         raise RuntimeError(f"{name}: hvd_compress does not support sparse gradients with {LOOP}")
-    parameter.grad = grad = grad.resolve_conj()
+    parameter.grad = grad = grad.resolve_conj() if is_sharded(grad) else written_out(grad.resolve_conj())
     check_gradient(name, as_real(local(grad)), engine.place_of[number])
     return grad

@@ -2,6 +2,7 @@
 
 from torch.optim import Optimizer
 
+from ..carriers.torch_collectives import TorchCollectives
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..gradients.step import GradientStep, GradScaler
@@ -23,6 +24,17 @@ class TorchHost:
         self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
         #: What passes gradients in, once it is known.
         self.source: str | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank, and none can join."""
+        members = self._engine.collectives
+        return isinstance(members, TorchCollectives) and members.size == 1
+
+    @property
+    def active(self) -> bool:
+        """See :class:`~hvd_compress.gradients.step.Host`. Momentum in the compressor is needed on one rank, too."""
+        return not self.alone or self._engine.method.velocities is not None
 
     def release(self) -> None:
         """Called when local steps take the place of this host. It has no hooks of its own to remove."""

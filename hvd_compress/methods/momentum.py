@@ -76,9 +76,9 @@ class MomentumCorrection:
         for work in self._works:
             work.velocity.set_momentum(momentum, self._names)
 
-    def take(self, optimizer: Optimizer) -> float:
-        """Moves the momentum of ``optimizer`` here, and returns it. If this process exchanges no gradients, it stays in
-        the optimizer."""
+    def take(self, optimizer: Optimizer, alone: bool) -> float:
+        """Moves the momentum of ``optimizer`` here, and returns it. If this process is ``alone`` and exchanges nothing,
+        it stays in the optimizer."""
         engine = self._engine
         momentum = momentum_to_take(optimizer)
         if self.value not in (0.0, momentum):
@@ -87,7 +87,7 @@ class MomentumCorrection:
                 f"{momentum:g}; take equal ones"
             )
         check_complete(engine.optimizers.unknown(optimizer))
-        if not engine.collectives.active:
+        if alone:
             self._set(0.0, ())
             return momentum
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

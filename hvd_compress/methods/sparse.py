@@ -136,7 +136,7 @@ class SparseMethod(Compressor):
         momenta must be equal. Run one synchronised backward pass per step. Weight decay stays in the optimizer, without
         momentum there, and is scaled by 1 / (1 - momentum) to keep its effect. To have the momentum back, build a new
         compressor and set both in the optimizer. A learning-rate schedule that changes the momentum (OneCycleLR) raises
-        an error in the next step. With one process, or outside the process set, where Horovod calls no compressor, the
+        an error in the next step. With one process, or outside the process set, where gradients are not exchanged, the
         momentum stays in the optimizer; if a process set leaves ranks out, call ``hvd.broadcast_optimizer_state()``
         before: afterwards the states of the ranks differ.
 
@@ -149,7 +149,7 @@ class SparseMethod(Compressor):
             raise ValueError("take_momentum: with LocalSteps, momentum stays in the optimizer")
         if self.step or self.host.step.collecting:
             raise ValueError("take_momentum comes before the compressor's first step: build a new compressor for it")
-        return self.momentum.take(optimizer)
+        return self.momentum.take(optimizer, self.host.alone)
 
 
 def exchanged_codec(exchange: str, values: str | Codec | None, ring: str, gather: str) -> Codec:

@@ -1,6 +1,7 @@
 """Which host a compressor is bound to, and torch.distributed with one process."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from models import equal
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_compress import IWP, PowerSGD, ddp_hook
+from hvd_compress import DGC, IWP, DeMo, PowerSGD, Quantized, TopK, average_gradients, ddp_hook
 from hvd_compress.carriers import default_collectives
 from hvd_compress.carriers.torch_collectives import TorchCollectives
 from hvd_compress.engine.collectives import allgather, allreduce, alltoall
@@ -77,3 +78,71 @@ def test_ddp_with_one_process_and_no_sync(one_process, method):
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
     assert equal(model.parameters(), reference.parameters())
+
+
+def _ddp(model, compression):
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(compression, ddp_hook)
+    return ddp, lambda: None
+
+
+def _loop(model, compression):
+    return model, partial(average_gradients, compression)
+
+
+def _one_rank(wrap, build, take=False, in_optimizer=0.9, **options):
+    """The weights after training with momentum on one rank, and the compressor."""
+    model = toy_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=in_optimizer)
+    compression = build and build(model.named_parameters(), **options)
+    wrapped, average = wrap(model, compression) if build else (model, lambda: None)
+    if take:
+        assert compression.take_momentum(optimizer) == 0.9 == optimizer.param_groups[0]["momentum"]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 32)).square().mean().backward()
+        average()
+        optimizer.step()
+    return list(model.parameters()), compression
+
+
+@pytest.mark.parametrize("wrap", [_ddp, _loop])
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (IWP, {"density": 1 / 64}),
+        (IWP, {"density": 1 / 64, "take": True}),
+        (DGC, {"take": True}),
+        (TopK, {"dense_values": "fp16"}),
+        (Quantized, {"bits": 2}),
+        (PowerSGD, {}),
+    ],
+)
+def test_one_rank_keeps_its_gradients(one_process, wrap, build, options):
+    trained, compression = _one_rank(wrap, build, **options)
+    plain, _ = _one_rank(wrap, None)
+    assert equal(trained, plain)
+    compression.discard_step()
+    found = compression.stats()
+    assert found["steps"] == 4 and found["residual_norm"] == found["total"]["wire_bytes"] == 0.0
+    compression.load_state_dict(compression.state_dict())
+
+
+@pytest.mark.parametrize("wrap", [_ddp, _loop])
+def test_one_rank_does_not_lose_the_momentum_of_its_compressor(one_process, wrap):
+    exact = {"density": 1.0, "values": "fp32", "momentum": 0.9}
+    trained, compression = _one_rank(wrap, IWP, in_optimizer=0.0, **exact)
+    plain, _ = _one_rank(wrap, None)
+    torch.testing.assert_close(trained, plain, rtol=1e-5, atol=1e-6)
+    assert compression.stats()["steps"] == 4
+
+
+@pytest.mark.parametrize("wrap", [_ddp, _loop])
+def test_one_rank_has_signs(one_process, wrap):
+    """DeMo's optimizer, with AdamW's learning rate, needs them."""
+    model = toy_model()
+    wrapped, average = wrap(model, DeMo(model.named_parameters()))
+    wrapped(torch.randn(8, 32)).square().mean().backward()
+    average()
+    assert {*model[0].weight.grad.unique().tolist()} <= {-1.0, 0.0, 1.0}
