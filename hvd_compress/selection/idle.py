@@ -14,8 +14,8 @@ class Idle(Part):
     With ``finds``, they receive 0 and keep their residuals, too: a method that sends signs would apply even a tiny
     residual for ever.
 
-    ``finds``: whether idle pieces are found, as with momentum; otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of
-    this rank's gradient was not zero.
+    ``finds``: whether idle pieces are found, as with momentum; otherwise none is idle. ``touched``: int32, (pieces,),
+    whether an entry of this rank's gradient was not zero.
     """
 
     def __init__(self, bucket: Bucket, finds: bool) -> None:
