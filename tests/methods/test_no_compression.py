@@ -68,7 +68,7 @@ def test_ddp_has_one_allreduce_for_each_of_its_buckets():
     random_steps(world, ranks, [0, 1])
     seen, finish, after = spy(ranks[0]), ranks[0].compression.engine.finish, []
     ranks[0].compression.engine.finish = lambda: after.append(len(seen)) or finish()
-    buckets = len(ranks[0].buckets(gradients(ranks[0].model, 0), shuffle=1))
+    buckets = len(ranks[0].buckets(gradients(ranks[0].model, 0), shuffle=2))
     random_steps(world, ranks, [2])
     assert len(seen) == buckets > 2 and after == [buckets]
 
