@@ -264,7 +264,7 @@ class FSDPHost(TorchHost):
             raise ValueError(
                 f"{name}: FSDP averages its gradient over the ranks {sharded} without compression, and the compressor "
                 f"over {ranks}: give fully_shard() the 1-D mesh['shard'] of a mesh with the dimensions replicate and "
-                "shard, and the compressor process_group=mesh.get_group('replicate')"
+                "shard, and the compressor process_group=mesh.get_group('replicate') and no nodes="
             )
 
     # A backward pass.

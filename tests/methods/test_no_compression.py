@@ -43,31 +43,33 @@ def test_bytes_are_those_of_a_ring_allreduce(values, width, host):
     random_steps(world, ranks, range(4))
     entries = sum(p.numel() for p in ranks[0].model.parameters())
     stats = ranks[0].compression.stats()
-    for part, steps in ((stats["last"], 1), (stats["total"], 4)):
+    weights = len([*ranks[0].model.parameters()])  # compared in two of the four steps: two numbers of each
+    for part, steps, compared in ((stats["last"], 1, 0), (stats["total"], 4, 2)):
         whole = pytest.approx(steps * ring_bytes("allreduce", width * entries, 3), rel=1e-12)
-        assert part["wire_bytes"] == whole and part["dense_tensor_bytes"] == whole
+        assert part["budget_bytes"] == compared * ring_bytes("allgather", 16 * weights, 3)
+        assert part["wire_bytes"] - part["budget_bytes"] == whole and part["dense_tensor_bytes"] == whole
         assert part["dense_bytes"] == pytest.approx(steps * ring_bytes("allreduce", 4 * entries, 3), rel=1e-12)
-        assert part["wire_ratio"] == pytest.approx(4 / width)
+    assert stats["last"]["wire_ratio"] == pytest.approx(4 / width)
     assert stats["steps"] == 4 and stats["residual_norm"] == 0.0
 
 
 def test_horovod_averages_each_gradient_itself():
-    """The compressor starts no collective of its own after the first step's comparison of the ranks."""
+    """The compressor starts no collective of its own after the first steps' comparisons of the ranks."""
     world, ranks = replicas(2, NoCompression)
-    random_steps(world, ranks, [0])
+    random_steps(world, ranks, [0, 1])
     seen = spy(ranks[0])
-    random_steps(world, ranks, [1])
-    assert sorted(seen) == sorted(f"horovod.1.{number}" for number in range(9))
+    random_steps(world, ranks, [2])
+    assert sorted(seen) == sorted(f"horovod.2.{number}" for number in range(9))
 
 
 def test_ddp_has_one_allreduce_for_each_of_its_buckets():
     """Each starts in its bucket's hook."""
     world, ranks = replicas(2, NoCompression, host="ddp")
-    random_steps(world, ranks, [0])
+    random_steps(world, ranks, [0, 1])
     seen, finish, after = spy(ranks[0]), ranks[0].compression.engine.finish, []
     ranks[0].compression.engine.finish = lambda: after.append(len(seen)) or finish()
-    buckets = len(ranks[0].buckets(gradients(ranks[0].model, 0), shuffle=1))
-    random_steps(world, ranks, [1])
+    buckets = len(ranks[0].buckets(gradients(ranks[0].model, 0), shuffle=2))
+    random_steps(world, ranks, [2])
     assert len(seen) == buckets > 2 and after == [buckets]
 
 

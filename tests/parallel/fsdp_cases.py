@@ -916,6 +916,7 @@ def mistakes():
     for error, text, mistake in (
         (ValueError, "FSDP averages its gradient over the ranks", lambda: hook(both, iwp(both, **replicas))),
         (ValueError, "FSDP averages its gradient over the ranks", lambda: hook(sharded, iwp(sharded))),
+        (ValueError, "and no nodes=", lambda: hook(sharded, iwp(sharded, nodes=mesh))),
         (RuntimeError, "are not sharded", lambda: hook(plain, iwp(plain, **replicas))),
         (ValueError, "no module is sharded", lambda: hook(plain, iwp(sharded, **replicas))),
         (ValueError, "is not this compressor's", lambda: hook(sharded, some)),
