@@ -56,7 +56,7 @@ class Lighthouse:
                     state = (source.save(), source.save_user()) if behind else None
                     # As torchft, which numbers quorums anew if one of the ranks has not committed.
                     changed, self._ranks = ranks != self._ranks or any(m.lost is not None for m in ranks), ranks
-                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state, changed
+                    self._formed = ThreadWorld(len(ranks), ordered=True), ranks, source, state, changed
                     self.quorum, self._waiting = self.quorum + 1, set()
                     self._condition.notify_all()
                 elif not self._condition.wait(30):
@@ -200,7 +200,7 @@ class _Failed:
     def done(self):
         return False
 
-    def result(self, timeout=20.0):
+    def result(self, timeout=60.0):
         raise self._error
 
 
@@ -211,7 +211,7 @@ class _Handle:
     def done(self):
         return False
 
-    def result(self, timeout=20.0):
+    def result(self, timeout=60.0):
         try:
             return self._handle.result(timeout)
         except RuntimeError as error:
