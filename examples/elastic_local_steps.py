@@ -26,12 +26,26 @@ def batch(seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return x.to(device), x[:, :10].argmax(1).to(device)
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, the same on all ranks. DCP writes ``.metadata`` when all ranks have written."""
-    found = sorted(folder.glob("step-*/.metadata"))
-    chosen = [found[-1].parent if found else None]
-    distributed.broadcast_object_list(chosen)
-    return chosen[0]
+def load(folder: Path, model: nn.Module, adamw: torch.optim.Optimizer, local: hvd_compress.LocalSteps) -> int:
+    """Loads the newest checkpoint that all ranks can read, and returns its step; 0 if there is none."""
+    found = [sorted((file.parent for file in folder.glob("step-*/.metadata")), reverse=True)]
+    distributed.broadcast_object_list(found)
+    for path in found[0]:  # as rank 0 sees them; DCP writes .metadata when all ranks have written
+        saved, errors = {"step": 0, "ranks": 0}, [""] * distributed.get_world_size()
+        try:  # each rank's own file last: if DCP fails, it fails on all ranks
+            dcp.load(saved, checkpoint_id=path)
+            old = saved["ranks"]
+            dcp.load({"model": model, "local": hvd_compress.DCPState(local, saved_on=(old,))}, checkpoint_id=path)
+            adamw.load_state_dict(torch.load(path / f"adamw-{distributed.get_rank() % old}.pt", weights_only=True))
+        except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
+            errors[0] = f"{error!r:.300}"
+        distributed.all_gather_object(errors, errors[0])
+        if not any(errors):
+            return saved["step"]
+        print(f"{path} cannot be read: {max(errors)}")
+    if found[0]:
+        raise RuntimeError(f"no checkpoint in {folder} can be read")
+    return 0
 
 
 def main() -> None:
@@ -41,9 +55,8 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True)
     options = parser.parse_args()
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    distributed.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
 
     torch.manual_seed(0)  # equal weights on all ranks
@@ -52,14 +65,7 @@ def main() -> None:
     local = hvd_compress.recipes.low_bit(model, adamw, period=5)
     x, y = batch(10**6, device)  # for testing
 
-    first, folder = 0, newest(options.checkpoints)
-    if folder is not None:
-        saved = {"step": 0, "ranks": 0}
-        dcp.load(saved, checkpoint_id=folder)
-        first, old = saved["step"], saved["ranks"]
-        dcp.load({"model": model, "local": hvd_compress.DCPState(local, saved_on=(old,))}, checkpoint_id=folder)
-        adamw.load_state_dict(torch.load(folder / f"adamw-{rank % old}.pt", weights_only=True))
-
+    first = load(options.checkpoints, model, adamw, local)
     for step in range(first + 1, options.steps + 1):
         inputs, classes = batch(step * 1000 + rank, device)
         model.zero_grad()
@@ -74,8 +80,7 @@ def main() -> None:
             state = {"step": step, "ranks": ranks, "model": model, "local": hvd_compress.DCPState(local)}
             dcp.save(state, checkpoint_id=folder)
 
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(model(x), y)
+    loss = nn.functional.cross_entropy(model(x), y).item()
     ratio = local.compression.stats()["total"]["wire_ratio"]
     print(f"rank {rank}: {options.steps} steps from {first}, loss {loss:.8f}, {ratio:.1f} times fewer bytes")
     distributed.destroy_process_group()

@@ -4,19 +4,23 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-.venv/bin/mypy
-find csrc tests/emulation -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
-[[ -z $* || $* == --all ]] || exec .venv/bin/python -m pytest "$@"
+linters() {
+  .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy &&
+    find csrc tests/emulation -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
+}
+[[ -z $* || $* == --all ]] || { linters; exec .venv/bin/python -m pytest "$@"; }
 
-# All tests: those of one process at a time, on one core, beside those that start several. The former print at the end.
-alone=(tests/{carriers,checkpoints,codecs,emulation,engine,hosts,local,methods,operators,selection})
-log=$(mktemp)
-.venv/bin/python -m pytest "$@" "${alone[@]}" > "$log" 2>&1 &
-trap 'kill $! 2>/dev/null || true; rm -f "$log"' EXIT
-status=0
-.venv/bin/python -m pytest "$@" tests "${alone[@]/#/--ignore=}" || status=$?
-wait $! || status=$?
-cat "$log"
+# Two jobs at a time, for two cores: tests that start ranks, and beside them linters and the tests of one process, in two
+# parts. These print at the end.
+parts=("methods codecs selection carriers" "checkpoints emulation engine hosts local operators")
+logs=$(mktemp -d) status=0
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
+.venv/bin/python -m pytest "$@" tests $(printf -- '--ignore=tests/%s ' ${parts[*]}) &
+linters &
+for part in "${parts[@]}"; do
+  wait -n || status=$?
+  .venv/bin/python -m pytest "$@" $(printf 'tests/%s ' $part) > "$logs/${part%% *}" 2>&1 &
+done
+while wait -n || { code=$?; ((code != 127)) && status=$code; }; do :; done
+cat "$logs"/*
 exit $status

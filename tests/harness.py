@@ -178,7 +178,7 @@ def replicas(
     kind = KINDS[host]
     if isinstance(size, tuple):
         options["nodes"], size = size[0], math.prod(size)
-    world = ThreadWorld(size, timeout=20, ordered=kind.ordered)
+    world = ThreadWorld(size, ordered=kind.ordered)
     model = mixed_model() if model is None else model  # a compiled one may have no truth value
     return world, [kind(world, rank, model, build, **options) for rank in range(size)]
 

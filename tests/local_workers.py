@@ -83,7 +83,7 @@ class Worker:
 
 
 def workers(size, ordered=False, **options):
-    world = ThreadWorld(size, timeout=20, ordered=ordered)
+    world = ThreadWorld(size, ordered=ordered)
     return world, [Worker(world, rank, **options) for rank in range(size)]
 
 
@@ -123,7 +123,7 @@ def fail(worker, at):
 
 def in_a_new_world(group, ordered=False):
     """After a failure. Without a new generation: the ranks go on as they are."""
-    world = ThreadWorld(len(group), timeout=20, ordered=ordered)
+    world = ThreadWorld(len(group), ordered=ordered)
     for rank, worker in enumerate(group):
         set_collectives(worker.compression, world.collectives(rank))
         worker.compression.engine._generation = world

@@ -79,12 +79,9 @@ def inherited() -> dict[str, str]:
 
 def without_proxy() -> dict[str, str]:
     """Variables by which the processes of a launch reach those of this machine without the user's proxy."""
-    names = [
-        os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "",
-        "localhost,127.0.0.1",
-        socket.gethostname(),
-    ]
-    return dict.fromkeys(("no_proxy", "NO_PROXY"), "*" if names[0] == "*" else ",".join(names).lstrip(","))
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    direct = given if given == "*" else f"{given},localhost,127.0.0.1,{socket.gethostname()}".lstrip(",")
+    return {"no_proxy": direct, "NO_PROXY": direct}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from hvd_compress.engine.collectives import allgather, allreduce, alltoall
 
 
 def test_the_three_collectives():
-    world = ThreadWorld(3, timeout=5)
+    world = ThreadWorld(3)
 
     def body(rank):
         collectives = world.collectives(rank)
@@ -33,15 +33,15 @@ def test_a_timeout_names_the_missing_ranks():
 
 
 def test_sums_of_different_shapes_raise_an_error():
-    world, begin = ThreadWorld(2, timeout=60), time.monotonic()
+    world, begin = ThreadWorld(2, timeout=600), time.monotonic()
     with pytest.raises(ValueError, match="different shapes"):
         world.run(lambda rank: world.collectives(rank).start(allreduce(torch.zeros(1 + rank)), "sum").result())
-    assert time.monotonic() - begin < 30, "the rank that waited was told"
+    assert time.monotonic() - begin < 300, "the rank that waited was told"
 
 
 def test_ordered_collectives_in_different_orders_raise_an_error():
     """As torch.distributed, which would sum the wrong tensors."""
-    world = ThreadWorld(2, timeout=5, ordered=True)
+    world = ThreadWorld(2, ordered=True)
 
     def body(rank):
         collectives = world.collectives(rank)
@@ -53,13 +53,13 @@ def test_ordered_collectives_in_different_orders_raise_an_error():
 
 
 def test_ordered_handles_never_depend_on_timing():
-    world = ThreadWorld(1, timeout=5, ordered=True)
+    world = ThreadWorld(1, ordered=True)
     handle = world.collectives(0).start(allreduce(torch.ones(1)), "sum")
     assert not handle.done() and handle.result() == 1.0
 
 
 def test_ranks_in_turn_compute_one_at_a_time():
-    world, computing, most = ThreadWorld(4, timeout=20, ordered=True, in_turn=True), 0, 0
+    world, computing, most = ThreadWorld(4, ordered=True, in_turn=True), 0, 0
 
     def body(rank):
         nonlocal computing, most

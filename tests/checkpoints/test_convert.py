@@ -195,7 +195,7 @@ def test_after_an_elastic_reset_the_ranks_gather_and_convert_their_states(name):
     random_steps(world, ranks, range(3, 5))
     survivor.compression.load_state_dict(old)
     held = residuals(survivor)
-    formed = ThreadWorld(3, timeout=20)
+    formed = ThreadWorld(3)
     survivor.move_to(formed, 0)
     everyone = [survivor, *(Rank(formed, i, survivor.model, TRAINED[name]) for i in (1, 2))]
     with pytest.raises(ValueError, match=r"^owner: the state was made with {'rank': 1, 'ranks': 2, .*hvd_compress."):
@@ -216,7 +216,7 @@ def test_a_converted_state_that_is_loaded_after_an_elastic_reset_is_kept():
     world, ranks = replicas(2, IWP)
     random_steps(world, ranks, range(3))
     state = reshard(states_of(ranks))
-    formed = ThreadWorld(2, timeout=20)
+    formed = ThreadWorld(2)
     ranks[1].move_to(formed, 0)
     everyone = [ranks[1], Rank(formed, 1, ranks[1].model, IWP)]
     for r in everyone:

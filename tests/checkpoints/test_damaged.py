@@ -89,7 +89,7 @@ class Trained:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 40, bias=False))
         if local:
-            self.world = ThreadWorld(2, timeout=20)
+            self.world = ThreadWorld(2)
             options = dict(build=build, model=model, period=2, outer_momentum=0.5)
             self.ranks = [Worker(self.world, rank, **options) for rank in range(2)]
         else:

@@ -37,7 +37,7 @@ def drive(channel: Channel, world: ThreadWorld, rank: int, values: Tensor, step:
 
 def averaged(name: str, ranks: int, steps: int, bad: int | None = None) -> list[dict[str, list]]:
     """Runs a channel on every rank. Per rank: the values, means, quantization errors and bytes sent of each step."""
-    world = ThreadWorld(ranks, timeout=20)
+    world = ThreadWorld(ranks)
 
     def body(rank: int) -> dict[str, list]:
         channel = codec(name).channel(len(SLOTS), ranks, rank, torch.device("cpu"))
@@ -74,7 +74,7 @@ def test_errors_add_up(name, ranks):
 
 @pytest.mark.parametrize("name", ["lloyd1", "lloyd4", "range10"])
 def test_a_rank_does_not_round_its_own_values_of_the_part_that_it_averages(name):
-    world, code = ThreadWorld(3, timeout=20), codec(name).code
+    world, code = ThreadWorld(3), codec(name).code
     exact = CodedRing(code, 512, Plain(32))
 
     def body(rank: int) -> None:
@@ -201,7 +201,7 @@ def test_default_format_of_range_floats():
 @pytest.mark.parametrize("name", NAMES)
 def test_error_feedback_stays_bounded(name):
     """With error feedback over 200 steps, neither errors nor scales diverge."""
-    ranks, world = 3, ThreadWorld(3, timeout=20)
+    ranks, world = 3, ThreadWorld(3)
 
     def body(rank: int) -> list[float]:
         channel = codec(name).channel(1, ranks, rank, torch.device("cpu"))

@@ -43,7 +43,7 @@ from hvd_compress.selection.pickers import Everything
 def test_all_ranks_say_which_options_differ_and_where(options, message, host):
     """Otherwise ranks would wait for each other, or every rank would silently get another gradient."""
     world, ranks = replicas(2, IWP, host=host)
-    world = ThreadWorld(3, timeout=10, ordered=host == "ddp")
+    world = ThreadWorld(3, ordered=host == "ddp")
     ranks = [type(ranks[0])(world, r, mixed_model(), IWP, **(options if r == 2 else {})) for r in range(3)]
     if not options:
         ranks[2].compression.engine.step = 3
@@ -63,7 +63,7 @@ def assert_all_raise(world, ranks, message):
 
 @pytest.mark.parametrize("other", ["fft", "mipd", "topk", "terngrad", "qsgd", "powersgd", "slimdp"])
 def test_ranks_with_another_method_raise_an_error(other):
-    world = ThreadWorld(2, timeout=10)
+    world = ThreadWorld(2)
     ranks = [Rank(world, rank, mixed_model(), METHODS[name]) for rank, name in enumerate(("iwp", other))]
     assert_all_raise(world, ranks, "method: IWP on rank 0; .* on rank 1")
 
@@ -95,7 +95,7 @@ def memory_format(model):
     ],
 )
 def test_ranks_with_other_parameters_raise_an_error(change, message):
-    world = ThreadWorld(2, timeout=10)
+    world = ThreadWorld(2)
     models = [mixed_model(), mixed_model()]
     change(models[1])
     ranks = [Rank(world, rank, model, IWP) for rank, model in enumerate(models)]
@@ -114,14 +114,14 @@ def test_ranks_with_other_parameters_raise_an_error(change, message):
     ids=str,
 )
 def test_equal_options_may_be_spelled_differently(one, other):
-    world = ThreadWorld(2, timeout=10)
+    world = ThreadWorld(2)
     ranks = [Rank(world, rank, mixed_model(), IWP, **given) for rank, given in enumerate((one, other))]
     random_steps(world, ranks, range(2))
 
 
 def test_ranks_with_other_weights_raise_an_error():
     """MIPD selects by the weights: if they were not broadcast, ranks would average different entries."""
-    world = ThreadWorld(2, timeout=10)
+    world = ThreadWorld(2)
     ranks = [Rank(world, rank, mixed_model(seed=rank), METHODS["mipd"]) for rank in range(2)]
     with pytest.raises(RuntimeError, match="were the parameters broadcast"):
         random_steps(world, ranks, range(1))
@@ -227,7 +227,7 @@ def test_all_equal_is_true_if_and_only_if_all_ranks_have_the_same_number(numbers
 @pytest.mark.parametrize("build", [partial(TopK, density=1.0), partial(IWP, density=1.0, values="fp32")])
 def test_ranks_begin_and_end_the_steps_of_several_compressors_in_different_orders(build):
     """As Horovod allows: compress() for all of them, then decompress(). One is never used."""
-    world = ThreadWorld(2, timeout=5)
+    world = ThreadWorld(2)
 
     def body(rank):
         models = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]

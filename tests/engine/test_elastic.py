@@ -24,7 +24,7 @@ def test_a_new_rank_agrees_with_one_that_has_trained_before(name):
     p = survivor.model.wide.weight
     p.grad = torch.ones_like(p)
     survivor.compression.compress(p.grad)
-    formed = ThreadWorld(2, timeout=20)
+    formed = ThreadWorld(2)
     survivor.move_to(formed, 0)
     fresh = Rank(formed, 1, survivor.model, method)
     applied = random_steps(formed, [survivor, fresh], range(20, 25))
@@ -41,7 +41,7 @@ def test_no_residual_is_lost_if_the_number_of_ranks_changes(name, before, after,
     world, ranks = replicas(before, method)
     random_steps(world, ranks, range(5))
     survivor = ranks[-1]
-    formed = ThreadWorld(after, timeout=20)
+    formed = ThreadWorld(after)
     survivor.move_to(formed, 0)
     everyone = [survivor, *(Rank(formed, i, survivor.model, method) for i in range(1, after))]
     for step in range(20, 24):
@@ -58,7 +58,7 @@ def test_gradients_of_an_interrupted_step_are_not_counted_twice(means):
     for p in (unchanged, added):
         p.grad = torch.ones_like(p)
         rank.compression.compress(p.grad)
-    rank.move_to(ThreadWorld(1, timeout=20), 0)
+    rank.move_to(ThreadWorld(1), 0)
     added.grad += 1.0
     new.grad = torch.ones_like(new)
     rank.compression.compress(new.grad)
@@ -74,6 +74,6 @@ def test_a_new_rank_agrees_with_one_whose_optimizer_has_got_a_new_parameter_grou
     optimizer.step()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     optimizer.step()
-    formed = ThreadWorld(2, timeout=20)
+    formed = ThreadWorld(2)
     ranks[0].move_to(formed, 0)
     random_steps(formed, [ranks[0], Rank(formed, 1, ranks[0].model, IWP)], [1])

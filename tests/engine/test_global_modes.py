@@ -127,7 +127,7 @@ def test_gradients_with_a_graph(name: str) -> None:
 
 def local_training(modes: Modes, ordered: bool, unsent: str, build: Any) -> list[Any]:
     forget_tables()
-    world, model = ThreadWorld(2, timeout=20, ordered=ordered), mixed_model()
+    world, model = ThreadWorld(2, ordered=ordered), mixed_model()
 
     def body(i: int) -> Any:
         mine = copy.deepcopy(model)
@@ -192,7 +192,7 @@ def test_a_new_set_of_ranks_seen_by_the_optimizer(modes: Modes) -> None:
             old, ranks = replicas(2, KINDS["iwp-lloyd4"], model)
             optimizers = [torch.optim.SGD(r.model.parameters(), lr=0.1) for r in ranks]
             found = []
-            for world in (old, ThreadWorld(2, timeout=20)):
+            for world in (old, ThreadWorld(2)):
                 for i, rank in enumerate(ranks):
                     rank.move_to(world, i)
                     with modes.of_thread():

@@ -140,7 +140,7 @@ def test_orthogonal_parameters_may_be_named_in_both_ways(wrap):
 
 
 def test_ranks_that_differ_in_wrappers_agree():
-    world = ThreadWorld(3, timeout=20)
+    world = ThreadWorld(3)
     models = [mixed_model(), torch.compile(mixed_model()), torch.nn.DataParallel(mixed_model())]
     ranks = [Rank(world, number, model, IWP) for number, model in enumerate(models)]
     random_steps(world, ranks, range(2))

@@ -173,7 +173,7 @@ def test_new_nodes_agree_after_an_elastic_reset(name):
     """The survivor has trained before, and keeps what its share of the buckets holds."""
     world, ranks = replicas((2, 2), METHODS[name])
     random_steps(world, ranks, range(4))
-    formed = ThreadWorld(6, timeout=20)
+    formed = ThreadWorld(6)
     survivors = ranks[2:]
     for number, rank in enumerate(survivors):
         rank.move_to(formed, number)
@@ -186,7 +186,7 @@ def test_new_nodes_agree_after_an_elastic_reset(name):
 @pytest.mark.parametrize("host", HOSTS)
 def test_ranks_with_other_nodes_raise_an_error(host):
     kind = DDPRank if host == "ddp" else Rank
-    world = ThreadWorld(4, timeout=10, ordered=host == "ddp")
+    world = ThreadWorld(4, ordered=host == "ddp")
     ranks = [kind(world, r, mixed_model(), IWP, nodes=2 if r < 3 else 4) for r in range(4)]
 
     def step(i):

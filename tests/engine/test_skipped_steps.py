@@ -194,7 +194,7 @@ def scaled(build, scales):
 def test_a_step_that_a_fused_optimizer_skips_takes_nothing_either(make, fused):
     """GradScaler calls the step of a fused optimizer in any case. The infinity is in a bias: all else is sent."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
-    world = ThreadWorld(2, timeout=20)
+    world = ThreadWorld(2)
     ranks = [Rank(world, i, mixed_model(), IWP, values="fp32", grad_scaler=scalers[i]) for i in range(2)]
     optimizers = [make(r.model.parameters(), lr=1e-3, fused=fused) for r in ranks]
     name = "wide.weight"

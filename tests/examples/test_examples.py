@@ -17,7 +17,7 @@ import torch
 from launch import ROOT, end, finish, start
 
 EXAMPLES = ROOT / "examples"
-DRIVER, DYING = (str(Path(__file__).with_name(name)) for name in ("resume.py", "dying.py"))
+DRIVER, DYING, DAMAGED = (str(Path(__file__).with_name(name)) for name in ("resume.py", "dying.py", "damaged.py"))
 #: Launches: packages, and the examples that need each.
 LAUNCHES = {
     "two_ranks": {
@@ -116,6 +116,22 @@ def test_elastic_example(tmp_path):
     (_, first, begin, _), (_, resumed, end, ratio) = runs
     assert (first, resumed) == ("0", "10")
     assert float(end) < float(begin) and float(ratio) > 8
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tmp_path):
+    launcher = ["torchrun", "--nproc-per-node", "2", "--tee", "3"]
+    output = run(launcher, DAMAGED, str(tmp_path), str(EXAMPLES / "elastic_local_steps.py"))
+    of_rank_0 = "".join(line.partition(":")[2] for line in output.splitlines(True) if line.startswith("[default0]"))
+    parts = dict(zip(*[iter(reversed(re.split(r"ended (\w+)\n", of_rank_0)[:-1]))] * 2, strict=True))
+    assert len(parts) == 9, output[-3000:]
+    begins = {name: [int(step) for step in re.findall(r" 7 steps from (\d+),", text)] for name, text in parts.items()}
+    passed = {name: text.count("cannot be read: ") for name, text in parts.items()}
+    assert begins.pop("every_checkpoint") == [] and passed.pop("every_checkpoint") == 3
+    assert "every_checkpoint can be read" in parts["every_checkpoint"]
+    assert begins.pop("nothing") == [6] and passed.pop("nothing") == 0
+    assert begins.pop("moments_of_two_checkpoints_cut_off") == [2]
+    assert passed.pop("moments_of_two_checkpoints_cut_off") == 2
+    assert set(passed.values()) == {1} and all(begin == [4] for begin in begins.values()), begins
 
 
 def test_local_steps_go_on_when_a_rank_and_a_machine_are_lost(tmp_path):

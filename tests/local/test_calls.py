@@ -121,7 +121,7 @@ def test_a_row_is_small():
 )
 def test_ranks_compare_their_options_in_the_first_step(options, says, ordered):
     """Not in the first exchange: a rank that is late has a whole period."""
-    world = ThreadWorld(2, timeout=20, ordered=ordered)
+    world = ThreadWorld(2, ordered=ordered)
     group = [Worker(world, 0, NoCompression), Worker(world, 1, NoCompression, **options)]
     with pytest.raises(RuntimeError, match=says):
         world.run(lambda i: group[i].train(1))

@@ -331,7 +331,7 @@ def test_a_new_rank_joins_while_an_exchange_is_in_flight(unsent):
     options = dict(build=SMALL_SPARSE, unsent=unsent, period=4, delay=3)
     world, group = workers(2, **options)
     world.run(lambda i: group[i].train(5))
-    anew = ThreadWorld(2, timeout=20)
+    anew = ThreadWorld(2)
     set_collectives(group[0].compression, anew.collectives(0))
     group[1] = Worker(anew, 1, **options)
     group[1].model.load_state_dict(group[0].model.state_dict())

@@ -72,7 +72,7 @@ def test_the_factor_is_at_most_the_square_root_of_the_ranks():
     moved = world.run(lambda i: exchange(group[i], [[d, s - d][i] for d, s in zip(one, small, strict=True)]))
     for move, part in zip(moved[0], small, strict=True):
         torch.testing.assert_close(move, part.double() / 2 * math.sqrt(2), rtol=1e-3, atol=2e-6)
-    anew = ThreadWorld(3, timeout=20)
+    anew = ThreadWorld(3)
     for rank in range(2):
         set_collectives(group[rank].compression, anew.collectives(rank))
     group.append(Worker(anew, 2, model=group[0].model, **RESTORED))
@@ -131,7 +131,7 @@ def test_ranks_and_hosts_have_the_same_bits(name, mode):
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_all_ranks_of_nodes_count(delay):
-    world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
+    world, model = ThreadWorld(4, ordered=True), mixed_model()
     options = dict(RESTORED, build=partial(Quantized, bits=8, nodes=2), unsent="buffer", delay=delay)
     group = world.run(lambda i: Worker(world, i, model=model, **options))
     own = [differences(i) for i in range(4)]

@@ -142,7 +142,7 @@ def test_period_one_with_a_buffer_is_the_method_in_gradient_mode():
 def test_a_node_takes_local_steps_as_one_rank():
     """Two nodes whose ranks have the same gradients, as with DDP inside, everything sent: two flat ranks."""
     model, options = mixed_model(), dict(unsent="buffer", period=2)
-    world, build = ThreadWorld(4, timeout=20, ordered=True), partial(TopK, density=1.0)
+    world, build = ThreadWorld(4, ordered=True), partial(TopK, density=1.0)
     group = world.run(lambda i: Worker(world, i, partial(build, nodes=2), model, **options))
     for worker in group:
         worker.rank //= 2
@@ -156,7 +156,7 @@ def test_a_node_takes_local_steps_as_one_rank():
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("name", EACH)
 def test_ranks_of_nodes_have_the_same_weights_after_local_steps(name, delay):
-    world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
+    world, model = ThreadWorld(4, ordered=True), mixed_model()
     build = partial(METHODS[name], nodes=2, **SMALL)
     group = world.run(lambda i: Worker(world, i, build, model, unsent="buffer", period=2, delay=delay))
     world.run(lambda i: group[i].train(6 + delay))
@@ -166,10 +166,10 @@ def test_ranks_of_nodes_have_the_same_weights_after_local_steps(name, delay):
 
 
 def test_what_nodes_did_not_send_cannot_stay_in_the_weights():
-    world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
+    world, model = ThreadWorld(4, ordered=True), mixed_model()
     with pytest.raises(ValueError, match='unsent="buffer"'):
         world.run(lambda i: Worker(world, i, partial(TopK, nodes=2), model))
-    world = ThreadWorld(4, timeout=20, ordered=True)  # nothing is left unsent
+    world = ThreadWorld(4, ordered=True)  # nothing is left unsent
     group = world.run(lambda i: Worker(world, i, partial(NoCompression, nodes=2), model))
     world.run(lambda i: group[i].train(3))
     assert all(same(group[0], other) for other in group)
@@ -305,7 +305,7 @@ def test_stats_count_the_dense_bytes_of_all_local_steps():
 
 
 def test_the_ranks_of_a_node_count_the_dense_bytes_of_its_card():
-    world, model = ThreadWorld(4, timeout=20, ordered=True), mixed_model()
+    world, model = ThreadWorld(4, ordered=True), mixed_model()
     build = partial(TopK, density=1 / 16, nodes=2)
     group = world.run(lambda i: Worker(world, i, build, model, unsent="buffer", period=4))
     world.run(lambda i: group[i].train(4))
@@ -370,7 +370,7 @@ def test_a_new_rank_joins(unsent):
     options = dict(unsent=unsent, outer_momentum=0.5)
     world, group = workers(2, **options)
     world.run(lambda i: group[i].train(4))
-    anew = ThreadWorld(2, timeout=20)
+    anew = ThreadWorld(2)
     set_collectives(group[0].compression, anew.collectives(0))
     group[1] = Worker(anew, 1, **options)
     # hvd.broadcast_optimizer_state() steps a new optimizer, perhaps before the weights are broadcast.

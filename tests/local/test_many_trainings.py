@@ -57,7 +57,7 @@ def test_a_second_training_of_a_model(without_collection):
 
 def trained_ranks(host, steps, **options):
     """Two ranks with local steps, and their compressors, after so many steps."""
-    world = ThreadWorld(2, ordered=host == "ddp", timeout=20)
+    world = ThreadWorld(2, ordered=host == "ddp")
     models = [toy_model() for _ in range(2)]
     compressions = [IWP(model, density=1 / 4, collectives=world.collectives(i)) for i, model in enumerate(models)]
     optimizers = [sgd(model.parameters()) for model in models]
@@ -148,7 +148,7 @@ class Lightning:
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("wrap", [Accelerated, Lightning, lambda o: Accelerated(Accelerated(o))], ids=["a", "l", "aa"])
 def test_optimizers_in_wrappers(wrap, several, recipe):
-    world = ThreadWorld(2, timeout=20, ordered=True)
+    world = ThreadWorld(2, ordered=True)
     models = [mixed_model() for _ in range(2)]
 
     def train(rank):
@@ -252,7 +252,7 @@ def test_a_model_with_other_parameters_is_refused(call, change):
 
 
 def test_a_parametrization_keeps_the_parameters():
-    world = ThreadWorld(2, timeout=20, ordered=True)
+    world = ThreadWorld(2, ordered=True)
     models = [toy_model() for _ in range(2)]
 
     def train(rank):

@@ -88,7 +88,7 @@ def spy(rank):
 @on_both_hosts
 def test_float16_is_of_unscaled_gradients(host):
     """A loss scale of 65536 would leave float16 no range."""
-    world = ThreadWorld(2, timeout=20, ordered=host == "ddp")
+    world = ThreadWorld(2, ordered=host == "ddp")
     kind = type(replicas(1, NoCompression, host=host)[1][0])
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     ranks = [kind(world, r, mixed_model(), NoCompression, values="fp16", grad_scaler=scaler) for r in range(2)]

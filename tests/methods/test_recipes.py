@@ -14,7 +14,7 @@ RECIPES = [getattr(recipes, name) for name in recipes.__all__]
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipes.__all__)
 def test_ranks_take_local_steps_and_have_the_same_weights_afterwards(recipe):
-    world, models = ThreadWorld(2, timeout=20, ordered=True), [mixed_model() for _ in range(2)]
+    world, models = ThreadWorld(2, ordered=True), [mixed_model() for _ in range(2)]
 
     def train(rank):
         model = models[rank]
@@ -37,7 +37,7 @@ def test_ranks_take_local_steps_and_have_the_same_weights_afterwards(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipes.__all__)
 def test_averages_may_arrive_later(recipe):
-    world, models = ThreadWorld(2, timeout=20, ordered=True), [mixed_model() for _ in range(2)]
+    world, models = ThreadWorld(2, ordered=True), [mixed_model() for _ in range(2)]
 
     def train(rank):
         model, chosen = models[rank], muon_and_adamw(models[rank].parameters())

@@ -54,7 +54,7 @@ class Lighthouse:
                     behind = [m for m in ranks if m.step < max(m.step for m in ranks) or not m.worked]
                     source = max(ranks, key=lambda m: (m.worked, m.step))
                     state = (source.save(), source.save_user()) if behind else None
-                    self._formed = ThreadWorld(len(ranks), timeout=20, ordered=True), ranks, source, state
+                    self._formed = ThreadWorld(len(ranks), ordered=True), ranks, source, state
                     self.quorum, self._waiting = self.quorum + 1, set()
                     self._condition.notify_all()
                 elif not self._condition.wait(30):
@@ -176,7 +176,7 @@ class _Failed:
     def done(self):
         return False
 
-    def result(self, timeout=20.0):
+    def result(self, timeout=60.0):
         raise self._error
 
 
@@ -187,7 +187,7 @@ class _Handle:
     def done(self):
         return False
 
-    def result(self, timeout=20.0):
+    def result(self, timeout=60.0):
         try:
             return self._handle.result(timeout)
         except RuntimeError as error:

@@ -216,7 +216,7 @@ def train(world, trainings, steps):
 
 
 def test_on_another_number_of_ranks_a_training_begins_with_the_mean_of_what_was_not_sent():
-    world = ThreadWorld(2, timeout=20)
+    world = ThreadWorld(2)
     trainings = [of_rank(world, rank) for rank in range(2)]
     train(world, trainings, 4)
     states = [training.state() for training, _, _ in trainings]
@@ -235,7 +235,7 @@ def test_on_another_number_of_ranks_a_training_begins_with_the_mean_of_what_was_
 
 
 def test_all_weights_are_averaged_once():
-    world = ThreadWorld(2, timeout=20)
+    world = ThreadWorld(2)
     trainings = [of_rank(world, rank) for rank in range(2)]
     sent = []
     for steps in (0, 2, 0, 1):
