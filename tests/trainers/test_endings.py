@@ -10,7 +10,7 @@ from launch import launch
 SCRIPT = Path(__file__).with_name("endings.py")
 CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
 #: Seconds, on a machine that is busy otherwise.
-LIMIT = 480.0
+LIMIT = 900.0
 
 
 @pytest.fixture(scope="module")

@@ -134,3 +134,23 @@ def flat(made):
 
 def sent(made):
     return made[0][0].compression.stats()["total"]["wire_bytes"]
+
+
+@pytest.mark.parametrize("moves", MOVES, ids=lambda function: function.__name__)
+def test_the_end_averages_what_has_moved(trainings, moves, monkeypatch):
+    """Also if only one rank has moved its own."""
+    run, made = trainings
+    monkeypatch.setattr(module.world, "place", lambda: (0, 1))
+    run(moves)
+    run(lambda training, *_: training.end())
+    assert torch.equal(*map(flat, made))
+
+
+def test_the_end_after_an_average_sends_no_weights(trainings):
+    run, made = trainings
+    run(raw)
+    run(lambda training, *_: training.average())
+    before = sent(made)
+    run(lambda training, *_: training.end())
+    weights = flat(made[0])
+    assert sent(made) - before < weights.nbytes / 10 and torch.equal(weights, flat(made[1]))
