@@ -98,7 +98,7 @@ class LightningCallback(Callback):
         """Lightning has loaded the optimizers, which ModelParallelStrategy does after ``on_fit_start``."""
         if self._states:
             self.training.load(len(self._states), self._states.__getitem__)
-        self._states, self._step = [], trainer.global_step
+        self._states, self._step, self._weights = [], trainer.global_step, None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._count(trainer)  # the module's own on_train_batch_end() comes after this callback's
