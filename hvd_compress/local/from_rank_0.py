@@ -51,7 +51,8 @@ def share_states(optimizers: Sequence[Optimizer], engine: Engine) -> None:
     held = [(part.state, p) for part in parts for group in part.param_groups for p in group["params"]]
     states = [_Nested(state.get(p)) for state, p in held]
     every = [*settings, *states]
-    request = allgather(torch.tensor([[nested.form for nested in every]], device=device), "dense_tensor")
+    own = torch.tensor([[nested.form for nested in every]], dtype=torch.int64, device=device)
+    request = allgather(own, "dense_tensor")
     engine.stats.count_request(request, members.size)
     forms = members.start(request, f"{label}.forms").result()
     same = (forms == forms[0]).all(0).tolist()
@@ -95,7 +96,7 @@ def _tensors(leaf: Any) -> list[Tensor]:
         if hasattr(leaf, "__tensor_flatten__"):
             return [tensor for name in leaf.__tensor_flatten__()[0] for tensor in _tensors(getattr(leaf, name))]
         return [leaf.detach()]
-    return [torch.tensor(leaf, dtype=torch.float64)] if type(leaf) in (int, float) else []
+    return [torch.tensor(leaf, dtype=torch.float64, device="cpu")] if type(leaf) in (int, float) else []
 
 
 def _filled(leaf: Any, tensors: Iterator[Tensor]) -> Any:

@@ -74,7 +74,7 @@ class LocalSteps:
             loss_function(model(inputs), targets).backward()
             optimizer.step()
             local.step()
-        local.end(model)  # on all ranks; within the training, finish(model) before testing it
+        local.finish(model)  # on all ranks, before testing the model; end(model) when the training is over
 
     Args:
         compression: any compressor, without momentum and without ``grad_scaler``, which stay with the optimizer. Its

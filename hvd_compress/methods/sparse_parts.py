@@ -33,7 +33,8 @@ class Velocity(Part):
         """Gives the pieces with these names this momentum, the others none. Called before the first step."""
         self.momentum, self._names = momentum, names
         self.memory = self._bucket.zeros() if momentum else None
-        self._idle.finds |= bool(momentum)
+        if momentum:
+            self._idle.find()
         #: The pieces without momentum, if others have it.
         self.without = [piece for piece in self._bucket.pieces if momentum and piece.name not in names]
 

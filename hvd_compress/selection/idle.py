@@ -13,8 +13,8 @@ class Idle(Part):
     """The idle pieces of a bucket in the current step: no rank has a gradient for them.
 
     ``silences``: whether idle pieces receive 0 and keep their residuals; a method that sends signs would apply even a
-    tiny residual for ever. ``finds``: whether idle pieces are found, which momentum sets, too: they keep their
-    velocities. Otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of this rank's gradient was not
+    tiny residual for ever. ``finds``: whether idle pieces are found, with momentum, too: they keep their velocities.
+    Otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of this rank's gradient was not
     zero.
     """
 
@@ -28,6 +28,10 @@ class Idle(Part):
 
     def begin(self, step: Step) -> None:
         self.touched.zero_()
+
+    def find(self) -> None:
+        """From now on idle pieces are found."""
+        self.finds = True
 
     def found(self, touched: Tensor) -> None:
         """Called by the decider. ``touched``: whether any rank has a gradient for a piece, bool, (pieces,)."""
