@@ -1,6 +1,6 @@
 """Facts about a method and about an optimizer, from which others tell whether the two fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class OptimizerFacts:
 
     ``given``: whether Horovod's optimizer was given this compressor; None for another optimizer. ``ours``: whether the
     gradients that it applies have come from this compressor. ``active``: whether this process exchanges gradients.
-    ``unknown``: the number of its trained parameters that the compressor was not given. ``bypassing``: the names of
+    ``unknown``: the number of its trained parameters that the compressor was not given. ``bypassing()``: the names of
     those whose gradients it applies although they have not passed through the compressor.
     """
 
@@ -39,7 +39,7 @@ class OptimizerFacts:
     ours: bool
     active: bool
     unknown: int
-    bypassing: Sequence[str] = ()
+    bypassing: Callable[[], list[str]] = list
 
     @property
     def momentum(self) -> float:

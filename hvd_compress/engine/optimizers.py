@@ -127,6 +127,16 @@ def unwrapped(optimizer: Any) -> Any:
     return found
 
 
+def inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers in ``optimizer`` that have states of their own: itself, and those that it holds (SAM, Lookahead, a
+    container of several)."""
+    held = [
+        item for value in vars(optimizer).values() for item in (value if isinstance(value, list | tuple) else [value])
+    ]
+    own = [optimizer] if "state" in vars(optimizer) else []
+    return [*own, *(part for item in held if isinstance(item, Optimizer) for part in inside(item))]
+
+
 def share_parameters(one: Optimizer, other: Optimizer) -> bool:
     """Whether two optimizers are Horovod's and the one that it wraps: different objects with the same parameter
     lists."""

@@ -40,7 +40,7 @@ def _check_fixed_size(facts: OptimizerFacts) -> None:
             f"{facts.unknown} of the optimizer's parameters were not given to this compressor, so their gradients are "
             "not signs: give it all of the optimizer's named parameters"
         )
-    check_passed(facts.bypassing, "is not a sign")
+    check_passed(facts.bypassing(), "is not a sign")
     if facts.momentum:
         raise ValueError(
             f"momentum would count twice: DeMo has one of its own, and {type(facts.optimizer).__name__} one of "

@@ -99,7 +99,8 @@ class LastAverage:
     def before_other_step(self) -> None:
         """Called when an optimizer that holds none of the parameters is about to step."""
         if self._looks and self._versions and not self.called:
-            self.waited = self.unapplied()
+            there = all(ref is None or ref() is self._parameters[n].grad for n, ref in self._written.items())
+            self.waited = there and self.unapplied()  # or it was zeroed, and a backward pass of others has followed
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called when the optimizer has stepped, or skipped the step."""
@@ -156,7 +157,7 @@ class LastAverage:
         """Whether the last average was applied, or skipped, to all parameters that this optimizer holds."""
         if not (self._versions and self._stepped):
             return False
-        return parameters_of([optimizer]).intersection(map(id, self._parameters)) <= self._ids_stepped()
+        return parameters_of([optimizer]).intersection(map(id, self._parameters)) <= self.ids_stepped()
 
     def unapplied(self) -> bool:
         """Whether nobody has applied the last average so far: no optimizer has stepped, no weight has changed, and
@@ -170,7 +171,8 @@ class LastAverage:
     def _weights_stay(self) -> bool:
         return self._versions == [self._parameters[number]._version for number in self._probes]
 
-    def _ids_stepped(self) -> set[int]:
+    def ids_stepped(self) -> set[int]:
+        """The ids of the parameters of the optimizers that have stepped since the average was written."""
         return {id(p) for parameters in self._stepped.values() for p in parameters}
 
     def _gone(self, number: int) -> None:
@@ -195,7 +197,7 @@ class LastAverage:
         gradient was zeroed."""
         parameter = self._parameters[number]
         if self._held is None:
-            self._held, self._trained = self._ids_stepped(), parameters_of(self._steppers)
+            self._held, self._trained = self.ids_stepped(), parameters_of(self._steppers)
         if id(parameter) in self._held:
             applied, version = self._applied.get(number, (None, 0))
             if applied is None or applied() is not grad or grad._version != version:

@@ -19,6 +19,8 @@ from ..engine.spread import spread
 _PROBES = 16
 # Steps between two looks, after those at the first ones.
 _INTERVAL, _FIRST = 100, (1, 10)
+# Entries that are looked at at a time.
+_PART = 2**20
 # How far a parameter's sum and norm may be apart, in norms: unequal devices round differently.
 _TOLERANCE = 1e-3
 
@@ -70,9 +72,12 @@ class SameWeights:
 
 
 def _sketch(parameter: Tensor) -> Tensor:
-    """The sum and the norm of a parameter, float64, (2,); no copy of it is made."""
-    part = as_real(local(parameter))
-    return torch.stack([part.sum(dtype=torch.float64), torch.linalg.vector_norm(part, dtype=torch.float64)])
+    """The sum and the norm of a parameter, float64, (2,). A part of it is copied at a time."""
+    sums = torch.zeros(2, dtype=torch.float64, device=parameter.device)
+    for part in torch.split(as_real(local(parameter)).reshape(-1), _PART):
+        wide = part.double()
+        sums += torch.stack([wide.sum(), wide.square().sum()])
+    return torch.stack([sums[0], sums[1].sqrt()])
 
 
 def _differ(gathered: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 import weakref
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -88,7 +89,8 @@ class _State(Enum):
 _THROWN_AWAY = (
     "averages were zeroed before an optimizer has applied them, and the residuals keep a part of their gradients. Run "
     "backward passes whose gradients nobody applies, such as a generator's through its discriminator, in no_sync() of "
-    "this model (FSDP2: after set_requires_gradient_sync(False)); call discard_step() where a step is left out"
+    "this model (FSDP2: after set_requires_gradient_sync(False)). Where a step is left out, call discard_step(), or "
+    "give grad_scaler=, if a GradScaler skips it"
 )
 
 # Read for every gradient: looking up a member of an enumeration takes longer.
@@ -118,7 +120,9 @@ class GradientStep:
         self._may_be_bypassed = True
         #: Whether a backward pass for another optimizer has left a part of its gradients in the residuals.
         self._must_refuse = False
-        #: Whether the gradient of each parameter has arrived since an optimizer has stepped.
+        #: Whether the step exchanges anything: one rank of torch without momentum has the average.
+        self._exchanges = True
+        #: Whether the gradient of each parameter has arrived since its optimizer has stepped.
         self._passed = bytearray(len(engine.parameters))
 
     # What hosts call.
@@ -145,16 +149,22 @@ class GradientStep:
         if contains:
             self._refuse_last_average(number)
         self._passed[number] = True
-        return engine.arrive(number, grad) if self._host.active else None
+        return engine.arrive(number, grad) if self._exchanges else None
 
     def finish(self) -> None:
         """Runs the step's exchanges to their ends; every gradient of the step must have arrived on this rank. Waits."""
         if self._state is _COLLECTING:
             self._engine.finish()
-            self._weights.compare(self._passed)
-            self._look_at_thrown_away()
+            thrown_away, waited = self._last_average.thrown_away and not self._discarded, self._last_average.waited
             self._state, self._discarded = _State.AVERAGED, False
             self._last_average.written()
+            try:
+                self._weights.compare(self._passed)
+                if thrown_away:
+                    self._look_at_residuals(waited)
+            except BaseException:
+                self.discard()
+                raise
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer step applies gradients although none has arrived in this process so far. True at most
@@ -170,6 +180,7 @@ class GradientStep:
         """See :meth:`hvd_compress.Compressor.reset`. ``overwritten``: the memory of the step's gradients holds other
         values now. Nothing is waited for."""
         with self._engine.entered:
+            self._must_refuse = False
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
                 self._weights.clear()
@@ -261,6 +272,7 @@ class GradientStep:
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self._last_average.before_optimizer_step()
         if self._must_refuse:
+            self._must_refuse = False
             raise RuntimeError(f"{type(self._engine.method).__name__}: {_THROWN_AWAY}")
         engine, host = self._engine, self._host
         if host.detached:
@@ -271,7 +283,7 @@ class GradientStep:
         if active:
             host.check_optimizer(optimizer)
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
-        bypassing = self._bypassing(optimizer)
+        bypassing = partial(self._bypassing, optimizer)
         engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown, bypassing))
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
@@ -291,13 +303,16 @@ class GradientStep:
         engine = self._engine
         # First: if the ranks differ, the last average may still be taken back.
         engine.peer.compare()
-        if self._last_average.called:
-            self._passed = bytearray(len(self._passed))
+        stepped = self._last_average.ids_stepped()
+        for number, parameter in enumerate(engine.parameters if stepped else ()):
+            if id(parameter) in stepped:
+                self._passed[number] = False
         scale = self.undo_if_skipped()
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE
         self._undo = None
-        engine.begin(engine.works if self._host.active else (), engine.step, scale)
+        self._exchanges = self._host.active
+        engine.begin(engine.works if self._exchanges else (), engine.step, scale)
         self._state, self._may_be_bypassed = _COLLECTING, False
         self._weights.begin()
 
@@ -311,15 +326,14 @@ class GradientStep:
         grads = [(name, p.grad) for name, p, passed in pairs if not passed and id(p) in held]
         return [name for name, g in grads if g is not None and not g.is_sparse and bool(local(g).any())]
 
-    def _look_at_thrown_away(self) -> None:
-        """Notices a last average that was zeroed without a step, of which the residuals keep a part. Warns if it may
-        have been a step that was left out, or one that is made of several averages."""
-        last, engine = self._last_average, self._engine
-        if self._discarded or not last.thrown_away:
-            return
+    def _look_at_residuals(self, waited: bool) -> None:
+        """Called when the average before this one was zeroed without a step: notices whether the residuals keep a part
+        of its gradients. Only warns if it may have been a step that was left out, or one that is made of several
+        averages: if no other optimizer has stepped while it ``waited``."""
+        engine = self._engine
         if any(bool(work.residual_of(piece).any()) for work in engine.works for piece in work.bucket.pieces):
-            self._must_refuse |= last.waited
-            if not last.waited:
+            self._must_refuse |= waited
+            if not waited:
                 engine.warn(_THROWN_AWAY)
 
     def _refuse_last_average(self, number: int) -> None:

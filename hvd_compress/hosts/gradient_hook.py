@@ -4,7 +4,7 @@ DDP takes one hook, and its model may be trained several times: the state of the
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -129,9 +129,12 @@ def use_hook(model: torch.nn.Module, *use: Any) -> list[Callable[[], None]]:
     return ends
 
 
-def average_again(parameters: Iterable[Tensor]) -> None:
-    """Ends what :func:`local_gradients` has begun, for the DDP models that hold one of the parameters."""
-    for ddp in ddp_models(parameters):
+def average_again(parameters: Iterable[Tensor], kept: Set[int]) -> None:
+    """Ends what :func:`local_gradients` has begun, for the DDP models that hold one of the parameters, and none with an
+    id in ``kept``."""
+    for ddp in ddp_models(p for p in parameters if id(p) not in kept):
+        if not kept.isdisjoint(map(id, ddp.parameters())):
+            continue
         for _, state in getattr(ddp, "_comm_hooks", ()):
             if isinstance(state, GradientHook) and state.own:
                 state.use(None)()

@@ -11,7 +11,7 @@ from ..engine.comparison import COMPARES, Unexpected, ranks_by_value, ranks_text
 from ..engine.engine import Engine
 
 #: What a rank may be in; a call is sent as its place here.
-CALLS = ("step()", "finish()", "take_weights()", "state_dict()", "DCPState.state_dict()")
+CALLS = ("step()", "finish()", "take_weights()", "state_dict()", "DCPState.state_dict()", "end()")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
 from ..engine.work import Work
 from ..reference import all_usable, usable
 
+# Relative change of all weights together that is a rounding error: what is smaller is nobody's new weights.
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -67,8 +70,8 @@ class CommonWeights:
             velocity = torch.zeros_like(common) if momentum else None
             self.weights.append(Weight(number, name, p, place, common, velocity))
         self.ids = {id(weight.parameter) for weight in self.weights}
-        # By which a loaded state knows the parameters that were saved with it, until foreign() is called.
-        self._saved_with = dict[str, int]()
+        #: The hash of the parameters that were saved with the state that was loaded, until it is compared.
+        self.saved_with: int | None = None
 
     def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
         """Makes the parameters with these ids the common weights. They must be the same on all ranks; with
@@ -151,9 +154,9 @@ class CommonWeights:
         return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
 
     def foreign(self) -> bool:
-        """Whether the parameters are others than those saved with the state. Asked once after each loading."""
-        saved = self._saved_with.pop("hash", 0)
-        return saved not in (0, self._hash_of_parameters())
+        """Whether the parameters are others than those saved with the state. True once after each loading at most."""
+        saved, self.saved_with = self.saved_with, None
+        return bool(saved) and saved != self._hash_of_parameters()
 
     def _hash_of_parameters(self) -> int:
         return hash_of(w.own.to(w.common.dtype) for w in self.weights)
@@ -171,7 +174,7 @@ class CommonWeights:
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},
             "hash of the weights (call finish() before saving)": Recorded(
-                self._hash_of_parameters, partial(self._saved_with.__setitem__, "hash")
+                self._hash_of_parameters, partial(setattr, self, "saved_with")
             ),
         }
 
@@ -189,10 +192,9 @@ class CommonWeights:
 
 
 def _are_rounded(weights: Sequence[Weight]) -> bool:
-    """Whether this rank's weights, all together, are the common ones but for rounding errors of their dtypes."""
+    """Whether this rank's weights, all together, are the common ones but for rounding errors of float32."""
     moved = math.hypot(*(float((w.own.to(w.common.dtype) - w.common).norm()) for w in weights))
-    size = math.hypot(*(float(w.common.norm()) for w in weights))
-    return moved <= 4 * max((torch.finfo(w.own.dtype).eps for w in weights), default=0.0) * size
+    return moved <= _ROUNDING * math.hypot(*(float(w.common.norm()) for w in weights))
 
 
 def scale_residuals(works: Iterable[Work], factor: float) -> None:

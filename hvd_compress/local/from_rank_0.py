@@ -1,4 +1,4 @@
-"""What becomes rank 0's on all ranks: buffers, and the states of optimizers when local steps end."""
+"""Copies to all ranks of what rank 0 has: buffers, and the states of optimizers when local steps end."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +11,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..engine.collectives import Collectives, Request, allgather
 from ..engine.engine import Engine
+from ..engine.optimizers import inside
 
 Count = Callable[[Request, int], None]
 
 # Bytes of a message, unless one tensor has more.
 _MESSAGE = 2**26
+# Python's numbers that are sent, and the dtype of each.
+_DTYPES = {int: torch.int64, float: torch.float64}
 
 
 def from_rank_0(
@@ -42,51 +45,69 @@ def from_rank_0(
 
 
 def share_states(optimizers: Sequence[Optimizer], engine: Engine) -> None:
-    """Makes the optimizers' states and the settings of their parameter groups rank 0's; of sharded parameters, those of
-    the same shard. Drops a parameter's state that not all ranks have in one form: it begins anew. Waits."""
-    members, label, device = engine.collectives, f"{engine.exchanges.label}.optimizers", engine.parameters[0].device
-    parts = [part for optimizer in optimizers for part in getattr(optimizer, "optimizers", [optimizer])]
-    groups = [group for part in parts for group in part.param_groups]
-    settings = [_Nested({key: value for key, value in group.items() if key != "params"}) for group in groups]
-    held = [(part.state, p) for part in parts for group in part.param_groups for p in group["params"]]
-    states = [_Nested(state.get(p)) for state, p in held]
-    every = [*settings, *states]
-    own = torch.tensor([[nested.form for nested in every]], dtype=torch.int64, device=device)
-    request = allgather(own, "dense_tensor")
+    """Makes the optimizers' states, and the settings of their parameter groups, rank 0's; of sharded parameters, those
+    of the same shard. What not all ranks have in one form stays the rank's own, with a warning; a parameter's state is
+    dropped then, and begins anew. Waits."""
+    # By parameter, in the engine's order, so that the order of optimizers and of groups may differ between ranks.
+    numbers = {id(p): number for number, p in enumerate(engine.parameters)}
+    states: list[list[_Nested]] = [[] for _ in numbers]
+    settings: list[list[_Nested]] = [[] for _ in numbers]
+    for part in (part for optimizer in optimizers for part in inside(optimizer)):
+        own = {key: value for key, value in part.state.items() if not isinstance(key, Tensor)}
+        for group in part.param_groups:
+            held = [p for p in group["params"] if id(p) in numbers]
+            for p in held:
+                states[numbers[id(p)]].append(_Nested({p: part.state[p]} if p in part.state else {}, part.state))
+            if held:
+                first = min(numbers[id(p)] for p in held)
+                settings[first].append(_Nested({k: v for k, v in group.items() if k != "params"}, group))
+                settings[first].append(_Nested(own, part.state))
+    places = [*states, *settings]
+    same = _same_forms([zlib.crc32(repr([n.form for n in place]).encode()) for place in places], engine)
+    shared = [nested for place, is_same in zip(places, same, strict=True) if is_same for nested in place]
+    label, device = f"{engine.exchanges.label}.optimizers", engine.parameters[0].device
+    tensors = [tensor for nested in shared for tensor in nested.tensors]
+    values = from_rank_0(tensors, engine.collectives, label, device, engine.stats.count_request)
+    for nested in shared:
+        nested.fill(values)
+    for p, place, is_same in zip(engine.parameters, states, same[: len(states)], strict=True):
+        for nested in () if is_same else place:
+            nested.owner.pop(p, None)
+    if not all(same):
+        engine.warn("the ranks' optimizers have states or settings of different forms, which are not made the same")
+
+
+def _same_forms(forms: list[int], engine: Engine) -> list[bool]:
+    """Whether all ranks have the same form at each place. Waits."""
+    members, label, device = engine.collectives, f"{engine.exchanges.label}.forms", engine.parameters[0].device
+    request = allgather(torch.tensor([forms], dtype=torch.int64, device=device), "dense_tensor")
     engine.stats.count_request(request, members.size)
-    forms = members.start(request, f"{label}.forms").result()
-    same = (forms == forms[0]).all(0).tolist()
-    tensors = [tensor for nested, shared in zip(every, same, strict=True) if shared for tensor in nested.tensors]
-    values = from_rank_0(tensors, members, label, device, engine.stats.count_request)
-    for group, nested, shared in zip(groups, settings, same[: len(groups)], strict=True):
-        if shared:
-            group.update(nested.filled(values))
-    for (state, p), nested, shared in zip(held, states, same[len(groups) :], strict=True):
-        if not shared:
-            state.pop(p, None)
-        elif p in state:
-            state[p] = nested.filled(values)
+    found = members.start(request, label).result()
+    return [bool(same) for same in (found == found[0]).all(0).tolist()]
 
 
 class _Nested:
-    """Nested values of an optimizer: the tensors and numbers in them, and a hash of all else."""
+    """Nested values of an optimizer, which belong into ``owner``: the tensors and numbers in them, and a hash of their
+    form. Keys that are parameters do not count in it."""
 
-    def __init__(self, values: Any) -> None:
-        self._leaves, self._spec = tree_flatten(values)
+    def __init__(self, values: dict[Any, Any], owner: Any) -> None:
+        self.owner, self._keys = owner, list(values)
+        self._leaves, self._spec = tree_flatten(list(values.values()))
         each = [_tensors(leaf) for leaf in self._leaves]
         self.tensors = [tensor for tensors in each for tensor in tensors]
         kinds = [
-            [type(leaf), *((t.shape, t.dtype) for t in tensors)] if tensors else leaf
+            (type(leaf), *((t.shape, t.dtype) for t in tensors), leaf if isinstance(leaf, str | bool) else None)
             for leaf, tensors in zip(self._leaves, each, strict=True)
         ]
-        self.form = zlib.crc32(f"{self._spec} {kinds}".encode())
+        self.form = f"{[key for key in values if not isinstance(key, Tensor)]} {self._spec} {kinds}"
 
-    def filled(self, values: Iterator[Tensor]) -> Any:
-        """Writes the next of ``values`` into the tensors. Returns the nested values with new numbers."""
+    def fill(self, values: Iterator[Tensor]) -> None:
+        """Writes the next of ``values`` into the tensors, and the numbers to the owner."""
         for tensor in self.tensors:
             tensor.copy_(next(values))
         numbers = iter(self.tensors)
-        return tree_unflatten([_filled(leaf, numbers) for leaf in self._leaves], self._spec)
+        filled = tree_unflatten([_filled(leaf, numbers) for leaf in self._leaves], self._spec)
+        self.owner.update(zip(self._keys, filled, strict=True))
 
 
 def _tensors(leaf: Any) -> list[Tensor]:
@@ -96,13 +117,15 @@ def _tensors(leaf: Any) -> list[Tensor]:
         if hasattr(leaf, "__tensor_flatten__"):
             return [tensor for name in leaf.__tensor_flatten__()[0] for tensor in _tensors(getattr(leaf, name))]
         return [leaf.detach()]
-    return [torch.tensor(leaf, dtype=torch.float64, device="cpu")] if type(leaf) in (int, float) else []
+    if type(leaf) not in _DTYPES or (type(leaf) is int and not -(2**63) <= leaf < 2**63):
+        return []
+    return [torch.tensor(leaf, dtype=_DTYPES[type(leaf)], device="cpu")]
 
 
 def _filled(leaf: Any, tensors: Iterator[Tensor]) -> Any:
     """A leaf whose tensors, the next ones, were written to."""
     own = [next(tensors) for _ in _tensors(leaf)]
-    return leaf if isinstance(leaf, Tensor) or not own else type(leaf)(own[0].item())
+    return leaf if isinstance(leaf, Tensor) or not own else own[0].item()
 
 
 def _bytes(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..engine.optimizers import parameters_of, share_parameters, unwrapped
+from ..engine.optimizers import inside, parameters_of, share_parameters, unwrapped
 from ..hosts.horovod import is_distributed_optimizer
 
 # After so many steps of an optimizer without LocalSteps.step(), and so many calls of that without a step of an
@@ -44,7 +44,7 @@ class LocalOptimizers:
         same."""
         holders = Counter[int]()
         for optimizer in self.all:
-            for part in getattr(optimizer, "optimizers", [optimizer]):
+            for part in inside(optimizer):
                 if callable(getattr(part, "eval", None)):
                     raise ValueError(
                         f"{type(part).__name__} evaluates other weights than it trains (optimizer.eval()), which local "

@@ -26,6 +26,7 @@ from ..carriers import shard_groups
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
+from ..engine.owner import in_use
 from ..engine.state import Entry, Fixed, Tree
 from ..hosts import gradient_hook
 from ..hosts.horovod import is_distributed_optimizer
@@ -117,11 +118,11 @@ class Rounds:
         self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)
         held = [weight for weight in weights if id(weight.parameter) in self._optimizers.held]
         self._outside = OutsideChanges(held, engine.warn)
-        #: Whether the common weights have been taken from the parameters, and whether a local step has followed. Until
-        #: then those of now are taken only to tell rounding errors of them.
+        #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
-        self._common.take(self._common.ids)
+        #: Whether the common weights, before they are taken, tell rounding errors of those of now.
         self._rounds_off = True
+        self._common.take(self._common.ids)
         #: Optimizers that have taken a local step, until then.
         self._applied = weakref.WeakSet[Optimizer]()
         #: Whether an optimizer has stepped since the last call of count(), and whether finish() or take_weights() was
@@ -145,13 +146,13 @@ class Rounds:
         if self._watching and self.stepped:
             self._outside.check(_AFTER_STEP)
         self._optimizers.counted()
+        self._common.saved_with = None  # if no optimizer was seen, nobody knows the weights before the step
         self._begun, self.stepped, self._finished, self.moved = True, False, False, True
         self._applied.clear()
         period = self.schedule.period
         self.schedule.count()
         self._turns.count()
         if not self._exchanging:
-            self._refuse_foreign()
             ended = self._turns.due(period)
             if ended:
                 self._turns.restart()
@@ -177,6 +178,8 @@ class Rounds:
         if self._peers is None:
             return
         self._begin()
+        self._foreign |= self._common.foreign()
+        self._refuse_foreign()
         self._check()
         while True:
             self._in_flight.begin(self.schedule.number)
@@ -189,10 +192,17 @@ class Rounds:
         self._owners.reshard()
         self._note()
 
-    def finish(self, model: torch.nn.Module | None, buffers: Mapping[str, str], always: bool = True) -> None:
-        """Averages all weights, and the buffers of ``model``. ``always``: also if nothing has moved the weights of any
-        rank since the last time."""
+    def finish(
+        self,
+        model: torch.nn.Module | None,
+        buffers: Mapping[str, str],
+        moved_only: bool = False,
+        call: str = "finish()",
+    ) -> None:
+        """Averages all weights, and the buffers of ``model``. ``moved_only``: no weights if nobody has moved them since
+        the last time. ``call``: what the user has called."""
         self._begin()
+        self._foreign |= self._common.foreign()
         self._check()
         chosen = None
         if model is not None:
@@ -214,7 +224,7 @@ class Rounds:
             engine.peer.compare()
             self._refuse_foreign()
             engine.stats.begin_step()
-            rows = self._calls.compare(Row("finish()", extra=int(always or self.moved)))
+            rows = self._calls.compare(Row(call, extra=int(self.moved or not (moved_only and self._watching))))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *shard_groups(engine.parameters)]
             if chosen is not None:
@@ -239,7 +249,7 @@ class Rounds:
         """Averages all weights, makes the optimizers' states rank 0's, and closes."""
         if self._closed:
             return
-        self.finish(model, {}, always=not self._watching)
+        self.finish(model, {}, moved_only=True, call="end()")
         if self._exchanging and self._peers is None:
             with self._engine.entered:
                 share_states(self._optimizers.all, self._engine)
@@ -249,10 +259,13 @@ class Rounds:
         """Nothing follows: what is in flight is not applied, and others may average the gradients. Waits for nobody."""
         if self._closed:
             return
-        self.restart(same_ranks=False)
         self._closed = True
-        if not any(rounds._common.ids & self._common.ids for rounds in _living if not rounds._closed):
-            gradient_hook.average_again(self._engine.parameters)
+        try:
+            self.restart(same_ranks=False)
+        finally:
+            others = in_use(lambda: [rounds for rounds in _living if not rounds._closed])
+            kept = {number for rounds in others for number in rounds._common.ids}
+            gradient_hook.average_again(self._engine.parameters, kept)
 
     def take_weights(self) -> None:
         """Makes the parameters the common weights; nothing is kept of before."""
@@ -266,7 +279,7 @@ class Rounds:
         self._in_flight.discard(wait=True)
         self._common.take(self._common.ids)
         scale_residuals(self._engine.works, 0.0)
-        self._taken, self._foreign = True, False
+        self._taken, self._foreign, self._common.saved_with = True, False, None
         self._turns.restart()
         if self._exchanging:
             with self._engine.entered:
@@ -283,7 +296,7 @@ class Rounds:
         if self._closed:
             return
         if not self._optimizers.given(optimizer):
-            if any(optimizer in other for other in _living if other is not self):
+            if any(optimizer in other for other in _living if other is not self and not other._closed):
                 return  # of a later training of the same parameters
             raise ValueError(
                 f"{type(optimizer).__name__} steps parameters of this compressor, and LocalSteps was not given it: "
@@ -295,6 +308,8 @@ class Rounds:
                 f"beside that, which saves nothing: step the plain optimizer. {_END}"
             )
         self._begin()
+        if self._common.saved_with is not None and self._engine.optimizers.applies_gradients(optimizer):
+            self._foreign |= self._common.foreign()
         if self._watching and self._begun and not self.stepped:
             self._outside.check(_AFTER_CALL, routine=not self._finished)
         self.stepped = self.moved = True
@@ -346,6 +361,7 @@ class Rounds:
         self._in_flight.discard(wait=same_ranks)
         self._outside.clear()
         self._taken = self._begun = self._foreign = self._rounds_off = False
+        self._common.saved_with = None
         self.moved = True
         self._turns.restart()
         with self._engine.entered:
@@ -369,7 +385,7 @@ class Rounds:
             self._calls.compare(Row("state_dict()"))
 
     def check_equal_weights(self) -> None:
-        differs = self._taken and not self._common.applied()
+        differs = (self._taken or self._closed) and not self._common.applied()
         if self._exchanging and self._peers is None:
             with self._engine.entered:
                 rows = self._calls.compare(Row("DCPState.state_dict()", extra=int(differs)))
@@ -383,6 +399,7 @@ class Rounds:
             **asdict(self._settings),
             **(self._timing() if self._peers is None else {}),
             f"hash of the weights before the first step ({first})": self._common.hash(),
+            "weights of another time than the loaded state": self._foreign,
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
@@ -426,7 +443,6 @@ class Rounds:
     def _begin(self) -> None:
         self._refuse_closed()
         self._engine.check_generation()
-        self._foreign |= self._common.foreign()
         if not self._taken:
             self._common.take(self._common.ids, self._rounds_off)
             self._taken = True

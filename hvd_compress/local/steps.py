@@ -198,7 +198,13 @@ class LocalSteps:
         self._rounds.schedule.change(period)
 
     @modes_off
-    def finish(self, model: torch.nn.Module | None = None, *, buffers: Mapping[str, str] | None = None) -> None:
+    def finish(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        buffers: Mapping[str, str] | None = None,
+        moved_only: bool = False,
+    ) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
         What is in flight arrives before.
 
@@ -211,6 +217,7 @@ class LocalSteps:
                 FSDP2, also within the shard group.
             buffers: other ways, by patterns of the buffers' names (:mod:`fnmatch`): ``{"queue*": "own", "scale":
                 "mean"}``, with ``"mean"``, ``"rank 0"``, or ``"own"`` for those that stay each rank's own.
+            moved_only: averages no weights if no rank's optimizers have stepped since the last call.
 
         Raises:
             ValueError: a model without parameters of the compressor; a buffer that cannot be exchanged, or a wrong
@@ -219,7 +226,7 @@ class LocalSteps:
         """
         if buffers is not None and (model is None or not isinstance(buffers, Mapping)):
             raise TypeError(f'finish(model, buffers={{"NAME": "own"}}) takes both, got {model!r:.40}, {buffers!r:.80}')
-        self._rounds.finish(model, buffers or {})
+        self._rounds.finish(model, buffers or {}, check_flag("moved_only", moved_only))
 
     @modes_off
     def end(self, model: torch.nn.Module | None = None) -> None:

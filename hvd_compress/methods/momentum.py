@@ -103,7 +103,7 @@ class MomentumCorrection:
             return
         groups = [group for group in facts.optimizer.param_groups if not self._ids.isdisjoint(map(id, group["params"]))]
         check_momentum(facts, bool(groups))
-        check_passed((name for name in facts.bypassing if name in self._names), "would lose its momentum")
+        check_passed((name for name in facts.bypassing() if name in self._names), "would lose its momentum")
         for group in groups:
             if own := momentum_of(group):
                 raise ValueError(

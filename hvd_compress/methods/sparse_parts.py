@@ -55,9 +55,9 @@ class Velocity(Part):
         for piece, grad in zip(self._bucket.pieces, self._bucket.gradients, strict=True):
             if not grad.numel():  # skipped by accumulate_select
                 piece.of_blocks(idle).zero_()
-        velocity, idle = self.memory.view(-1, BLOCK), idle[:, None]
-        self._bucket.residual.view(-1, BLOCK).sub_(velocity * idle)
-        velocity.copy_(torch.where(idle, velocity / self.momentum, velocity))
+        velocity, idle = self.memory.view(-1, BLOCK), idle[:, None].float()
+        self._bucket.residual.view(-1, BLOCK).addcmul_(velocity, idle, value=-1.0)
+        velocity.mul_(1.0 + idle * (1.0 / self.momentum - 1.0))
 
     def get(self, piece: Piece) -> Tensor:
         """The velocity of a piece, in its shape: float32."""

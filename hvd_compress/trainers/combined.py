@@ -1,8 +1,7 @@
 """Several optimizers as one, for trainers that take one."""
 
 import inspect
-from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -119,18 +118,17 @@ def _has_own_form(optimizer: Optimizer) -> bool:
     return bool(hooks) or own or not all(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
-class _States(ChainMap[Any, Any]):
+class _States(MutableMapping[Any, Any]):
     """The states of several optimizers: of a parameter, in the one that holds it."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__(*(optimizer.state for optimizer in optimizers))
         self._optimizers = optimizers
 
     def _of(self, key: Any) -> Any:
         for optimizer in self._optimizers:
             if key in optimizer.state or any(key is p for group in optimizer.param_groups for p in group["params"]):
                 return optimizer.state
-        return self.maps[0]
+        return self._optimizers[0].state
 
     def __getitem__(self, key: Any) -> Any:
         return self._of(key)[key]
@@ -141,6 +139,11 @@ class _States(ChainMap[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         del self._of(key)[key]
 
-    def clear(self) -> None:
-        for state in self.maps:
-            state.clear()
+    def __contains__(self, key: object) -> bool:
+        return any(key in optimizer.state for optimizer in self._optimizers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter({key: None for optimizer in self._optimizers for key in optimizer.state})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

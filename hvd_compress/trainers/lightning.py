@@ -150,6 +150,7 @@ class LightningCallback(Callback):
         if self._step == step and not self.training.stepped:  # gradients are accumulated
             return
         self.training.count_step()
+        self._weights = None  # of another step
         if trainer.loggers and self._step != step and self._step % trainer.log_every_n_steps == 0:
             metrics = self.training.metrics()
             for logger in trainer.loggers:

@@ -77,7 +77,8 @@ class Training:
             model: without wrappers.
             optimizers: all of them; wrappers are removed.
             scaler: the ``GradScaler`` in use, if any.
-            lasts: whether the training still runs, if no exception is told of. If not, DDP's next forward pass ends it.
+            lasts: whether the training still runs, where the trainer tells nobody of an exception. If not, DDP's next
+                forward pass ends it.
 
         Raises:
             TypeError: see the class.
@@ -102,13 +103,11 @@ class Training:
             )
         self._built = built
         _begun.add(self)
-        this = weakref.ref(self)
 
-        def runs() -> bool:
-            training = this()
-            if training is not None and not lasts():
-                training.end()
-            return training is not None and bool(training.ends)
+        def runs() -> bool:  # keeps the training: a dropped one would end when each rank's garbage collector runs
+            if not lasts():
+                self.end()
+            return bool(self.ends)
 
         if isinstance(built, LocalSteps):
             self.ends = use_hook(model, None, runs)
@@ -116,16 +115,19 @@ class Training:
             self.ends = [register_fsdp_hooks(model, built).remove]
         else:
             self.ends = use_hook(model, built, runs)
-            if not self.ends and world.place()[1] > 1:
+            momentum = built.traits.momentum or built.traits.fixed_size
+            if not self.ends and (world.place()[1] > 1 or momentum):
                 raise RuntimeError(
                     "nothing averages the gradients: a compressor needs the model in DistributedDataParallel or FSDP2 "
-                    "(fully_shard()); local steps need neither"
+                    "(fully_shard()), with momentum or signs also in one process; local steps need neither"
                 )
 
     def end(self) -> None:
         """All ranks have the average of their weights, and :meth:`close`. All ranks must call it."""
         if self.local is not None:
             self.local.end(self._model)
+            if self._scaler is not None:  # each rank's own, too
+                self._scaler.load_state_dict(world.gather(self._scaler.state_dict())[0])
         self.close()
 
     def close(self) -> None:
@@ -159,8 +161,7 @@ class Training:
                 "with a torchft.Manager there is no average between rounds, and finish() would drop the progress since "
                 "the last: test the model after a call of step() that has returned True (callbacks: average=False)"
             )
-        if any(world.gather(self.local.moved)):
-            self.local.finish(self._model)
+        self.local.finish(self._model, moved_only=True)
 
     def weights_replaced(self) -> None:
         """The trainer has put other weights into the model, the same on all ranks."""

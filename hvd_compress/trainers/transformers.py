@@ -1,6 +1,5 @@
 """Hugging Face transformers."""
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ class TransformersCallback(TrainerCallback):
         trainers = [trainer for trainer in living(Trainer) if trainer.state is state]
         if not trainers:
             raise TypeError("TransformersCallback is for transformers.Trainer: for other loops there is AccelerateLoop")
-        trainer, handler, this = trainers[0], weakref.ref(trainers[0].callback_handler), weakref.ref(self)
+        trainer, handler = trainers[0], trainers[0].callback_handler
         _move_before_loggers(trainer.callback_handler.callbacks, self)
         model: torch.nn.Module = others["model"]
         optimizer = others["optimizer"]
@@ -79,7 +78,7 @@ class TransformersCallback(TrainerCallback):
             model,
             [optimizer],
             getattr(optimizer, "scaler", None),
-            lambda: any(callback is this() for callback in getattr(handler(), "callbacks", ())),
+            lambda: any(callback is self for callback in handler.callbacks),
         )
         if self._average:
             self._average_before_evaluations(trainer)
@@ -121,7 +120,7 @@ class TransformersCallback(TrainerCallback):
             return evaluate(*args, **options)
 
         trainer.evaluation_loop = evaluation_loop
-        self.training.ends.append(lambda: setattr(trainer, "evaluation_loop", evaluate))
+        self.training.ends.append(lambda: vars(trainer).pop("evaluation_loop"))
 
 
 def _move_before_loggers(callbacks: list[Any], own: TransformersCallback) -> None:

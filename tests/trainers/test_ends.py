@@ -70,11 +70,18 @@ def test_a_training_that_does_not_last_ends_in_the_next_forward_pass(build, opti
 
 
 @pytest.mark.parametrize(("build", "options"), METHODS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_training_that_was_dropped_has_ended(build, options, ddp, averaged):
+def test_a_training_that_was_dropped_goes_on_until_another_one_begins(build, options, ddp, averaged):
+    """It would end on each rank when the garbage collector runs there."""
     training = begin(ddp, build, **options)
     backward(ddp)
     del training
     gc.collect()
+    backward(ddp)
+    assert not averaged
+    if build is not hvd_compress.Quantized:
+        with pytest.raises(ValueError, match=r"call local\.end\(model\) on all ranks"):
+            torch.optim.AdamW(ddp.parameters()).step()
+    begin(ddp, build, **options).close()
     backward(ddp)
     assert averaged
 
@@ -118,9 +125,17 @@ BUILDS = [
     (recipes.low_bit, {"period": 3}),
     (lambda model, optimizers: recipes.low_bit(model, optimizers, fragments=1), {}),
     (hvd_compress.Quantized, {"bits": 2}),
-    (hvd_compress.DeMo, {}),
     (hvd_compress.IWP, {"density": 1 / 16}),
 ]
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [(hvd_compress.DeMo, {}), (hvd_compress.IWP, {"momentum": 0.9}), (hvd_compress.DGC, {})],
+)
+def test_one_process_without_a_group_does_not_lose_momentum_or_signs(build, options):
+    with pytest.raises(RuntimeError, match="with momentum or signs also in one process"):
+        Training(build, options).begin(mixed_model(), [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)])
 
 
 @pytest.mark.parametrize(("build", "options"), BUILDS)

