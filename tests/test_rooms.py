@@ -62,7 +62,7 @@ WRITTEN_BY_OTHERS = {
     ("hosts.fsdp_modules", "self.group._partial_reduce_output"): (2, "FSDP2 has no call for it"),
     ("local.buffers", "part.training"): (2, "train() may be the user's own"),
     ("methods.predictor", "owner.*"): (1, "torch's settings of precision, for a while"),
-    ("trainers.transformers", "trainer.evaluation_loop"): (2, "the Trainer tells nobody that an evaluation begins"),
+    ("trainers.transformers", "trainer.evaluation_loop"): (1, "the Trainer tells nobody that an evaluation begins"),
 }
 
 

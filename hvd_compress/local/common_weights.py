@@ -153,6 +153,10 @@ class CommonWeights:
         """Whether the parameters are the common weights. Synchronises a GPU."""
         return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
 
+    def forget_saved(self) -> None:
+        """Called when the parameters have changed, or are the right ones."""
+        self.saved_with = None
+
     def foreign(self) -> bool:
         """Whether the parameters are others than those saved with the state. True once after each loading at most."""
         saved, self.saved_with = self.saved_with, None

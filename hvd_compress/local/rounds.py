@@ -146,7 +146,7 @@ class Rounds:
         if self._watching and self.stepped:
             self._outside.check(_AFTER_STEP)
         self._optimizers.counted()
-        self._common.saved_with = None  # if no optimizer was seen, nobody knows the weights before the step
+        self._common.forget_saved()  # if no optimizer was seen, nobody knows the weights before the step
         self._begun, self.stepped, self._finished, self.moved = True, False, False, True
         self._applied.clear()
         period = self.schedule.period
@@ -279,7 +279,8 @@ class Rounds:
         self._in_flight.discard(wait=True)
         self._common.take(self._common.ids)
         scale_residuals(self._engine.works, 0.0)
-        self._taken, self._foreign, self._common.saved_with = True, False, None
+        self._taken, self._foreign = True, False
+        self._common.forget_saved()
         self._turns.restart()
         if self._exchanging:
             with self._engine.entered:
@@ -361,7 +362,7 @@ class Rounds:
         self._in_flight.discard(wait=same_ranks)
         self._outside.clear()
         self._taken = self._begun = self._foreign = self._rounds_off = False
-        self._common.saved_with = None
+        self._common.forget_saved()
         self.moved = True
         self._turns.restart()
         with self._engine.entered:
