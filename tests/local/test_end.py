@@ -269,11 +269,12 @@ def test_other_weights_than_those_of_the_state_are_an_error(options, first):
 
 def test_the_cure_before_any_step():
     world, group = trained()
+    other = mixed_model(seed=5).state_dict()
     last = world.run(lambda i: group[i].saved())
 
     def load(i):
         group[i].compression.load_state_dict(last[i][0])
-        group[i].model.load_state_dict(mixed_model(seed=5).state_dict())
+        group[i].model.load_state_dict(other)
         group[i].local.take_weights()
         group[i].train(4)
         group[i].local.finish()
