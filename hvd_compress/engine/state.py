@@ -185,8 +185,8 @@ class Fixed(Leaf):
 
 
 class Recorded(Leaf):
-    """A hash of what is not saved here: :func:`hvd_compress.reshard` compares it between ranks, and ``loaded`` gets it;
-    0 if it is of other shards."""
+    """A hash of tensors that are saved elsewhere. :func:`hvd_compress.reshard` compares it between ranks; loading calls
+    ``loaded`` with it, or with 0 if the shards are others than those that were saved."""
 
     def __init__(self, compute: Callable[[], int], loaded: Callable[[int], None]) -> None:
         self._compute, self._loaded = compute, loaded

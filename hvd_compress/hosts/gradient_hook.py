@@ -60,8 +60,8 @@ class GradientHook:
         return host
 
     def use(self, compression: Any, lasts: Callable[[], bool] = lambda: True) -> Callable[[], None]:
-        """From now on gradients are exchanged by a compressor, or, of None, by nobody, as long as ``lasts()``: it is
-        called before each forward pass of a training, to which all ranks come.
+        """Lets a compressor exchange the gradients from now on; without one (None) each rank keeps its own. Ends when
+        ``lasts()`` is false, which is asked before each forward pass of a training, to which all ranks come.
 
         Returns a function that lets DDP average them again. It does nothing after another call of ``use()``.
         """

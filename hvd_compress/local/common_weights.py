@@ -74,9 +74,11 @@ class CommonWeights:
         self.saved_with: int | None = None
 
     def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
-        """Makes the parameters with these ids the common weights. They must be the same on all ranks; with
-        ``unless_rounded`` they may be those of before with rounding errors, as SAM makes them, which adds a step and
-        subtracts it: then those of before stay. Synchronises a GPU with it."""
+        """Makes the parameters with these ids the common weights. They must be the same on all ranks.
+
+        ``unless_rounded``: keeps the common weights that were taken before if the parameters differ from them by
+        rounding errors only, as after SAM, which adds a step and subtracts it. Synchronises a GPU.
+        """
         weights = [weight for weight in self.weights if id(weight.parameter) in ids]
         if unless_rounded and _are_rounded(weights):
             return
