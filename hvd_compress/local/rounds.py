@@ -363,7 +363,7 @@ class Rounds:
         self._outside.clear()
         self._taken = self._begun = self._foreign = self._rounds_off = False
         self._common.forget_saved()
-        self.moved = True
+        self.moved, self.stepped = True, False
         self._turns.restart()
         with self._engine.entered:
             self._engine.reset()

@@ -131,7 +131,7 @@ class LightningCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._take_replaced(pl_module)
-        self.training.end()
+        self.training.end(optimizers=False)  # the next fit makes new ones
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if self.training.local is not None:

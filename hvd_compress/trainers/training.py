@@ -122,9 +122,12 @@ class Training:
                     "(fully_shard()), with momentum or signs also in one process; local steps need neither"
                 )
 
-    def end(self) -> None:
-        """All ranks have the average of their weights, and :meth:`close`. All ranks must call it."""
-        if self.local is not None:
+    def end(self, optimizers: bool = True) -> None:
+        """Gives all ranks the average of their weights, and closes. All ranks must call it. ``optimizers``: whether
+        they are used again: then rank 0's states become those of all. Otherwise each rank can still save its own."""
+        if self.local is not None and not optimizers:
+            self.local.finish(self._model, moved_only=True)
+        elif self.local is not None:
             self.local.end(self._model)
             if self._scaler is not None:  # each rank's own, too
                 self._scaler.load_state_dict(world.gather(self._scaler.state_dict())[0])

@@ -73,7 +73,7 @@ def test_a_matrix_that_would_not_get_smaller_is_sent_complete():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_sent_are_those_of_two_factors(values, size, ranks):
     world, group = replicas(ranks, PowerSGD, model=linear(256, 512), rank=4, values=values)
-    random_steps(world, group, range(2))
+    random_steps(world, group, range(3))  # in the third one weights are not compared
     last = group[0].compression.stats()["last"]
     want = 2 * (ranks - 1) / ranks * size * (4 * (256 + 512) + 1)  # and one validity flag
     assert last["wire_bytes"] == last["values_bytes"] == pytest.approx(want)
