@@ -192,7 +192,7 @@ def test_a_disagreement_is_remembered_until_it_is_checked():
     """On a GPU it is not checked in every step."""
     (bucket,) = make_buckets([(0, "w", torch.nn.Parameter(torch.zeros(512)))], 2**20)
     agreement = Agreement(bucket.device)
-    decider = Shared(Everything(bucket), Idle(bucket, finds=False), agreement)
+    decider = Shared(Everything(bucket), Idle(bucket, silences=False), agreement)
 
     def step(number, other_digest):
         begun = Step(number, 0, 2, 1.0, 0, 0)
