@@ -380,6 +380,7 @@ def a_loop_built_again_for_one_model(folder):
 
 @case
 def a_loop_dropped_without_an_end(folder):
+    """It goes on, whenever each rank's garbage collector runs, and another optimizer is told how to end it."""
     made = accelerator()
     parts = loops(made, 1)
     train(made, parts, 4)
@@ -391,7 +392,12 @@ def a_loop_dropped_without_an_end(folder):
     gc.collect()
     torch.manual_seed(distributed.get_rank())
     model(torch.randn(8, 16)).sum().backward()
-    assert equal_on_all_ranks(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert not equal_on_all_ranks(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    try:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        raise AssertionError("the other optimizer has stepped")
+    except ValueError as error:
+        assert "call local.end(model) on all ranks" in str(error)
 
 
 folder, *names = sys.argv[1:]
