@@ -40,7 +40,7 @@ class SameWeights:
         """Called when a step begins. In some steps, starts an allgather of at most 256 bytes a rank. Does not wait."""
         engine, members, numbers = self._engine, self._engine.collectives, self._numbers
         due = engine.step in _FIRST or engine.step % _INTERVAL == 0
-        if not (due and numbers and members.active and members.size > 1):
+        if not (due and numbers and members.active and members.size > 1) or getattr(members, "stalls", False):
             return
         device = engine.parameters[0].device
         sketches = torch.stack([_sketch(engine.parameters[number].detach()).to(device) for number in numbers])
