@@ -52,3 +52,12 @@ def named_and_adamw(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 def two_named(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return [Named(part, lr=0.1, momentum=0.9) for part in halves(model)]
+
+
+def step(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], number: int) -> None:
+    """One step by random gradients, which ``number`` decides."""
+    torch.manual_seed(number)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    for optimizer in optimizers:
+        optimizer.step()

@@ -124,10 +124,7 @@ class _ExactSum:
 class HorovodCollectives:
     """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
-    #: A collective that one rank alone has started, of a step that has failed there, ends all ranks after a while.
-    stalls = True
-
-    ordered = False
+    ordered, stalls = False, True
 
     def __init__(self, process_set: Any = None) -> None:
         import horovod.torch as hvd

@@ -260,6 +260,7 @@ class Rounds:
         if self._closed:
             return
         self._closed = True
+        self._engine.optimizers.release()
         try:
             self.restart(same_ranks=False)
         finally:
@@ -294,8 +295,6 @@ class Rounds:
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
         ``RuntimeError`` if the weights were replaced."""
-        if self._closed:
-            return
         if not self._optimizers.given(optimizer):
             if any(optimizer in other for other in _living if other is not self and not other._closed):
                 return  # of a later training of the same parameters

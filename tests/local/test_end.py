@@ -308,7 +308,7 @@ def test_a_step_that_applies_nothing_is_no_first_one():
             p.grad = torch.zeros_like(p)
         for optimizer in group[i].optimizers:
             optimizer.step()
-        group[i].resume(saved[i][:2] + (saved[i][2],))
+        group[i].resume(saved[i])
         group[i].train(3)
 
     world.run(load)

@@ -4,7 +4,7 @@ import signal
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -163,6 +163,27 @@ def test_a_round_without_a_quorum_is_not_taken_back_and_the_next_one_sends_its_p
     stats = local.compression.stats()
     assert (stats["quorums_missed"], stats["rounds_taken_back"], stats["rounds_committed"]) == (1.0, 0.0, 2.0)
     torch.testing.assert_close(local._rounds._common.weights[0].common, weights - 0.2)
+
+
+def test_a_quorum_that_has_failed_closes_the_connections_at_once(alone):
+    """Or the others would wait for this peer."""
+    model, optimizer = linear()
+    local = LocalSteps(NoCompression(model, process_group=alone), optimizer, 1)
+    local.join()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    start = alone.start_quorum
+
+    def fails():
+        start()
+        alone.report_error(RuntimeError("the state has not arrived"))
+
+    failing, closed = patch.object(alone, "start_quorum", fails), patch.object(alone._pg, "abort")
+    with failing, closed as abort, pytest.warns(UserWarning, match="the state has not arrived"):
+        assert not local.step()
+    abort.assert_called_once_with()
+    optimizer.step()
+    assert local.step()
 
 
 def test_a_state_is_saved_and_loaded_by_any_peer(alone):

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from harness import mixed_model
+from optimizers import step
 
 from hvd_compress import recipes
 from hvd_compress.carriers.threads import ThreadWorld
@@ -19,14 +20,6 @@ def of_rank(world, rank):
     first, *others = model.parameters()
     training.begin(model, [torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)])
     return training, model, training.local
-
-
-def step(model, optimizers, number):
-    torch.manual_seed(number)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 @pytest.fixture

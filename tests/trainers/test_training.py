@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import mixed_model
 from launch import ROOT
+from optimizers import step
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,14 +29,6 @@ def two(model):
         torch.optim.SGD(parameters[:2], lr=0.1, momentum=0.9),
         torch.optim.AdamW([{"params": parameters[2:4], "lr": 0.03}, {"params": parameters[4:]}], lr=0.01),
     ]
-
-
-def step(model, optimizers, number):
-    torch.manual_seed(number)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 def test_the_combined_optimizer_steps_schedules_and_resumes_as_its_parts():
