@@ -124,7 +124,7 @@ class _ExactSum:
 class HorovodCollectives:
     """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
-    ordered, stalls = False, True
+    ordered = False
 
     def __init__(self, process_set: Any = None) -> None:
         import horovod.torch as hvd

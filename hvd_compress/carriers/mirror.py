@@ -27,7 +27,7 @@ class Mirror:
     ``seconds``: time spent on the simulation so far, by ``clock``.
     """
 
-    rank, active, ordered, stalls = 0, True, False, False
+    rank, active, ordered = 0, True, False
 
     def __init__(self, size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.size, self.clock = size, clock

@@ -64,7 +64,7 @@ class ThreadCollectives:
     def __init__(self, world: "ThreadWorld", rank: int, members: tuple[int, ...]) -> None:
         self._world, self._number, self._members = world, rank, members
         self.rank, self.size = members.index(rank), len(members)
-        self.ordered, self.active, self.stalls = world.ordered, True, False
+        self.ordered, self.active = world.ordered, True
         self._started = self._checked_in = 0
 
     def generation(self) -> object:

@@ -73,7 +73,7 @@ class _TorchHandle:
 class TorchCollectives:
     """``torch.distributed`` on a process group (default: the whole world)."""
 
-    ordered, stalls = True, False
+    ordered = True
     active = True
 
     def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:

@@ -100,7 +100,7 @@ class TorchftCollectives:
         ValueError: an asynchronous quorum, or spare replicas: ranks without a part in an exchange.
     """
 
-    ordered, stalls = True, False
+    ordered = True
     active = True
 
     def __init__(self, manager: Any) -> None:

@@ -67,11 +67,11 @@ class Sizes:
 Sends = Callable[[Sizes], Messages]
 
 
-def _leaders(values: str, flags: bool = False, means: bool = False) -> Sends:
-    """Each rank's share of the indices, one byte each, after a header, and a flag of each parameter; values."""
+def _leaders(values: str, flag: int = 0, means: bool = False) -> Sends:
+    """Each rank's share of the indices, one byte each, after a header and ``flag`` bytes for each parameter; values."""
 
     def sends(model: Sizes) -> Messages:
-        head = 4 + (len(model.pieces) if flags else 0)
+        head = 4 + flag * len(model.pieces)
         indices = head + math.ceil(model.kept / model.ranks)
         return [("allgather", indices), *codec(values).messages(model.groups(means), model.ranks)]
 
@@ -88,12 +88,12 @@ def _agreed(values: Codec, every_entry: bool = False) -> Sends:
     return sends
 
 
-def _gathered(values: str, flags: bool, indices: Callable[[Sizes], int]) -> Sends:
-    """Every rank's own entries, in one message: a header and flags; indices; values."""
+def _gathered(values: str, flag: int, indices: Callable[[Sizes], int]) -> Sends:
+    """Every rank's own entries, in one message: a header and ``flag`` bytes for each parameter; indices; values."""
 
     def sends(model: Sizes) -> Messages:
         ((verb, size),) = codec(values).messages(model.groups(), model.ranks)
-        return [(verb, 4 + (len(model.pieces) if flags else 0) + indices(model) + size)]
+        return [(verb, 4 + flag * len(model.pieces) + indices(model) + size)]
 
     return sends
 
@@ -147,19 +147,19 @@ _ANY, _ADAM = OPTIMIZERS, ("sgd", "adamw")
 _low_bit = partial(Quantized, bits=2, dense_values="fp16")
 METHODS: dict[str, Method] = {
     "low_bit": Method(_low_bit, None, _agreed(CodedRing(WideLloyd(2)), every_entry=True), _ANY, local_steps=3, width=2),
-    "DeMo": Method(DeMo, 1 / 16, _leaders("lloyd4", flags=True), _ADAM),
+    "DeMo": Method(DeMo, 1 / 16, _leaders("lloyd4", flag=1), _ADAM),
     "IWP": Method(IWP, 1 / 32, _leaders("lanes4", means=True)),
     "IWP, lloyd4": Method(partial(IWP, values="lloyd4"), 1 / 32, _leaders("lloyd4", means=True)),
     "FFT": Method(FFT, 1 / 32, _leaders("lanes4")),
     "MIPD": Method(MIPD, 1 / 64, _agreed(codec("lanes4"))),
     "SlimDP": Method(SlimDP, 1 / 32, _agreed(codec("lanes4"))),
     "MP2": Method(MP2, 1 / 9, _agreed(codec("lanes4"))),
-    "FFT, gather": Method(partial(FFT, exchange="gather"), 1 / 32, _gathered("range10-gather", False, _byte_or_bitmap)),
+    "FFT, gather": Method(partial(FFT, exchange="gather"), 1 / 32, _gathered("range10-gather", 0, _byte_or_bitmap)),
     "DeMo, gather": Method(
-        partial(DeMo, exchange="gather"), 1 / 64, _gathered("range10-gather", True, _byte_or_bitmap), _ADAM
+        partial(DeMo, exchange="gather"), 1 / 64, _gathered("range10-gather", 1, _byte_or_bitmap), _ADAM
     ),
-    "TopK": Method(TopK, 1 / 256, _gathered("fp32-gather", False, _four_bytes)),
-    "DGC": Method(DGC, 1 / 1000, _gathered("fp32-gather", False, _four_bytes)),
+    "TopK": Method(TopK, 1 / 256, _gathered("fp32-gather", 0, _four_bytes)),
+    "DGC": Method(DGC, 1 / 1000, _gathered("fp32-gather", 4, _four_bytes)),
     "PowerSGD": Method(PowerSGD, None, _factors(4)),
     "Quantized": Method(Quantized, None, _agreed(CodedRing(WideLloyd(4)), every_entry=True), _ADAM),
     "QSGD": Method(QSGD, None, _agreed(Levels(4), every_entry=True), _ADAM),

@@ -112,10 +112,6 @@ class Collectives(Protocol):
     def ordered(self) -> bool:
         """Whether collectives are matched by the order of the calls (torch.distributed) and not by name (Horovod)."""
 
-    @property
-    def stalls(self) -> bool:
-        """Whether a collective that one rank alone has started ends all ranks after a while (Horovod's stall check)."""
-
     def generation(self) -> object:
         """An object that is replaced when the set of ranks changes (elastic); older handles are then void."""
 

@@ -27,8 +27,7 @@ _TOLERANCE = 1e-3
 
 class SameWeights:
     """Compares the ranks' weights in some steps, while the gradients are exchanged. Warns on all ranks if they differ:
-    the sum or the norm of one of 16 parameters by a thousandth of its norm, or NaN on some ranks only.
-    Does nothing on Horovod, whose stall check could end all ranks."""
+    the sum or the norm of one of 16 parameters by a thousandth of its norm, or NaN on some ranks only."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,8 +40,7 @@ class SameWeights:
         """Called when a step begins. In some steps, starts an allgather of at most 256 bytes a rank. Does not wait."""
         engine, members, numbers = self._engine, self._engine.collectives, self._numbers
         due = engine.step in _FIRST or engine.step % _INTERVAL == 0
-        # A step that fails on one rank only would leave an allgather that the others do not start.
-        if members.stalls or not (due and numbers and members.active and members.size > 1):
+        if not (due and numbers and members.active and members.size > 1):
             return
         device = engine.parameters[0].device
         sketches = torch.stack([_sketch(engine.parameters[number].detach()).to(device) for number in numbers])

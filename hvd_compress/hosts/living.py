@@ -1,11 +1,23 @@
 """The objects of a class that exist in this process, for models and optimizers that nobody tells a compressor of."""
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 from ..engine.owner import in_use
 
 
 def living(kind: type) -> list[Any]:
-    """All objects of a class that are in use. By ``type()``: proxies pretend to be of other classes."""
-    return in_use(lambda: [found for found in gc.get_objects() if issubclass(type(found), kind)])
+    """All objects of a class that are in use. By ``type()``: proxies pretend to be of other classes.
+
+    Objects refer to their classes. Never by ``gc.get_objects()``: it would hold what other threads are making, and a
+    tuple that is held while it is made ends in a ``SystemError`` there.
+    """
+    return in_use(lambda: [found for found in gc.get_referrers(*_classes(kind)) if issubclass(type(found), kind)])
+
+
+def _classes(kind: type) -> Iterator[type]:
+    yield kind
+    derived: type
+    for derived in type.__subclasses__(kind):
+        yield from _classes(derived)

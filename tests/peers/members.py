@@ -70,7 +70,6 @@ class Member:
     """
 
     ordered = active = True
-    stalls = False
     group_size = 1
 
     def __init__(self, lighthouse, name):
