@@ -2,13 +2,16 @@
 
 from . import recipes, schedule, trainers
 from ._version import __version__
+from .carriers import default_collectives
 from .checkpoints.convert import reshard
 from .checkpoints.dcp import DCPState
+from .hosts import host_of
 from .hosts.ddp import ddp_hook
 from .hosts.fsdp import register_fsdp_hooks
+from .hosts.horovod import HorovodHost
 from .hosts.loop import average_gradients
 from .local.steps import LocalSteps
-from .methods.base import Compressor
+from .methods.base import Compressor, Surroundings
 from .methods.demo import DeMo
 from .methods.fft import FFT
 from .methods.iwp import IWP
@@ -21,6 +24,8 @@ from .methods.quantized import Quantized
 from .methods.slim_dp import SlimDP
 from .methods.topk import DGC, TopK
 from .methods.unbiased import QSGD, TernGrad
+
+Compressor.surround(Surroundings(default_collectives, host_of, HorovodHost))
 
 __all__ = [
     "DGC",

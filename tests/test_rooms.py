@@ -17,15 +17,16 @@ from hvd_compress import Compressor
 PACKAGE = Path(hvd_compress.__file__).parent
 #: What each room may import, besides itself.
 BELOW = {
-    "": {"trainers", "local", "methods", "hosts", "selection", "checkpoints", "engine"},
-    "trainers": {"local", "methods", "checkpoints", "hosts", "carriers", "engine"},
-    "local": {"methods", "hosts", "carriers", "engine", "reference"},
-    "methods": {"checkpoints", "hosts", "gradients", "selection", "codecs", "carriers", "engine", "ops", "reference"},
-    "hosts": {"gradients", "carriers", "engine"},
+    "": {"trainers", "local", "methods", "hosts", "carriers", "selection", "checkpoints", "engine"},
+    "trainers": {"local", "methods", "checkpoints", "hosts", "guards", "carriers", "engine"},
+    "local": {"methods", "hosts", "guards", "carriers", "engine", "reference"},
+    "hosts": {"gradients", "guards", "carriers", "engine"},
+    "methods": {"checkpoints", "selection", "codecs", "guards", "carriers", "engine", "ops", "reference"},
     "gradients": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
-    "checkpoints": {"engine"},
+    "checkpoints": {"guards", "engine"},
+    "guards": {"carriers", "engine"},
     "carriers": {"engine"},
     "engine": {"ops", "reference"},
     "ops": {"reference"},

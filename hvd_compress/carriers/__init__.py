@@ -2,14 +2,10 @@
 simulated ranks."""
 
 import sys
-from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor
-
 from ..engine.collectives import Collectives
-from ..engine.shards import is_sharded, shards
 from .horovod import HorovodCollectives
 from .threads import ThreadWorld
 from .torch_collectives import TorchCollectives
@@ -50,21 +46,3 @@ def default_collectives(process_set: Any, process_group: Any) -> Collectives:
     if process_group is not None or (ddp and process_set is None):
         return TorchCollectives(process_group)
     return HorovodCollectives(process_set)
-
-
-def shard_group(parameters: Iterable[Tensor]) -> Collectives | None:
-    """The ranks that share parameters, row by row; None if none of them is divided. Raises ``ValueError`` for other
-    divisions."""
-    divided: list[Any] = [p for p in parameters if shards(p) > 1]
-    if not divided:
-        return None
-    mesh = divided[0].device_mesh
-    if mesh.ndim > 1 or any(p.device_mesh != mesh or not p.placements[0].is_shard(0) for p in divided):
-        raise ValueError("the matrices must be sharded by rows, all on one mesh of one dimension")
-    return TorchCollectives(mesh.get_group())
-
-
-def shard_groups(parameters: Iterable[Tensor]) -> list[Collectives]:
-    """The ranks that share parameters: those of each dimension of each of their meshes."""
-    meshes: dict[Any, None] = dict.fromkeys(p.device_mesh for p in parameters if is_sharded(p))  # type: ignore[attr-defined]
-    return [TorchCollectives(mesh.get_group(dimension)) for mesh in meshes for dimension in range(mesh.ndim)]

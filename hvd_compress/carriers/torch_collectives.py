@@ -89,6 +89,11 @@ class TorchCollectives:
     def size(self) -> int:
         return distributed.get_world_size(self.group)
 
+    @property
+    def ranks(self) -> list[int]:
+        """The group's ranks in the whole world."""
+        return distributed.get_process_group_ranks(self.group)
+
     def generation(self) -> object:
         return self.group
 
@@ -119,7 +124,7 @@ class TorchCollectives:
         store = _store()
         if store is None or self.group is None:
             return list
-        ranks, number = distributed.get_process_group_ranks(self.group), _checked_in.get(self.group, 0)
+        ranks, number = self.ranks, _checked_in.get(self.group, 0)
         _checked_in[self.group] = number + 1
         keys = [f"hvd_compress/{self.group.group_name}/{number}/{rank}" for rank in range(len(ranks))]
         try:

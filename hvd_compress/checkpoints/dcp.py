@@ -1,9 +1,7 @@
 """A compressor's state in checkpoints of torch.distributed.checkpoint (DCP)."""
 
 import io
-import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +12,7 @@ from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.shards import is_sharded, local, mesh_of, whole
 from ..engine.state import Saved, State, unrecorded
+from ..guards.dcp import SAVERS, callers
 from . import one_rank
 from .owed import mean_of, owed, zeros
 
@@ -22,8 +21,6 @@ from .owed import mean_of, owed, zeros
 _BY_MESH = "by mesh (if missing: DCPState's saved_on= must be the mesh that saved, which saved_on=(1,) tells)"
 # The items of a state that fit any mesh, beside what replicas owe.
 _COMMON = ("format", "method", "step", "local_steps")
-# Begins the names of DCP's modules that save and load. (Its "state_dict" is for models and optimizers.)
-_SAVERS = "torch.distributed.checkpoint.state_dict_"
 
 
 class DCPState:
@@ -82,7 +79,7 @@ class DCPState:
     def state_dict(self) -> State:
         """Called by DCP, which saves the result or loads into it."""
         engine, same = self._engine, self._saved_on == self._here
-        if not same and f"{_SAVERS}saver" in _callers():
+        if not same and f"{SAVERS}saver" in callers():
             raise RuntimeError(
                 f"saved_on={self._saved_on} is for loading, and nothing was loaded: to save on {self._here}, give DCP "
                 "hvd_compress.DCPState(compression)"
@@ -139,32 +136,6 @@ class DCPState:
         if isinstance(values, dict):
             return {key: self._named(value, key) for key, value in values.items()}
         return whole(values, self._parameters[name]) if isinstance(values, Tensor) else values
-
-
-def refuse_dcp(engine: Engine) -> None:
-    """Called by ``Compressor.state_dict()``. Raises ``TypeError`` if torch.distributed.checkpoint has called that, and
-    warns if it has called an object of the user's that did: under one key it saves one rank's state."""
-    callers = _callers()
-    if next(callers, "").startswith(_SAVERS):
-        raise TypeError(
-            "torch.distributed.checkpoint would save one rank's state for all: give it hvd_compress.DCPState("
-            "compression) in place of the compressor"
-        )
-    if any(caller.startswith(_SAVERS) for caller in callers):
-        engine.warn(
-            "torch.distributed.checkpoint saves one rank's state_dict() for all, unless every rank gives it another "
-            "key: use hvd_compress.DCPState(compression).state_dict(), and its load_state_dict()"
-        )
-
-
-def _callers() -> Iterator[str]:
-    """The modules of the frames outside this package, innermost first."""
-    package, frame = __name__.partition(".")[0], cast(FrameType | None, sys._getframe())
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] != package:
-            yield module
-        frame = frame.f_back
 
 
 def _checked(mesh: Saved) -> tuple[int, ...]:

@@ -18,8 +18,35 @@ class Unapplied(Protocol):
         """A later :meth:`undo` calls ``restore``: the methods can undo an exchange only once."""
 
 
+class Clock(Protocol):
+    """What has bound a compressor by using it first: a host's side, which takes gradients, or local steps."""
+
+    @property
+    def bound(self) -> str:
+        """The end of an error: "is bound to Horovod: ..."."""
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether gradients stay each rank's own."""
+
+    @property
+    def driver(self) -> "Driver": ...
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank, and none can join."""
+
+
 class Driver(Protocol):
-    """The clock of an engine. An engine has one at a time, and only it begins and ends exchanges."""
+    """What begins and ends an engine's exchanges."""
+
+    @property
+    def collecting(self) -> bool:
+        """Whether a step of gradients is in progress."""
+
+    @property
+    def undoable(self) -> bool:
+        """Whether the last average of gradients may still be taken back."""
 
     @property
     def comes_first(self) -> bool:
@@ -46,6 +73,9 @@ class Driver(Protocol):
 
     def before_other_step(self, optimizer: Optimizer) -> None:
         """Called before each step of any other optimizer of the process."""
+
+    def discard(self) -> None:
+        """See :meth:`hvd_compress.Compressor.discard_step`."""
 
     def reset(self, wait: bool = False) -> None:
         """Called when an exchange has failed, and by the user: takes back what is in progress. ``wait``: wait for

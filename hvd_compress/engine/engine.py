@@ -84,7 +84,6 @@ class Engine:
         #: The context of all calls that exchange.
         self.entered = Entered(lock, self.exchanges, self.stats)
         self.optimizers = Optimizers(self.parameters, method)
-        self._drivers: list[weakref.ref[Driver]] = []
         #: The number of completed exchanges, each of all buckets or of those of a fragment.
         self.step = 0
         #: Whether an exchange is in progress: from begin() to finish().
@@ -102,15 +101,8 @@ class Engine:
 
     @property
     def driver(self) -> Driver:
-        """What begins and ends exchanges: of the drivers that still exist, the last one that :meth:`drive` got. The
-        first one is the host's, which exists as long as the method."""
-        return next(filter(None, (reference() for reference in reversed(self._drivers))))
-
-    def drive(self, driver: Driver) -> None:
-        """From now on, and as long as it exists, ``driver`` begins and ends exchanges. Only a weak reference is kept,
-        because a driver keeps the compressor."""
-        self._drivers = [reference for reference in self._drivers if reference() is not None]
-        self._drivers.append(weakref.ref(driver))
+        """What begins and ends exchanges."""
+        return self.method.clock.driver
 
     # An exchange.
 
@@ -121,11 +113,6 @@ class Engine:
             number: of completed exchanges of these buckets.
             scale: the factor of everything that arrives.
         """
-        if self._open:
-            raise RuntimeError(
-                "an exchange is in progress, and its LocalSteps does not exist any more: call compression.reset() on "
-                "all ranks"
-            )
         self.peer.compare()
         self.scale, self._ranks = scale, self.collectives.size
         self.stats.begin_step()

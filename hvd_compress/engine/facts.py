@@ -13,13 +13,15 @@ class Traits:
 
     ``linear``: everything that is passed in is applied once, without a memory of what was applied. An average that
     comes back in the next gradient does no harm then. ``fixed_size``: averages are replaced by signs or orthogonal
-    matrices, whose size does not follow the gradients'. ``sparse``: a step's averages are mostly zeros. ``momentum``:
-    of momentum correction, in [0, 1). ``conserving``: the residual plus what was sent is everything that has arrived.
+    matrices, whose size does not follow the gradients'. ``sparse``: a step's averages are mostly zeros.
+    ``every_entry``: it sends all entries, whatever its options. ``momentum``: of momentum correction, in [0, 1).
+    ``conserving``: the residual plus what was sent is everything that has arrived.
     """
 
     linear: bool = True
     fixed_size: bool = False
     sparse: bool = False
+    every_entry: bool = True
     momentum: float = 0.0
     conserving: bool = True
 

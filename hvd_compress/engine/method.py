@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .bucket import Bucket
+from .driver import Clock
 from .facts import OptimizerFacts, Traits
 from .state import Tree
 from .work import Work
@@ -26,13 +27,18 @@ class Velocities(Protocol):
 
 
 class Method(abc.ABC):
-    """A method as the engine and its drivers call it. Only :meth:`work` and :meth:`check_optimizer` must be
-    implemented; :class:`hvd_compress.Compressor` has the second."""
+    """A method as the engine and its drivers call it. Only :meth:`work` must be
+    implemented beside what :class:`hvd_compress.Compressor` has."""
 
     #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.
     arguments: object = None
     #: The :class:`~hvd_compress.engine.engine.Engine`, once it is built: the method owns it (:mod:`.owner`).
     engine: Any
+
+    @property
+    @abc.abstractmethod
+    def clock(self) -> Clock:
+        """What begins and ends exchanges."""
 
     @abc.abstractmethod
     def work(self, bucket: Bucket) -> Work:

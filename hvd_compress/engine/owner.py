@@ -1,7 +1,7 @@
 """Lifetimes. A compressor ends with its last reference, so nothing that it owns refers to it strongly::
 
     method ──► engine ──► peer, optimizers
-          └──► host ──► step
+          └──► clock: a host and its step, or rounds of local steps
 
 A method that was dropped in a reference cycle waits for the garbage collector, which may run at any allocation. So what
 is called from outside (by torch's hooks of all optimizers, by other engines, by a ``Manager``) begins with a weak

@@ -232,11 +232,6 @@ class GradientStep:
         self._last_average.clear()
         self._engine.peer.changed()
 
-    def replaced(self) -> None:
-        """Called when local steps drive the engine in place of this object."""
-        self.clear()
-        self._may_be_bypassed = False
-
     # What the engine calls, see Driver.
 
     @property

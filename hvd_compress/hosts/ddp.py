@@ -27,7 +27,7 @@ from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from ..gradients.step import GradScaler
-from .living import living
+from ..guards.living import living
 from .nested import backward_depth
 from .torch_host import TorchHost
 
@@ -50,7 +50,7 @@ def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
         RuntimeError: the compressor is bound to Horovod, or the model is in ``join()``.
         ValueError: in the first step, the compressor works on another process group than the model.
     """
-    return cast(DDPHost, state.ddp_host).hook(bucket)
+    return cast(DDPHost, state.use(DDPHost)).hook(bucket)
 
 
 #: A parameter; its ``.grad`` before DDP's callback, and that tensor's version; the average, in DDP's bucket.
@@ -126,7 +126,7 @@ class DDPHost(TorchHost):
             return
         models = _models(self._engine.method, bucket.parameters()[0])
         self._skips = any(getattr(model, "skip_all_reduce_unused_params", False) for model in models) or not models
-        ours = distributed.get_process_group_ranks(collectives.group)
+        ours = collectives.ranks
         for model in models:
             theirs = distributed.get_process_group_ranks(model.process_group)
             if theirs != ours:

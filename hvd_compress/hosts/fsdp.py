@@ -14,7 +14,7 @@ such a pass are kept apart and added to those of the module's next pass that is 
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,20 +23,14 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
-from ..carriers.torch_collectives import TorchCollectives
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
 from ..gradients.step import GradScaler
-from .fsdp_modules import (
-    ModuleHook,
-    check_not_unsharded,
-    check_resharded,
-    groups_of,
-    remember,
-    remembered,
-    sharded_modules,
-)
+from ..guards.averaging import ExchangingHook
+from ..guards.sharding import check_gradient_is_averaged
+from ..guards.unsharded import check_not_unsharded, check_resharded, groups_of, sharded_modules
+from .fsdp_modules import ModuleHook, remember, remembered
 from .nested import backward_depth, refuse_inside_backward
 from .torch_host import TorchHost
 
@@ -94,30 +88,7 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> "FSDPHooks"
     refuse_inside_backward("register_fsdp_hooks()")
     check_resharded(model)
     check_not_unsharded(model, zip(compression.engine.names, compression.engine.parameters, strict=True))
-    return cast(FSDPHost, compression.fsdp_host).register(model)
-
-
-def hooked(parameters: Iterable[Tensor]) -> bool:
-    """Whether the hooks of a compressor are registered on one of the parameters, and not removed."""
-    hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
-    return any(isinstance(hook, _ParameterHook) and hook.host() is not None for hook in hooks)
-
-
-def check_sharded(model: torch.nn.Module) -> None:
-    """Raises ``ValueError`` if an FSDP2 model is unsharded, or has a trained parameter that is not sharded. Does
-    nothing for a model of which no module is sharded."""
-    check_resharded(model)
-    for name, p in model.named_parameters() if sharded_modules(model) else ():
-        if p.requires_grad:
-            _check_is_sharded(name, p)
-
-
-def _check_is_sharded(name: str, parameter: Tensor) -> None:
-    if not is_sharded(parameter):
-        raise ValueError(
-            f"{name}: is not sharded, so its gradient would not be averaged (ignored_params=, or a module outside "
-            "of fully_shard()?)"
-        )
+    return cast(FSDPHost, compression.use(FSDPHost)).register(model)
 
 
 class FSDPHooks:
@@ -181,7 +152,7 @@ class FSDPHost(TorchHost):
         numbers = {id(p): number for number, p in enumerate(engine.parameters)}
         for name, p in named:
             if p.requires_grad:
-                self.check(name, p, id(p) in numbers)
+                check_gradient_is_averaged(name, p, id(p) in numbers, engine.collectives)
         for module in modules:
             if len(groups_of(module)) > 1:
                 raise ValueError(
@@ -224,7 +195,7 @@ class FSDPHost(TorchHost):
     def begin_loop(self) -> None:
         for name, p in zip(self._engine.names, self._engine.parameters, strict=True):
             if p.requires_grad:
-                self.check(name, p, ours=True)
+                check_gradient_is_averaged(name, p, True, self._engine.collectives)
         if not self._average_inside():
             raise ValueError(
                 "reduce-scatter of this backend sums where FSDP asks for an average (pytorch issue 162338): use "
@@ -247,25 +218,8 @@ class FSDPHost(TorchHost):
         return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))
 
     def check(self, name: str, parameter: Tensor, ours: bool) -> None:
-        """Raises ``ValueError`` unless FSDP averages the parameter inside the shard group and the compressor between
-        the replicas."""
-        _check_is_sharded(name, parameter)
-        if not ours:
-            raise ValueError(
-                f"{name}: is not this compressor's, so its gradient would not be averaged between the replicas: give "
-                "the compressor the model after fully_shard() and to_empty()"
-            )
-        collectives = self._engine.collectives
-        if not isinstance(collectives, TorchCollectives):
-            return
-        ranks = distributed.get_process_group_ranks(collectives.group)
-        sharded = cast(Any, parameter).device_mesh.mesh.flatten().tolist()
-        if len({*ranks} & {*sharded}) > 1:
-            raise ValueError(
-                f"{name}: FSDP averages its gradient over the ranks {sharded} without compression, and the compressor "
-                f"over {ranks}: give fully_shard() the 1-D mesh['shard'] of a mesh with the dimensions replicate and "
-                "shard, and the compressor process_group=mesh.get_group('replicate') and no nodes="
-            )
+        """See :func:`check_gradient_is_averaged`."""
+        check_gradient_is_averaged(name, parameter, ours, self._engine.collectives)
 
     # A backward pass.
 
@@ -429,7 +383,7 @@ class _Registration:
 
 
 @dataclass(frozen=True, eq=False)
-class _ParameterHook:
+class _ParameterHook(ExchangingHook):
     """The post-accumulate hook of one parameter.
 
     ``host``: a weak reference, since Python's garbage collector cannot look into autograd's hooks. ``number``: of the
@@ -441,6 +395,10 @@ class _ParameterHook:
     name: str
     number: int | None
     checked: bool
+
+    @property
+    def exchanges(self) -> bool:
+        return self.host() is not None
 
     def __call__(self, parameter: torch.nn.Parameter) -> None:
         host, grad = self.host(), parameter.grad

@@ -1,6 +1,5 @@
 """FSDP2's modules: their all-reduce hooks, and the parts of their state that have no public interface."""
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -77,51 +76,6 @@ class ModuleHook:
             self._module.set_all_reduce_hook(self._own)
         if self._summed is not None:
             self._module.set_force_sum_reduction_for_comms(self._summed)
-
-
-def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """The modules in a model that ``fully_shard()`` was applied to, with their names. Does not import FSDP, which takes
-    most of a second."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)]
-
-
-def groups_of(module: Any) -> list[Any]:
-    """A module's groups of parameters that FSDP reduces together: usually one; none without parameters of its own.
-    Several modules may share one."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
-
-
-def check_resharded(model: object) -> None:
-    """Raises ``ValueError`` if the parameters of a model are not the shards, but gathered from them. Does nothing for
-    an argument that is no model."""
-    if not isinstance(model, torch.nn.Module):
-        return
-    for name, module in sharded_modules(model):
-        if not all(group.is_sharded for group in groups_of(module)):
-            call = f"model.get_submodule({name!r}).reshard()" if name else "model.reshard()"
-            raise ValueError(
-                f"{name or 'the model'} is unsharded, as after a forward pass without a backward pass (a validation): "
-                f"call {call} before, on all ranks"
-            )
-
-
-def check_not_unsharded(model: torch.nn.Module, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raises ``ValueError`` if one of the parameters is a plain one, gathered by FSDP from the model's shards."""
-    groups = [group for _, module in sharded_modules(model) for group in groups_of(module)]
-    # FSDP makes each of them once and keeps it.
-    unsharded = [getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params]
-    ids = {id(parameter) for parameter in unsharded if parameter is not None}
-    for name, parameter in named:
-        if id(parameter) in ids:
-            raise ValueError(
-                f"{name}: is not the shard that is trained, but what FSDP has gathered of it for a forward pass: call "
-                "model.reshard() before you build the compressor"
-            )
 
 
 def remember(modules: Iterable[Any], registration: object) -> None:

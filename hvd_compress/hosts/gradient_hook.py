@@ -14,11 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from .ddp import DDPHost, ddp_hook
-from .living import living
+from ..guards.averaging import DDPState, ddp_models
+
+#: Exchanges the gradients of a bucket of DDP.
+Exchange = Callable[[GradBucket], Future[Tensor]]
 
 
-class GradientHook:
+class GradientHook(DDPState):
     """The state of the hook of one DDP model.
 
     Args:
@@ -28,8 +30,8 @@ class GradientHook:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        # The compressor, or None for gradients of each rank's own, and whether that still holds.
-        self._use: tuple[Any, Callable[[], bool]] | None = None
+        # What exchanges gradients, or None for gradients of each rank's own, and whether that still holds.
+        self._use: tuple[Exchange | None, Callable[[], bool]] | None = None
         self._ddp = weakref.ref(ddp)
         # DDP's own flags outside of a forward pass.
         self._flags: tuple[bool, bool] | None = None
@@ -43,8 +45,8 @@ class GradientHook:
         return self._use is not None and self._use[0] is None
 
     @property
-    def compression(self) -> Any:
-        """The compressor that exchanges the gradients, or None."""
+    def exchange(self) -> "Exchange | None":
+        """What exchanges the gradients of a bucket, or None."""
         return self._use and self._use[0]
 
     @property
@@ -53,19 +55,13 @@ class GradientHook:
         ddp = self._ddp()
         return None if ddp is None else ddp.process_group
 
-    @property
-    def ddp_host(self) -> DDPHost:
-        """For :func:`~hvd_compress.hosts.ddp.ddp_hook`."""
-        host: DDPHost = self.compression.ddp_host
-        return host
-
-    def use(self, compression: Any, lasts: Callable[[], bool] = lambda: True) -> Callable[[], None]:
-        """Lets a compressor exchange the gradients from now on; without one (None) each rank keeps its own. Ends when
+    def use(self, exchange: "Exchange | None", lasts: Callable[[], bool] = lambda: True) -> Callable[[], None]:
+        """Lets ``exchange`` exchange the gradients from now on; without it each rank keeps its own. Ends when
         ``lasts()`` is false, which is asked before each forward pass of a training, to which all ranks come.
 
         Returns a function that lets DDP average them again. It does nothing after another call of ``use()``.
         """
-        self._use = use = (compression, lasts)
+        self._use = use = (exchange, lasts)
 
         def end() -> None:
             if self._use is use:
@@ -140,29 +136,13 @@ def average_again(parameters: Iterable[Tensor], kept: Set[int]) -> None:
                 state.use(None)()
 
 
-def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    """The DDP models that hold one of the parameters, and do not ignore it."""
-    ids = {id(p) for p in parameters}
-
-    def holds(ddp: DistributedDataParallel) -> bool:
-        return any(id(p) in ids for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore)
-
-    return [ddp for ddp in living(DistributedDataParallel) if holds(ddp)]
-
-
-def averages(ddp: DistributedDataParallel) -> bool:
-    """Whether a DDP model averages gradients in its next backward pass."""
-    own = any(isinstance(state, GradientHook) and state.own for _, state in getattr(ddp, "_comm_hooks", ()))
-    return ddp.require_backward_grad_sync and not own
-
-
 def _set_flags(ddp: DistributedDataParallel, synchronises: bool, broadcasts: bool) -> None:
     ddp.require_backward_grad_sync, ddp.broadcast_buffers = synchronises, broadcasts
 
 
 def _hook(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
-    if state.compression is not None:
-        return ddp_hook(state, bucket)
+    if state.exchange is not None:
+        return state.exchange(bucket)
     if not state.own:
         return allreduce_hook(state.process_group, bucket)
     buffer = bucket.buffer()

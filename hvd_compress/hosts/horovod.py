@@ -14,6 +14,7 @@ from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.profiling import stage
 from ..gradients.step import GradientStep, GradScaler
+from ..guards.averaging import was_given
 from .lookup import GradientLookup
 
 
@@ -27,10 +28,12 @@ class HorovodHost:
     )
     #: Horovod's optimizer and the one that it wraps count as one.
     single, detached, versions = True, False, True
+    takes_local_steps = False
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
-        self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
-        self._used: GradientLookup | None = GradientLookup(engine.parameters)
+        self._engine = engine
+        self.driver = self.step = GradientStep(engine, self, grad_scaler)
+        self._lookup = GradientLookup(engine.parameters)
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._references: list[Tensor] = []
 
@@ -69,18 +72,6 @@ class HorovodHost:
             # Horovod keeps a lazy conjugation of p.grad, which copy_() follows.
             given = parameter.grad
             return given.copy_(average) if given is not None and given.is_conj() else average
-
-    def release(self) -> None:
-        """Called when local steps take the place of this host. Removes its hooks, which would cost time for nothing."""
-        self._used = None
-        self.step.replaced()
-
-    @property
-    def _lookup(self) -> GradientLookup:
-        """Built again if the local steps that took this host's place no longer exist."""
-        if self._used is None:
-            self._used = GradientLookup(self._engine.parameters)
-        return self._used
 
     def _nothing(self, device: torch.device) -> Tensor:
         """An empty tensor, for Horovod to reduce under a gradient's name."""
@@ -142,14 +133,3 @@ class HorovodHost:
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"
             )
             engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.collectives.size, engine.nodes.ranks)
-
-
-def was_given(optimizer: Optimizer, compression: object) -> bool | None:
-    """Whether Horovod's optimizer was given this compressor; None for another optimizer."""
-    given = getattr(optimizer, "_compression", None)
-    return None if given is None else given is compression
-
-
-def is_distributed_optimizer(optimizer: Optimizer) -> bool:
-    """Whether it is Horovod's."""
-    return hasattr(optimizer, "_compression")

@@ -11,7 +11,7 @@ from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.place import check_gradient
 from ..engine.shards import is_sharded, local
-from .gradient_hook import averages, ddp_models
+from ..guards.averaging import ddp_averages, ddp_models
 from .nested import refuse_inside_backward
 from .torch_host import LOOP, TorchHost
 
@@ -54,10 +54,10 @@ def average_gradients(compression: Any) -> None:
         TypeError, ValueError: see :meth:`~hvd_compress.Compressor.compress`.
         ValueError: a DistributedDataParallel model or FSDP2 averages the gradients over the same ranks.
     """
-    host = cast(TorchHost, compression.torch_host)
+    host = cast(TorchHost, compression.use(TorchHost))
     refuse_inside_backward(LOOP)
     engine = compression.engine
-    if host.source is None and any(map(averages, ddp_models(engine.parameters))):
+    if host.source is None and any(map(ddp_averages, ddp_models(engine.parameters))):
         raise ValueError(
             "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or call "
             "hvd_compress.trainers.local_gradients(ddp) (no_sync() is not enough)"

@@ -6,7 +6,7 @@ from ..carriers.torch_collectives import TorchCollectives
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..gradients.step import GradientStep, GradScaler
-from .horovod import was_given
+from ..guards.averaging import was_given
 
 LOOP = "average_gradients()"
 
@@ -17,11 +17,13 @@ class TorchHost:
 
     # All gradients of a DDP bucket have one version.
     single, detached, versions = False, False, False
+    takes_local_steps = False
     registration: str
     bound: str
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
-        self._engine, self.step = engine, GradientStep(engine, self, grad_scaler)
+        self._engine = engine
+        self.driver = self.step = GradientStep(engine, self, grad_scaler)
         #: What passes gradients in, once it is known.
         self.source: str | None = None
 
@@ -35,10 +37,6 @@ class TorchHost:
     def active(self) -> bool:
         """See :class:`~hvd_compress.gradients.step.Host`. Momentum in the compressor is needed on one rank, too."""
         return not self.alone or self._engine.method.velocities is not None
-
-    def release(self) -> None:
-        """Called when local steps take the place of this host. It has no hooks of its own to remove."""
-        self.step.replaced()
 
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether ``DistributedOptimizer``, which does not fit here, was given this compressor; None for another

@@ -9,7 +9,7 @@ from ..engine.agreement import hash_of
 from ..engine.engine import Engine
 from ..engine.shards import local
 from ..engine.spread import spread
-from ..hosts.owners import averages
+from ..guards.averaging import averages
 from .calls import Different, Row
 from .common_weights import Weight
 

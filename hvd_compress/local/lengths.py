@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..carriers import shard_groups
+from ..carriers.shards import shard_groups
 from ..engine.collectives import allgather
 from ..engine.engine import Engine
 from .common_weights import Weight

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..engine.optimizers import inside, parameters_of, share_parameters, unwrapped
-from ..hosts.horovod import is_distributed_optimizer
+from ..guards.averaging import is_distributed_optimizer
 
 # After so many steps of an optimizer without LocalSteps.step(), and so many calls of that without a step of an
 # optimizer, a warning says that something may have been forgotten.

@@ -22,21 +22,21 @@ from dataclasses import asdict, dataclass
 import torch
 from torch.optim import Optimizer
 
-from ..carriers import shard_groups
+from ..carriers.shards import shard_groups
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.owner import in_use
 from ..engine.state import Entry, Fixed, Tree
+from ..guards.averaging import averages, is_distributed_optimizer
 from ..hosts import gradient_hook
-from ..hosts.horovod import is_distributed_optimizer
-from ..hosts.owners import Owners, averages
 from .buffers import Buffers, refresh_spectral_norms
 from .calls import Calls, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
 from .from_rank_0 import share_states
 from .gradients import OwnGradients
+from .holders import Holders
 from .in_flight import InFlight
 from .lengths import Lengths
 from .optimizers import LocalOptimizers
@@ -81,6 +81,7 @@ class Rounds:
     """
 
     comes_first, single, unapplied = False, False, None
+    collecting, undoable = False, False  # these are of gradients
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Rounds:
             Lengths(engine) if settings.restore_length else None,
             self._peers,
         )
-        self._owners = Owners([(weight.name, weight.parameter) for weight in weights], model)
+        self._holders = Holders([(weight.name, weight.parameter) for weight in weights], model)
         self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)
         held = [weight for weight in weights if id(weight.parameter) in self._optimizers.held]
         self._outside = OutsideChanges(held, engine.warn)
@@ -169,7 +170,7 @@ class Rounds:
                 ended = self._in_flight.begin(self.schedule.number) or ended
             # With peers, a round that is taken back changes the weights, too.
             if ended or (self._peers is not None and (waited or due)):
-                self._owners.reshard()
+                self._holders.reshard()
                 self._note()
         return ended
 
@@ -189,7 +190,7 @@ class Rounds:
             time.sleep(_PAUSE)
         # From now on the common weights are the peers', and not the parameters before the first step.
         self._begun = self._finished = True
-        self._owners.reshard()
+        self._holders.reshard()
         self._note()
 
     def finish(
@@ -240,7 +241,7 @@ class Rounds:
 
     def _restarted(self) -> None:
         """All parameters are the common weights."""
-        self._owners.reshard()
+        self._holders.reshard()
         self._turns.restart()
         self._finished, self.moved = True, False
         self._note()
@@ -290,6 +291,9 @@ class Rounds:
         self._note()
 
     # What the engine calls.
+
+    def discard(self) -> None:
+        """Averages have moved the common weights."""
 
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -462,8 +466,8 @@ class Rounds:
 
     def _check(self) -> None:
         """Raises ``ValueError`` if the optimizers or the model have other parameters now."""
-        self._owners.reshard()
-        self._owners.check()
+        self._holders.reshard()
+        self._holders.check()
         self._optimizers.check()
 
 

@@ -1,7 +1,8 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -10,9 +11,9 @@ from ..engine.arguments import check_flag, check_fraction, check_integer, check_
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
-from ..hosts.fsdp import FSDPHost, check_sharded, hooked
+from ..guards.averaging import hooked
+from ..guards.sharding import check_gradient_is_averaged, check_sharded
 from ..methods.base import Compressor
-from ..methods.sparse import SparseMethod
 from .rounds import Rounds, Settings
 
 
@@ -149,8 +150,7 @@ class LocalSteps:
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
-        compression.host.release()
-        engine.drive(self._rounds)
+        compression.bind(_LocalClock(self._rounds))
 
     @modes_off
     def step(self) -> bool:
@@ -279,11 +279,25 @@ class LocalSteps:
         self.compression.load_state_dict(state)
 
 
+@dataclass(frozen=True)
+class _LocalClock:
+    """The rounds as the clock of a compressor."""
+
+    driver: Rounds
+    bound: ClassVar[str] = "belongs to LocalSteps, which needs the plain model and optimizer"
+    takes_local_steps: ClassVar[bool] = True
+    alone: ClassVar[bool] = False
+
+
 def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> None:
     """Raises ``ValueError`` for a compressor with which local steps cannot work."""
     engine = compression.engine
     if compression.takes_local_steps:
         raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
+    if compression.step or engine.driver.collecting:
+        raise ValueError(
+            "this compressor has exchanged gradients, and its residuals are of those: build another one for LocalSteps"
+        )
     if unsent == "weights" and engine.works and engine.nodes.inside is not None:
         raise ValueError('in nodes one rank keeps what was not sent, for all of its node: use unsent="buffer"')
     traits = compression.traits
@@ -292,7 +306,7 @@ def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> N
             "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
             "with momentum=0 and without grad_scaler"
         )
-    if restore_length and isinstance(compression, SparseMethod):
+    if restore_length and not traits.every_entry:
         raise ValueError(
             f"{type(compression).__name__} sends few entries, whose length is not that of the differences: "
             "restore_length=True goes with compressors that send all, such as Quantized and NoCompression"
@@ -328,7 +342,6 @@ def _check_gradients_are_own(compression: Compressor) -> None:
             "hooks of register_fsdp_hooks() exchange these parameters' gradients in every step: call remove() of "
             "the handle that it has returned"
         )
-    if isinstance(compression.host, FSDPHost):
-        for name, parameter in zip(compression.engine.names, parameters, strict=True):
-            if is_sharded(parameter):
-                compression.host.check(name, parameter, True)
+    for name, parameter in zip(compression.engine.names, parameters, strict=True):
+        if is_sharded(parameter):
+            check_gradient_is_averaged(name, parameter, True, compression.engine.collectives)

@@ -1,35 +1,55 @@
 """The base class of all methods: what the user holds, and what the author of a method implements."""
 
 import weakref
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..carriers import default_collectives
-from ..carriers.torchft import TorchftCollectives
 from ..checkpoints import one_rank
-from ..checkpoints.dcp import refuse_dcp
 from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
+from ..engine.driver import Clock
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
+from ..engine.membership import Membership
 from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.place import Place
 from ..engine.shards import local
-from ..gradients import guard
-from ..hosts import host_of
-from ..hosts.ddp import DDPHost
-from ..hosts.fsdp import FSDPHost
-from ..hosts.fsdp_modules import check_resharded
-from ..hosts.horovod import HorovodHost
-from ..hosts.torch_host import TorchHost
+from ..guards import optimizer as optimizer_guard
+from ..guards.dcp import refuse_dcp
+from ..guards.unsharded import check_resharded
 from .reporting import Reporting
 
-_Host = TypeVar("_Host", DDPHost, FSDPHost, TorchHost, HorovodHost)
+_Clock = TypeVar("_Clock", bound=Clock)
+
+
+class Horovod(Clock, Protocol):
+    """What takes gradients from Horovod."""
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]: ...
+
+    def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a compressor needs and does not know: methods are below carriers and hosts.
+
+    Args:
+        collectives: returns those of a ``process_set`` and a ``process_group``.
+        clock: returns what takes the gradients of an engine, whose ``grad_scaler`` is given.
+        horovod: what takes them from Horovod, which calls the compressor itself.
+    """
+
+    collectives: Callable[[Any, Any], Collectives]
+    clock: Callable[[Engine, Any], Clock]
+    horovod: type[Horovod]
 
 
 class Compressor(Reporting, Method):
@@ -77,6 +97,12 @@ class Compressor(Reporting, Method):
     """
 
     engine: Engine
+    _around: ClassVar[Surroundings]
+
+    @classmethod
+    def surround(cls, around: Surroundings) -> None:
+        """Called once, where the package is put together."""
+        cls._around = around
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -110,10 +136,11 @@ class Compressor(Reporting, Method):
             raise ValueError(f"dense_values must be fp16 or fp32, got {dense_values!r}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r:.80}")
-        everyone = collectives or default_collectives(process_set, process_group)
+        everyone = collectives or self._around.collectives(process_set, process_group)
         levels = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
         #: The ranks that the method's exchange is between: with nodes, one rank of each.
         self.collectives = levels.between
+        self._clock: Clock | None = None
         self.engine = Engine(
             self,
             named,
@@ -125,9 +152,8 @@ class Compressor(Reporting, Method):
             start_timeout=start_timeout,
         )
         self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
-        #: What passes gradients in, unless local steps use this compressor.
-        self.host, self.grad_scaler, self.seed = host_of(self.engine, grad_scaler), grad_scaler, seed
-        self.engine.drive(self.host.step)
+        self.grad_scaler, self.seed = grad_scaler, seed
+        self._clock = None if everyone.ordered else self.clock  # Horovod's side has hooks that must be before its own
         self.engine.peer.register()
         self.engine.optimizers.watch()
 
@@ -137,7 +163,7 @@ class Compressor(Reporting, Method):
         return {**super().options(), **self._common}
 
     def check_optimizer(self, facts: OptimizerFacts) -> None:
-        guard.check(facts, self.traits, self.engine.warn)
+        optimizer_guard.check(facts, self.traits, self.engine.warn)
 
     def __repr__(self) -> str:
         engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
@@ -164,48 +190,46 @@ class Compressor(Reporting, Method):
         """The number of completed steps."""
         return self.engine.step
 
-    # Hosts.
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
-        """Called by Horovod with a gradient. Returns the tensor that Horovod averages, and a context. Raises
-        ``TypeError`` for another dtype, ``ValueError`` for another device than the parameter's."""
-        return self._host_as(HorovodHost).compress(tensor)
-
-    def decompress(self, tensor: Tensor, ctx: Place | DenseGradient | None) -> Tensor:
-        """Called by Horovod with the tensor that it has averaged. Returns the averaged gradient."""
-        return self.passed(tensor) if ctx is None else self._host_as(HorovodHost).decompress(tensor, ctx)
+    # What uses it.
 
     @property
-    def ddp_host(self) -> DDPHost:
-        """This compressor's side of DistributedDataParallel, for :func:`hvd_compress.ddp_hook`."""
-        return self._host_as(DDPHost)
+    def clock(self) -> Clock:
+        """What begins and ends exchanges: the local steps that use this compressor, or what takes its gradients."""
+        if self._clock is None:
+            self._clock = self._around.clock(self.engine, self.grad_scaler)
+        return self._clock
 
-    @property
-    def fsdp_host(self) -> FSDPHost:
-        """This compressor's side of FSDP2, for :func:`hvd_compress.register_fsdp_hooks`."""
-        return self._host_as(FSDPHost)
-
-    @property
-    def torch_host(self) -> TorchHost:
-        """This compressor's side of torch, for :func:`hvd_compress.average_gradients`."""
-        return self._host_as(TorchHost)
-
-    @property
-    def takes_local_steps(self) -> bool:
-        """Whether :class:`~hvd_compress.LocalSteps` uses this compressor, and not a host."""
-        return self.engine.driver is not self.host.step
-
-    def _host_as(self, kind: type[_Host]) -> _Host:
-        if self.takes_local_steps:
-            raise RuntimeError("this compressor belongs to LocalSteps, which needs the plain model and optimizer")
-        if isinstance(self.engine.collectives, TorchftCollectives):
+    def use(self, kind: type[_Clock]) -> _Clock:
+        """The clock, for hosts that pass gradients in. Raises ``RuntimeError`` if it is not of this kind."""
+        if isinstance(self._clock, kind):  # called for every gradient
+            return self._clock
+        if isinstance(self.engine.collectives, Membership):
             raise RuntimeError(
                 "gradients are not exchanged in each step with a torchft.Manager, whose ranks come and go: use local "
                 "steps, such as hvd_compress.recipes.low_bit(model, optimizer, period, process_group=manager)"
             )
-        if not isinstance(self.host, kind):
-            raise RuntimeError(f"this compressor {self.host.bound}")
-        return self.host
+        clock = self.clock
+        if not isinstance(clock, kind):
+            raise RuntimeError(f"this compressor {clock.bound}")
+        return clock
+
+    def bind(self, clock: Clock) -> None:
+        """From now on ``clock`` begins and ends exchanges."""
+        self._clock = clock
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether :class:`~hvd_compress.LocalSteps` uses this compressor, and not a host."""
+        return self._clock is not None and self._clock.takes_local_steps
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
+        """Called by Horovod with a gradient. Returns the tensor that Horovod averages, and a context. Raises
+        ``TypeError`` for another dtype, ``ValueError`` for another device than the parameter's."""
+        return self.use(self._around.horovod).compress(tensor)
+
+    def decompress(self, tensor: Tensor, ctx: Place | DenseGradient | None) -> Tensor:
+        """Called by Horovod with the tensor that it has averaged. Returns the averaged gradient."""
+        return self.passed(tensor) if ctx is None else self.use(self._around.horovod).decompress(tensor, ctx)
 
     # Between steps.
 
@@ -220,8 +244,7 @@ class Compressor(Reporting, Method):
         Does nothing if there is none, or with :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle
         of a step.
         """
-        if not self.takes_local_steps:
-            self.host.step.discard()
+        self.engine.driver.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it).

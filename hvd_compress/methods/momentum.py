@@ -16,7 +16,7 @@ from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts, momentum_of
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
-from ..gradients.guard import check_complete, check_momentum, check_passed
+from ..guards.optimizer import check_complete, check_momentum, check_passed
 from .sparse_work import SparseWork
 
 

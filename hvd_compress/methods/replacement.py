@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..carriers import shard_group
+from ..carriers.shards import shard_group
 from ..engine.arguments import NamedParameters, find_name, named_pairs
 from ..engine.bucket import Bucket, Piece
 from ..engine.engine import Engine

@@ -91,7 +91,8 @@ class SparseMethod(Compressor):
     @property
     def traits(self) -> Traits:
         momentum = self.momentum.value
-        return Traits(linear=not momentum, momentum=momentum, sparse=any(work.density < 1.0 for work in self.works))
+        sparse = any(work.density < 1.0 for work in self.works)
+        return Traits(linear=not momentum, momentum=momentum, sparse=sparse, every_entry=False)
 
     def made_with(self) -> dict[str, Any]:
         """The options that a state depends on, by their names in an error."""
@@ -147,9 +148,9 @@ class SparseMethod(Compressor):
         """
         if self.takes_local_steps:
             raise ValueError("take_momentum: with LocalSteps, momentum stays in the optimizer")
-        if self.step or self.host.step.collecting:
+        if self.step or self.clock.driver.collecting:
             raise ValueError("take_momentum comes before the compressor's first step: build a new compressor for it")
-        return self.momentum.take(optimizer, self.host.alone)
+        return self.momentum.take(optimizer, self.clock.alone)
 
 
 def exchanged_codec(exchange: str, values: str | Codec | None, ring: str, gather: str) -> Codec:

@@ -2,7 +2,8 @@
 
 import torch
 
-from ..carriers import shard_groups, world
+from ..carriers import world
+from ..carriers.shards import shard_groups
 from ..engine.agreement import hash_of
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..checkpoints.convert import reshard
 from ..engine.membership import Membership
 from ..engine.optimizers import unwrapped
 from ..engine.shards import is_sharded
+from ..hosts.ddp import ddp_hook
 from ..hosts.fsdp import register_fsdp_hooks
 from ..hosts.gradient_hook import use_hook
 from ..local.steps import LocalSteps
@@ -114,7 +116,7 @@ class Training:
         elif any(map(is_sharded, built.engine.parameters)):
             self.ends = [register_fsdp_hooks(model, built).remove]
         else:
-            self.ends = use_hook(model, built, runs)
+            self.ends = use_hook(model, partial(ddp_hook, built), runs)
             momentum = built.traits.momentum or built.traits.fixed_size
             if not self.ends and (world.place()[1] > 1 or momentum):
                 raise RuntimeError(

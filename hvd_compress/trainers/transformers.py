@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..carriers import world
 from ..engine.arguments import check_flag
-from ..hosts.living import living
+from ..guards.living import living
 from ..methods.base import Compressor
 from . import rank_files
 from .training import Build, Training

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,7 +23,7 @@ from hvd_compress.engine import comparison, engine, optimizers, peer, registry
 from hvd_compress.engine.owner import in_use
 from hvd_compress.engine.registry import Registry
 from hvd_compress.gradients import step
-from hvd_compress.hosts.living import living
+from hvd_compress.guards.living import living
 
 LAYER = partial(nn.Linear, 32, 32)
 BUILD = partial(TopK, density=1 / 16, min_numel=64)
@@ -360,7 +361,7 @@ def test_a_compressor_that_could_not_be_built_takes_no_part():
     process.in_nodes = lambda nodes: whole(process, nodes)
     watching = len([each for each in optimizers._watching if each() is not None])
     with pytest.raises(RuntimeError, match="host") as kept, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hvd_compress.methods.base.host_of", _no_host)
+        patch.setattr(Fails, "_around", replace(Fails._around, clock=_no_host))
         Fails(model, collectives=process)
     rank.exchange(gradients(rank.model, 0))
     step_of(torch.optim.SGD(model.parameters(), 0.1))

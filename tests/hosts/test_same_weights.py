@@ -138,4 +138,4 @@ def test_a_step_that_fails_drops_the_comparison(host):
             run()
     for rank in ranks:
         rank.compression.reset()
-        assert rank.compression.host.step._weights._started is None
+        assert rank.compression.engine.driver._weights._started is None

@@ -32,6 +32,7 @@ from optimizers import muon_and_adamw
 
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, SlimDP, TopK
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.hosts.ddp import DDPHost
 
 
 def doubles(worker):
@@ -553,7 +554,7 @@ def test_a_compressor_with_local_steps_serves_no_host():
     with pytest.raises(RuntimeError, match="belongs to LocalSteps"):
         worker.compression.compress(p.grad)
     with pytest.raises(RuntimeError, match="belongs to LocalSteps"):
-        _ = worker.compression.ddp_host
+        worker.compression.use(DDPHost)
     with pytest.raises(ValueError, match="momentum stays in the optimizer"):
         worker.compression.take_momentum(worker.optimizers[0])
     with pytest.raises(ValueError, match="has local steps already"):

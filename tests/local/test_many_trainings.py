@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from harness import HOSTS, random_steps, replicas, residuals, toy_model
+from harness import HOSTS, random_steps, replicas, toy_model
 from local_workers import SPARSE, Worker, same, sgd, workers
 from models import equal, gradients, mixed_model
 from optimizers import muon_and_adamw
@@ -14,6 +14,7 @@ from torch import nn
 
 from hvd_compress import IWP, LocalSteps, NoCompression, Quantized, recipes
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.hosts.ddp import DDPHost
 
 
 @pytest.fixture
@@ -75,33 +76,34 @@ def trained_ranks(host, steps, **options):
     return world, models, compressions, local
 
 
+@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("host", HOSTS)
-def test_local_steps_that_are_dropped_in_flight_leave_an_error_until_a_reset(host):
-    """Half an exchange is neither saved nor mixed with gradients."""
-    _, models, (compression, other), local = trained_ranks(host, 2, delay=2)
+def test_a_compressor_stays_with_local_steps_that_were_dropped(host, delay):
+    """What it has not sent is progress of weights, which is never mixed with gradients."""
+    world, models, compressions, local = trained_ranks(host, 2, delay=delay)
     local.clear()
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"state_dict\(\) in the middle of a step"):
-        compression.state_dict()
-    p = next(models[0].parameters())
-    p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"its LocalSteps does not exist any more: call compression.reset\(\)"):
-        compression.host.step.arrive(0, p.grad)
-    for left in (compression, other):
-        left.reset()
-        left.state_dict()
-        assert not any(piece._stand_in is not None for bucket in left.buckets for piece in bucket.pieces)
+    for model, compression in zip(models, compressions, strict=True):
+        with pytest.raises(RuntimeError, match="belongs to LocalSteps"):
+            compression.compress(torch.ones_like(next(model.parameters())))
+        with pytest.raises(RuntimeError, match="belongs to LocalSteps"):
+            compression.use(DDPHost)
+        with pytest.raises(ValueError, match="has local steps already"):
+            LocalSteps(compression, sgd(model.parameters()), 2)
+    world.run(lambda i: compressions[i].reset())
+    for compression in compressions:
+        assert not any(piece._stand_in is not None for bucket in compression.buckets for piece in bucket.pieces)
 
 
-def test_an_average_before_local_steps_is_not_taken_back_after_them():
-    world, ranks = replicas(2, IWP, model=toy_model(), host="ddp", density=1 / 4)
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("build", [IWP, Quantized, NoCompression])
+def test_a_compressor_of_gradients_takes_no_local_steps(build, host):
+    """What it has not sent is a gradient."""
+    world, ranks = replicas(2, build, model=toy_model(), host=host)
     random_steps(world, ranks, [0])
-    assert ranks[0].compression.host.step.undoable
-    local = [LocalSteps(rank.compression, sgd(rank.model.parameters()), 2) for rank in ranks]
-    local.clear()
-    before = residuals(ranks[0])
-    ranks[0].compression.discard_step()
-    assert all(torch.equal(residuals(ranks[0])[name], held) for name, held in before.items())
+    for rank in ranks:
+        with pytest.raises(ValueError, match="has exchanged gradients"):
+            LocalSteps(rank.compression, sgd(rank.model.parameters()), 2)
 
 
 def test_an_optimizer_of_nobody_is_still_refused():

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hvd_compress
 from hvd_compress.engine.shards import is_sharded, local
 from hvd_compress.hosts import fsdp
+from hvd_compress.hosts.ddp import DDPHost
 
 CASES: Cases = {}
 BFLOAT16_REDUCTION = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
@@ -921,7 +922,7 @@ def mistakes():
         (ValueError, "no module is sharded", lambda: hook(plain, iwp(sharded, **replicas))),
         (ValueError, "is not this compressor's", lambda: hook(sharded, some)),
         (ValueError, "scale: is not sharded", lambda: hook(left_out, iwp(left_out, **replicas))),
-        (RuntimeError, "register_fsdp_hooks", lambda: good.ddp_host),
+        (RuntimeError, "register_fsdp_hooks", lambda: good.use(DDPHost)),
         (ValueError, "sharded by rows", lambda: demo(columns)),
     ):
         with pytest.raises(error, match=text):

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hvd_compress
 from hvd_compress import recipes
-from hvd_compress.hosts.gradient_hook import averages
+from hvd_compress.guards.averaging import ddp_averages as averages
 from hvd_compress.trainers import AccelerateLoop, TransformersCallback
 
 CASES = {}

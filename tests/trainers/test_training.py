@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hvd_compress
 from hvd_compress import recipes, trainers
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.guards.averaging import ddp_averages
 from hvd_compress.hosts import gradient_hook
 from hvd_compress.trainers import rank_files
 from hvd_compress.trainers.training import Training
@@ -126,7 +127,7 @@ def test_after_a_training_the_model_averages_as_before_it(build, ddp, monkeypatc
     training.state()
     training.end()
     training.state()
-    assert ddp.require_backward_grad_sync and ddp.broadcast_buffers and gradient_hook.averages(ddp)
+    assert ddp.require_backward_grad_sync and ddp.broadcast_buffers and ddp_averages(ddp)
     del training
     gc.collect()
     assert kept() is None, "the model keeps the compressor"
@@ -145,13 +146,13 @@ def test_the_end_of_a_training_does_not_end_a_later_one_of_the_same_model(ddp):
     for training in (first, second):
         training.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
     first.end()
-    assert not gradient_hook.averages(ddp)
+    assert not ddp_averages(ddp)
     second.end()
-    assert gradient_hook.averages(ddp)
+    assert ddp_averages(ddp)
     first.begin(ddp.module, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
     other = DistributedDataParallel(mixed_model())
     first.begin(other.module, [torch.optim.SGD(other.parameters(), lr=0.1)])
-    assert gradient_hook.averages(ddp) and not gradient_hook.averages(other)
+    assert ddp_averages(ddp) and not ddp_averages(other)
 
 
 def test_files_of_another_number_of_ranks_are_deleted_when_all_new_ones_are_there(tmp_path, monkeypatch):

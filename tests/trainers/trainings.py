@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import hvd_compress
-from hvd_compress.hosts.gradient_hook import averages
+from hvd_compress.guards.averaging import ddp_averages as averages
 from hvd_compress.trainers import rank_files
 from hvd_compress.trainers.training import Training
 

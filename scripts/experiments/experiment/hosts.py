@@ -128,8 +128,8 @@ class Threads(Host):
         counted = isinstance(compression, compressors.Counted)
         self._protocol = compression
         if not counted:  # its own host is DDP's, whose collectives are ordered, too
-            compression.host = self._protocol = HorovodHost(compression.engine, None)
-            compression.engine.drive(compression.host.step)
+            self._protocol = HorovodHost(compression.engine, None)
+            compression.bind(self._protocol)
         self._pending: list[tuple[nn.Parameter, Tensor, Any]] = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._compress)

@@ -1,4 +1,4 @@
-"""Who else holds a compressor's parameters or averages their gradients, for local steps."""
+"""The modules that hold the parameters of local steps."""
 
 import sys
 import weakref
@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.optimizers import parameters_of
 from ..engine.shards import is_sharded
-from . import gradient_hook
-from .fsdp import hooked
-from .fsdp_modules import sharded_modules
-from .living import living
+from ..guards.living import living
+from ..guards.unsharded import sharded_modules
 
 
-class Owners:
+class Holders:
     """The modules that hold the parameters. Keeps no strong reference.
 
     Args:
@@ -74,20 +71,3 @@ def _fsdp_modules(named: Sequence[tuple[str, Tensor]]) -> Iterator[Any]:
     for module in living(fsdp.FSDPModule):
         if any(id(p) in ids for p in module.parameters()):
             yield module
-
-
-def averages(parameters: Sequence[Tensor]) -> str | None:
-    """What averages the gradients of these parameters in each step, and what to do about it, for an error message; None
-    if nothing does."""
-    ids = {id(p) for p in parameters}
-    if hooked(parameters):
-        return "the hooks of register_fsdp_hooks(): call remove() of the handle that it has returned"
-    if any(map(gradient_hook.averages, gradient_hook.ddp_models(parameters))):
-        return (
-            "DistributedDataParallel (accelerate.prepare() and Lightning's ddp strategy make one): call "
-            "hvd_compress.trainers.local_gradients(ddp), or train the plain model, ddp.module"
-        )
-    for optimizer in living(torch.optim.Optimizer):
-        if hasattr(optimizer, "_compression") and not ids.isdisjoint(parameters_of([optimizer])):
-            return "Horovod's DistributedOptimizer: step the plain optimizer, and do not build it"
-    return None

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hvd_compress.hosts.living import living
+from hvd_compress.guards.living import living
 
 
 class Model:

@@ -1,0 +1,83 @@
+"""Gradients that something else averages in each step: DistributedDataParallel, hooks, Horovod's optimizer.
+
+Local steps beside it would save nothing, and a second average would count them twice.
+"""
+
+import abc
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..engine.optimizers import parameters_of
+from .living import living
+
+
+class ExchangingHook(abc.ABC):
+    """The hook of a parameter by which a compressor exchanges its gradient."""
+
+    @property
+    @abc.abstractmethod
+    def exchanges(self) -> bool:
+        """Whether the compressor exists, and its hooks were not removed."""
+
+
+class DDPState(abc.ABC):
+    """The state of a communication hook of DistributedDataParallel that may leave each rank its own gradients."""
+
+    @property
+    @abc.abstractmethod
+    def own(self) -> bool:
+        """Whether it does."""
+
+
+def averages(parameters: Sequence[Tensor]) -> str | None:
+    """What averages the gradients of these parameters in each step, and what to do about it, for an error message; None
+    if nothing does."""
+    ids = {id(p) for p in parameters}
+    if hooked(parameters):
+        return "the hooks of register_fsdp_hooks(): call remove() of the handle that it has returned"
+    if any(map(ddp_averages, ddp_models(parameters))):
+        return (
+            "DistributedDataParallel (accelerate.prepare() and Lightning's ddp strategy make one): call "
+            "hvd_compress.trainers.local_gradients(ddp), or train the plain model, ddp.module"
+        )
+    for optimizer in living(torch.optim.Optimizer):
+        if is_distributed_optimizer(optimizer) and not ids.isdisjoint(parameters_of([optimizer])):
+            return "Horovod's DistributedOptimizer: step the plain optimizer, and do not build it"
+    return None
+
+
+def hooked(parameters: Iterable[Tensor]) -> bool:
+    """Whether the hooks of a compressor are registered on one of the parameters, and not removed."""
+    hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+    return any(isinstance(hook, ExchangingHook) and hook.exchanges for hook in hooks)
+
+
+def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The DDP models that hold one of the parameters, and do not ignore it."""
+    ids = {id(p) for p in parameters}
+
+    def holds(ddp: DistributedDataParallel) -> bool:
+        return any(id(p) in ids for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore)
+
+    return [ddp for ddp in living(DistributedDataParallel) if holds(ddp)]
+
+
+def ddp_averages(ddp: DistributedDataParallel) -> bool:
+    """Whether a DDP model averages gradients in its next backward pass."""
+    own = any(isinstance(state, DDPState) and state.own for _, state in getattr(ddp, "_comm_hooks", ()))
+    return ddp.require_backward_grad_sync and not own
+
+
+def was_given(optimizer: Optimizer, compression: object) -> bool | None:
+    """Whether Horovod's optimizer was given this compressor; None for another optimizer."""
+    given = getattr(optimizer, "_compression", None)
+    return None if given is None else given is compression
+
+
+def is_distributed_optimizer(optimizer: Optimizer) -> bool:
+    """Whether it is Horovod's."""
+    return hasattr(optimizer, "_compression")

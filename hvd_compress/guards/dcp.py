@@ -1,0 +1,37 @@
+"""A compressor that torch.distributed.checkpoint (DCP) is given: it would save one rank's state for all."""
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import cast
+
+from ..engine.engine import Engine
+
+#: Begins the names of DCP's modules that save and load. (Its "state_dict" is for models and optimizers.)
+SAVERS = "torch.distributed.checkpoint.state_dict_"
+
+
+def refuse_dcp(engine: Engine) -> None:
+    """Called by ``Compressor.state_dict()``. Raises ``TypeError`` if torch.distributed.checkpoint has called that, and
+    warns if it has called an object of the user's that did: under one key it saves one rank's state."""
+    frames = callers()
+    if next(frames, "").startswith(SAVERS):
+        raise TypeError(
+            "torch.distributed.checkpoint would save one rank's state for all: give it hvd_compress.DCPState("
+            "compression) in place of the compressor"
+        )
+    if any(caller.startswith(SAVERS) for caller in frames):
+        engine.warn(
+            "torch.distributed.checkpoint saves one rank's state_dict() for all, unless every rank gives it another "
+            "key: use hvd_compress.DCPState(compression).state_dict(), and its load_state_dict()"
+        )
+
+
+def callers() -> Iterator[str]:
+    """The modules of the frames outside this package, innermost first."""
+    package, frame = __name__.partition(".")[0], cast(FrameType | None, sys._getframe())
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] != package:
+            yield module
+        frame = frame.f_back
