@@ -16,14 +16,16 @@ from .methods.demo import DeMo
 from .methods.fft import FFT
 from .methods.iwp import IWP
 from .methods.matrices import hidden_matrices
-from .methods.mipd import MIPD
-from .methods.mp2 import MP2
 from .methods.no_compression import NoCompression
-from .methods.powersgd import PowerSGD
 from .methods.quantized import Quantized
-from .methods.slim_dp import SlimDP
-from .methods.topk import DGC, TopK
-from .methods.unbiased import QSGD, TernGrad
+from .methods.topk import TopK
+from .papers.dgc import DGC
+from .papers.mipd import MIPD
+from .papers.mp2 import MP2
+from .papers.powersgd import PowerSGD
+from .papers.qsgd import QSGD
+from .papers.slim_dp import SlimDP
+from .papers.terngrad import TernGrad
 
 Compressor.surround(Surroundings(default_collectives, host_of, HorovodHost))
 

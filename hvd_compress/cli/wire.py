@@ -28,9 +28,9 @@ from ..codecs import Codec, codec
 from ..codecs.base import Messages
 from ..codecs.coded_ring import CodedRing
 from ..codecs.packed import WideLloyd
-from ..codecs.qsgd import Levels
-from ..codecs.ternary import Ternary
 from ..engine.collectives import ring_bytes
+from ..papers.qsgd import Levels
+from ..papers.terngrad import Ternary
 from ..selection.budget import apportion
 
 

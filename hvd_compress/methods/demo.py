@@ -2,8 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +23,15 @@ from .basis import Hadamard
 from .replacement import Replacement, orthogonal_names
 from .sparse import SparseMethod, exchanged_codec
 from .sparse_work import Sending, SparseWork
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    exchange: str
+    decay: float
+    subtract: float
+    sign: bool
+    dense_momentum: float
 
 
 class DeMo(SparseMethod):
@@ -89,6 +97,8 @@ class DeMo(SparseMethod):
 
     _ordered = True
 
+    arguments: _Arguments
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -114,7 +124,7 @@ class DeMo(SparseMethod):
         values = exchanged_codec(exchange, values, ring="lloyd4", gather="range10-gather")
         names, named_parameters = orthogonal_names(orthogonal, named_parameters)
         self._replacement = Replacement(names) if sign else None
-        self.arguments = SimpleNamespace(
+        self.arguments = _Arguments(
             exchange=exchange,
             decay=check_number("decay", (0.95 if muon else 0.999) if decay is None else decay, above=0, at_most=1),
             subtract=check_number(
@@ -200,7 +210,7 @@ class DeMo(SparseMethod):
 
 class _DeMoWork(SparseWork):
     def __init__(
-        self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace, replacement: Replacement | None
+        self, bucket: Bucket, sending: Sending, arguments: _Arguments, replacement: Replacement | None
     ) -> None:
         a = arguments
         #: Replaces averages after they are written, if some of this bucket become orthogonal.

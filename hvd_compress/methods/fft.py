@@ -1,15 +1,25 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters
-from ..engine.bucket import Bucket
+from ..engine.bucket import Bucket, Piece
+from ..reference import OVERFLOW, usable
 from ..selection.schedule import Density
-from .basis import Fourier
+from . import spectrum
+from .basis import Coefficients
 from .sparse import SparseMethod, exchanged_codec
 from .sparse_work import Sending, SparseWork
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    exchange: str
 
 
 class FFT(SparseMethod):
@@ -54,6 +64,8 @@ class FFT(SparseMethod):
 
     _ordered = True
 
+    arguments: _Arguments
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -66,8 +78,55 @@ class FFT(SparseMethod):
     ) -> None:
         # What trained best at equal bytes (docs/results.md); the paper's.
         values = exchanged_codec(exchange, values, ring="lanes4", gather="range10-gather")
-        self.arguments = SimpleNamespace(exchange=exchange)
+        self.arguments = _Arguments(exchange=exchange)
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         return SparseWork(bucket, sending, basis=Fourier(bucket), gathers=self.arguments.exchange == "gather")
+
+
+# A gradient from here on counts as infinite: a coefficient is less than 128 times the chunk's largest entry.
+_OVERFLOW = OVERFLOW / 128
+
+
+class Fourier(Coefficients):
+    """Coefficients of the real Fourier transform (:mod:`hvd_compress.methods.spectrum`)."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        #: The gradients' coefficients before they are added to the residual, then those of the averages.
+        self._spectra = bucket.zeros()
+
+    def enter(self, grads: list[Tensor], scale: float, invalid: Tensor) -> list[Tensor]:
+        for piece, grad in zip(self._bucket.pieces, grads, strict=True):
+            if grad.numel():
+                flat = grad.as_strided((grad.numel(),), (1,))
+                # The transform would spread one infinity over its whole chunk: the other entries would be lost.
+                fits = usable(flat, min(_OVERFLOW * scale, torch.finfo(torch.float32).max))
+                invalid |= (~fits.all()).to(torch.int32)
+                flat.masked_fill_(~fits, 0.0)
+                spectrum.forward(flat, self._of(piece))
+                flat.zero_()
+        return self.targets(grads)
+
+    def targets(self, grads: list[Tensor]) -> list[Tensor]:
+        pairs = zip(self._bucket.pieces, grads, strict=True)
+        return [self._of(piece) if grad.numel() else grad for piece, grad in pairs]
+
+    def leave(self, grads: list[Tensor]) -> None:
+        for piece, grad in zip(self._bucket.pieces, grads, strict=True):
+            if grad.numel():
+                spectrum.inverse(self._of(piece), grad.as_strided((grad.numel(),), (1,)))
+        self._spectra.zero_()
+
+    def entries(self, piece: Piece, part: Tensor) -> Tensor:
+        flat = torch.empty(piece.numel, dtype=torch.float32, device=part.device)
+        spectrum.inverse(part[: spectrum.padded(piece.numel)], flat)
+        return piece.reshaped(flat)
+
+    def write(self, piece: Piece, entries: Tensor, part: Tensor) -> None:
+        flat = piece.reshaped(torch.empty(piece.numel, dtype=torch.float32, device=part.device)).copy_(entries)
+        spectrum.forward(flat.as_strided((piece.numel,), (1,)), part[: spectrum.padded(piece.numel)])
+
+    def _of(self, piece: Piece) -> Tensor:
+        return piece.of(self._spectra)[: spectrum.padded(piece.numel)]

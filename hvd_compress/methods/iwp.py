@@ -1,6 +1,6 @@
 """Importance-weighted pruning on ring allreduce (Cheng & Xu, arXiv 1901.01544)."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,14 @@ from .sparse_work import Sending, SparseWork
 _TINY = 1e-12
 # Steps between measurements of mean|w|, which changes slowly.
 _FLOOR_INTERVAL = 100
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    leaders: int | None
+    explore: float
+    floor: float
+    block_means: bool
 
 
 class IWP(SparseMethod):
@@ -65,6 +73,8 @@ class IWP(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
+    arguments: _Arguments
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -78,7 +88,7 @@ class IWP(SparseMethod):
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
-        self.arguments = SimpleNamespace(
+        self.arguments = _Arguments(
             leaders=check_leaders(leaders),
             explore=check_fraction("explore", explore),
             floor=check_number("floor", floor, above=0),
@@ -120,7 +130,7 @@ class _Floors(Part):
 
 
 class _IWPWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
         self._leaders, floors = arguments.leaders, _Floors(bucket, arguments.floor)
         scoring = Scoring(arguments.explore, floors.values)
         super().__init__(bucket, sending, scoring=scoring, means=arguments.block_means, floors=floors)

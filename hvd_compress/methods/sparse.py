@@ -3,7 +3,6 @@
 import abc
 from collections.abc import Sequence
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor
@@ -41,8 +40,6 @@ class SparseMethod(Compressor):
 
     #: The buckets that this rank owns.
     works: Sequence[SparseWork]
-    #: The arguments of the subclass, if there are any: checked, and the same on all ranks.
-    arguments: SimpleNamespace
     #: Whether the state depends on the order in which parameters lie in memory.
     _ordered = False
 

@@ -37,8 +37,8 @@ from torch import Tensor
 from hvd_compress import MP2
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine.bucket import Bucket, Piece
-from hvd_compress.methods.predictor import Predictor
 from hvd_compress.methods.sparse import Sending, SparseWork
+from hvd_compress.papers.predictor import Predictor
 
 RUNS = [
     # data, model, momentum, batch, epochs, learning rate
@@ -55,7 +55,7 @@ CIFAR = [("cifar10", "cnn", 0.9, 128, 1, 0.05), ("cifar10", "resnet20", 0.9, 128
 A_LAYER = 6  # windows of a layer at a moment
 MOMENTS = 30  # a third of the training
 
-# Channels of `seen`; see hvd_compress.methods.predictor.fields.
+# Channels of `seen`; see hvd_compress.papers.predictor.fields.
 ARRIVED, SMOOTHED = 3, 4
 LARGEST = 8.0  # a target, in units of its layer
 PHASES = ("first", "second", "last")

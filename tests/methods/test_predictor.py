@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvd_compress.methods.predictor import _PINNED, Predictor, predict
+from hvd_compress.papers.predictor import _PINNED, Predictor, predict
 
 
 class Recording(Predictor):

@@ -10,8 +10,8 @@ from ..engine.bucket import Bucket
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..reference import BLOCK
-from ..selection.history import flat_weights, root_mean_squares
 from ..selection.pickers import Picker
+from .history import flat_weights, root_mean_squares
 from .predictor import fields, predict, shipped
 
 # The smallest cosine of prediction and gradient at which a piece's predictions are applied.
@@ -89,7 +89,7 @@ class Prediction(Part):
     def predict(self, index: int, windows: Tensor, seen: Tensor) -> Tensor:
         """The predicted gradients per step of some ``windows``, int64 (n,), of the piece number ``index``: float32
         (n, 256), in units of the piece's root mean square. ``seen``: the network's inputs
-        (:func:`hvd_compress.methods.predictor.fields`). Replaced while a predictor is trained."""
+        (:func:`hvd_compress.papers.predictor.fields`). Replaced while a predictor is trained."""
         return predict(shipped(self._bucket.device), seen)
 
     def follow(self, picker: Picker, mean: Tensor, last_sent: Tensor, step: int) -> None:

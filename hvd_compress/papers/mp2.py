@@ -1,6 +1,6 @@
 """Entries that are not sent are predicted (MP2: Liu et al., Computer Networks 255, 2024)."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from ..engine.agreement import all_equal, hash_of
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
+from ..methods.sparse import SparseMethod
+from ..methods.sparse_work import Sending, SparseWork
 from ..reference import BLOCK
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, flat_weights
 from ..selection.pickers import Blocks
 from ..selection.schedule import check_density
+from .history import GradientHistory, flat_weights
 from .prediction import Prediction
-from .sparse import SparseMethod
-from .sparse_work import Sending, SparseWork
 
 _TINY = 1e-12
 # Weight of the past in smoothed gradients, and the constant under their size in units of their root mean square.
@@ -27,6 +27,11 @@ _SMOOTHING, _FLOOR = 0.7, 0.5
 _PRIME = 1048573  # the largest below agreement.LIMIT
 # Steps between two comparisons of predictions and weights.
 _CHECK_INTERVAL = 100
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    prediction: bool
 
 
 class MP2(SparseMethod):
@@ -73,6 +78,8 @@ class MP2(SparseMethod):
         RuntimeError: the ranks' predictions or weights differ.
     """
 
+    arguments: _Arguments
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -82,7 +89,7 @@ class MP2(SparseMethod):
         prediction: bool = False,
         **common: Any,
     ) -> None:
-        self.arguments = SimpleNamespace(prediction=check_flag("prediction", prediction))
+        self.arguments = _Arguments(prediction=check_flag("prediction", prediction))
         super().__init__(named_parameters, check_density(density), values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:

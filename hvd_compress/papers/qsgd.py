@@ -1,19 +1,57 @@
-"""QSGD's quantization (Alistarh et al., NeurIPS 2017)."""
+"""QSGD (Alistarh et al., NeurIPS 2017): every entry in a few bits, without bias."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..engine.arguments import check_integer
+from ..codecs.base import Averaged, Channel, Codec, Messages, invalidate
+from ..codecs.coded_gather import floats
+from ..codecs.scales import Moments
+from ..engine.arguments import NamedParameters, check_integer
 from ..engine.collectives import allgather
+from ..methods.every_entry import EveryEntry
 from ..reference.scales import bounded, divided
-from .base import Averaged, Channel, Codec, Messages, invalidate
-from .coded_gather import floats
-from .scales import Moments
+
+
+class QSGD(EveryEntry):
+    r"""QSGD: every entry as a random multiple of the norm of its run, unbiased.
+
+    Implements Alistarh, Grubic, Li, Tomioka & Vojnovic, *QSGD: Communication-Efficient SGD via Gradient Quantization
+    and Encoding* (NeurIPS 2017). On rank i, for every run v of g_i, with L = 2**(bits - 1) - 1 levels::
+
+        x_j    = L |v_j| / ||v||                  ||v||: the l2 norm
+        q_j    = x_j rounded up or down at random, so that E q_j = x_j
+        Q(v_j) = ||v|| sgn(v_j) q_j / L
+        g      = mean_i Q(g_i)                    one allgather of norms and codes
+
+    Ours: codes of fixed length, where the paper's Elias code is shorter if most entries are 0 (collectives have
+    constant size here); error feedback.
+
+    The bytes grow with the ranks: ``bits / 8 * (ranks - 1)`` an entry.
+
+    Example::
+
+        compression = hvd_compress.QSGD(model, bits=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
+    Args:
+        bits: per entry, 2 to 8, with the sign.
+        run: entries that share a norm (the paper's bucket size).
+        error_feedback: keep the quantization error for the next step. Not in the paper; diverges where the error is
+            larger than the gradient, as with few levels.
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    """
+
+    def __init__(self, named_parameters: NamedParameters, bits: int = 4, *, run: int = 512, **options: Any) -> None:
+        super().__init__(named_parameters, values=Levels(bits, run), **options)
 
 
 @dataclass(frozen=True)

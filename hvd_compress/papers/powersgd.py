@@ -1,7 +1,7 @@
 """Low-rank compression (PowerSGD: Vogels, Karimireddy & Jaggi, NeurIPS 2019)."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +15,16 @@ from ..engine.exchange import Exchange
 from ..engine.rng import derive
 from ..engine.state import Fixed, TensorLeaf, Tree
 from ..engine.work import Step, Work
+from ..methods.base import Compressor
 from ..reference import OVERFLOW, usable
-from .base import Compressor
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    rank: int
+    values: Cast
+    error_feedback: bool
+    warm_start: bool
 
 
 class PowerSGD(Compressor):
@@ -55,7 +63,7 @@ class PowerSGD(Compressor):
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    arguments: SimpleNamespace
+    arguments: _Arguments
 
     def __init__(
         self,
@@ -69,7 +77,7 @@ class PowerSGD(Compressor):
     ) -> None:
         if values not in ("fp16", "fp32"):
             raise ValueError(f"values must be fp16 or fp32, got {values!r}")
-        self.arguments = SimpleNamespace(
+        self.arguments = _Arguments(
             rank=check_integer("rank", rank, 1),
             values=Cast(values),
             error_feedback=check_flag("error_feedback", error_feedback),
@@ -87,7 +95,7 @@ class PowerSGD(Compressor):
 
 
 class _PowerSGDWork(Work):
-    def __init__(self, bucket: Bucket, arguments: SimpleNamespace, seed: int) -> None:
+    def __init__(self, bucket: Bucket, arguments: _Arguments, seed: int) -> None:
         self._arguments, self._seed = arguments, seed
         #: A gradient from here on counts as infinite. Factors in float16 would need many steps to send a larger one.
         self._overflow = 2.0**22 if arguments.values.kind == "fp16" else OVERFLOW

@@ -7,7 +7,7 @@ from ..codecs.scales import Moments
 from ..engine.bucket import Bucket
 from ..engine.state import Tree
 from ..engine.work import Part, Step
-from .pickers import Picker
+from ..selection.pickers import Picker
 
 # Keeps root mean squares of all-zero tensors above 0.
 _TINY = 1e-12

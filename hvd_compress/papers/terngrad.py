@@ -1,18 +1,51 @@
-"""TernGrad's ternary quantization (Wen et al., NeurIPS 2017)."""
+"""TernGrad (Wen et al., NeurIPS 2017): every entry as -s, 0 or s, without bias."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..engine.arguments import check_number
+from ..codecs.base import Averaged, Channel, Codec, Messages, invalidate
+from ..codecs.coded_gather import floats
+from ..codecs.scales import Moments
+from ..engine.arguments import NamedParameters, check_number
 from ..engine.collectives import allgather, allreduce
+from ..methods.every_entry import EveryEntry
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, Messages, invalidate
-from .coded_gather import floats
-from .scales import Moments
+
+
+class TernGrad(EveryEntry):
+    r"""TernGrad: every entry as -s, 0 or s, unbiased, with gradients clipped and the scale shared.
+
+    Implements Wen, Xu, Yan, Wu, Wang, Chen & Li, *TernGrad: Ternary Gradients to Reduce Communication in Distributed
+    Deep Learning* (NeurIPS 2017). On rank i, for each parameter::
+
+        s   = max_i min(max |g_i|, clip rms(g_i))     shared scale: 4 bytes a parameter from every rank to all
+        t_i = s sgn(g_i) b_i                          b_i = 1 with probability min(|g_i| / s, 1), else 0
+        g   = mean_i t_i                              integers in lanes of 2 + ceil(log2 ranks) bits, one allreduce
+
+    Ours: the root mean square as standard deviation, with the zeros that pad a parameter to blocks of 256; a shared
+    scale always; error feedback.
+
+    Example::
+
+        compression = hvd_compress.TernGrad(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(compression, hvd_compress.ddp_hook)
+
+    Args:
+        clip: in standard deviations (the paper's 2.5), above 0.
+        error_feedback: keep the quantization error, clipped parts included, for the next step (not in the paper).
+
+    Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
+    """
+
+    def __init__(self, named_parameters: NamedParameters, *, clip: float = 2.5, **options: Any) -> None:
+        super().__init__(named_parameters, values=Ternary(clip), **options)
 
 
 @dataclass(frozen=True)

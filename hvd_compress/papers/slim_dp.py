@@ -1,6 +1,6 @@
 """Explore and exploit: a core of significant entries, and random ones of the others (Sun et al., arXiv 1709.09393)."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,17 +12,24 @@ from ..engine.exchange import Exchange
 from ..engine.rng import derive
 from ..engine.state import Tree
 from ..engine.work import Part, Step
+from ..methods.sparse import SparseMethod
+from ..methods.sparse_work import Sending, SparseWork, totals
 from ..reference import flat_positions
 from ..selection.base import StepSeed
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import SparseMethod
-from .sparse_work import Sending, SparseWork, totals
+from .history import GradientHistory, flat_weights, root_mean_squares
 
 # The weight with which an entry is always drawn: a draw divides weights by numbers between 2**-33 and 23.
 _CORE = 1e20
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    core: float
+    reselect: int
+    smoothing: float
 
 
 class SlimDP(SparseMethod):
@@ -66,6 +73,8 @@ class SlimDP(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
+    arguments: _Arguments
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -77,7 +86,7 @@ class SlimDP(SparseMethod):
         smoothing: float = 0.9,
         **common: Any,
     ) -> None:
-        self.arguments = SimpleNamespace(
+        self.arguments = _Arguments(
             core=check_fraction("core", core),
             reselect=check_integer("reselect", reselect, 1),
             smoothing=check_number("smoothing", smoothing, at_least=0, below=1),
@@ -108,7 +117,7 @@ class _Core(Part):
 
 
 class _SlimDPWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
         self._arguments = arguments
         self._core, self._history = _Core(bucket), GradientHistory(bucket, arguments.smoothing)
         super().__init__(bucket, sending, core=self._core, history=self._history)

@@ -1,6 +1,6 @@
 """Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +12,22 @@ from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
+from ..methods.sparse import SparseMethod
+from ..methods.sparse_work import Sending, SparseWork, totals
 from ..selection.base import BlockRange, smaller_half, whole
 from ..selection.deciders import Shared
-from ..selection.history import GradientHistory, flat_weights, root_mean_squares
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
-from .sparse import SparseMethod
-from .sparse_work import Sending, SparseWork, totals
+from .history import GradientHistory, flat_weights, root_mean_squares
 
 # Weight of the past in the smoothed gradient, and the constants under |w| and |e| in units of their root mean square.
 _SMOOTHING, _FLOOR = 0.9, 0.5
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    compensation: float
+    explore: float
 
 
 class MIPD(SparseMethod):
@@ -66,6 +72,8 @@ class MIPD(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
+    arguments: _Arguments
+
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -77,7 +85,7 @@ class MIPD(SparseMethod):
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
-        self.arguments = SimpleNamespace(
+        self.arguments = _Arguments(
             compensation=check_fraction("compensation", compensation), explore=check_fraction("explore", explore)
         )
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
@@ -145,7 +153,7 @@ class _Compensation(Part):
 
 
 class _MIPDWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: SimpleNamespace) -> None:
+    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
         self._explore = arguments.explore
         self._history = GradientHistory(bucket, _SMOOTHING)
         self._floors = _Constants(bucket, self._history)

@@ -1,0 +1,1 @@
+"""Methods of other papers, as baselines and plug-ins, each with what it alone uses."""
