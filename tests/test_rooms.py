@@ -44,7 +44,7 @@ FACTORIES = {
     *("arange", "range", "linspace", "logspace", "rand", "randn", "randint", "randperm", "normal"),
 }
 #: The most lines of Python that somebody must read: of a module with all that it imports, one after the other, and of
-#: rooms. Lower them when they fall; only an issue may raise them. Goals: methods.iwp 7,500, core 11,500, package 17,200.
+#: rooms. Lower them when they fall. Only an issue may raise them. Goals: iwp 7,500, core 11,500, package 17,200.
 CLOSURES = {"methods.quantized": 6_000, "methods.iwp": 7_700, "local.steps": 9_500}
 CORE_ROOMS = ("engine", "gradients", "local", "methods", "selection", "codecs", "guards")
 CORE_CARRIERS = ("carriers.horovod", "carriers.torch_collectives")

@@ -18,7 +18,7 @@ from hvd_compress import IWP, LocalSteps, TopK, reshard
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import codebooks
 from hvd_compress.engine.state import same
-from hvd_compress.methods import predictor
+from hvd_compress.papers import predictor
 
 
 @dataclass(frozen=True)
