@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# All tests, with the set-up they need: linters, types, unit tests, then Horovod under mpirun and horovodrun, and torch DDP.
-#   usage: test.sh [--all] [pytest arguments]     --all: also those marked slow
+# The tests of the package, with the set-up they need: linters, types, unit tests, Horovod under mpirun and horovodrun,
+# torch DDP and FSDP2.
+#   usage: test.sh [--scripts] [--all] [pytest arguments]
+#     --scripts: in their place those that guard scripts, figures, the wheel, and kernels in the emulator
+#     --all: also those marked slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
+scripts=(docs/test_figures.py docs/test_site.py emulation experiments lab test_cuda_build.py test_torch_versions.py test_wheel.py torch_ddp)
+[[ ${1:-} != --scripts ]] || exec .venv/bin/python -m pytest "${@:2}" "${scripts[@]/#/tests/}"
 linters() {
   .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy &&
     find csrc tests/emulation -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
@@ -12,10 +17,10 @@ linters() {
 
 # Two jobs at a time, for two cores: tests that start ranks, and beside them linters and the tests of one process, in two
 # parts. These print at the end.
-parts=("methods codecs selection carriers" "checkpoints emulation engine hosts local operators")
+parts=("methods codecs selection carriers" "checkpoints engine hosts local operators")
 logs=$(mktemp -d) status=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
-.venv/bin/python -m pytest "$@" tests $(printf -- '--ignore=tests/%s ' ${parts[*]}) &
+.venv/bin/python -m pytest "$@" tests $(printf -- '--ignore=tests/%s ' "${scripts[@]}" ${parts[*]}) &
 linters &
 for part in "${parts[@]}"; do
   wait -n || status=$?
