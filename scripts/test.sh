@@ -17,7 +17,7 @@ linters() {
 
 # Two jobs at a time, for two cores: tests that start ranks, and beside them linters and the tests of one process, in two
 # parts. These print at the end.
-parts=("methods codecs selection carriers" "checkpoints engine hosts local operators")
+parts=("methods codecs selection carriers guards" "checkpoints engine hosts local operators")
 logs=$(mktemp -d) status=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 .venv/bin/python -m pytest "$@" tests $(printf -- '--ignore=tests/%s ' "${scripts[@]}" ${parts[*]}) &
