@@ -1,4 +1,4 @@
-"""What carries the bytes of exchanges: collectives of Horovod, of torch.distributed, of threads (for tests), and of
+"""Carriers of the bytes of exchanges: collectives of Horovod, of torch.distributed, of threads (for tests), and of
 simulated ranks."""
 
 import sys

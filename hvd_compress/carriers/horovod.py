@@ -18,7 +18,7 @@ from .polling import wait_until
 
 
 class _Registries:
-    """Those of all process sets."""
+    """The registry of each process set."""
 
     def __init__(self) -> None:
         self._engines: list[weakref.ref[Peer]] = []
@@ -55,7 +55,8 @@ def gpu_operations() -> bool:
 
 
 def averaging_device(device: torch.device) -> torch.device:
-    """Where Horovod is given what it is to average of a device: the CPU for a GPU's if it has no operations for GPUs.
+    """The device on which tensors are passed to Horovod: the CPU for GPU tensors, if it was built without GPU
+    operations.
 
     It would make the copy itself, to pinned memory, and average what is there without waiting for it."""
     return torch.device("cpu") if device.type == "cuda" and not gpu_operations() else device
@@ -181,7 +182,8 @@ class HorovodCollectives:
         return _HorovodHandle(hvd, number, held, request.tensor.device)
 
     def _sums_exactly(self, tensor: Tensor) -> bool:
-        """On a GPU, Horovod 0.28.1 multiplies what it fuses by 1.0, which rounds int64 to the 53 bits of float64."""
+        """Whether an allreduce is exact. On a GPU, Horovod 0.28.1 multiplies fused tensors by 1.0, and int64 loses bits
+        beyond 53."""
         return tensor.dtype != torch.int64 or averaging_device(tensor.device).type != "cuda"
 
     def check_in(self) -> Callable[[], list[int]]:

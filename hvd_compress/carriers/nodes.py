@@ -1,4 +1,4 @@
-"""Which ranks are on one node."""
+"""Ranks of one node."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ from torch.distributed import DistStoreError, PrefixStore
 
 
 class ReplicaGroup:
-    """What the ranks of a group must have in common, beside torchft's own vote.
+    """Values on which the ranks of a group agree, beside torchft's own vote.
 
     torchft heals a group by the step of one of its ranks. If another rank could not be healed, it would go on with old
     shards, so the ranks compare their steps before each quorum, through the group's store.

@@ -41,7 +41,7 @@ def backends() -> list[str]:
 
 
 def _store() -> Any:
-    """Where the ranks of this job write what all may read; None if this torch has it at another place."""
+    """The store that all ranks of this job read and write; None if this torch has it at another place."""
     found = getattr(distributed.distributed_c10d, "_get_default_store", None)  # there is no public way
     return None if found is None else found()
 
@@ -154,7 +154,7 @@ class TorchCollectives:
         return Nodes(self, inside=self._among(inside), between=self._among(between))
 
     def _choice(self, nodes: object) -> tuple[int, int]:
-        """What ``nodes`` is, as a number, and this rank's node."""
+        """Returns ``nodes`` as a number, and this rank's node."""
         if isinstance(nodes, DeviceMesh):
             return _MESH, 0
         if nodes is True:
@@ -179,7 +179,7 @@ class TorchCollectives:
         return distributed.get_rank() - int(local)
 
     def _gathered(self, own: list[int]) -> list[int]:
-        """By a tensor: ``all_gather_object()`` needs NumPy, which torch does not require."""
+        """Gathers by a tensor: ``all_gather_object()`` needs NumPy, which torch does not require."""
         nccl = "nccl" in distributed.get_backend(self.group)
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         tensor = torch.tensor(own, dtype=torch.int64, device=device)

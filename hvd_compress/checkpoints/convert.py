@@ -38,7 +38,7 @@ def reshard(states: Iterable[State]) -> State:
 
 
 def _of_all_ranks(states: Iterable[Saved], common: State) -> Iterator[Saved]:
-    """What each rank owes. Writes to ``common`` the items that belong to no rank."""
+    """Returns the part that each rank owes. Writes to ``common`` the items that belong to no rank."""
     first: State = {}
     count = 0
     for count, state in enumerate(states, 1):

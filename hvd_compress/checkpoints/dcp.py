@@ -123,7 +123,8 @@ class DCPState:
             self._saved_on = self._here
 
     def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:
-        """What this rank owes, of trained parameters, with zeros in place of None: another rank may owe something."""
+        """Returns what this rank owes of trained parameters, with zeros in place of None: another rank may owe
+        something."""
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in owed}
         for kind, tensors in owed.items():
             for name, held in tensors.items():

@@ -1,4 +1,4 @@
-"""What a rank owes, by parameter and in the shape of its shard: the part of a state that fits any layout.
+"""The unsent part of a state, by parameter and in the shape of this rank's shard, which fits any layout.
 
 ``residual``, and ``velocity`` with momentum: by parameter name a tensor of float32, or float64 as the parameter, or
 None where the rank keeps nothing: the parameter is not compressed, or frozen, or another rank of the node has it. The
@@ -44,7 +44,7 @@ def owed(engine: Engine) -> dict[str, Tree]:
 
 
 def zeros(parameter: Tensor) -> Tensor:
-    """What a rank that owes nothing owes of a parameter: zeros in the shape of its shard."""
+    """Returns zeros in the shape of a parameter's shard, for a rank that owes nothing."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return torch.zeros_like(local(parameter), dtype=wide, requires_grad=False)
 
@@ -82,8 +82,8 @@ def _added(total: _Sum | None, tensor: Saved, path: str) -> _Sum | None:
 
 
 class _Owed(Leaf):
-    """What is owed of one parameter. ``get`` returns the memory of the state, or a copy; ``put`` replaces it; both are
-    None if no rank compresses the parameter. ``here``: whether this rank keeps it."""
+    """The unsent part of one parameter. ``get`` returns the memory of the state, or a copy; ``put`` replaces it; both
+    are None if no rank compresses the parameter. ``here``: whether this rank keeps it."""
 
     per_rank = True
 

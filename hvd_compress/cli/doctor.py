@@ -165,7 +165,7 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
 
 
 def torchft(timeout: float, exchange: bool) -> Finding:
-    """Its peers are in a child, as Horovod's ranks."""
+    """Checks torchft, with peers in a child process, as Horovod's ranks."""
     try:
         version = importlib.metadata.version("torchft")
     except importlib.metadata.PackageNotFoundError:

@@ -139,7 +139,7 @@ class Ddp(Horovod):
         return total.to(tensor.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """By tensors: ``all_gather_object()`` needs NumPy, which torch does not require."""
+        """Gathers by tensors: ``all_gather_object()`` needs NumPy, which torch does not require."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
         self._dist.all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=self._device))

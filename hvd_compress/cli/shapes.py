@@ -52,7 +52,7 @@ def _gpt(width: int, depth: int) -> Iterator[Named]:
 
 
 def tiny() -> Iterator[Named]:
-    """For tests: a convolution, a norm, layers with and without padding, one too small to be compressed."""
+    """Shapes for tests: a convolution, a norm, layers with and without padding, one too small to be compressed."""
     for name, *shape in (
         ("conv", 32, 16, 3, 3),
         ("norm", 32),
@@ -96,7 +96,7 @@ def named(model: str) -> list[Named]:
 
 
 def _build(path: str, name: str) -> Any:
-    """What the function of a file returns. As with ``python PATH.py``, the file can import its neighbours."""
+    """Returns what the function of a file returns. As with ``python PATH.py``, the file can import its neighbours."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:

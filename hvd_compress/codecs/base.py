@@ -45,7 +45,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        """What a rank sends to average groups of these sizes, after the first step."""
+        """The messages of a rank that average groups of these sizes, after the first step."""
 
 
 class Channel(abc.ABC):

@@ -80,8 +80,8 @@ class Piece:
         return self.weight().as_strided((self.numel,), (1,))
 
     def let_stand_in(self, weights: Tensor | None) -> None:
-        """From now on :meth:`weight` returns ``weights``, of the parameter's dtype and in its memory order; None ends
-        this. Called by local steps, during whose exchanges the parameter holds weights of this rank only."""
+        """Lets :meth:`weight` return ``weights`` from now on, of the parameter's dtype and in its memory order; None
+        ends this. Called by local steps, during whose exchanges the parameter holds weights of this rank only."""
         object.__setattr__(self, "_stand_in", None if weights is None else self.reshaped(weights))
 
 

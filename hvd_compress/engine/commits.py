@@ -11,7 +11,7 @@ _REMEMBERED = 1024
 
 
 class Commits:
-    """What was committed of late, for ranks in doubt; and the failures in a row since, the 1st, 10th, 100th and 1,000th
+    """Recent commits, for undecided ranks, and the failures in a row since, the 1st, 10th, 100th and 1,000th
     of which is a warning.
 
     Args:

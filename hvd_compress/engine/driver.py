@@ -19,7 +19,7 @@ class Unapplied(Protocol):
 
 
 class Clock(Protocol):
-    """What has bound a compressor by using it first: a host's side, which takes gradients, or local steps."""
+    """The first user of a compressor, to which it is bound: a host's side, which takes gradients, or local steps."""
 
     @property
     def bound(self) -> str:
@@ -38,7 +38,7 @@ class Clock(Protocol):
 
 
 class Driver(Protocol):
-    """What begins and ends an engine's exchanges."""
+    """The object that begins and ends an engine's exchanges."""
 
     @property
     def collecting(self) -> bool:
@@ -62,7 +62,7 @@ class Driver(Protocol):
         """The last average, if nobody has applied it so far. May synchronise a GPU."""
 
     def options(self) -> Mapping[str, object]:
-        """What must be the same on all ranks, beside the method's options."""
+        """Returns values that must be the same on all ranks, beside the method's options."""
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` if it does

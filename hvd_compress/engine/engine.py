@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def driver(self) -> Driver:
-        """What begins and ends exchanges."""
+        """The object that begins and ends exchanges."""
         return self.method.clock.driver
 
     # An exchange.
@@ -267,7 +267,7 @@ def _whole_exchange(work: Work) -> Exchange:
 
 
 def _configuration(engine: Engine) -> dict[str, object]:
-    """What must be the same on all ranks, by name."""
+    """Returns values that must be the same on all ranks, by name."""
     parameters = {}
     for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
         place = engine.place_of[number]

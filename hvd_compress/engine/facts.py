@@ -28,7 +28,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What the guards know about an optimizer whose step begins.
+    """Facts about an optimizer whose step begins, for the guards.
 
     ``given``: whether Horovod's optimizer was given this compressor; None for another optimizer. ``ours``: whether the
     gradients that it applies have come from this compressor. ``active``: whether this process exchanges gradients.

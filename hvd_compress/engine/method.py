@@ -1,4 +1,4 @@
-"""What the author of a method implements beside the algorithm of a bucket (:mod:`.work`)."""
+"""The interface that the author of a method implements beside the algorithm of a bucket (:mod:`.work`)."""
 
 import abc
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ class Method(abc.ABC):
     @property
     @abc.abstractmethod
     def clock(self) -> Clock:
-        """What begins and ends exchanges."""
+        """The object that begins and ends exchanges."""
 
     @abc.abstractmethod
     def work(self, bucket: Bucket) -> Work:

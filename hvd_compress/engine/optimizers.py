@@ -19,7 +19,7 @@ from .shards import local
 
 
 class Watched(Protocol):
-    """What :class:`Optimizers` uses of its engine."""
+    """The part of an engine that :class:`Optimizers` uses."""
 
     @property
     def driver(self) -> Driver: ...

@@ -28,7 +28,7 @@ class Owner(Protocol[E]):
 
 
 def in_use(look: Callable[[], T]) -> T:
-    """What ``look()`` finds, without what was dropped and waits for the garbage collector."""
+    """Returns what ``look()`` finds, without objects that were dropped and wait for the garbage collector."""
     if look():
         gc.collect()
     return look()

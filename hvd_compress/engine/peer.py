@@ -1,4 +1,4 @@
-"""What an engine shares with the other engines of its process, and compares with the other ranks."""
+"""An engine's side of the process's other engines, and of the comparison with other ranks."""
 
 import threading
 import weakref
@@ -18,7 +18,7 @@ from .registry import Peer
 
 
 class Compared(Protocol):
-    """What an :class:`EnginePeer` uses of its engine."""
+    """The part of an engine that :class:`EnginePeer` uses."""
 
     collectives: Collectives
     exchanges: Exchanges
@@ -59,7 +59,7 @@ class EnginePeer:
         self._comparison = Comparison(collectives, self.label, device, timeout)
 
     def register(self) -> None:
-        """From now on the other engines call this one."""
+        """Lets the other engines call this one from now on."""
         self._registry.add(self, self._number)
 
     @property

@@ -1,4 +1,4 @@
-"""Which parameters are compressed, where they lie, and which gradients they can have."""
+"""Places of the compressed parameters, and the gradients that they can have."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a compressed parameter lies: in the bucket of ``work``, as the piece number ``index``."""
+    """The place of a compressed parameter: in the bucket of ``work``, as the piece number ``index``."""
 
     work: Work
     index: int

@@ -223,7 +223,7 @@ def memory_of(tensor: Tensor) -> Saved:
 
 
 def described(value: Saved) -> str:
-    """What a value is, for an error message."""
+    """Describes a value, for an error message."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{value!r:.200}"

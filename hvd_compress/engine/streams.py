@@ -53,7 +53,7 @@ class StreamOrder(AbstractContextManager[None]):
 
 
 class _NoStreams(nullcontext[None], StreamOrder):
-    """On the CPU there is nothing to order."""
+    """Orders nothing, on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()

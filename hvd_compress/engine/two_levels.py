@@ -18,7 +18,7 @@ from .work import Work
 
 
 class NotOwned(Work):
-    """In place of the method's work, for a bucket that another rank of the node owns: no state, no exchange."""
+    """Stands for the method's work, for a bucket that another rank of the node owns: no state, no exchange."""
 
     def accumulate(self) -> None:
         """Done by the owner."""

@@ -81,7 +81,7 @@ def _sketch(parameter: Tensor) -> Tensor:
 
 
 def _differ(gathered: Tensor) -> Tensor:
-    """Which parameters differ, bool, (n,), by the sketches of all ranks, (ranks, n, 2)."""
+    """Returns which parameters differ, bool, (n,), by the sketches of all ranks, (ranks, n, 2)."""
     first = gathered[0]
     near = (gathered - first).abs() <= _TOLERANCE * first[:, 1:]
     return ~(near | (gathered == first) | (gathered.isnan() & first.isnan())).all(2).all(0)

@@ -53,7 +53,7 @@ class GradScaler(Protocol):
 
 
 class Host(Protocol):
-    """What passes gradients in, as a :class:`GradientStep` sees it."""
+    """The caller that passes gradients in, as a :class:`GradientStep` sees it."""
 
     @property
     def single(self) -> bool:

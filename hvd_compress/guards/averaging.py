@@ -34,7 +34,7 @@ class DDPState(abc.ABC):
 
 
 def averages(parameters: Sequence[Tensor]) -> str | None:
-    """What averages the gradients of these parameters in each step, and what to do about it, for an error message; None
+    """Names what averages the gradients of these parameters in each step, with the cure, for an error message; None
     if nothing does."""
     ids = {id(p) for p in parameters}
     if hooked(parameters):

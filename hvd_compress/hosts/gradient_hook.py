@@ -46,12 +46,12 @@ class GradientHook(DDPState):
 
     @property
     def exchange(self) -> "Exchange | None":
-        """What exchanges the gradients of a bucket, or None."""
+        """The function that exchanges the gradients of a bucket, or None."""
         return self._use and self._use[0]
 
     @property
     def process_group(self) -> Any:
-        """That of the model."""
+        """The process group of the model."""
         ddp = self._ddp()
         return None if ddp is None else ddp.process_group
 

@@ -70,8 +70,9 @@ class GradientLookup:
         }
 
     def _find_dense_copy(self, grad: Tensor) -> int | None:
-        """With ``sparse_as_dense`` Horovod passes a dense copy of a sparse gradient, which only its values identify.
-        Among equal candidates, one without a copy so far is preferred, then the one whose hook ran last."""
+        """Finds the parameter of a dense copy: with ``sparse_as_dense`` Horovod passes a dense copy of a sparse
+        gradient, which only its values identify. Among equal candidates, one without a copy so far is preferred, then
+        the one whose hook ran last."""
         candidates = [
             number
             for number, parameter in enumerate(self._parameters)

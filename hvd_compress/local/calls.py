@@ -16,7 +16,7 @@ CALLS = ("step()", "finish()", "take_weights()", "state_dict()", "DCPState.state
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank sends: 32 bytes.
+    """The message of one rank: 32 bytes.
 
     ``call``: one of :data:`CALLS`. ``must_equal``: what must be the same on all ranks: of step(), the calls since the
     last exchange. ``number``: of calls of step() so far, for errors. ``extra``: what the caller wants to know of each
@@ -33,7 +33,7 @@ class Row:
 
 
 class Different(RuntimeError):
-    """What the ranks do does not fit together: all of them raise it."""
+    """Ranks are in different calls. Raised on all ranks."""
 
 
 class Calls:

@@ -1,4 +1,4 @@
-"""Which weights local steps exchange when: all at once, or one fragment after the other (Streaming DiLoCo)."""
+"""The turns in which local steps exchange weights: all at once, or one fragment after the other (Streaming DiLoCo)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Turns:
 
     @property
     def next(self) -> Fragment:
-        """Whose turn it is."""
+        """The fragment that is exchanged next."""
         return self.fragments[self._engine.step % len(self.fragments)]
 
     @property
@@ -64,7 +64,7 @@ class Turns:
 
     @property
     def age(self) -> int:
-        """Of the fragment whose turn it is, the calls that its progress is of."""
+        """Local steps since the next fragment was last exchanged."""
         return self.ages[self.next.number] + self._taken_back[self.next.number]
 
     def take(self) -> None:
@@ -73,13 +73,13 @@ class Turns:
         self.ages[number] = self._taken_back[number] = 0
 
     def counted(self, fragment: Fragment, age: int) -> None:
-        """Its exchange, of so many calls, did happen, though it was taken back here."""
+        """Notes that other ranks committed an exchange that this rank took back: its ``age`` steps are done."""
         number = fragment.number
         self._taken_back[number] = max(0, self._taken_back[number] - age)
 
     def take_back(self, fragment: Fragment, age: int, at_once: bool) -> None:
-        """Its exchange, of so many calls, did not happen. ``at_once``: the next one is due with the next call, not
-        after an interval."""
+        """Notes that an exchange of so many steps was taken back. ``at_once``: the next one is due with the next call,
+        not after an interval."""
         counts = self.ages if at_once else self._taken_back
         counts[fragment.number] += age
 
@@ -116,9 +116,9 @@ def divided(sizes: Sequence[int], count: int) -> list[range]:
 
 
 def _units(engine: Engine, weights: Sequence[Weight]) -> list[list[Weight]]:
-    """What cannot be divided, in the order of the buckets: a bucket, and the uncompressed tensors that follow its
-    weights in the order of the parameters, as a bias does; those before all buckets are with the next one. Without
-    buckets, each weight alone, last weights first."""
+    """Returns units that cannot be divided, in the order of the buckets: a bucket, and the uncompressed tensors that
+    follow its weights in the order of the parameters, as a bias does; those before all buckets are with the next one.
+    Without buckets, each weight alone, last weights first."""
     if not engine.works:
         return [[weight] for weight in reversed(weights)]
     units: list[list[Weight]] = [[] for _ in engine.works]

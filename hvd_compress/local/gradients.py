@@ -26,7 +26,7 @@ class OwnGradients:
         self._left, self._hash = _EXCHANGES, 0
 
     def look(self) -> None:
-        """Before the step of an optimizer that an exchange follows. Synchronises a GPU."""
+        """Called before the step of an optimizer that an exchange follows. Synchronises a GPU."""
         if self._left:
             self._hash = self._hash or self._sampled()
 

@@ -1,4 +1,4 @@
-"""What is in flight between local steps: one round at most, whose averages reach the parameters some calls later."""
+"""The round in flight between local steps: one at most, whose averages reach the parameters some calls later."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -59,7 +59,7 @@ class OutsideChanges:
         self._samples = self._sampled(self._probes)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Those that an optimizer holds are as its step has left them."""
+        """Notes that the weights of an optimizer are as its step has left them."""
         if self._counters is None or self._samples is None:
             self.note()
             return

@@ -132,7 +132,7 @@ class Peers:
         self._healed = True
 
     def _shared(self) -> Tree:
-        """What all ranks have in common between rounds."""
+        """Describes the state that all ranks have in common between rounds."""
         weights = self._common.weights
         return {
             "rounds": self._engine.state(),

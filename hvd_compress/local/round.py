@@ -144,7 +144,7 @@ def _pair(weight: Weight) -> Tensor:
 
 
 def count_gradients(engine: Engine, fragment: Fragment, steps: int) -> None:
-    """In the statistics: a dense exchange of the gradients of so many steps. In nodes, this rank's share of it."""
+    """Counts a dense exchange of the gradients of so many steps. In nodes, this rank's share of it."""
     nodes = engine.nodes
     for weight in fragment.weights:
         owner = None if weight.place is None else weight.place.work.bucket.owner

@@ -373,7 +373,7 @@ class Rounds:
         self._engine.peer.changed()
 
     def begin_saving(self) -> None:
-        """What is in flight is saved, and the parameters change when it is time. One rank has the average of all."""
+        """Completes the messages of an exchange in flight, which is saved. One rank has the average of all."""
         if self._taken and not self._exchanging:
             self._common.take(self._common.ids)
         if not self._in_flight.waits:

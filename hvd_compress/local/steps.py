@@ -164,7 +164,7 @@ class LocalSteps:
 
     @modes_off
     def join(self) -> None:
-        """With a torchft ``Manager``: takes part in a round of the others without progress, and returns with their
+        """Takes part, with a torchft ``Manager``, in a round of the others without progress, and returns with their
         weights. Call it once before training, after a state was loaded. A peer that does not join drops the progress of
         its first period. Without a manager it does nothing.
 
@@ -267,7 +267,8 @@ class LocalSteps:
         self._rounds.take_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of :meth:`the compressor <hvd_compress.Compressor.state_dict>`, which contains the state of this object.
+        """Returns the state of :meth:`the compressor <hvd_compress.Compressor.state_dict>`, which contains the state of
+        this object.
 
         With a ``delay`` it waits for what is in flight, which is saved with it and applied when it is time: all ranks
         must call it, and :meth:`load_state_dict`, at the same place.

@@ -30,7 +30,7 @@ _Clock = TypeVar("_Clock", bound=Clock)
 
 
 class Horovod(Clock, Protocol):
-    """What takes gradients from Horovod."""
+    """The clock that takes gradients from Horovod."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]: ...
 
@@ -39,7 +39,7 @@ class Horovod(Clock, Protocol):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a compressor needs and does not know: methods are below carriers and hosts.
+    """Things that a compressor needs and does not know: methods are below carriers and hosts.
 
     Args:
         collectives: returns those of a ``process_set`` and a ``process_group``.
@@ -194,7 +194,8 @@ class Compressor(Reporting, Method):
 
     @property
     def clock(self) -> Clock:
-        """What begins and ends exchanges: the local steps that use this compressor, or what takes its gradients."""
+        """The object that begins and ends exchanges: the local steps of this compressor, or what takes its
+        gradients."""
         if self._clock is None:
             self._clock = self._around.clock(self.engine, self.grad_scaler)
         return self._clock
@@ -214,7 +215,7 @@ class Compressor(Reporting, Method):
         return clock
 
     def bind(self, clock: Clock) -> None:
-        """From now on ``clock`` begins and ends exchanges."""
+        """Lets ``clock`` begin and end exchanges from now on."""
         self._clock = clock
 
     @property

@@ -1,4 +1,4 @@
-"""Which parameters of a model are hidden matrices, for Muon."""
+"""Hidden matrices of a model, for Muon."""
 
 import re
 from collections import Counter

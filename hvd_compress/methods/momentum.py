@@ -131,7 +131,7 @@ class MomentumCorrection:
         self._dense.restart()
 
     def options(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
+        """Returns values that must be the same on all ranks."""
         complete = len(self._names) in (0, len(self._engine.names))
         some = {} if complete else {"parameters with momentum": " ".join(sorted(self._names))}
         return {"momentum": self.value, **some}

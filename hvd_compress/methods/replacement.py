@@ -1,4 +1,4 @@
-"""What replaces DeMo's averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
+"""The replacement of DeMo's averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a compressor reports to its user: residuals, bytes and times, also as metrics for a logger."""
+"""Reports of a compressor to its user: residuals, bytes and times, also as metrics for a logger."""
 
 import math
 from typing import Any

@@ -207,7 +207,8 @@ class SparseWork(Work):
         return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
 
     def _unsent(self, sent: Tensor, error: Tensor) -> Tensor:
-        """What stays in the residual of values that were ``sent`` with a quantization ``error``: float32, (slots,)."""
+        """Returns what stays in the residual of values that were ``sent`` with a quantization ``error``: float32,
+        (slots,)."""
         return error if self._subtract == 1.0 else torch.lerp(sent, error, self._subtract)
 
     def apply(self, mean: Tensor, error: Tensor, grads: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks know about each entry without communication: the averages that they have received."""
+"""The averages that all ranks have received, which tell about each entry without communication."""
 
 import torch
 from torch import Tensor

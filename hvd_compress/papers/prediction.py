@@ -26,7 +26,7 @@ _MAX_AGE = 4.0
 
 @dataclass
 class _Before:
-    """What a step has changed, for undo."""
+    """The changes of a step, for undo."""
 
     picker: Picker
     #: Whether the averages were finite: bool, (1,).
@@ -82,7 +82,7 @@ class Prediction(Part):
         return {**{name: self._bucket.saved(memory) for name, memory in described.items()}, "fit": fit}
 
     def opened(self) -> list[bool]:
-        """By piece, whether predictions are applied. Synchronises a GPU."""
+        """Returns, by piece, whether predictions are applied. Synchronises a GPU."""
         sums = zip(*self.fit.tolist(), strict=True)
         return [p > 0.0 and d >= _GATE * (p * g) ** 0.5 for d, p, g in sums]
 

@@ -1,4 +1,4 @@
-"""What every operator computes, in plain PyTorch: the specification.
+"""Every operator in plain PyTorch: the specification.
 
 The compiled operators (``csrc/``) are tested for bitwise equality with these functions. The package falls back to them
 if the extension is not built.

@@ -10,7 +10,7 @@ from .hadamard import GAIN, hadamard
 
 
 class Draw(NamedTuple):
-    """Which slots a rank selects as leader in a step, and at random: the last arguments of :func:`accumulate_select`
+    """The slots that a rank selects as leader in a step, and at random: the last arguments of :func:`accumulate_select`
     and :func:`select`.
 
     ``phase``, ``run``, ``ranks``, ``position``: see :mod:`.blocks`. ``key``: of the step's random numbers; piece ``i``
@@ -111,7 +111,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _padded(entries: Tensor, blocks: int) -> Tensor:
-    """With zeros up to ``blocks`` blocks."""
+    """Pads with zeros up to ``blocks`` blocks."""
     return torch.nn.functional.pad(entries, (0, blocks * BLOCK - entries.numel()))
 
 

@@ -30,5 +30,5 @@ def block_means_send(
 
 
 def block_means_keep(mean: Tensor, quantization_error: Tensor, unsent: Tensor) -> None:
-    """After averaging: where the average ``mean`` is finite, ``unsent`` becomes ``quantization_error``."""
+    """Called after averaging: where the average ``mean`` is finite, ``unsent`` becomes ``quantization_error``."""
     unsent.copy_(torch.where(mean.isfinite(), quantization_error, unsent))

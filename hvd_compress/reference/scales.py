@@ -27,7 +27,7 @@ def bounded(scale: Tensor) -> Tensor:
 
 
 def root_mean_square(square: Tensor, count: Tensor) -> Tensor:
-    """From the sum of squares of ``count`` values; 0 if there are none."""
+    """Returns the root mean square by the sum of squares of ``count`` values; 0 if there are none."""
     return (square / count.clamp(min=1)).sqrt()
 
 
@@ -64,7 +64,7 @@ def lanes_prepare(
     header: Tensor,
     ranks: int,
 ) -> None:
-    """Before :func:`lanes_encode`: write each group's ``step`` of the grid and this rank's ``header``.
+    """Called before :func:`lanes_encode`: write each group's ``step`` of the grid and this rank's ``header``.
 
     Per group, with the root mean square of its values::
 
@@ -95,7 +95,8 @@ def lanes_update(
     next_kind: Tensor,
     ranks: int,
 ) -> None:
-    """After :func:`lanes_decode`: write the scales of the next step, from the ranks' summed ``header`` and the mean.
+    """Called after :func:`lanes_decode`: write the scales of the next step, from the ranks' summed ``header`` and the
+    mean.
 
     Per group with values (for an empty one, scale and kind are copied)::
 

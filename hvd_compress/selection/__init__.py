@@ -1,1 +1,1 @@
-"""Which entries are sent, and who decides."""
+"""Selection: the entries that are sent, and who decides on them."""

@@ -1,4 +1,4 @@
-"""What pickers (how entries are picked, :mod:`.pickers`) and deciders (who picks them, :mod:`.deciders`) share.
+"""Types that pickers (how entries are picked, :mod:`.pickers`) and deciders (who picks, :mod:`.deciders`) share.
 
 A *slot* is one value that will be sent.
 """

@@ -55,7 +55,7 @@ class Decider(abc.ABC):
         every rank, if they have decided differently."""
 
     def draw(self, scoring: Scoring) -> Draw:
-        """What this rank picks, as arguments of the operators."""
+        """Returns what this rank picks, as arguments of the operators."""
         explore = int(scoring.explore * 2**32)
         return Draw(self.picker.phase, self.run, self.ranks, self.position, self.seed.key, explore)
 

@@ -30,7 +30,7 @@ class Idle(Part):
         self.touched.zero_()
 
     def find(self) -> None:
-        """From now on idle pieces are found."""
+        """Finds idle pieces from now on."""
         self.finds = True
 
     def found(self, touched: Tensor) -> None:

@@ -42,12 +42,12 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all optimizers."""
+        """The groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> "_States":  # type: ignore[override]
-        """That of all optimizers."""
+        """The state of all optimizers."""
         return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class CombinedOptimizer(Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy.deepcopy()`` and ``pickle``."""
+        """Returns what ``copy.deepcopy()`` and ``pickle`` keep."""
         return {"defaults": self.defaults, "optimizers": self.optimizers}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -138,7 +138,7 @@ class LightningCallback(Callback):
             average_replaced(pl_module, self.compression.engine)
 
     def _take_replaced(self, pl_module: Any) -> None:
-        """Between two epochs others may replace the weights, as StochasticWeightAveraging does with BatchNorm."""
+        """Takes weights that others replaced between two epochs, as StochasticWeightAveraging does with BatchNorm."""
         before, self._weights = self._weights, None
         if before is not None and any(world.gather(hash_of_weights(pl_module) != before)):
             average_replaced(pl_module, self.compression.engine)
@@ -157,7 +157,7 @@ class LightningCallback(Callback):
                 logger.log_metrics(metrics, self._step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all ranks, on rank 0. All ranks must call it."""
+        """Returns the states of all ranks, on rank 0. All ranks must call it."""
         if not self.training.begun or self._states:  # a fit without a step left
             return {"states": self._states}
         return {"states": world.gather_to_first(self.training.state())}

@@ -1,4 +1,4 @@
-"""What belongs to one rank in local steps, and is not in a trainer's checkpoint, which has that of rank 0."""
+"""The state of one rank in local steps that is not in a trainer's checkpoint, which has rank 0's."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,7 +77,7 @@ def _saved(optimizer: Optimizer) -> Any:
 
 
 def _loaded(state: Any, optimizer: Optimizer) -> Any:
-    """What :func:`_saved` has returned, as ``optimizer.state_dict()`` was."""
+    """Returns what :func:`_saved` was given, as ``optimizer.state_dict()`` was."""
     held = _held(optimizer)
 
     def restored(value: Any) -> Any:

@@ -27,7 +27,7 @@ Lasts = Callable[[], bool]
 
 
 class Training:
-    """What a trainer does with local steps or a compressor.
+    """A trainer's use of local steps or of a compressor.
 
     Args:
         build: a compressor class, called as ``build(model, **options)``, with the ``grad_scaler`` that the trainer
@@ -178,7 +178,7 @@ class Training:
         return self.compression.metrics()
 
     def state(self) -> dict[str, Any]:
-        """What this rank saves beside the trainer's checkpoint. All ranks must call it."""
+        """Returns what this rank saves beside the trainer's checkpoint. All ranks must call it."""
         own = {"compression": self.compression.state_dict()}
         if self.local is not None:
             own["rank"] = rank_state.save(self._model, self._optimizers, self._scaler)

@@ -1,8 +1,10 @@
 """The ``Example::`` in the docstrings of what is public: each runs, and what it builds trains."""
 
+import ast
 import inspect
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +87,24 @@ def test_examples_are_found():
     text = "Text.\n\n    Example::\n\n        a = 1\n\n        b = a\n\n    Args:\n        c: d"
     assert examples(text) == ["a = 1\n\nb = a\n\n"]
     assert examples("Text::\n\n    a = 1\n") == []
+
+
+#: A docstring's first word is a verb or the thing's name: after these, the reader waits for the subject.
+NOT_FIRST = {
+    *("What", "Which", "Whose", "Where", "Those", "That", "Its", "Of", "With", "By", "From", "In", "On", "At", "For"),
+    *("If", "When", "Before", "After", "Between", "Also"),
+}
+
+
+def docstrings():
+    for path in sorted(Path(hvd_compress.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield f"{path.name}, {getattr(node, 'name', 'the module')}: {text.splitlines()[0]}", text.split()[0]
+
+
+def test_first_words():
+    found = dict(docstrings())
+    assert len(found) > 1000
+    wrong = [where for where, first in found.items() if first in NOT_FIRST]
+    assert not wrong, "\n".join(wrong)
