@@ -40,6 +40,23 @@ def test_the_momentum_is_taken_once_and_before_the_first_step():
         other.take_momentum(optimizer)
 
 
+def test_a_schedule_must_not_give_the_momentum_back():
+    model = torch.nn.Linear(64, 64)
+    compression = single(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain, cycling = (
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10, cycle_momentum=cycles) for cycles in (False, True)
+    )
+    optimizer.param_groups[0]["momentum"] = 0.9
+    compression.take_momentum(optimizer)
+    optimizer.step()
+    plain.step()
+    optimizer.step()
+    cycling.step()
+    with pytest.raises(ValueError, match="momentum would count twice"):
+        optimizer.step()
+
+
 def test_the_momentum_is_taken_before_the_compressors_first_step():
     world, (rank,) = replicas(1, IWP)
     together(world, [rank], [gradients(rank.model, 0)])

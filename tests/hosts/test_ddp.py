@@ -347,3 +347,20 @@ def test_a_step_that_is_dropped_keeps_the_gradients_of_a_bucket_that_is_not_full
     assert not buffer.any()
     for (key, _), grad in zip(named, given, strict=True):
         torch.testing.assert_close(rank.compression.residual(key), grad, rtol=0, atol=1e-4)
+
+
+def test_what_a_failed_pass_has_given_ddp_is_an_error():
+    """DDP waits for it where two models have one compressor, or a pass runs inside another."""
+    _, (rank,) = ddp(1, IWP)
+    first, futures = rank.buckets(gradients(rank.model, 0))[0], []
+    in_backward(lambda: futures.append(ddp_hook(rank.compression, first)))
+    rank.exchange(gradients(rank.model, 1))
+    with pytest.raises(RuntimeError, match="a backward pass failed, ended early or overlapped with another"):
+        futures[0].value()
+
+
+def test_sparse_gradients_raise_an_error():
+    _, (rank,) = ddp(1, IWP)
+    bucket = FakeBucket(0, [rank.model.deep.weight], torch.eye(64).to_sparse(), True)
+    with pytest.raises(RuntimeError, match="does not support sparse gradients with DistributedDataParallel"):
+        in_backward(lambda: ddp_hook(rank.compression, bucket))

@@ -97,3 +97,15 @@ def test_a_gradient_that_requires_grad_receives_the_average():
     result = compression.decompress(*compression.compress(parameter.grad))
     assert result is parameter.grad and result.is_leaf
     torch.testing.assert_close(result.detach(), torch.ones_like(result))
+
+
+def test_a_step_after_a_caught_exception_needs_a_reset():
+    _, (rank,) = replicas(1, IWP)
+    p = rank.model.wide.weight
+    p.grad = torch.ones_like(p)
+    rank.compression.compress(p.grad)  # the exception comes here
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"compressed twice in one step .*call reset\(\)"):
+        rank.compression.compress(p.grad)
+    rank.compression.reset()
+    assert all(grad.isfinite().all() for grad in rank.exchange(gradients(rank.model, 1)))

@@ -128,6 +128,13 @@ def test_too_few_buckets_raise_an_error():
         workers(1, model=mixed_model(), period=24, fragments=3)
 
 
+def test_a_model_without_a_compressed_tensor():
+    world, group = workers(2, build=partial(SPARSE, min_numel=10**6), **DELAYED)
+    assert not group[0].compression.buckets
+    world.run(lambda i: (group[i].train(9), group[i].local.finish()))
+    assert same(*group)
+
+
 def test_wrong_arguments_raise_an_error():
     for options, says in (
         ({"period": 4, "fragments": 3}, "period must be a multiple of fragments, got 4 and 3"),

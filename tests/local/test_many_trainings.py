@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 
 import pytest
@@ -226,6 +228,60 @@ def test_steps_without_the_optimizers_are_warned_about():
             worker.local.step()
 
 
+class Container(torch.optim.Optimizer):
+    """As torchtitan's: steps other optimizers, whose groups it repeats."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+    def step(self, closure=None):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_container_of_optimizers_names_the_cure():
+    model = mixed_model()
+    container = Container(muon_and_adamw(list(model.parameters())))
+    _kept = LocalSteps(NoCompression(model, collectives=ThreadWorld(1).collectives(0)), container, 2)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"build LocalSteps\(compression, \[first, second\], period\) with all"):
+        container.step()
+
+
+@pytest.mark.parametrize("build", [NoCompression, Quantized, SPARSE], ids=str)
+def test_a_model_may_become_one_of_16_bits_later(build):
+    world, group = workers(2, ordered=True, build=build, model=toy_model(), unsent="buffer")
+
+    def train(worker):
+        worker.model.to(torch.bfloat16)
+        for step in range(7):
+            grads = gradients(worker.model, 10 * step + worker.rank)
+            for p, grad in zip(worker.model.parameters(), grads, strict=True):
+                p.grad = grad.to(p.dtype)
+            worker.optimizers[0].step()
+            worker.local.step()
+        worker.local.finish()
+
+    world.run(lambda i: train(group[i]))
+    assert same(*group) and group[0].weights()[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("save", "says"),
+    [
+        (copy.deepcopy, "cannot be copied with them: .* build a new compressor"),
+        (pickle.dumps, r"cannot be pickled: .* compression\.state_dict\(\)"),
+        (lambda local: torch.save({"local": local}, io.BytesIO()), "cannot be pickled"),
+    ],
+)
+def test_local_steps_are_neither_copied_nor_saved_as_an_object(save, says):
+    _, (worker,) = workers(1)
+    with pytest.raises(TypeError, match=says):
+        save(worker.local)
+
+
 def assigned(model):
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
@@ -251,6 +307,19 @@ def test_a_model_with_other_parameters_is_refused(call, change):
     change(model)
     with pytest.raises(ValueError, match="the model has other parameters than the compressor was given"):
         call(local)
+
+
+def test_a_model_that_was_on_the_meta_device_is_refused():
+    """``to_empty()`` makes other parameters."""
+    with torch.device("meta"):
+        model = toy_model()
+    compression = Quantized(model, collectives=ThreadWorld(2, ordered=True).collectives(0))
+    local = LocalSteps(compression, sgd(model.parameters()), 1)
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match="the model has other parameters than the compressor was given"):
+        local.take_weights()
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        local.step()
 
 
 def test_a_parametrization_keeps_the_parameters():

@@ -1,5 +1,6 @@
-"""Detection of outdated extensions: hvd_compress/ops/_load.py."""
+"""Detection of missing and outdated extensions: hvd_compress/ops/_load.py."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -73,3 +74,17 @@ def test_no_check_without_cuda(monkeypatch):
     _load.check_device(torch.device("cpu"))
     monkeypatch.setattr(_load, "COMPILED_CUDA", False)
     _load.check_device(torch.device("cuda", 7))
+
+
+def test_without_an_extension_a_warning_says_why(monkeypatch):
+    def fail(path):
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(torch.ops, "load_library", fail)
+    spec = importlib.util.spec_from_file_location("hvd_compress.ops._load_again", _load.__file__)
+    again = importlib.util.module_from_spec(spec)
+    with pytest.warns(RuntimeWarning, match=r"slow PyTorch code for all tensors \(undefined symbol\)"):
+        spec.loader.exec_module(again)
+    assert again.implementation is reference
+    with pytest.warns(RuntimeWarning, match=r"slow PyTorch code for CUDA tensors \(no nvcc\)"):
+        _load._slow_cuda(lambda: None, "no nvcc")()
