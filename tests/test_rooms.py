@@ -22,7 +22,7 @@ BELOW = {
     "papers": {"methods", "selection", "codecs", "engine", "ops", "reference"},
     "local": {"methods", "hosts", "guards", "carriers", "engine", "reference"},
     "hosts": {"gradients", "guards", "carriers", "engine"},
-    "methods": {"checkpoints", "selection", "codecs", "guards", "carriers", "engine", "ops", "reference"},
+    "methods": {"checkpoints", "selection", "codecs", "guards", "engine", "ops", "reference"},
     "gradients": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
