@@ -1,6 +1,6 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -198,13 +198,7 @@ class LocalSteps:
         self._rounds.schedule.change(period)
 
     @modes_off
-    def finish(
-        self,
-        model: torch.nn.Module | None = None,
-        *,
-        buffers: Mapping[str, str] | None = None,
-        moved_only: bool = False,
-    ) -> None:
+    def finish(self, model: torch.nn.Module | None = None, *, moved_only: bool = False) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
         What is in flight arrives before.
 
@@ -214,19 +208,14 @@ class LocalSteps:
         Args:
             model: its buffers become the same on all ranks, too: the running averages of BatchNorm and InstanceNorm
                 modules are averaged, all others become rank 0's, as in DistributedDataParallel. Of a model sharded by
-                FSDP2, also within the shard group.
-            buffers: other ways, by patterns of the buffers' names (:mod:`fnmatch`): ``{"queue*": "own", "scale":
-                "mean"}``, with ``"mean"``, ``"rank 0"``, or ``"own"`` for those that stay each rank's own.
+                FSDP2, also within the shard group. Without it, buffers stay each rank's own.
             moved_only: averages no weights if no rank's optimizers have stepped since the last call.
 
         Raises:
-            ValueError: a model without parameters of the compressor; a buffer that cannot be exchanged, or a wrong
-                way.
+            ValueError: a model without parameters of the compressor; a buffer without values, or a quantized one.
             RuntimeError: on all ranks, some of them are in other calls, or buffers have other shapes on some.
         """
-        if buffers is not None and (model is None or not isinstance(buffers, Mapping)):
-            raise TypeError(f'finish(model, buffers={{"NAME": "own"}}) takes both, got {model!r:.40}, {buffers!r:.80}')
-        self._rounds.finish(model, buffers or {}, check_flag("moved_only", moved_only))
+        self._rounds.finish(model, check_flag("moved_only", moved_only))
 
     @modes_off
     def end(self, model: torch.nn.Module | None = None) -> None:
