@@ -20,16 +20,16 @@ from hvd_compress.codecs.packed import Code
 
 #: The arguments of all public classes and functions. One that is in none of these makes a test fail.
 INTEGERS = {
-    *("bits", "run", "rank", "min_numel", "seed", "leaders", "reselect", "mantissa", "size", "step", "steps"),
+    *("bits", "run", "rank", "min_numel", "seed", "leaders", "mantissa", "size", "step", "steps"),
     *("warmup_steps", "budget_interval", "period", "fragments", "delay", "mean_bits"),
 }
 NUMBERS = {
-    *("density", "momentum", "explore", "floor", "smoothing", "compensation", "core"),
-    *("sample", "clip_norm", "clip", "decay", "subtract", "dense_momentum", "bucket_mb", "start_timeout", "timeout"),
+    *("density", "momentum", "explore", "smoothing", "core"),
+    *("clip", "decay", "subtract", "dense_momentum", "bucket_mb", "start_timeout", "timeout"),
     *("outer_lr", "outer_momentum", "highest"),
 }
 FLAGS = {
-    *("block_means", "prediction", "error_feedback", "warm_start", "sign", "stochastic", "filters"),
+    *("block_means", "prediction", "error_feedback", "sign", "stochastic", "filters"),
     *("restore_length", "watch_weights"),
     *("ordered", "in_turn"),
 }
@@ -40,7 +40,7 @@ OTHERS = {
     *("orthogonal", "kind", "code", "mean_code", "rate", "unsent", "saved_on"),
     *("state", "bucket", "states", "others"),
 }
-INFINITE = {"start_timeout", "timeout", "clip_norm"}
+INFINITE = {"start_timeout", "timeout"}
 
 #: What is given besides, if it is not a method or a recipe.
 REQUIRED: dict[str, dict[str, Any]] = {

@@ -282,7 +282,7 @@ def test_finish_lands_what_is_in_flight(unsent):
 
 @on_both_hosts
 @on_both_kinds
-@pytest.mark.parametrize("name", ["iwp", "fft", "topk", "powersgd-cold"])
+@pytest.mark.parametrize("name", ["iwp", "fft", "topk", "powersgd-fp32"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failure_in_flight_loses_nothing(name, stage, unsent, ordered):
     world, group = workers(2, build=partial(METHODS[name], **SMALL), unsent=unsent, ordered=ordered, period=4, delay=3)

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hvd_compress
 from hvd_compress import (
-    DGC,
     FFT,
     IWP,
     MIPD,
@@ -43,15 +42,12 @@ WRONG = [
     (IWP, dict(dense_values="int8"), "dense_values must be fp16 or fp32, got 'int8'"),
     (IWP, dict(leaders=0), "leaders must be at least 1"),
     (IWP, dict(explore=1.1), r"explore must lie in \[0, 1\], got 1.1"),
-    (IWP, dict(floor=0.0), "floor must be above 0"),
     (IWP, dict(momentum=1.0), r"momentum must lie in \[0, 1\), got 1.0"),
     (IWP, dict(warmup_steps=-1), "warmup_steps must not be negative"),
     (IWP, dict(budget_interval=-1), "budget_interval must not be negative"),
     (IWP, dict(bucket_mb=0), "bucket_mb must be above 0"),
     (IWP, dict(min_numel=0), "min_numel must be at least 1"),
     (TopK, dict(values="lanes4"), "gather"),
-    (DGC, dict(sample=0.0), "sample must lie in"),
-    (DGC, dict(clip_norm=0.0), "clip_norm must be above 0"),
     (QSGD, dict(bits=1), "bits must lie in 2 to 8"),
     (QSGD, dict(run=0), "run must be at least 1"),
     (TernGrad, dict(clip=-1.0), "clip must be above 0"),
@@ -67,7 +63,6 @@ WRONG = [
     (FFT, dict(exchange="star"), "exchange must be one of gather, ring"),
     (MP2, dict(density=0.0), "density must"),
     (SlimDP, dict(core=1.5), "core must lie in"),
-    (SlimDP, dict(reselect=0), "reselect must be at least 1"),
     (SlimDP, dict(smoothing=1.0), "smoothing must lie in"),
     (PowerSGD, dict(rank=0), "rank must be at least 1, got 0"),
     (PowerSGD, dict(values="lanes4"), "values must be fp16 or fp32"),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hvd_compress import MP2
 from hvd_compress.engine.state import same, save
-from hvd_compress.methods import mp2
+from hvd_compress.papers import mp2
 from hvd_compress.papers.predictor import Predictor, shipped
 
 judged = partial(Guessing, gate=True, density=1 / 4, values="fp32")
