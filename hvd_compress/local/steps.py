@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from ..engine.arguments import check_flag, check_fraction, check_integer, check_number
+from ..engine.arguments import check_flag, check_integer, check_number
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
@@ -137,7 +137,7 @@ class LocalSteps:
         delay = check_integer("delay", delay, 0)
         if unsent not in ("weights", "buffer"):
             raise ValueError(f"unsent must be weights or buffer, got {unsent!r}")
-        decay = check_fraction("decay", decay)
+        decay = check_number("decay", decay, at_least=0, at_most=1)
         if decay != 1.0 and unsent == "weights":
             raise ValueError('decay is of the error-feedback buffer: it goes with unsent="buffer"')
         outer_lr = check_number("outer_lr", outer_lr, above=0)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_flag, check_fraction
+from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
@@ -89,7 +89,7 @@ class IWP(SparseMethod):
     ) -> None:
         self.arguments = _Arguments(
             leaders=check_leaders(leaders),
-            explore=check_fraction("explore", explore),
+            explore=check_number("explore", explore, at_least=0, at_most=1),
             block_means=check_flag("block_means", block_means),
         )
         self._ordered = self.arguments.block_means

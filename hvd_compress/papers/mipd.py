@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction
+from ..engine.arguments import NamedParameters, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
@@ -81,7 +81,7 @@ class MIPD(SparseMethod):
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
-        self.arguments = _Arguments(explore=check_fraction("explore", explore))
+        self.arguments = _Arguments(explore=check_number("explore", explore, at_least=0, at_most=1))
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction, check_number
+from ..engine.arguments import NamedParameters, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
@@ -86,7 +86,7 @@ class SlimDP(SparseMethod):
         **common: Any,
     ) -> None:
         self.arguments = _Arguments(
-            core=check_fraction("core", core),
+            core=check_number("core", core, at_least=0, at_most=1),
             smoothing=check_number("smoothing", smoothing, at_least=0, below=1),
         )
         super().__init__(named_parameters, density, values=values, **common)
