@@ -22,7 +22,7 @@ BELOW = {
     "papers": {"methods", "selection", "codecs", "engine", "ops", "reference"},
     "local": {"methods", "hosts", "guards", "carriers", "engine", "reference"},
     "hosts": {"gradients", "guards", "carriers", "engine"},
-    "methods": {"checkpoints", "selection", "codecs", "guards", "carriers", "engine", "ops", "reference"},
+    "methods": {"checkpoints", "selection", "codecs", "guards", "engine", "ops", "reference"},
     "gradients": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
@@ -68,7 +68,6 @@ WRITTEN_BY_OTHERS = {
     ("hosts.gradient_hook", "ddp.require_backward_grad_sync"): (1, "no_sync(), for one forward pass"),
     ("hosts.fsdp_modules", "cast(Any, module._get_fsdp_state())._hvd_compress"): (1, "lives as long as the module"),
     ("hosts.fsdp_modules", "self.group._partial_reduce_output"): (2, "FSDP2 has no call for it"),
-    ("local.buffers", "part.training"): (2, "train() may be the user's own"),
     ("papers.predictor", "owner.*"): (1, "torch's settings of precision, for a while"),
     ("trainers.transformers", "trainer.evaluation_loop"): (1, "the Trainer tells nobody that an evaluation begins"),
 }
