@@ -84,7 +84,7 @@ def _memory(name: str, buffer: Tensor) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> str:
-    """What must be the same on all ranks: of a sparse buffer, which is not sent, the values, too."""
+    """Returns what must be the same on all ranks: of a sparse buffer, which is not sent, the values, too."""
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     if tensor.layout == torch.strided:
         return f"{text}, strides {strides_of(tensor)}"
