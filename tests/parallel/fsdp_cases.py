@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 import hvd_compress
 from hvd_compress.engine.shards import is_sharded, local
+from hvd_compress.guards import averaging, sharding
 from hvd_compress.hosts import fsdp
 from hvd_compress.hosts.ddp import DDPHost
 
@@ -671,7 +672,7 @@ def removed_hooks():
         ours = Job(build=build, optimizer=PLAIN)
     groups = [module._get_fsdp_state()._fsdp_param_group for module in [ours.model, *ours.model.blocks]]
     parameters = list(ours.model.parameters())
-    assert all(group.force_sum_reduction_for_comms for group in groups) and fsdp.hooked(parameters[-1:])
+    assert all(group.force_sum_reduction_for_comms for group in groups) and averaging.hooked(parameters[-1:])
     ours.backward()
     assert len(seen) == 1 and ours.compression.step == 1
     ours.optimizer.step()
@@ -680,7 +681,7 @@ def removed_hooks():
     ours.loss().backward()
     assert len(seen) == 2
     ours.hooks.remove()
-    assert not any(group.force_sum_reduction_for_comms for group in groups) and not fsdp.hooked(parameters)
+    assert not any(group.force_sum_reduction_for_comms for group in groups) and not averaging.hooked(parameters)
     assert all(group._partial_reduce_output is None for group in groups)
     alone = Job(replicas=1)  # of all ranks
     ours.backward()
@@ -711,7 +712,7 @@ def removed_hooks_keep_nothing_alive():
     gc.disable()
     try:
         ours.compression = None
-        assert alive() is not None and fsdp.hooked(ours.model.parameters())  # the model keeps it
+        assert alive() is not None and averaging.hooked(ours.model.parameters())  # the model keeps it
         handle.remove()
         assert alive() is None
     finally:
@@ -805,7 +806,7 @@ def after_a_validation():
         for refused in (
             partial(hvd_compress.IWP, ours.model, **options),
             partial(hvd_compress.register_fsdp_hooks, ours.model, ours.compression),
-            partial(fsdp.check_sharded, ours.model),
+            partial(sharding.check_sharded, ours.model),
         ):
             with pytest.raises(ValueError, match=r"model.reshard\(\)"):
                 refused()
@@ -814,16 +815,16 @@ def after_a_validation():
             module.reshard()
         with pytest.raises(ValueError, match=r"model.reshard\(\)"):
             hvd_compress.register_fsdp_hooks(ours.model, late)
-        fsdp.check_sharded(ours.model)
+        sharding.check_sharded(ours.model)
         hvd_compress.register_fsdp_hooks(ours.model, ours.compression)
         ours.train(1)
     left_out = Net()
     fully_shard(left_out, mesh=ours.mesh["shard"], ignored_params={left_out.scale})
     with pytest.raises(ValueError, match="scale: is not sharded"):
-        fsdp.check_sharded(left_out)
+        sharding.check_sharded(left_out)
     left_out.scale.requires_grad_(False)
-    fsdp.check_sharded(left_out)
-    fsdp.check_sharded(Net())
+    sharding.check_sharded(left_out)
+    sharding.check_sharded(Net())
 
 
 @register(CASES, once=True)
