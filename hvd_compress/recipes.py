@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
-from .engine.arguments import NamedParameters, by_name, named_pairs
+from .engine.arguments import NamedParameters, named_pairs
 from .local.steps import LocalSteps
 from .methods.no_compression import NoCompression
 from .methods.quantized import Quantized
@@ -38,7 +38,7 @@ Recipe = TypeVar("Recipe", bound=Callable[..., LocalSteps])
 def _in_order(recipe: Recipe) -> Recipe:
     """Decorates a recipe: it gets the optimizers as a list. Raises ``TypeError`` if it was not given a model, one or
     several optimizers, and a period, in this order."""
-    name, checked = recipe.__name__, by_name(recipe)
+    name = recipe.__name__
 
     @wraps(recipe)
     def called(model: Any, optimizers: Any, *others: Any, **options: Any) -> LocalSteps:
@@ -58,7 +58,7 @@ def _in_order(recipe: Recipe) -> Recipe:
             raise TypeError(f"several optimizers are given as a list: {call(f'[{names}]')}")
         if not isinstance(model, torch.nn.Module):
             model = named_pairs(model, call("optimizer"))
-        return checked(model, given, *others, **options)
+        return recipe(model, given, *others, **options)
 
     return cast(Recipe, called)
 

@@ -16,8 +16,6 @@
 #   gpt-sizes        the same with 0.07 M and 1 M parameters        gpt-long       the same with 10,000 steps
 #   gpt-nodes        DeMo on 4 nodes of 4 ranks
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
-# Bits per byte on text, two nodes of two ranks:
-#   gpt-fsdp         DeMo on FSDP2 under torchrun, and simulated with nodes
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
 #   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
@@ -34,7 +32,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,29s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,27s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -283,13 +281,6 @@ case $experiment in
     tune quantized@4bits 1e-3,3e-3,6e-3 "" "--bits 4 --dense-values fp16"
     tune demo@orthogonal 3e-4,1e-3,3e-3 "" "--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2"
     report "$out"
-    ;;
-  gpt-fsdp)
-    launcher=(--ddp)
-    common=(--data text --model gpt --epochs 15 --batch-size 8 --optimizer plain --lr 6e-3 --eval-every 5 --nodes 2)
-    demo=(--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2)
-    for seed in 0 1 2; do one "demo-fsdp-$seed" demo "${demo[@]}" --host fsdp --seed "$seed"; done
-    optimizer=plain gpt demo@nodes2 6e-3 "" "${demo[*]} --nodes 2" --seeds 0,1,2
     ;;
   gpt-ranks)
     for ranks in 8 16; do

@@ -69,17 +69,16 @@ METHODS = {
     "demo-range8": partial(DeMo, density=1 / 64, values="range8", budget_interval=3, **_LINEAR),
     "demo-gather": partial(DeMo, exchange="gather", **_LINEAR),
     "mipd": partial(MIPD, density=1 / 16),
-    "mipd-compensated": partial(MIPD, density=1 / 16, values="lloyd4", compensation=0.5, budget_interval=3),
+    "mipd-lloyd4": partial(MIPD, density=1 / 16, values="lloyd4", budget_interval=3),
     "mipd-whole": partial(MIPD, density=0.6),
     "slimdp": partial(SlimDP, density=1 / 32),
-    "slimdp-fp32": partial(SlimDP, density=1 / 20, values="fp32", core=0.8, reselect=2, budget_interval=3),
+    "slimdp-fp32": partial(SlimDP, density=1 / 20, values="fp32", core=0.8, budget_interval=3),
     "mp2": partial(MP2, prediction=True),
     "mp2-guessing": partial(Guessing, density=1 / 4, values="fp32"),
     "mp2-silent": partial(MP2),
     "topk": partial(TopK, density=1 / 64),
     "topk-range8": partial(TopK, density=1 / 300, values="range8-gather"),
     "dgc": partial(DGC, density=1 / 64, momentum=0.0),
-    "dgc-clipped": partial(DGC, density=1 / 64, values="fp16-gather", clip_norm=1e6, sample=0.1, momentum=0.0),
     "quantized": partial(Quantized),
     "quantized-1": partial(Quantized, bits=1, run=256),
     "quantized-8": partial(Quantized, bits=8, run=100),
@@ -89,7 +88,7 @@ METHODS = {
     "terngrad": partial(TernGrad),
     "terngrad-feedback": partial(TernGrad, clip=10.0, error_feedback=True),
     "powersgd": partial(PowerSGD, rank=2, values="fp16"),
-    "powersgd-cold": partial(PowerSGD, rank=3, values="fp32", warm_start=False),
+    "powersgd-fp32": partial(PowerSGD, rank=3, values="fp32"),
     "none": partial(NoCompression),
     "none-fp16": partial(NoCompression, values="fp16"),
 }
@@ -99,8 +98,8 @@ KINDS = {
     name: METHODS[name]
     for name in (
         *("iwp", "iwp-fp16", "iwp-lloyd4", "iwp-range10-gather", "fft-range10", "fft-gather-bitmap"),
-        *("demo", "mipd-compensated", "slimdp-fp32", "mp2", "mp2-guessing", "topk", "dgc-clipped"),
-        *("quantized-1", "quantized-8", "qsgd-feedback", "terngrad", "powersgd", "powersgd-cold", "none-fp16"),
+        *("demo", "mipd-lloyd4", "slimdp-fp32", "mp2", "mp2-guessing", "topk", "dgc"),
+        *("quantized-1", "quantized-8", "qsgd-feedback", "terngrad", "powersgd", "powersgd-fp32", "none-fp16"),
     )
 } | {
     "iwp-momentum": partial(IWP, density=1 / 16, momentum=0.9, budget_interval=2),

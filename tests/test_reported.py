@@ -29,7 +29,7 @@ def marks_of(node):
 
 @lru_cache
 def starters():
-    """Returns the code of the tests of the short run that start cases on real ranks. ``names_of()`` leaves out the cases
+    """Returns the code of the short run's tests that start cases on real ranks. ``names_of()`` leaves out the cases
     that a plan has to name."""
     files = [file for room in ("faults", "parallel", "trainers") for file in sorted((TESTS / room).glob("test_*.py"))]
     nodes = [node for file in files for node in parsed(file).body if not is_slow(marks_of(node))]

@@ -22,7 +22,7 @@ BELOW = {
     "papers": {"methods", "selection", "codecs", "engine", "ops", "reference"},
     "local": {"methods", "hosts", "guards", "carriers", "engine", "reference"},
     "hosts": {"gradients", "guards", "carriers", "engine"},
-    "methods": {"checkpoints", "selection", "codecs", "guards", "carriers", "engine", "ops", "reference"},
+    "methods": {"checkpoints", "selection", "codecs", "guards", "engine", "ops", "reference"},
     "gradients": {"engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
@@ -45,10 +45,10 @@ FACTORIES = {
 }
 #: The most lines of Python that somebody must read: of a module with all that it imports, one after the other, and of
 #: rooms. Lower them when they fall. Only an issue may raise them. Goals: iwp 7,500, core 11,500, package 17,200.
-CLOSURES = {"methods.quantized": 6_000, "methods.iwp": 7_700, "local.steps": 9_500}
+CLOSURES = {"methods.quantized": 5_860, "methods.iwp": 7_560, "local.steps": 8_000}
 CORE_ROOMS = ("engine", "gradients", "local", "methods", "selection", "codecs", "guards")
 CORE_CARRIERS = ("carriers.horovod", "carriers.torch_collectives")
-MOST_OF_THE_CORE, MOST_OF_THE_PACKAGE = 11_600, 19_930
+MOST_OF_THE_CORE, MOST_OF_THE_PACKAGE = 11_200, 19_740
 MOST_CLASSES_BETWEEN = 2
 MOST_NAMES = 24
 _GRAD = "the protocol of the host, which reads the gradient there"
@@ -68,7 +68,6 @@ WRITTEN_BY_OTHERS = {
     ("hosts.gradient_hook", "ddp.require_backward_grad_sync"): (1, "no_sync(), for one forward pass"),
     ("hosts.fsdp_modules", "cast(Any, module._get_fsdp_state())._hvd_compress"): (1, "lives as long as the module"),
     ("hosts.fsdp_modules", "self.group._partial_reduce_output"): (2, "FSDP2 has no call for it"),
-    ("local.buffers", "part.training"): (2, "train() may be the user's own"),
     ("papers.predictor", "owner.*"): (1, "torch's settings of precision, for a while"),
     ("trainers.transformers", "trainer.evaluation_loop"): (1, "the Trainer tells nobody that an evaluation begins"),
 }

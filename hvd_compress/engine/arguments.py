@@ -1,19 +1,14 @@
 """Checks of arguments."""
 
-import inspect
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import wraps
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 #: An argument as the user has passed it: of any type.
 Given: TypeAlias = Any
@@ -23,82 +18,46 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 # Parts of names that torch.compile, activation checkpointing, FSDP1 and Lightning Fabric insert, and that are not in
 # the state_dict() of the model.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+_BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
 
 def check_integer(name: str, value: Given, low: int | None = None, high: int | None = None, *, other: str = "") -> int:
-    """``value`` as an int, in [low, high].
+    """``value`` as an int, from ``low`` to ``high``; None is no limit. ``other``: what else is allowed, for errors.
 
-    Args:
-        name: of the argument, for errors.
-        low, high: the range; without ``high``, or both, it has no limit.
-        other: what is allowed besides an integer, for errors.
-
-    Raises:
-        TypeError: not an integer, as ``operator.index`` defines it; a bool is none.
-        ValueError: out of range.
+    Raises ``TypeError`` if it is a bool, or no integer as ``operator.index`` defines it; ``ValueError`` out of range.
     """
-    allowed = "" if low is None else _at_least(low) if high is None else f"in {low} to {high}"
+    limits = "" if low is None else f", at least {low}" if high is None else f", {low} to {high}"
+    allowed = f"an integer{limits}" + (f", or {other}" if other else "")
     try:
         number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
-        raise TypeError(_must(name, _comma("be an integer", allowed), other, f"{value!r:.80}"))
+    except TypeError as error:
+        raise TypeError(_must_be(name, allowed, value)) from error
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise TypeError(_must_be(name, allowed, value))
     if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(_must(name, _verb(allowed), other, str(number)))
+        raise ValueError(_must_be(name, allowed, value))
     return number
 
 
-def check_number(
-    name: str,
-    value: Given,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    infinite: bool = False,
-    other: str = "",
-) -> float:
-    """``value`` as a float, in a range.
+def check_number(name: str, value: Given, *, infinite: bool = False, **bounds: float) -> float:
+    """``value`` as a float, within ``bounds``: ``above``, ``at_least``, ``below``, ``at_most``.
 
-    Args:
-        name: of the argument, for errors.
-        above, at_least: the lower bound, open or closed, at most one of both.
-        below, at_most: the upper bound, open or closed, beside a lower one.
-        infinite: whether infinities are allowed.
-        other: what is allowed besides a number, for errors.
-
-    Raises:
-        TypeError: not a real number; strings, tensors and bools are none, NumPy's numbers are.
-        ValueError: out of range, NaN or infinite.
+    Raises ``TypeError`` if it is not a real number (strings, tensors and bools are none, NumPy's numbers are);
+    ``ValueError`` out of range, for NaN, and for infinities unless ``infinite``.
     """
-    low, high = at_least if above is None else above, at_most if below is None else below
-    left, right = "[" if above is None else "(", "]" if below is None else ")"
-    if high is not None:
-        allowed = f"in {left}{low}, {high}{right}"
-    else:
-        allowed = f"above {low}" if above is not None else "" if low is None else _at_least(low)
-    known = isinstance(value, Real) and not isinstance(value, bool)
-    if not known:
-        raise TypeError(_must(name, _comma("be a number", allowed), other, f"{value!r:.80}"))
+    words = " and ".join(f"{bound.replace('_', ' ')} {limit}" for bound, limit in bounds.items())
+    allowed = ("a number" if infinite else "a finite number") + (f", {words}" if words else "")
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real:
+        raise TypeError(_must_be(name, allowed, value))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf if value > 0 else -math.inf
-    inside = (low is None or number > low or number == at_least) and (
-        high is None or number < high or number == at_most
-    )
-    if math.isnan(number) or not inside:
-        raise ValueError(_must(name, _verb(allowed or "a number"), other, str(number)))
-    if math.isinf(number) and not infinite:
-        raise ValueError(_must(name, "be finite", other, str(number)))
+    inside = all(_BOUNDS[bound](number, limit) for bound, limit in bounds.items())
+    if math.isnan(number) or not inside or (math.isinf(number) and not infinite):
+        raise ValueError(_must_be(name, allowed, value))
     return number
-
-
-def check_fraction(name: str, value: Given) -> float:
-    """:func:`check_number` in [0, 1]."""
-    return check_number(name, value, at_least=0, at_most=1)
 
 
 def check_flag(name: str, value: Given) -> bool:
@@ -108,50 +67,12 @@ def check_flag(name: str, value: Given) -> bool:
     except TypeError:  # it has no hash
         known = False
     if not known:
-        raise TypeError(_must(name, "be True or False", "", f"{value!r:.80}"))
+        raise TypeError(_must_be(name, "True or False", value))
     return bool(value)
 
 
-def _at_least(low: float) -> str:
-    return f"at least {low}" if low else "not negative"
-
-
-def _verb(allowed: str) -> str:
-    if allowed == "not negative":
-        return "not be negative"
-    return f"lie {allowed}" if allowed.startswith("in ") else f"be {allowed}"
-
-
-def _comma(*parts: str) -> str:
-    return ", ".join(filter(None, parts))
-
-
-def _must(name: str, what: str, other: str, got: str) -> str:
-    return f"{name} must {_comma(what, other and f'or {other}')}, got {got}"
-
-
-def by_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates ``function`` so that too many positional arguments raise a ``TypeError`` that shows the call to
-    write."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return function
-    places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = next((f"{p.name}=..." for p in parameters if p.kind is p.KEYWORD_ONLY), "...")
-    bound = int(places[:1] == ["self"])
-
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > len(places):
-            name = type(args[0]).__name__ if bound else function.__name__
-            most = len(places) - bound
-            raise TypeError(
-                f"{name} takes {most} argument{'s' * (most != 1)} by position, got {len(args) - bound}: give others by "
-                f"name, as {name}({', '.join([*places[bound:], named])})"
-            )
-        return function(*args, **kwargs)
-
-    return wrapped
+def _must_be(name: str, allowed: str, value: Given) -> str:
+    return f"{name} must be {allowed}, got {value!r:.80}"
 
 
 def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str, torch.nn.Parameter]]:
@@ -163,25 +84,15 @@ def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str,
     """
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
-    named, wrong = list[tuple[str, torch.nn.Parameter]](), list[object]()
-    if isinstance(named_parameters, str | Mapping) or not isinstance(named_parameters, Iterable):
-        wrong = [named_parameters]
-    else:
-        named = list(named_parameters)
-        wrong = [item for item in named if not _is_pair(item)]
-    if wrong:
+    listed = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, str | Mapping)
+    named = list(named_parameters) if listed else []
+    if wrong := [item for item in named if not _is_pair(item)] if listed else [named_parameters]:
         got = repr(wrong[0]) if isinstance(wrong[0], str | tuple) else type(wrong[0]).__name__
-        raise TypeError(
-            "named_parameters must be the model or (name, parameter) pairs, as model.named_parameters() yields: write "
-            f"{call}; got {got:.80}"
-        )
+        raise TypeError(f"named_parameters must be the model or (name, parameter) pairs: write {call}; got {got:.80}")
     if not named:
-        raise ValueError(
-            "named_parameters is empty (was the iterator used up? model.named_parameters() makes a new one)"
-        )
-    duplicates = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
-    if duplicates:
-        raise ValueError(f"parameter names must be unique; more than once: {', '.join(duplicates)}")
+        raise ValueError("named_parameters is empty: was the iterator used up? Give the model")
+    if duplicates := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise ValueError(f"parameter names must be unique; more than once: {', '.join(sorted(duplicates))}")
     first: dict[int, str] = {}
     for name, parameter in named:
         other = first.setdefault(id(parameter), name)

@@ -157,7 +157,6 @@ class Engine:
                     self._warn_of_missing(work)
                     self._launch(work)
             self.exchanges.finish()
-            self.method.exchanged()
         except BaseException:
             self.driver.reset()
             raise

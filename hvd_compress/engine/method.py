@@ -80,9 +80,6 @@ class Method(abc.ABC):
         """Called when the last average, which was complete, is not applied: restores what :meth:`dense_averaged` has
         changed for it."""
 
-    def exchanged(self) -> None:
-        """Called when all exchanges of a step have ended; may modify the averages, and wait for other ranks."""
-
     @abc.abstractmethod
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         """Called before each step of an optimizer that applies averages. Raises ``ValueError`` if it does not fit this

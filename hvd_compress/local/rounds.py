@@ -15,7 +15,7 @@ counted, and optimizers are not looked at.
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -30,7 +30,7 @@ from ..engine.owner import in_use
 from ..engine.state import Entry, Fixed, Tree
 from ..guards.averaging import averages, is_distributed_optimizer
 from ..hosts import gradient_hook
-from .buffers import Buffers, refresh_spectral_norms
+from .buffers import Buffers
 from .calls import Calls, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
@@ -193,13 +193,7 @@ class Rounds:
         self._holders.reshard()
         self._note()
 
-    def finish(
-        self,
-        model: torch.nn.Module | None,
-        buffers: Mapping[str, str],
-        moved_only: bool = False,
-        call: str = "finish()",
-    ) -> None:
+    def finish(self, model: torch.nn.Module | None, moved_only: bool = False, call: str = "finish()") -> None:
         """Averages all weights, and the buffers of ``model``. ``moved_only``: no weights if nobody has moved them since
         the last time. ``call``: what the user has called."""
         self._begin()
@@ -208,7 +202,7 @@ class Rounds:
         chosen = None
         if model is not None:
             check_model(model, self._common)
-            chosen = Buffers(model, buffers)
+            chosen = Buffers(model)
         if not self._exchanging:
             self._common.take(self._common.ids)
             self._restarted()
@@ -234,8 +228,6 @@ class Rounds:
                 average_weights(engine, self._common, self._turns)
             if chosen is not None:
                 chosen.exchange(levels, label, device, engine.stats.count_request)
-            if model is not None:
-                refresh_spectral_norms(model)
             engine.stats.end_step()
         self._restarted()
 
@@ -250,7 +242,7 @@ class Rounds:
         """Averages all weights, makes the optimizers' states rank 0's, and closes."""
         if self._closed:
             return
-        self.finish(model, {}, moved_only=True, call="end()")
+        self.finish(model, moved_only=True, call="end()")
         if self._exchanging and self._peers is None:
             with self._engine.entered:
                 share_states(self._optimizers.all, self._engine)

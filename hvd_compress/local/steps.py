@@ -1,13 +1,13 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
-from ..engine.arguments import check_flag, check_fraction, check_integer, check_number
+from ..engine.arguments import check_flag, check_integer, check_number
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
@@ -137,7 +137,7 @@ class LocalSteps:
         delay = check_integer("delay", delay, 0)
         if unsent not in ("weights", "buffer"):
             raise ValueError(f"unsent must be weights or buffer, got {unsent!r}")
-        decay = check_fraction("decay", decay)
+        decay = check_number("decay", decay, at_least=0, at_most=1)
         if decay != 1.0 and unsent == "weights":
             raise ValueError('decay is of the error-feedback buffer: it goes with unsent="buffer"')
         outer_lr = check_number("outer_lr", outer_lr, above=0)
@@ -198,13 +198,7 @@ class LocalSteps:
         self._rounds.schedule.change(period)
 
     @modes_off
-    def finish(
-        self,
-        model: torch.nn.Module | None = None,
-        *,
-        buffers: Mapping[str, str] | None = None,
-        moved_only: bool = False,
-    ) -> None:
+    def finish(self, model: torch.nn.Module | None = None, *, moved_only: bool = False) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
         What is in flight arrives before.
 
@@ -214,19 +208,14 @@ class LocalSteps:
         Args:
             model: its buffers become the same on all ranks, too: the running averages of BatchNorm and InstanceNorm
                 modules are averaged, all others become rank 0's, as in DistributedDataParallel. Of a model sharded by
-                FSDP2, also within the shard group.
-            buffers: other ways, by patterns of the buffers' names (:mod:`fnmatch`): ``{"queue*": "own", "scale":
-                "mean"}``, with ``"mean"``, ``"rank 0"``, or ``"own"`` for those that stay each rank's own.
+                FSDP2, also within the shard group. Without it, buffers stay each rank's own.
             moved_only: averages no weights if no rank's optimizers have stepped since the last call.
 
         Raises:
-            ValueError: a model without parameters of the compressor; a buffer that cannot be exchanged, or a wrong
-                way.
+            ValueError: a model without parameters of the compressor; a buffer without values, or a quantized one.
             RuntimeError: on all ranks, some of them are in other calls, or buffers have other shapes on some.
         """
-        if buffers is not None and (model is None or not isinstance(buffers, Mapping)):
-            raise TypeError(f'finish(model, buffers={{"NAME": "own"}}) takes both, got {model!r:.40}, {buffers!r:.80}')
-        self._rounds.finish(model, buffers or {}, check_flag("moved_only", moved_only))
+        self._rounds.finish(model, check_flag("moved_only", moved_only))
 
     @modes_off
     def end(self, model: torch.nn.Module | None = None) -> None:

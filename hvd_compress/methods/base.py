@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import one_rank
-from ..engine.arguments import NamedParameters, by_name, check_integer, check_number, named_pairs
+from ..engine.arguments import NamedParameters, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
@@ -107,10 +107,9 @@ class Compressor(Reporting, Method):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "__init__" in vars(cls):  # it may make state, too
-            cls.__init__ = modes_off(by_name(cls.__init__))  # type: ignore[method-assign]
+            cls.__init__ = modes_off(cls.__init__)  # type: ignore[method-assign]
 
     @modes_off
-    @by_name
     def __init__(
         self,
         named_parameters: NamedParameters,

@@ -16,8 +16,8 @@ from ..engine.dense_velocity import DenseVelocity
 from ..engine.exchange import Exchange
 from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
+from ..engine.shards import shards
 from ..engine.state import Tree
-from ..engine.work import Step
 from ..selection.schedule import Density
 from .basis import Hadamard
 from .replacement import Replacement, orthogonal_names
@@ -82,17 +82,16 @@ class DeMo(SparseMethod):
             signs, as in Muon: ``"matrices"``, all but those of ``torch.nn.Embedding`` (then give the model as
             ``named_parameters``; :func:`~hvd_compress.hidden_matrices` leaves out the head, too), which trains best;
             True for all; or a list of names. With ``sign`` only. It trains better, computes more (15 matrix products
-            for each parameter and step), and needs one type of processor on all ranks. Of sharded parameters, each rank
-            of the shard group replaces some whole matrices.
+            for each parameter and step), and needs one type of processor on all ranks.
         dense_momentum: of uncompressed gradients, in [0, 1). With ``sign`` only.
         momentum: without ``sign`` only.
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
 
     Raises:
-        ValueError: also, with ``orthogonal``, matrices that are sharded otherwise than by rows; with ``sign``, in the
-            optimizer's step: an optimizer with momentum, or with parameters that this compressor was not given;
-            Horovod's optimizer without this compressor; a single process, for which Horovod calls no compressor.
+        ValueError: also, with ``orthogonal``, a sharded matrix (FSDP2); with ``sign``, in the optimizer's step: an
+            optimizer with momentum, or with parameters that this compressor was not given; Horovod's optimizer without
+            this compressor; a single process, for which Horovod calls no compressor.
     """
 
     _ordered = True
@@ -141,9 +140,13 @@ class DeMo(SparseMethod):
                 "orthogonal is of compressed averages, and on a single node there are none: leave nodes out"
             )
         self._dense = DenseVelocity(self.engine)
-        if self._replacement is not None:
-            self._replacement.bind(self.engine, self._common["min_numel"])
-        used = sorted({piece.name for bucket in self.buckets for piece in bucket.pieces} & names)
+        found = {piece.name: piece.parameter for bucket in self.buckets for piece in bucket.pieces}
+        used = sorted(found.keys() & names)
+        if divided := [name for name in used if shards(found[name]) > 1]:
+            raise ValueError(
+                f"orthogonal needs whole matrices, and {divided[0]} is sharded: use hvd_compress.recipes.low_bit with "
+                "torch.optim.Muon, or signs, without orthogonal"
+            )
         checksum = zlib.crc32("\n".join(used).encode())
         self._shown["orthogonal"] = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
 
@@ -171,10 +174,6 @@ class DeMo(SparseMethod):
     def undo(self) -> None:
         super().undo()
         self._dense.undo()
-
-    def exchanged(self) -> None:
-        if self._replacement is not None:
-            self._replacement.finish(self.engine)
 
     # Uncompressed gradients.
 
@@ -218,11 +217,6 @@ class _DeMoWork(SparseWork):
         rules: dict[str, Any] = {"decay": a.decay, "subtract": a.subtract, "sign": a.sign and self._after is None}
         gathers = a.exchange == "gather"
         super().__init__(bucket, sending, basis=Hadamard(bucket), gathers=gathers, finds_idle=a.sign, **rules)
-
-    def begin(self, step: Step) -> None:
-        super().begin(step)
-        if self._after is not None:
-            self._after.begin(self.bucket)
 
     def send(self) -> Exchange:
         if self._after is None:

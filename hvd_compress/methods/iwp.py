@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_flag, check_fraction, check_number
+from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
@@ -17,6 +17,8 @@ from ..selection.schedule import Density
 from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork
 
+# The constant added to the weights, in units of mean|w|.
+_FLOOR = 0.5
 # Keeps the scores of an all-zero parameter finite.
 _TINY = 1e-12
 # Steps between measurements of mean|w|, which changes slowly.
@@ -27,7 +29,6 @@ _FLOOR_INTERVAL = 100
 class _Arguments:
     leaders: int | None
     explore: float
-    floor: float
     block_means: bool
 
 
@@ -41,7 +42,7 @@ class IWP(SparseMethod):
         m_i = mean of g_i over each block of 256      with block_means, else 0
         u_i = momentum u_i + (g_i - m_i)              with momentum, else g_i - m_i
         a_i = r_i + u_i
-        I_i = |a_i| / (|w| + floor mean|w|)           importance
+        I_i = |a_i| / (|w| + mean|w| / 2)             importance
         S   = union over this step's leaders of their largest I_i, block by block
         g   = mean_i Q(a_i[S]) on S, 0 elsewhere      Q: the codec
         g   = g + mean_i Q(m_i) everywhere            m_i with its own momentum and its own quantization error
@@ -51,9 +52,9 @@ class IWP(SparseMethod):
 
     The paper's: the importance; indices from nodes drawn at random (here an order of the ranks, drawn in each step);
     the sum of the same few entries on the ring; layers' shares (``budget_interval``); a chance for entries below the
-    threshold (``explore``; its form is ours). Ours: the m largest of every 256 entries; ``floor``, which keeps weights
-    near zero from being selected in every step; block means. Error feedback, momentum correction and the warm-up of the
-    density are DGC's.
+    threshold (``explore``; its form is ours). Ours: the m largest of every 256 entries; ``mean|w| / 2``, which keeps
+    weights near zero from being selected in every step; block means. Error feedback, momentum correction and the
+    warm-up of the density are DGC's.
 
     Example::
 
@@ -68,7 +69,6 @@ class IWP(SparseMethod):
         leaders: how many ranks, on average, select the entries of one block; None for all.
         explore: share of the blocks in which entries are drawn at random in proportion to importance, in [0, 1].
         block_means: send the mean of every block in each step, one more value per 256 entries (``docs/iwp.md``).
-        floor: the constant added to the weights, in units of ``mean|w|``; above 0.
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
@@ -83,15 +83,13 @@ class IWP(SparseMethod):
         values: str | Codec = "lanes4",
         leaders: int | None = None,
         explore: float = 0.05,
-        floor: float = 0.5,
         block_means: bool = True,
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
         self.arguments = _Arguments(
             leaders=check_leaders(leaders),
-            explore=check_fraction("explore", explore),
-            floor=check_number("floor", floor, above=0),
+            explore=check_number("explore", explore, at_least=0, at_most=1),
             block_means=check_flag("block_means", block_means),
         )
         self._ordered = self.arguments.block_means
@@ -105,10 +103,10 @@ class IWP(SparseMethod):
 
 
 class _Floors(Part):
-    """``floor * mean|w|`` of each piece: float32, (pieces,)."""
+    """``mean|w| / 2`` of each piece: float32, (pieces,)."""
 
-    def __init__(self, bucket: Bucket, floor: float) -> None:
-        self._bucket, self._floor = bucket, floor
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
         self.values, self._known = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.device), False
 
     def begin(self, step: Step) -> None:
@@ -117,7 +115,7 @@ class _Floors(Part):
         if step.number % _FLOOR_INTERVAL == 0 or not (known or bool(self.values.any())):
             means = [piece.weight().abs().mean(dtype=torch.float32) for piece in self._bucket.pieces]
             # Weights may not be finite in this step and restored in the next.
-            self.values.copy_(torch.stack(means).nan_to_num(nan=0.0, posinf=0.0) * self._floor + _TINY)
+            self.values.copy_(torch.stack(means).nan_to_num(nan=0.0, posinf=0.0) * _FLOOR + _TINY)
 
     def restart(self) -> None:
         self.values.zero_()
@@ -131,7 +129,7 @@ class _Floors(Part):
 
 class _IWPWork(SparseWork):
     def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._leaders, floors = arguments.leaders, _Floors(bucket, arguments.floor)
+        self._leaders, floors = arguments.leaders, _Floors(bucket)
         scoring = Scoring(arguments.explore, floors.values)
         super().__init__(bucket, sending, scoring=scoring, means=arguments.block_means, floors=floors)
 

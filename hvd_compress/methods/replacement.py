@@ -7,17 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..carriers.shards import shard_group
 from ..engine.arguments import NamedParameters, find_name, named_pairs
-from ..engine.bucket import Bucket, Piece
+from ..engine.bucket import Bucket
 from ..engine.engine import Engine
-from ..engine.place import is_large
-from ..engine.shards import local, shards
+from ..engine.shards import local
 from ..engine.two_levels import owned
 from ..selection.base import signs
 from .matrices import embeddings
 from .orthogonal import orthogonalize
-from .sharded_matrices import ShardedMatrices
 
 
 class Replacement:
@@ -28,67 +25,27 @@ class Replacement:
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
-        #: Averages of this rank's rows of orthogonal matrices, by name, until :meth:`finish`.
-        self._rows = dict[str, Tensor]()
-        self._sharded: ShardedMatrices | None = None
         # By name, the largest entry of each gradient that was written here; None once a step has shown that the
         # optimizer receives what was written.
         self._largest: dict[str, Tensor] | None = {}
-
-    def bind(self, engine: Engine, min_numel: int) -> None:
-        """Called when the compressor is complete: prepares for matrices whose rows are sharded."""
-        named = enumerate(zip(engine.names, engine.parameters, strict=True))
-        found = [(number, name, p) for number, (name, p) in named if name in self.names and p.requires_grad]
-        found = [(number, name, p) for number, name, p in found if shards(p) > 1 and is_large(p, min_numel)]
-        if (group := shard_group(p for *_, p in found)) is not None:
-            self._sharded = ShardedMatrices(group, found, engine.stats, engine.exchanges.label)
 
     def any_orthogonal(self, bucket: Bucket) -> bool:
         """Whether some averages of a bucket become orthogonal. Otherwise the operators write signs."""
         return any(piece.name in self.names for piece in bucket.pieces)
 
-    def begin(self, bucket: Bucket) -> None:
-        """Called when a step of a bucket begins: drops what a step that failed has left."""
-        for piece in bucket.pieces:
-            self._rows.pop(piece.name, None)
-
     def write(self, bucket: Bucket, averages: list[Tensor], scale: float) -> None:
-        """Writes what replaces a bucket's averages, by piece, to its gradients, times the loss scale. Sharded matrices
-        are kept for :meth:`finish`."""
+        """Writes what replaces a bucket's averages, by piece, to its gradients, times the loss scale."""
         for piece, average, grad in zip(bucket.pieces, averages, bucket.gradients, strict=True):
             if not grad.numel():  # none arrived
-                continue
-            if piece.name in self.names and shards(piece.parameter) > 1:
-                self._rows[piece.name] = average
                 continue
             if piece.name in self.names:
                 orthogonalize(average, scale)
             else:
                 average.copy_(signs(average) * scale)
-            self._write_one(piece, average, grad)
-
-    def finish(self, engine: Engine) -> None:
-        """Writes what replaces this rank's rows of sharded matrices. Waits for the ranks that have the other rows."""
-        if self._sharded is None:
-            return
-        buckets = [work.bucket for work in owned(engine.works)]
-        rows = dict[str, Tensor]()
-        for bucket in buckets:
-            with bucket.order:
-                rows |= {piece.name: self._rows[piece.name] for piece in bucket.pieces if piece.name in self._rows}
-        rows = self._sharded.orthogonalize(rows, engine.scale, local(engine.parameters[0]).device)
-        for bucket in buckets:
-            with bucket.order:
-                for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
-                    if piece.name in rows:
-                        self._write_one(piece, rows[piece.name], grad)
-        self._rows.clear()
-
-    def _write_one(self, piece: Piece, average: Tensor, grad: Tensor) -> None:
-        if grad is not average:
-            grad.copy_(average)
-        if self._largest is not None:
-            self._largest[piece.name] = grad.abs().amax()
+            if grad is not average:
+                grad.copy_(average)
+            if self._largest is not None:
+                self._largest[piece.name] = grad.abs().amax()
 
     def check_received(self, engine: Engine) -> None:
         """Called before an optimizer's step. Warns if somebody has scaled the gradients since the exchange. Waits for a

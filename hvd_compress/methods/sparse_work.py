@@ -193,16 +193,15 @@ class SparseWork(Work):
             yield from self.agree()
             self.apply(*(yield from self.average()), grads)
 
-    def average(self, predicted: Tensor | None = None) -> Averaged:
-        """Averages the picked entries over the ranks, minus their ``predicted`` values, and the block means. Returns
-        the mean and what stays in this rank's residual: float32, (slots,)."""
+    def average(self) -> Averaged:
+        """Averages the picked entries and the block means over the ranks. Returns the mean and what stays in this
+        rank's residual: float32, (slots,)."""
         picker, payload = self.decider.picker, self.values.payload
         total = picker.total
         sent = picker.gather(self.bucket.residual, payload[:total])
         velocity, invalid = self.velocity, self.values.invalid
         self._means.load(payload[total:], velocity.momentum, velocity.without, invalid, self._idle.blocks)
-        values = payload if predicted is None else sent - predicted
-        mean, error = yield from self.values.average(values, derive(self.decider.seed.key, self.step.rank))
+        mean, error = yield from self.values.average(payload, derive(self.decider.seed.key, self.step.rank))
         self._mean_of_blocks = self._means.receive(mean[total:], error[total:])
         return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
 

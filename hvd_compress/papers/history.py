@@ -42,14 +42,14 @@ class GradientHistory(Part):
         saved = self._bucket.saved
         return {"smoothed": saved(self.smoothed), "last_sent": saved(self.last_sent, low=-1.0)}
 
-    def update(self, picker: Picker, mean: Tensor, step: int, predicted: Tensor | float = 0.0) -> None:
+    def update(self, picker: Picker, mean: Tensor, step: int) -> None:
         """Updates the picked entries, for which ``mean`` was received, unless it is not finite. It is the sum of the
-        gradients since an entry was last sent, minus what was ``predicted`` in each of these steps."""
+        gradients since an entry was last sent."""
         arrived = mean[:1].isfinite()
         smoothed, last = picker.read(self.smoothed), picker.read(self.last_sent)
         self._before = picker, smoothed, last
         # After a failed step the number is unchanged, and the difference may be 0.
-        rate = mean / (step - last).clamp(min=1.0) + predicted
+        rate = mean / (step - last).clamp(min=1.0)
         new = smoothed * self._smoothing + rate * (1.0 - self._smoothing)
         picker.write(self.smoothed, torch.where(arrived, new, smoothed))
         picker.write(self.last_sent, torch.where(arrived, float(step), last))

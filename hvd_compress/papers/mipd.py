@@ -1,4 +1,4 @@
-"""Layer-wise significance, compensation and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
+"""Layer-wise significance and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction
+from ..engine.arguments import NamedParameters, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
@@ -26,7 +26,6 @@ _SMOOTHING, _FLOOR = 0.9, 0.5
 
 @dataclass(frozen=True)
 class _Arguments:
-    compensation: float
     explore: float
 
 
@@ -40,16 +39,15 @@ class MIPD(SparseMethod):
         a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
         s   = (|w| + rms(w) / 2) (|e| + rms(e) / 2) t           significance
         S   = the m largest s of every 256, in that half of the layer whose turn it is
-        p   = compensation e                                    in that half, 0 in the other
-        g   = p + mean_i Q((a_i - p)[S]) on S, p off it         Q: the codec
-        r_i = a_i - p - Q((a_i - p)[S]) on S, a_i - p off it
-        e   = 0.9 e + 0.1 (received value / t + compensation applied since)   on S
+        g   = mean_i Q(a_i[S]) on S, 0 elsewhere                Q: the codec
+        r_i = a_i - Q(a_i[S]) on S, a_i elsewhere
+        e   = 0.9 e + 0.1 (received value / t)                  on S
 
     The paper's: significance by the model's interpretability; layers' shares (``budget_interval``); half of the
-    parameters a step; exponential smoothing in place of what was not sent; each layer encoded by its own distribution.
-    Ours: first-order attribution, ``|w e|``, as significance, from shared state; the factor t, without which the same
-    few entries would be selected in every step; halves as first and last blocks of a layer; the residual, which
-    corrects the errors of p; the codecs.
+    parameters a step; exponential smoothing; each layer encoded by its own distribution. Ours: first-order attribution,
+    ``|w e|``, as significance, from shared state; the factor t, without which the same few entries would be selected in
+    every step; halves as first and last blocks of a layer; the residual, where the paper compensates what was not sent
+    by smoothed gradients; the codecs.
 
     In each step the ranks compare seed, step, options and a hash of the selected entries, and raise an error if they
     differ (on a GPU in every hundredth step, since the comparison synchronises it).
@@ -66,7 +64,6 @@ class MIPD(SparseMethod):
         density: entries sent in a step as a share of all. Above 1/2 there are no halves; just below 1/2, a layer sends
             at most as many entries as its smaller half has.
         values: how values are encoded. Lanes and Lloyd-Max codebooks fit each layer's distribution.
-        compensation: the share of the smoothed gradient that is applied where nothing was sent, in [0, 1].
         explore: share of the blocks in which entries are drawn at random in proportion to significance, in [0, 1].
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
@@ -80,14 +77,11 @@ class MIPD(SparseMethod):
         density: float | Density = 1 / 64,
         *,
         values: str | Codec = "lanes4",
-        compensation: float = 0.0,
         explore: float = 0.05,
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
-        self.arguments = _Arguments(
-            compensation=check_fraction("compensation", compensation), explore=check_fraction("explore", explore)
-        )
+        self.arguments = _Arguments(explore=check_number("explore", explore, at_least=0, at_most=1))
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
@@ -121,45 +115,12 @@ class _Constants(Part):
         return {p.name: {"weight": TensorLeaf(w, low=0.0), "smoothed": TensorLeaf(s, low=0.0)} for p, w, s in rows}
 
 
-class _Compensation(Part):
-    """The prediction of what is not sent: a share of the smoothed gradient."""
-
-    def __init__(self, bucket: Bucket, history: GradientHistory, share: float) -> None:
-        self._bucket, self._history, self.share = bucket, history, share
-        self._applied: list[tuple[BlockRange, Tensor]] = []
-
-    def begin(self, step: Step) -> None:
-        #: Where this step's prediction was applied, and whether the step was valid.
-        self._applied = []
-
-    def apply(self, ranges: list[BlockRange], targets: list[Tensor], valid: Tensor, scale: float) -> None:
-        """Writes the prediction to all entries of the ranges. Values that were sent are written over it later."""
-        for part, target in zip(ranges, targets, strict=True):
-            if target.numel():
-                prediction = self._prediction(part, valid)
-                part.of_bucket(self._bucket.residual).sub_(prediction)
-                entries = part.of(target)
-                entries.copy_(prediction[: entries.numel()] * scale)
-                self._applied.append((part, valid))
-
-    def undo(self) -> None:
-        # The smoothed gradient has changed only where something was sent; there the residual is restored as a whole.
-        for part, valid in self._applied:
-            part.of_bucket(self._bucket.residual).add_(self._prediction(part, valid))
-        self._applied = []
-
-    def _prediction(self, part: BlockRange, valid: Tensor) -> Tensor:
-        return (part.of_bucket(self._history.smoothed) * self.share).masked_fill_(~valid, 0.0)
-
-
 class _MIPDWork(SparseWork):
     def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
         self._explore = arguments.explore
         self._history = GradientHistory(bucket, _SMOOTHING)
         self._floors = _Constants(bucket, self._history)
-        self._compensation = _Compensation(bucket, self._history, arguments.compensation)
-        # The history is undone first: the compensation then finds the smoothed gradients that it was made of.
-        super().__init__(bucket, sending, floors=self._floors, compensation=self._compensation, history=self._history)
+        super().__init__(bucket, sending, floors=self._floors, history=self._history)
 
     def decide(self, slots: list[int]) -> Shared:
         return self.shared(Blocks(self.bucket, slots, halves=self.density <= 0.5))
@@ -180,16 +141,8 @@ class _MIPDWork(SparseWork):
         return totals(self.significance(index, whole(piece)) for index, piece in enumerate(self.bucket.pieces))
 
     def send(self) -> Exchange:
-        picker, compensation = self.decider.picker, self._compensation
-        ranges = picker.ranges
+        picker = self.decider.picker
         if picker.scored:
-            picker.pick_by([self.significance(i, part) for i, part in enumerate(ranges)], self._explore)  # S
-        yield from self.agree()
-        smoothed = picker.read(self._history.smoothed)
-        prediction = smoothed * compensation.share  # p
-        mean, error = yield from self.average(prediction)
-        if compensation.share:
-            compensation.apply(ranges, self.bucket.gradients, mean[:1].isfinite(), self.step.scale)
-        self.apply(mean + prediction, error, self.bucket.gradients)
-        share = 0.5 if picker.halves else 1.0
-        self._history.update(picker, mean, self.step.number, smoothed * (share * compensation.share))
+            picker.pick_by([self.significance(i, part) for i, part in enumerate(picker.ranges)], self._explore)  # S
+        yield from super().send()
+        self._history.update(picker, self.values.channel.mean, self.step.number)

@@ -24,7 +24,6 @@ class _Arguments:
     rank: int
     values: Cast
     error_feedback: bool
-    warm_start: bool
 
 
 class PowerSGD(Compressor):
@@ -58,7 +57,6 @@ class PowerSGD(Compressor):
         rank: of the approximation, at least 1.
         values: how factors are sent, ``"fp16"`` or ``"fp32"``.
         error_feedback: keep the approximation error for the next step.
-        warm_start: start each step's iteration from the last Q; otherwise from a random one.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
@@ -72,7 +70,6 @@ class PowerSGD(Compressor):
         *,
         values: str = "fp16",
         error_feedback: bool = True,
-        warm_start: bool = True,
         **common: Any,
     ) -> None:
         if values not in ("fp16", "fp32"):
@@ -81,7 +78,6 @@ class PowerSGD(Compressor):
             rank=check_integer("rank", rank, 1),
             values=Cast(values),
             error_feedback=check_flag("error_feedback", error_feedback),
-            warm_start=check_flag("warm_start", warm_start),
         )
         self._seed = check_integer("seed", common.get("seed", 0))  # Q is drawn before the first step
         super().__init__(named_parameters, **common)
@@ -106,7 +102,7 @@ class _PowerSGDWork(Work):
 
     def restart(self) -> None:
         #: Q of each piece, (m, rank), or None for one that is sent complete.
-        self._q = self._random(0)
+        self._q = [self._random_q(index) for index in range(len(self.bucket.pieces))]
         #: For undo(): what was subtracted from the residual, and Q before the step.
         self._sent: tuple[list[Tensor | None], list[Tensor | None]] | None = None
 
@@ -128,7 +124,7 @@ class _PowerSGDWork(Work):
 
     def exchange(self) -> Exchange:
         bucket, ranks = self.bucket, self.step.ranks
-        old_q = self._q if self._arguments.warm_start else self._random(self.step.number)
+        old_q = self._q
         matrices = [_matrix(piece, bucket.residual) for piece in bucket.pieces]  # M_i
         # Columns of norm 1: P has the gradient's magnitude, not its square, which float16 could not hold.
         pairs = zip(matrices, old_q, strict=True)
@@ -171,15 +167,12 @@ class _PowerSGDWork(Work):
         q = zip(self.bucket.pieces, self._q, strict=True)
         return {**super().state(), "q": {piece.name: TensorLeaf(x) for piece, x in q if x is not None}}
 
-    def _random(self, step: int) -> list[Tensor | None]:
-        return [self._random_q(index, step) for index in range(len(self.bucket.pieces))]
-
-    def _random_q(self, index: int, step: int) -> Tensor | None:
+    def _random_q(self, index: int) -> Tensor | None:
         n, m = _matrix(self.bucket.pieces[index], self.bucket.residual).shape
         rank = min(self._arguments.rank, n, m)
         if rank * (n + m) >= n * m:
             return None
-        key = derive(self._seed, step, self.bucket.index, index)
+        key = derive(self._seed, 0, self.bucket.index, index)
         generator = torch.Generator("cpu").manual_seed(key)
         q = torch.randn(m, rank, generator=generator, dtype=torch.float32, device="cpu")
         return q.to(self.bucket.device)

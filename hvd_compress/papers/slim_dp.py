@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_fraction, check_integer, check_number
+from ..engine.arguments import NamedParameters, check_number
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
@@ -21,6 +21,8 @@ from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .history import GradientHistory, flat_weights, root_mean_squares
 
+# Steps between selections of the core.
+_RESELECT = 20
 # The weight with which an entry is always drawn: a draw divides weights by numbers between 2**-33 and 23.
 _CORE = 1e20
 
@@ -28,7 +30,6 @@ _CORE = 1e20
 @dataclass(frozen=True)
 class _Arguments:
     core: float
-    reselect: int
     smoothing: float
 
 
@@ -40,7 +41,7 @@ class SlimDP(SparseMethod):
     smoothed average gradient e (per step) are equal on all ranks::
 
         a_i = r_i + g_i                                         with momentum u_i instead of g_i, as in IWP
-        s   = |w| / rms(w) + |e| / rms(e)                       every ``reselect`` steps
+        s   = |w| / rms(w) + |e| / rms(e)                       in every 20th step
         C   = the largest s of every 256: a share ``core`` of their slots
         E   = random others of the 256 in the remaining slots, drawn in each step
         S   = C + E
@@ -67,7 +68,6 @@ class SlimDP(SparseMethod):
     Args:
         density: entries sent in a step as a share of all (the paper's alpha).
         core: the core's share of them (the paper's beta / alpha), in [0, 1].
-        reselect: steps between selections of the core.
         smoothing: weight of the past in e, in [0, 1).
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
@@ -82,13 +82,11 @@ class SlimDP(SparseMethod):
         *,
         core: float = 0.5,
         values: str | Codec = "lanes4",
-        reselect: int = 20,
         smoothing: float = 0.9,
         **common: Any,
     ) -> None:
         self.arguments = _Arguments(
-            core=check_fraction("core", core),
-            reselect=check_integer("reselect", reselect, 1),
+            core=check_number("core", core, at_least=0, at_most=1),
             smoothing=check_number("smoothing", smoothing, at_least=0, below=1),
         )
         super().__init__(named_parameters, density, values=values, **common)
@@ -143,7 +141,7 @@ class _SlimDPWork(SparseWork):
         super().begin(step)
         picker = self.decider.picker
         # Blocks keep their slots as long as their core: with fewer, the core would not fit.
-        since = step.number - step.number % self._arguments.reselect
+        since = step.number - step.number % _RESELECT
         picker.rotate(derive(step.seed, since, self.bucket.index) & 0xFFFF)
         if since == step.number and picker.scored:
             core = Blocks(self.bucket, [round(slots * self._arguments.core) for slots in picker.slots])

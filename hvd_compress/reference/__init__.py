@@ -7,8 +7,8 @@ if the extension is not built.
 ``hadamard``: a transform of blocks. ``block_means``: blocks' means. ``codes``: quantized values. ``scales``: the scales
 of quantized values.
 
-``low_bit``, which nothing here imports, is the specification of a whole training, :func:`hvd_compress.recipes.low_bit`,
-in one file to copy.
+``low_bit``, ``iwp`` and ``demo``, which nothing here imports, are the specifications of whole methods, each in one file
+to copy: :func:`hvd_compress.recipes.low_bit`, :class:`hvd_compress.IWP` and :class:`hvd_compress.DeMo`.
 """
 
 from .accumulate_select import Draw, accumulate_select, select

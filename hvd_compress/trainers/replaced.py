@@ -35,4 +35,4 @@ def average_replaced(model: torch.nn.Module, engine: Engine) -> None:
         for weight, average in zip(weights, averages, strict=True):
             weight.store(average)
         levels = [members, *shard_groups(engine.parameters)]
-        Buffers(model, {}).exchange(levels, f"{label}.buffers", device, engine.stats.count_request)
+        Buffers(model).exchange(levels, f"{label}.buffers", device, engine.stats.count_request)

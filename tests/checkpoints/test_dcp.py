@@ -135,7 +135,7 @@ def test_what_is_no_compressor_raises_an_error(make):
         ("2 x 4", TypeError, "got '2 x 4'"),
         ((), TypeError, r"got \(\)"),
         ({2, 4}, TypeError, "got {2, 4}"),
-        ((2, 0), ValueError, "saved_on must be at least 1, got 0"),
+        ((2, 0), ValueError, "saved_on must be an integer, at least 1, got 0"),
         ((2, 1.5), TypeError, "saved_on must be an integer"),
         ((True,), TypeError, "saved_on must be an integer"),
     ],

@@ -148,7 +148,7 @@ def test_the_values_are_copies_and_a_residual_of_entries_is_copied_once(name):
         ("iwp-fp16", "iwp", "made_with.values: the state was made with 'fp16', this compressor has 'lanes4'"),
         ("iwp", "iwp-no-means", "made_with.block means: the state was made with True"),
         ("iwp", "mipd", "method: the state was made with 'IWP', this compressor has 'MIPD'"),
-        ("powersgd", "powersgd-cold", "made_with.rank: the state was made with 2, this compressor has 3"),
+        ("powersgd", "powersgd-fp32", "made_with.rank: the state was made with 2, this compressor has 3"),
     ],
 )
 def test_a_state_of_other_options_raises_an_error_and_loads_nothing(saved, loaded, says):

@@ -105,7 +105,7 @@ def test_ranks_with_other_parameters_raise_an_error(change, message):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"floor": 1}, {"floor": 1.0}),
+        ({"explore": 1}, {"explore": 1.0}),
         ({"values": "lanes4"}, {"values": Lanes(4)}),
         ({"start_timeout": 5.0}, {"process_set": None}),
         ({"density": diminishing(1 / 32, lambda: 0.1, 0.1)}, {"density": diminishing(1 / 32, lambda: 0.2, 0.2)}),

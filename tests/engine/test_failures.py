@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 from hvd_compress import IWP, MIPD, MP2, QSGD, SlimDP, TernGrad
 from hvd_compress.engine import exchange
 
-WRITING = ["iwp-fp32", "topk", "fft", "fft-gather", "mipd-compensated", "mp2-guessing", "dgc", "qsgd", "terngrad"]
+WRITING = ["iwp-fp32", "topk", "fft", "fft-gather", "mipd-lloyd4", "mp2-guessing", "dgc", "qsgd", "terngrad"]
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -154,7 +154,7 @@ def tensors_of(state):
     return {keystr(path): leaf for path, leaf in tree_leaves_with_path(state) if isinstance(leaf, torch.Tensor)}
 
 
-SHARING = ["iwp-lanes4", "iwp-lloyd4", "mipd-compensated", "slimdp", "mp2", "mp2-guessing", "mp2-silent"]
+SHARING = ["iwp-lanes4", "iwp-lloyd4", "mipd-lloyd4", "slimdp", "mp2", "mp2-guessing", "mp2-silent"]
 
 
 @pytest.mark.parametrize("density", [None, 1.0])

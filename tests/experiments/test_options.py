@@ -56,7 +56,7 @@ def test_options_are_the_arguments_of_the_method():
 @pytest.mark.parametrize(
     "wrong",
     [
-        "--compression fft --floor 1",
+        "--compression fft --leaders 1",
         "--compression none --density 1/64",
         "--compression topk --block-means",
         "--compression iwp --density much",

@@ -20,7 +20,7 @@ from models import equal, gradients, mixed_model
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from hvd_compress import DGC, IWP
+from hvd_compress import IWP
 from hvd_compress.reference import OVERFLOW
 
 VALUES = (math.nan, math.inf, -math.inf, 1e38, 3e38, -1e38, 65504.0, 1e-45)
@@ -113,10 +113,9 @@ def run(attack: Attack, after: int = AFTER, ranks: int = 2) -> Outcome:
                 outcome.problems.append(f"state {sorted(bad)[0]}")
     if outcome.late:
         outcome.problems.append(f"averages not finite {outcome.late} steps later")
-    clipped = "clip_norm" in METHODS[attack.method].keywords and abs(attack.value) > 1e3
-    if infinite and outcome.draining and not clipped:
+    if infinite and outcome.draining:
         outcome.problems.append(f"averages above 100 {outcome.draining} steps later")
-    if attack.momentum == 0.0 and attack.method not in WITHOUT_RESIDUAL and not clipped:
+    if attack.momentum == 0.0 and attack.method not in WITHOUT_RESIDUAL:
         outcome.problems.extend(lost(attack, each, given, taken))
     return outcome
 
@@ -206,15 +205,6 @@ def test_the_velocity_of_an_uncompressed_gradient_is_that_of_the_other_steps(val
         for applied in together(world, ranks, grads):
             torch.testing.assert_close(applied[number], seen, equal_nan=True)
     assert velocity.isfinite().all()
-
-
-def test_a_clipped_gradient_may_be_huge():
-    """Its norm is computed without overflow."""
-    world, ranks = replicas(1, DGC, density=1.0, momentum=0.0, clip_norm=2.0)
-    grads = [torch.zeros_like(p) for p in ranks[0].model.parameters()]
-    grads[6][0, :4] = 3e38
-    applied = together(world, ranks, [grads])[0][6]
-    torch.testing.assert_close(applied[0, :5], torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]))
 
 
 def test_no_coefficient_of_a_spectrum_overflows():

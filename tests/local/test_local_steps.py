@@ -520,12 +520,22 @@ def test_wrong_arguments_raise_an_error():
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     for build, given, options, says in (
-        (make(named), optimizer, {"period": 0}, "period must be at least 1, got 0"),
+        (make(named), optimizer, {"period": 0}, "period must be an integer, at least 1, got 0"),
         (make(named), optimizer, {"unsent": "lost"}, "unsent must be weights or buffer, got 'lost'"),
         (make(named), optimizer, {"unsent": "weights", "decay": 0.9}, 'it goes with unsent="buffer"'),
-        (make(named), optimizer, {"unsent": "buffer", "decay": 1.5}, r"decay must lie in \[0, 1\], got 1.5"),
-        (make(named), optimizer, {"outer_lr": 0.0}, "outer_lr must be above 0"),
-        (make(named), optimizer, {"outer_momentum": 1.0}, r"outer_momentum must lie in \[0, 1\)"),
+        (
+            make(named),
+            optimizer,
+            {"unsent": "buffer", "decay": 1.5},
+            r"decay must be a finite number, at least 0 and at most 1, got 1.5",
+        ),
+        (make(named), optimizer, {"outer_lr": 0.0}, "outer_lr must be a finite number, above 0"),
+        (
+            make(named),
+            optimizer,
+            {"outer_momentum": 1.0},
+            r"outer_momentum must be a finite number, at least 0 and below 1",
+        ),
         (demo(named), optimizer, {}, "with sign=False"),
         (demo(named, sign=False), optimizer, {"unsent": "weights"}, "build .* with decay=1 and subtract=1"),
         (make(named, momentum=0.9), optimizer, {}, "build the compressor with momentum=0"),

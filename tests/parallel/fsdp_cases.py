@@ -27,11 +27,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
-from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
 from hvd_compress.engine.shards import is_sharded, local
+from hvd_compress.guards import averaging, sharding
 from hvd_compress.hosts import fsdp
 from hvd_compress.hosts.ddp import DDPHost
 
@@ -673,7 +672,7 @@ def removed_hooks():
         ours = Job(build=build, optimizer=PLAIN)
     groups = [module._get_fsdp_state()._fsdp_param_group for module in [ours.model, *ours.model.blocks]]
     parameters = list(ours.model.parameters())
-    assert all(group.force_sum_reduction_for_comms for group in groups) and fsdp.hooked(parameters[-1:])
+    assert all(group.force_sum_reduction_for_comms for group in groups) and averaging.hooked(parameters[-1:])
     ours.backward()
     assert len(seen) == 1 and ours.compression.step == 1
     ours.optimizer.step()
@@ -682,7 +681,7 @@ def removed_hooks():
     ours.loss().backward()
     assert len(seen) == 2
     ours.hooks.remove()
-    assert not any(group.force_sum_reduction_for_comms for group in groups) and not fsdp.hooked(parameters)
+    assert not any(group.force_sum_reduction_for_comms for group in groups) and not averaging.hooked(parameters)
     assert all(group._partial_reduce_output is None for group in groups)
     alone = Job(replicas=1)  # of all ranks
     ours.backward()
@@ -713,7 +712,7 @@ def removed_hooks_keep_nothing_alive():
     gc.disable()
     try:
         ours.compression = None
-        assert alive() is not None and fsdp.hooked(ours.model.parameters())  # the model keeps it
+        assert alive() is not None and averaging.hooked(ours.model.parameters())  # the model keeps it
         handle.remove()
         assert alive() is None
     finally:
@@ -807,7 +806,7 @@ def after_a_validation():
         for refused in (
             partial(hvd_compress.IWP, ours.model, **options),
             partial(hvd_compress.register_fsdp_hooks, ours.model, ours.compression),
-            partial(fsdp.check_sharded, ours.model),
+            partial(sharding.check_sharded, ours.model),
         ):
             with pytest.raises(ValueError, match=r"model.reshard\(\)"):
                 refused()
@@ -816,16 +815,16 @@ def after_a_validation():
             module.reshard()
         with pytest.raises(ValueError, match=r"model.reshard\(\)"):
             hvd_compress.register_fsdp_hooks(ours.model, late)
-        fsdp.check_sharded(ours.model)
+        sharding.check_sharded(ours.model)
         hvd_compress.register_fsdp_hooks(ours.model, ours.compression)
         ours.train(1)
     left_out = Net()
     fully_shard(left_out, mesh=ours.mesh["shard"], ignored_params={left_out.scale})
     with pytest.raises(ValueError, match="scale: is not sharded"):
-        fsdp.check_sharded(left_out)
+        sharding.check_sharded(left_out)
     left_out.scale.requires_grad_(False)
-    fsdp.check_sharded(left_out)
-    fsdp.check_sharded(Net())
+    sharding.check_sharded(left_out)
+    sharding.check_sharded(Net())
 
 
 @register(CASES, once=True)
@@ -912,7 +911,6 @@ def mistakes():
     both, sharded, plain, left_out = model(mesh), model(), Net(), Net()
     fully_shard(left_out, mesh=mesh["shard"], ignored_params={left_out.scale})
     good, some = iwp(sharded, **replicas), iwp(sharded.blocks.named_parameters(), **replicas)
-    columns = fully_shard(torch.nn.Linear(8, 6), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
     demo = partial(hvd_compress.DeMo, orthogonal="matrices", min_numel=4, **replicas)
     for error, text, mistake in (
         (ValueError, "FSDP averages its gradient over the ranks", lambda: hook(both, iwp(both, **replicas))),
@@ -923,7 +921,7 @@ def mistakes():
         (ValueError, "is not this compressor's", lambda: hook(sharded, some)),
         (ValueError, "scale: is not sharded", lambda: hook(left_out, iwp(left_out, **replicas))),
         (RuntimeError, "register_fsdp_hooks", lambda: good.use(DDPHost)),
-        (ValueError, "sharded by rows", lambda: demo(columns)),
+        (ValueError, "needs whole matrices.* use hvd_compress.recipes.low_bit", lambda: demo(sharded)),
     ):
         with pytest.raises(error, match=text):
             mistake()
@@ -939,46 +937,13 @@ def mistakes():
 
 
 @register(CASES, once=True)
-def orthogonal_averages():
-    """Of matrices whose rows are divided, and, with a shard group of one rank, of whole ones."""
-    for replicas in (2, size()):
-        build = partial(hvd_compress.DeMo, orthogonal="matrices")
-        job = Job(build=build, replicas=replicas, optimizer=SIGN_SGD, unused=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            warnings.filterwarnings("ignore", "FSDP2-wrapped|DeMo: no gradients arrived")
-            job.train(4).assert_equal_replicas()
-        assert (job.compression.stats()["total"]["inside_bytes"] > 0) == (replicas < size())
-
-
-@register(CASES, once=True)
-def orthogonal_averages_equal_those_of_ddp():
-    """With nothing left out, those of the same ranks without shards, in every dtype."""
-    for mixed in (False, True):
-        build = partial(hvd_compress.DeMo, orthogonal="matrices", density=1.0, values="fp32")
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
-        ours = Job(build=build, mp_policy=policy)
-        plain = Net()
-        values = ours.full()
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                p.copy_(values[name])
-        compression = build(plain, min_numel=64)
-        model = DistributedDataParallel(plain)
-        model.register_comm_hook(compression, hvd_compress.ddp_hook)
-        for _ in range(2):
-            tokens = draw_tokens(torch.Generator().manual_seed(rank()))
-            for each in (ours.model, model):
-                torch.nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten().roll(1) // 2).backward()
-            sharded = {name: p.grad.full_tensor() for name, p in ours.model.named_parameters()}
-            for name, p in plain.named_parameters():
-                if p.dim() == 2 and name != "embedding.weight":
-                    singular = torch.linalg.svdvals(sharded[name])
-                    assert 0.6 < singular[0] / max(p.shape) ** 0.5 < 1.3, name
-                    error = float((sharded[name] - p.grad).norm() / p.grad.norm())
-                    assert error < (0.1 if mixed else 1e-3), (name, error)
-                p.grad = None
-            ours.optimizer.zero_grad()
+def orthogonal_averages_of_whole_matrices():
+    """Where the shard group has one rank."""
+    job = Job(build=partial(hvd_compress.DeMo, orthogonal="matrices"), replicas=size(), optimizer=SIGN_SGD, unused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped|DeMo: no gradients arrived")
+        job.train(4).assert_equal_replicas()
 
 
 def _compressor_on(mesh: tuple[int, ...], groups: dict[int, Any]) -> Any:

@@ -42,5 +42,5 @@ def test_the_wire_ratio_falls_with_the_learning_rate():
 @pytest.mark.parametrize("density", [0.0, 1.5, float("nan")])
 def test_a_schedule_that_returns_an_invalid_density_raises_an_error(density):
     world, ranks = replicas(1, IWP, density=lambda step: density)
-    with pytest.raises(ValueError, match=r"density must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match="density must be a finite number, above 0 and at most 1"):
         together(world, ranks, [gradients(ranks[0].model, 0)])
