@@ -21,6 +21,8 @@ from tabulate import tabulate
 NOT_A_SETTING = {
     "seed", "json", "trace", "data_dir", "eval_every", "python", "torch", "horovod", "hvd_compress", "git_commit",
     "cpus", "cpu_capability", "settings", "threads_per_rank",
+    # Options of earlier versions, which all runs had at the value that is a constant now.
+    "sample", "reselect", "floor", "compensation", "warm_start",
 }  # fmt: skip
 
 
