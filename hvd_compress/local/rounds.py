@@ -440,6 +440,7 @@ class Rounds:
         self._refuse_closed()
         self._engine.check_generation()
         if not self._taken:
+            self._holders.check()
             self._common.take(self._common.ids, self._rounds_off)
             self._taken = True
 
