@@ -96,7 +96,7 @@ def named(model: str) -> list[Named]:
 
 
 def _build(path: str, name: str) -> Any:
-    """Returns what the function of a file returns. As with ``python PATH.py``, the file can import its neighbours."""
+    """Calls a function of a file, which can import its neighbours, and returns the result."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:

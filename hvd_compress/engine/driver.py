@@ -19,7 +19,7 @@ class Unapplied(Protocol):
 
 
 class Clock(Protocol):
-    """The first user of a compressor, to which it is bound: a host's side, which takes gradients, or local steps."""
+    """A compressor's user: a host's side, which takes gradients, or local steps."""
 
     @property
     def bound(self) -> str:

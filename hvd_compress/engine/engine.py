@@ -101,8 +101,13 @@ class Engine:
 
     @property
     def driver(self) -> Driver:
-        """The object that begins and ends exchanges."""
+        """The object that begins and ends exchanges. Makes a host's side if there is none."""
         return self.method.clock.driver
+
+    @property
+    def driven(self) -> bool:
+        """Whether there is a driver."""
+        return self.method.bound
 
     # An exchange.
 

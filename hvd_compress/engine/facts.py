@@ -21,9 +21,9 @@ class Traits:
     linear: bool = True
     fixed_size: bool = False
     sparse: bool = False
-    every_entry: bool = True
     momentum: float = 0.0
     conserving: bool = True
+    every_entry: bool = True
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ class Method(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def bound(self) -> bool:
+        """Whether there is a clock."""
+
+    @property
+    @abc.abstractmethod
     def clock(self) -> Clock:
         """The object that begins and ends exchanges."""
 

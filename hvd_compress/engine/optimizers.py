@@ -25,6 +25,9 @@ class Watched(Protocol):
     def driver(self) -> Driver: ...
 
     @property
+    def driven(self) -> bool: ...
+
+    @property
     def peer(self) -> EnginePeer: ...
 
     def check_generation(self) -> bool: ...
@@ -82,11 +85,12 @@ class Optimizers:
         if owner is None:
             return
         engine, seen = owner.engine, self._seen() if self._seen is not None else None
-        driver = engine.driver
         if optimizer is not seen:
             if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
-                driver.before_other_step(optimizer)
+                if engine.driven:
+                    engine.driver.before_other_step(optimizer)
                 return
+            driver = engine.driver
             if driver.single and seen is not None and not share_parameters(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
@@ -101,7 +105,7 @@ class Optimizers:
         if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
             self._sizes[optimizer] = self.regrouped = size
             engine.peer.changed()
-        driver.before_optimizer_step(optimizer)
+        engine.driver.before_optimizer_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         seen, owner = self._seen() if self._seen is not None else None, self._owner()

@@ -33,8 +33,11 @@ class SameWeights:
         self._engine = engine
         floating = [number for number, p in enumerate(engine.parameters) if p.is_floating_point() or p.is_complex()]
         self._numbers = spread(floating, _PROBES)
-        #: The allgather of this step, if there is one.
+        #: The allgather of this step, if there is one, and the set of ranks; and one that was dropped, whose tensors a
+        #: host may still hold.
         self._started: Handle | None = None
+        self._generation: object = None
+        self._dropped: Handle | None = None
 
     def begin(self) -> None:
         """Called when a step begins. In some steps, starts an allgather of at most 256 bytes a rank. Does not wait."""
@@ -42,11 +45,14 @@ class SameWeights:
         due = engine.step in _FIRST or engine.step % _INTERVAL == 0
         if not (due and numbers and members.active and members.size > 1):
             return
+        if self._started is not None and self._generation is members.generation():
+            return  # of this step, which has failed and is repeated: other ranks may not have started it so far
         device = engine.parameters[0].device
         sketches = torch.stack([_sketch(engine.parameters[number].detach()).to(device) for number in numbers])
         request = allgather(sketches[None], "budget")
         engine.stats.count_request(request, members.size, engine.nodes.ranks)
-        self._started = members.start(request, f"{engine.exchanges.label}.weights")
+        self._generation = members.generation()
+        self._started = members.start(request, f"{engine.exchanges.label}.weights.{engine.step}")
 
     def compare(self, averaged: Sequence[int]) -> None:
         """Called when all gradients of the step have arrived. ``averaged``: whether that of each parameter has; others
@@ -54,7 +60,7 @@ class SameWeights:
         if self._started is None:
             return
         engine, started = self._engine, self._started
-        self.clear()
+        self._started = None
         differs = _differ(engine.exchanges.wait(started)).tolist()
         for number, apart in zip(self._numbers, differs, strict=True):
             if apart and (averaged[number] or not engine.parameters[number].requires_grad):
@@ -67,8 +73,8 @@ class SameWeights:
                 return
 
     def clear(self) -> None:
-        """Drops the allgather of a step that has failed."""
-        self._started = None
+        """Drops the allgather of a step that is not repeated."""
+        self._started, self._dropped = None, self._started
 
 
 def _sketch(parameter: Tensor) -> Tensor:

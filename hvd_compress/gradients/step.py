@@ -183,7 +183,6 @@ class GradientStep:
             self._must_refuse = False
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
-                self._weights.clear()
             self._engine.reset(self._host.versions, overwritten)
 
     @modes_off
@@ -230,6 +229,7 @@ class GradientStep:
         """Forgets the last average, and lets the ranks compare their configurations again."""
         self._state, self._undo, self._must_refuse = _State.IDLE, None, False
         self._last_average.clear()
+        self._weights.clear()
         self._engine.peer.changed()
 
     # What the engine calls, see Driver.

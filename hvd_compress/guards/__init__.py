@@ -1,1 +1,1 @@
-"""Checks that only ask whether the user has erred: one file a kind of mistake. Nothing here changes a number."""
+"""Checks that only ask whether the user has erred: one file a kind of mistake."""

@@ -50,7 +50,10 @@ _PAUSE = 0.5
 
 # Where in a training loop weights are looked at, for errors.
 _AFTER_STEP, _AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
-_END = "If the training by local steps is over, call local.end(model) on all ranks before another one"
+_END = (
+    "If the training by local steps is over, call local.end(model) on all ranks before another one (or drop the "
+    "compressor, if local was dropped)"
+)
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ class Rounds:
     # What the engine calls.
 
     def discard(self) -> None:
-        """Averages have moved the common weights."""
+        """Does nothing: an average that has moved the common weights cannot be taken back."""
 
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:

@@ -283,10 +283,12 @@ def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> N
     """Raises ``ValueError`` for a compressor with which local steps cannot work."""
     engine = compression.engine
     if compression.takes_local_steps:
-        raise ValueError("this compressor has local steps already: build one compressor for each optimizer")
-    if compression.step or engine.driver.collecting:
+        raise ValueError("this compressor has local steps already: build a new compressor, with all optimizers")
+    used = engine.driven and not engine.parameters[0].is_meta
+    if compression.step or (used and (engine.driver.collecting or compression.stats()["residual_norm"])):
         raise ValueError(
-            "this compressor has exchanged gradients, and its residuals are of those: build another one for LocalSteps"
+            "this compressor has exchanged gradients, or loaded a state, and residuals of gradients are no progress of "
+            "weights: build another one for LocalSteps"
         )
     if unsent == "weights" and engine.works and engine.nodes.inside is not None:
         raise ValueError('in nodes one rank keeps what was not sent, for all of its node: use unsent="buffer"')

@@ -39,12 +39,12 @@ class Horovod(Clock, Protocol):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Things that a compressor needs and does not know: methods are below carriers and hosts.
+    """The carriers and hosts of a compressor, given when the package is put together: a method imports neither.
 
     Args:
-        collectives: returns those of a ``process_set`` and a ``process_group``.
-        clock: returns what takes the gradients of an engine, whose ``grad_scaler`` is given.
-        horovod: what takes them from Horovod, which calls the compressor itself.
+        collectives: makes those of a ``process_set`` or a ``process_group``.
+        clock: makes the host's side of an engine, with a ``grad_scaler`` or None.
+        horovod: the class of Horovod's side, since Horovod calls the compressor itself.
     """
 
     collectives: Callable[[Any, Any], Collectives]
@@ -140,6 +140,7 @@ class Compressor(Reporting, Method):
         #: The ranks that the method's exchange is between: with nodes, one rank of each.
         self.collectives = levels.between
         self._clock: Clock | None = None
+        self._peers = isinstance(everyone, Membership)
         self.engine = Engine(
             self,
             named,
@@ -152,7 +153,8 @@ class Compressor(Reporting, Method):
         )
         self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
         self.grad_scaler, self.seed = grad_scaler, seed
-        self._clock = None if everyone.ordered else self.clock  # Horovod's side has hooks that must be before its own
+        if not everyone.ordered:  # Horovod: our hooks must be registered before those of its optimizer
+            self._clock = self.clock
         self.engine.peer.register()
         self.engine.optimizers.watch()
 
@@ -196,26 +198,32 @@ class Compressor(Reporting, Method):
         """The object that begins and ends exchanges: the local steps of this compressor, or what takes its
         gradients."""
         if self._clock is None:
-            self._clock = self._around.clock(self.engine, self.grad_scaler)
+            with self.engine.entered:  # optimizers of other threads ask for it, too
+                self._clock = self._clock or self._around.clock(self.engine, self.grad_scaler)
         return self._clock
 
     def use(self, kind: type[_Clock]) -> _Clock:
         """The clock, for hosts that pass gradients in. Raises ``RuntimeError`` if it is not of this kind."""
-        if isinstance(self._clock, kind):  # called for every gradient
-            return self._clock
-        if isinstance(self.engine.collectives, Membership):
+        if self._peers:
             raise RuntimeError(
                 "gradients are not exchanged in each step with a torchft.Manager, whose ranks come and go: use local "
                 "steps, such as hvd_compress.recipes.low_bit(model, optimizer, period, process_group=manager)"
             )
-        clock = self.clock
+        clock = self._clock or self.clock  # called for every gradient
         if not isinstance(clock, kind):
             raise RuntimeError(f"this compressor {clock.bound}")
         return clock
 
     def bind(self, clock: Clock) -> None:
-        """Lets ``clock`` begin and end exchanges from now on."""
-        self._clock = clock
+        """Lets ``clock`` begin and end exchanges from now on. Only before gradients were exchanged."""
+        with self.engine.entered:
+            self._clock = clock
+        self.engine.peer.changed()
+
+    @property
+    def bound(self) -> bool:
+        """Whether there is a clock."""
+        return self._clock is not None
 
     @property
     def takes_local_steps(self) -> bool:

@@ -77,7 +77,7 @@ def _saved(optimizer: Optimizer) -> Any:
 
 
 def _loaded(state: Any, optimizer: Optimizer) -> Any:
-    """Returns what :func:`_saved` was given, as ``optimizer.state_dict()`` was."""
+    """Returns the ``optimizer.state_dict()`` that :func:`_saved` has saved."""
     held = _held(optimizer)
 
     def restored(value: Any) -> Any:

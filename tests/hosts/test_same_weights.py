@@ -12,7 +12,8 @@ from methods import METHODS
 from models import gradients
 from torch import nn
 
-from hvd_compress.engine.engine import Engine
+from hvd_compress import NoCompression
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.gradients.same_weights import _INTERVAL
 
 HOSTS = pytest.mark.parametrize("host", KINDS)
@@ -129,13 +130,26 @@ def bucket_of_the_first(parameter, grads, shuffle):
     return [FakeBucket(0, [parameter], grads[0].flatten(), True)]
 
 
-@HOSTS
-def test_a_step_that_fails_drops_the_comparison(host):
-    ranks, run = trained(host, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "finish", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run()
-    for rank in ranks:
-        rank.compression.reset()
-        assert rank.compression.engine.driver._weights._started is None
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("repeats", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_step_that_has_failed_is_repeated_with_its_allgather(ordered, repeats, apart):
+    """Another one would meet the first, which the other rank may not have started so far."""
+    world, models = ThreadWorld(2, ordered=ordered), [layers(), layers()]
+    models[1][0].weight.data += float(apart)
+    built = [NoCompression(model, collectives=world.collectives(rank)) for rank, model in enumerate(models)]
+
+    def train(rank):
+        weights = built[rank].engine.driver._weights
+        for _ in range(1 + repeats.count(rank)):
+            weights.begin()
+            built[rank].reset()
+        weights.compare([True] * 4)
+        built[rank].engine.step = 1
+        weights.begin()
+        weights.compare([True] * 4)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        world.run(train)
+    assert len(caught) == 2 * apart

@@ -108,6 +108,45 @@ def test_a_compressor_of_gradients_takes_no_local_steps(build, host):
             LocalSteps(rank.compression, sgd(rank.model.parameters()), 2)
 
 
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("build", [IWP, Quantized])
+def test_a_first_step_that_has_failed_leaves_gradients(build, host):
+    """They are in the residuals, though no step was counted."""
+    _, ranks = replicas(2, build, model=toy_model(), host=host)
+    for rank in ranks:
+        rank.compression.reset()  # makes the host's side
+        rank.compression.buckets[0].residual.fill_(1.0)
+        with pytest.raises(ValueError, match="has exchanged gradients"):
+            LocalSteps(rank.compression, sgd(rank.model.parameters()), 2)
+
+
+def fails_once(rank):
+    """The first step, before anything was sent: ranks have compared their options."""
+    rank.compression.engine.driver.arrive(0, gradients(rank.model, 0)[0])
+    rank.compression.reset()
+    rank.compression.load_state_dict(rank.compression.state_dict())
+
+
+@pytest.mark.parametrize("period", [2, 3])
+@pytest.mark.parametrize("host", HOSTS)
+def test_options_are_compared_after_a_first_step_of_gradients(host, period):
+    world, ranks = replicas(2, NoCompression, model=toy_model(), host=host)
+    world.run(lambda i: fails_once(ranks[i]))
+    local = [LocalSteps(r.compression, sgd(r.model.parameters()), (2, period)[r.rank], outer_lr=0.7) for r in ranks]
+
+    def train(i):
+        for p, grad in zip(ranks[i].model.parameters(), gradients(ranks[i].model, i), strict=True):
+            p.grad = grad
+        local[i]._rounds._optimizers.all[0].step()
+        local[i].step()
+
+    if period == 2:
+        world.run(train)
+        return
+    with pytest.raises(RuntimeError, match="period"):
+        world.run(train)
+
+
 def test_an_optimizer_of_nobody_is_still_refused():
     model = toy_model()
     local = trained_of(model, sgd(model.parameters()), ThreadWorld(1))
@@ -310,11 +349,12 @@ def test_a_model_with_other_parameters_is_refused(call, change):
 
 
 @pytest.mark.parametrize("call", [LocalSteps.step, LocalSteps.take_weights, LocalSteps.finish, LocalSteps.end])
-def test_a_model_that_was_on_the_meta_device_is_refused(call):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_model_that_was_on_the_meta_device_is_refused(call, ordered):
     """``to_empty()`` makes other parameters."""
     with torch.device("meta"):
         model = toy_model()
-    compression = Quantized(model, collectives=ThreadWorld(2, ordered=True).collectives(0))
+    compression = Quantized(model, collectives=ThreadWorld(2, ordered=ordered).collectives(0))
     local = LocalSteps(compression, sgd(model.parameters()), 1)
     model.to_empty(device="cpu")
     with pytest.raises(ValueError, match="the model has other parameters than the compressor was given"):

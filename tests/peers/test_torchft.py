@@ -236,9 +236,22 @@ HOSTS = {
 }
 
 
+def _loads(model, compression):
+    compression.load_state_dict(compression.state_dict())
+
+
+def _steps(model, compression):
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize("before", [lambda *_: None, _loads, _steps], ids=["at once", "after a load", "after a step"])
 @pytest.mark.parametrize("build", [IWP, DeMo, NoCompression])
 @pytest.mark.parametrize("host", HOSTS)
-def test_gradients_in_each_step_name_local_steps(alone, world, host, build):
+def test_gradients_in_each_step_name_local_steps(alone, world, host, build, before):
     model, _ = linear()
+    compression = build(model, process_group=alone)
+    before(model, compression)
     with pytest.raises(RuntimeError, match=r"ranks come and go: use local steps.*low_bit\(model, optimizer, period"):
-        HOSTS[host](model, build(model, process_group=alone))
+        HOSTS[host](model, compression)
