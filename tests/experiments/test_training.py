@@ -88,7 +88,7 @@ def test_fsdp_trains_as_simulated_nodes_do(tmp_path):
         "none": "--optimizer plain --lr 0.1",
         "iwp": "--compression iwp --density 1 --values fp32 --optimizer adamw",
         "local": "--compression none --local-steps 1 --optimizer plain --lr 0.1",
-        "demo": "--compression demo --density 1/12 --orthogonal --decay 0.95 --subtract 0.2",
+        "demo": "--compression demo --density 1/12",
     }
     path = tmp_path / "runs.jsonl"
     fsdp = [f"{text} --batch-size 4 {given} --json {path / name}" for name, given in trainings.items()]
