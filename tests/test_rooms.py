@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ WRITTEN_BY_OTHERS = {
 }
 
 
+@cache
 def modules() -> dict[str, Path]:
     """The package's files by module name, without the name of the package."""
     names = {}
@@ -95,6 +97,7 @@ def imports(name: str, path: Path) -> Iterator[tuple[str, str]]:
             yield from ((module, alias.name) for alias in node.names)
 
 
+@cache
 def imported_modules(name: str, path: Path) -> set[str]:
     """The modules of the package that a module imports."""
     known, found = modules(), set()

@@ -104,11 +104,6 @@ class Engine:
         """The object that begins and ends exchanges. Makes a host's side if there is none."""
         return self.method.clock.driver
 
-    @property
-    def driven(self) -> bool:
-        """Whether there is a driver."""
-        return self.method.bound
-
     # An exchange.
 
     def begin(self, works: Sequence[Work], number: int, scale: float = 1.0) -> None:

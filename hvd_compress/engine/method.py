@@ -37,8 +37,8 @@ class Method(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def bound(self) -> bool:
-        """Whether there is a clock."""
+    def has_clock(self) -> bool:
+        """Whether there is a clock: :attr:`clock` makes one."""
 
     @property
     @abc.abstractmethod

@@ -25,9 +25,6 @@ class Watched(Protocol):
     def driver(self) -> Driver: ...
 
     @property
-    def driven(self) -> bool: ...
-
-    @property
     def peer(self) -> EnginePeer: ...
 
     def check_generation(self) -> bool: ...
@@ -87,7 +84,7 @@ class Optimizers:
         engine, seen = owner.engine, self._seen() if self._seen is not None else None
         if optimizer is not seen:
             if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
-                if engine.driven:
+                if owner.has_clock:
                     engine.driver.before_other_step(optimizer)
                 return
             driver = engine.driver

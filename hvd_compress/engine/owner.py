@@ -26,6 +26,9 @@ class Owner(Protocol[E]):
     @property
     def engine(self) -> E: ...
 
+    @property
+    def has_clock(self) -> bool: ...
+
 
 def in_use(look: Callable[[], T]) -> T:
     """Returns what ``look()`` finds, without objects that were dropped and wait for the garbage collector."""

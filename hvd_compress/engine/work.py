@@ -117,3 +117,8 @@ def undo(works: Iterable[Work]) -> None:
     for work in works:
         with work.bucket.order:
             work.undo()
+
+
+def any_unsent(works: Iterable[Work]) -> bool:
+    """Whether a residual of these buckets is not zero. Synchronises a GPU."""
+    return any(bool(work.residual_of(piece).any()) for work in works for piece in work.bucket.pieces)

@@ -45,13 +45,14 @@ class SameWeights:
         due = engine.step in _FIRST or engine.step % _INTERVAL == 0
         if not (due and numbers and members.active and members.size > 1):
             return
-        if self._started is not None and self._generation is members.generation():
+        generation = members.generation()
+        if self._started is not None and self._generation is generation:
             return  # of this step, which has failed and is repeated: other ranks may not have started it so far
         device = engine.parameters[0].device
         sketches = torch.stack([_sketch(engine.parameters[number].detach()).to(device) for number in numbers])
         request = allgather(sketches[None], "budget")
         engine.stats.count_request(request, members.size, engine.nodes.ranks)
-        self._generation = members.generation()
+        self._generation = generation
         self._started = members.start(request, f"{engine.exchanges.label}.weights.{engine.step}")
 
     def compare(self, averaged: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ from ..engine.optimizers import parameters_of
 from ..engine.place import Place, check_gradient
 from ..engine.shards import local
 from ..engine.state import Tree
+from ..engine.work import any_unsent
 from ..engine.work import undo as undo_works
 from .last_average import IN_GRAD, LastAverage
 from .same_weights import SameWeights
@@ -326,7 +327,7 @@ class GradientStep:
         of its gradients. Only warns if it may have been a step that was left out, or one that is made of several
         averages: if no other optimizer has stepped while it ``waited``."""
         engine = self._engine
-        if any(bool(work.residual_of(piece).any()) for work in engine.works for piece in work.bucket.pieces):
+        if any_unsent(engine.works):
             self._must_refuse |= waited
             if not waited:
                 engine.warn(_THROWN_AWAY)

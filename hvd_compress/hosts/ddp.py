@@ -106,7 +106,7 @@ class DDPHost(TorchHost):
         return future
 
     def _reset(self, overwritten: bool = False) -> None:
-        self.step.reset(overwritten=overwritten)
+        self.driver.reset(overwritten=overwritten)
         text = (
             "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
             "start again"
@@ -173,7 +173,7 @@ class DDPHost(TorchHost):
                 )
                 dense.append(grad)
                 continue
-            arrived = self.step.arrive(number, grad)
+            arrived = self.driver.arrive(number, grad)
             if isinstance(arrived, DenseGradient):
                 dense.append(arrived)
         if dense:
@@ -183,7 +183,7 @@ class DDPHost(TorchHost):
 
     def _finish(self) -> None:
         engine = self._engine
-        self.step.finish()
+        self.driver.finish()
         for gradients, handle in self._dense:
             with stage("wait"):
                 total = handle.result()

@@ -152,7 +152,7 @@ class FSDPHost(TorchHost):
         numbers = {id(p): number for number, p in enumerate(engine.parameters)}
         for name, p in named:
             if p.requires_grad:
-                check_gradient_is_averaged(name, p, id(p) in numbers, engine.collectives)
+                self.check(name, p, id(p) in numbers)
         for module in modules:
             if len(groups_of(module)) > 1:
                 raise ValueError(
@@ -195,7 +195,7 @@ class FSDPHost(TorchHost):
     def begin_loop(self) -> None:
         for name, p in zip(self._engine.names, self._engine.parameters, strict=True):
             if p.requires_grad:
-                check_gradient_is_averaged(name, p, True, self._engine.collectives)
+                self.check(name, p, ours=True)
         if not self._average_inside():
             raise ValueError(
                 "reduce-scatter of this backend sums where FSDP asks for an average (pytorch issue 162338): use "
@@ -206,7 +206,7 @@ class FSDPHost(TorchHost):
     def _attach(self) -> None:
         """Gradients are passed in from now on."""
         if self.detached:  # what has become of the last average is not known
-            self.step.clear()
+            self.driver.clear()
         self.detached = False
 
     def _average_inside(self) -> bool:
@@ -282,7 +282,7 @@ class FSDPHost(TorchHost):
             if earlier is not None:
                 local(earlier).add_(local(self._grads[number]))
                 self._grads[number] = earlier
-            arrived = self.step.arrive(number, local(self._grads[number]), self._before.get(number))
+            arrived = self.driver.arrive(number, local(self._grads[number]), self._before.get(number))
             if isinstance(arrived, DenseGradient):
                 self._dense.append(arrived)
 
@@ -325,7 +325,7 @@ class FSDPHost(TorchHost):
     def _reset(self) -> None:
         """Restores ``.grad`` as it was before the backward pass, and drops what earlier passes have kept apart, of
         which a part may have been passed on: the step begins again."""
-        self.step.reset()
+        self.driver.reset()
         for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
         for hook in self._registered.hooks if self._registered is not None else ():

@@ -32,7 +32,7 @@ class HorovodHost:
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine = engine
-        self.driver = self.step = GradientStep(engine, self, grad_scaler)
+        self.driver = GradientStep(engine, self, grad_scaler)
         self._lookup = GradientLookup(engine.parameters)
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._references: list[Tensor] = []
@@ -45,7 +45,7 @@ class HorovodHost:
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
-            arrived = self.step.arrive(number, as_real(written_out(tensor.resolve_conj())))
+            arrived = self.driver.arrive(number, as_real(written_out(tensor.resolve_conj())))
             if isinstance(arrived, DenseGradient):
                 payload = arrived.payload.detach().to(averaging_device(tensor.device))
                 self._references.append(second_reference(payload))
@@ -56,8 +56,8 @@ class HorovodHost:
         """See :meth:`hvd_compress.Compressor.decompress`."""
         engine = self._engine
         with engine.entered:
-            if self.step.collecting:
-                self.step.finish()
+            if self.driver.collecting:
+                self.driver.finish()
                 self._lookup.clear()
                 self._references.clear()
             if isinstance(ctx, Place):
@@ -104,7 +104,7 @@ class HorovodHost:
             self._engine.collectives.check_optimizer(optimizer)
         if given and not self._engine.method.traits.linear:
             self._check_synchronized(optimizer)
-        if not given and self.step.bypassed_by(optimizer):
+        if not given and self.driver.bypassed_by(optimizer):
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
             )
@@ -127,7 +127,7 @@ class HorovodHost:
         engine = self._engine
         if self._lookup.is_parameter(tensor):
             engine.warn("Adasum passes parameters, not gradients: they are sent uncompressed")
-        elif self.step.collecting:
+        elif self.driver.collecting:
             engine.warn(
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"

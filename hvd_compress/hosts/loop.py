@@ -68,12 +68,12 @@ def average_gradients(compression: Any) -> None:
         try:
             dense = list[DenseGradient]()
             for number in reversed(grads):  # as backward makes them
-                arrived = host.step.arrive(number, as_real(local(grads[number])))
+                arrived = host.driver.arrive(number, as_real(local(grads[number])))
                 if isinstance(arrived, DenseGradient):
                     dense.append(arrived)
             host.exchange(dense)
         except BaseException:
-            host.step.reset()
+            host.driver.reset()
             raise
 
 

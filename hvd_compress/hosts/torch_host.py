@@ -23,7 +23,7 @@ class TorchHost:
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine = engine
-        self.driver = self.step = GradientStep(engine, self, grad_scaler)
+        self.driver = GradientStep(engine, self, grad_scaler)
         #: What passes gradients in, once it is known.
         self.source: str | None = None
 
@@ -45,7 +45,7 @@ class TorchHost:
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if the optimizer applies gradients and none has passed through the hooks."""
-        if self.step.bypassed_by(optimizer):
+        if self.driver.bypassed_by(optimizer):
             self._engine.warn(
                 f"{type(optimizer).__name__} steps, but this compressor has received no gradient: is "
                 f"{self.registration} missing? (Without hooks: hvd_compress.average_gradients(compression).)"
@@ -70,7 +70,7 @@ class TorchHost:
         engine = self._engine
         averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.dense")
         averages = averaging.results()  # first: if this fails, the step is still in progress, and is reset
-        self.step.finish()
+        self.driver.finish()
         for gradient, average in zip(dense, averages, strict=True):
             gradient.store(average)
             engine.method.dense_averaged(gradient.number, gradient.grad)

@@ -11,6 +11,7 @@ from ..engine.arguments import check_flag, check_integer, check_number
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.shards import is_sharded
+from ..engine.work import any_unsent
 from ..guards.averaging import hooked
 from ..guards.sharding import check_gradient_is_averaged, check_sharded
 from ..methods.base import Compressor
@@ -284,8 +285,8 @@ def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> N
     engine = compression.engine
     if compression.takes_local_steps:
         raise ValueError("this compressor has local steps already: build a new compressor, with all optimizers")
-    used = engine.driven and not engine.parameters[0].is_meta
-    if compression.step or (used and (engine.driver.collecting or compression.stats()["residual_norm"])):
+    used = compression.has_clock and not engine.parameters[0].is_meta
+    if compression.step or (used and (engine.driver.collecting or any_unsent(engine.works))):
         raise ValueError(
             "this compressor has exchanged gradients, or loaded a state, and residuals of gradients are no progress of "
             "weights: build another one for LocalSteps"

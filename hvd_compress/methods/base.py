@@ -209,7 +209,7 @@ class Compressor(Reporting, Method):
                 "gradients are not exchanged in each step with a torchft.Manager, whose ranks come and go: use local "
                 "steps, such as hvd_compress.recipes.low_bit(model, optimizer, period, process_group=manager)"
             )
-        clock = self._clock or self.clock  # called for every gradient
+        clock = self.clock
         if not isinstance(clock, kind):
             raise RuntimeError(f"this compressor {clock.bound}")
         return clock
@@ -221,7 +221,7 @@ class Compressor(Reporting, Method):
         self.engine.peer.changed()
 
     @property
-    def bound(self) -> bool:
+    def has_clock(self) -> bool:
         """Whether there is a clock."""
         return self._clock is not None
 
