@@ -75,7 +75,7 @@ class Worker:
     @property
     def idle(self):
         """Whether nothing is in flight."""
-        return not self.local._rounds._in_flight._left
+        return not self.local._rounds._round._left
 
     def with_residuals(self):
         named = self.model.named_parameters()

@@ -1,7 +1,7 @@
 """The weights that all ranks share between local steps, and each rank's own weights relative to them."""
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -102,54 +102,47 @@ class CommonWeights:
                 weight.own.copy_(weight.common)
         self._clear_unsent()
 
-    def progress(self, weights: Sequence[Weight]) -> list[Tensor]:
-        """How far each parameter has come since the last exchange. Until :meth:`end`, compressors that select by
-        weights see the common weights, which are the same on all ranks."""
-        found = []
+    def stand_in(self, weights: Iterable[Weight], ends: bool = False) -> None:
+        """Lets compressors that select by weights see the common weights, which are the same on all ranks, until this
+        ``ends``."""
         for weight in weights:
-            difference = self.advance(weight)
             if weight.place is not None:
                 with weight.order:
-                    difference = difference.to(weight.own.dtype)  # as a compressed gradient
-                    weight.place.piece.let_stand_in(weight.common.to(weight.own.dtype))
-            found.append(difference)
-        return found
+                    weight.place.piece.let_stand_in(None if ends else weight.common.to(weight.own.dtype))
+
+    def progress(self, weight: Weight) -> Tensor:
+        """How far a parameter has come since the last exchange: what the compressor gets as its gradient."""
+        with weight.order:
+            return self.advance(weight) if weight.place is None else self.advance(weight).to(weight.own.dtype)
 
     def advance(self, weight: Weight) -> Tensor:
-        """How far one parameter has come: in the dtype of the common weights."""
+        """How far a parameter has come: in the dtype of the common weights."""
         p, wide = weight.own, weight.common.dtype
         with weight.order:
-            return p.to(wide) - self._start(weight).to(p.dtype).to(wide)
+            return p.to(wide) - self.start(weight).to(p.dtype).to(wide)
 
-    def end(self, weights: Sequence[Weight]) -> None:
-        """Ends an exchange, or what became of it."""
+    def start(self, weight: Weight) -> Tensor:
+        """This rank's weights after an exchange, in the dtype of the common weights. Read only."""
+        if weight.place is None or self._unsent == "buffer":
+            return weight.common
+        unsent: Tensor = weight.place.work.residual_of(weight.place.piece)
+        return weight.common + unsent
+
+    def move(self, weights: Sequence[Weight], averages: Mapping[str, Tensor]) -> None:
+        """Adds the averages, by name, to the common weights, through the outer optimizer. On return ``averages`` holds
+        what was not added: 0, or the entries that are not finite. All operations are rounded by IEEE 754: the result is
+        the same on all processors."""
         for weight in weights:
-            if weight.place is not None:
-                weight.place.piece.let_stand_in(None)
-
-    def move(self, weights: Sequence[Weight], averages: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
-        """Adds the averages times ``factors`` to the common weights, through the outer optimizer. On return
-        ``averages`` holds what was not added: 0, or the entries that are not finite. All operations are rounded by IEEE
-        754: the result is the same on all processors."""
-        for weight, average, factor in zip(weights, averages, factors, strict=True):
+            average = averages[weight.name]
             with weight.order:
                 # Free on the CPU; a GPU would be synchronised.
                 whole = average.is_cpu and all_usable(average)
-                applied = average if whole else average.masked_fill(~usable(average), 0.0)
-                step = applied.to(weight.common.dtype)
-                if factor is not None:
-                    step = step * factor.to(step.dtype)
+                step = applied = average if whole else average.masked_fill(~usable(average), 0.0)
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
                 average.sub_(applied)
-
-    def write_after(self, weight: Weight, left: Tensor, out: Tensor) -> None:
-        """Writes this rank's weights: the common weights, the part of the progress that was not sent, and what is
-        ``left`` of the averages. So all ranks see what is not finite, and the next exchange is valid again if the user
-        restores the parameters."""
-        torch.add(self._start(weight), left, out=out)
 
     def applied(self) -> bool:
         """Whether the parameters are the common weights. Synchronises a GPU."""
@@ -183,13 +176,6 @@ class CommonWeights:
                 self._hash_of_parameters, partial(setattr, self, "saved_with")
             ),
         }
-
-    def _start(self, weight: Weight) -> Tensor:
-        """This rank's weights after an exchange, in the dtype of the common weights."""
-        if weight.place is None or self._unsent == "buffer":
-            return weight.common
-        unsent: Tensor = weight.place.work.residual_of(weight.place.piece)
-        return weight.common + unsent
 
     def _clear_unsent(self) -> None:
         """Drops the residual: the parameters have changed and do not contain it."""

@@ -1,7 +1,7 @@
 """The length of the ranks' own differences, which is restored to their mean."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -32,26 +32,27 @@ class Lengths:
         self._engine, self._groups = engine, shard_groups(engine.parameters)
         self._device = engine.parameters[0].device
 
-    def squares(self, weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of squares of a tensor of each weight: float64, (weights,)."""
-        sums = []
-        for weight, tensor in zip(weights, tensors, strict=True):
-            with weight.order:
-                sums.append(sum_of_squares(tensor).to(self._device))
-        return torch.stack(sums)
+    def square(self, weight: Weight, tensor: Tensor) -> Tensor:
+        """The sum of squares of a tensor of a weight: float64, ()."""
+        with weight.order:
+            return sum_of_squares(tensor).to(self._device)
 
-    def factors(self, weights: Sequence[Weight], averages: Sequence[Tensor], squares: Tensor) -> list[Tensor]:
-        """The factor of the averaged difference of each weight: float64, (), at most the square root of the ranks, that
-        of differences at right angles; 1 where a length is 0 or not finite. Waits for the shard group.
+    def restore(self, weights: Sequence[Weight], averages: Mapping[str, Tensor], squares: Tensor) -> None:
+        """Multiplies the averaged difference of each weight, by name, by a factor of at most the square root of the
+        ranks, that of differences at right angles; not those whose length is 0 or not finite. Waits for the shard
+        group.
 
         Args:
-            squares: the mean over ranks of :meth:`squares` of their differences.
+            squares: the mean over ranks of :meth:`square` of their differences, float64, (weights,).
         """
-        sums = self._of_whole(weights, torch.stack([squares, self.squares(weights, averages)]))
+        own = torch.stack([self.square(weight, averages[weight.name]) for weight in weights])
+        sums = self._of_whole(weights, torch.stack([squares, own]))
         ratios = torch.sqrt(sums[0] / sums[1])
         factors = ratios.clamp(max=math.sqrt(self._engine.collectives.size))
         factors = torch.where(ratios.isfinite() & (ratios > 0), factors, torch.ones_like(factors))
-        return [factor.to(weight.common.device) for weight, factor in zip(weights, factors.unbind(), strict=True)]
+        for weight, factor in zip(weights, factors.unbind(), strict=True):
+            with weight.order:
+                averages[weight.name].mul_(factor.to(weight.common.device, weight.common.dtype))
 
     def _of_whole(self, weights: Sequence[Weight], sums: Tensor) -> Tensor:
         """The sums of whole tensors from those of their shards, (2, weights): added in the order of the shards. Ranks

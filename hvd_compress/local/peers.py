@@ -1,35 +1,17 @@
-"""The rounds of ranks that come and go: each begins with a quorum, and counts if it is committed.
+"""The quorums and commits of ranks that come and go: each round begins with a quorum, and counts if it is committed.
 
 A rank that has everything of a round, but was not told to commit it, is in doubt: others may have committed it. The
 next quorum tells. Either the round is taken back, or this rank, which is behind, is healed, and what it has sent was
-applied.
+applied (:meth:`hvd_compress.local.round.Round`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from torch import Tensor
-
-from ..engine.commits import Commits
+from ..engine.commits import Attempt, Commits
 from ..engine.engine import Engine
 from ..engine.membership import Membership, NoQuorum, PeerLost
 from ..engine.state import Saved, TensorLeaf, Tree, check, load, save
-from ..engine.work import Work, undo
-from .common_weights import CommonWeights, Weight, scale_residuals
-
-Progress = Sequence[tuple[Weight, Tensor]]
-
-
-@dataclass(frozen=True)
-class _Doubt:
-    """A round that may have been committed by others. ``works``: residuals are as after it. ``uncompressed``: progress
-    that it has sent from no residual; the parameters do not contain it. ``counts``: called if others have committed
-    it."""
-
-    attempt: tuple[int, int]
-    works: Sequence[Work]
-    uncompressed: Progress
-    counts: Callable[[], None]
+from .common_weights import CommonWeights
 
 
 class Peers:
@@ -45,38 +27,32 @@ class Peers:
     def __init__(self, engine: Engine, members: Membership, common: CommonWeights, steps: Tree) -> None:
         self._engine, self._members, self._common, self._steps = engine, members, common, steps
         #: Whether this rank has ended a round with the others, so that its progress is relative to their weights; and
-        #: whether the last quorum has dropped its progress, since it had not.
-        self.joined, self.dropped = False, False
+        #: whether the last quorum has healed it.
+        self.joined, self.healed, self._changed = False, False, False
         self._commits = Commits(engine)
-        self._doubt: _Doubt | None = None
-        # In a quorum: whether this rank was healed, and its progress before that.
-        self._healed, self._progress = False, list[tuple[Weight, Tensor]]()
+        self._before_healing: Callable[[], None] = lambda: None
 
     def register(self) -> None:
         """Lets other ranks be healed from this one, and this one from them. Raises ``ValueError`` if the ``Manager``
         has a compressor already."""
         self._members.heal_with(self._save, self._load)
 
-    def begin(self) -> bool:
-        """Waits for the ranks of the next round. Returns whether it can begin. What this rank has done before its first
-        round with others may be :attr:`dropped`."""
-        self._healed, self._progress = False, self._own_progress() if self._doubt else []
-        failure = None
+    def begin(self, before_healing: Callable[[], None]) -> bool:
+        """Waits for the ranks of the next round. Returns whether it can begin, after :meth:`enter`. Calls
+        ``before_healing`` before it changes the common weights."""
+        self._before_healing, self.healed = before_healing, False
         try:
-            changed = self._members.start_quorum()
+            self._changed = self._members.start_quorum()
         except PeerLost as error:
-            failure = error
-        self.dropped = self._healed and not self.joined
-        if self._healed or (self._doubt and failure is None):
-            self._settle()
-        self._progress = []
-        if failure is not None:
-            self.fail(failure)
+            self.fail(error)
             return False
-        if changed:
+        return True
+
+    def enter(self) -> None:
+        """Begins with the ranks of the last quorum. A round before it can no longer be taken back."""
+        if self._changed:
             self._engine.peer.renew()
             self._engine.restart()
-        return True
 
     def commit(self) -> bool:
         """This rank has everything of a round. Returns whether the round counts."""
@@ -86,50 +62,32 @@ class Peers:
         self._commits.add(self._members.attempt)
         return True
 
+    @property
+    def attempt(self) -> Attempt:
+        """The round that has begun last."""
+        return self._members.attempt
+
+    def was_committed(self, attempt: Attempt) -> bool:
+        """Whether other ranks have committed a round of this rank."""
+        committed = attempt in self._commits.attempts
+        self.joined |= committed
+        return committed
+
     def fail(self, error: RuntimeError) -> None:
         """A round has failed before this rank had everything, or has not begun: no rank commits it."""
         self._members.fail(error)
         what = "a round has not begun" if isinstance(error, NoQuorum) else "a round is taken back"
         self._commits.fail(what, f", and the next one exchanges its progress: {error}")
 
-    def doubt(self, works: Sequence[Work], uncompressed: Progress, counts: Callable[[], None]) -> None:
-        """A round was not committed by this rank, which had everything of it. See :class:`_Doubt`."""
-        self._doubt = _Doubt(self._members.attempt, works, uncompressed, counts)
-
-    def _settle(self) -> None:
-        """Takes a round in doubt back, unless others have committed it; then makes the parameters the common weights
-        and this rank's progress."""
-        doubt, self._doubt = self._doubt, None
-        taken_back = doubt is not None and doubt.attempt not in self._commits.attempts
-        if doubt is not None:
-            if taken_back:
-                undo(doubt.works)
-            else:
-                doubt.counts()
-        if not self.joined:
-            scale_residuals(self._engine.works, 0.0)
-        progress = {weight.name: tensor for weight, tensor in self._progress}
-        for weight in self._common.weights:
-            with weight.order:
-                left = progress.get(weight.name, weight.common.new_zeros(()))
-                self._common.write_after(weight, left, weight.own)
-        for weight, tensor in doubt.uncompressed if doubt is not None and taken_back else ():
-            with weight.order:
-                weight.own.add_(tensor)
-
-    def _own_progress(self) -> list[tuple[Weight, Tensor]]:
-        return [(weight, self._common.advance(weight)) for weight in self._common.weights]
-
     def _save(self) -> Saved:
         return {"state": save(self._shared()), "committed": list(self._commits.attempts)}
 
     def _load(self, state: Saved) -> None:
-        if self.joined and not self._progress:
-            self._progress = self._own_progress()
+        self._before_healing()
         check(self._shared(), state["state"])
         load(self._shared(), state["state"])
         self._commits.replace(state["committed"])
-        self._healed = True
+        self.healed = True
 
     def _shared(self) -> Tree:
         """Describes the state that all ranks have in common between rounds."""

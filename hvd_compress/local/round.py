@@ -1,146 +1,362 @@
-"""One round of one fragment of the weights: its progress goes to the compressor, and averages come back."""
+"""One exchange of one fragment of the weights: its progress goes to the compressor, and averages come back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..engine.commits import Attempt
+from ..engine.comparison import Unexpected
 from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
+from ..engine.membership import PeerLost
 from ..engine.place import check_gradient
-from ..engine.state import load
+from ..engine.state import Entry, OptionalTensor, Tree, load
 from ..engine.work import undo
-from .common_weights import CommonWeights, Weight
-from .fragments import Fragment
+from .calls import Calls, Different, Row
+from .common_weights import CommonWeights, Weight, scale_residuals
+from .fragments import Fragment, Turns
+from .gradients import OwnGradients
 from .lengths import Lengths
+from .peers import Peers
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What is on its way: the fragment, and the local steps that its progress is of."""
+
+    fragment: Fragment
+    age: int
+
+
+@dataclass(frozen=True)
+class _Doubt(_Sent):
+    """A round that this rank has received and not committed, and other ranks may have."""
+
+    attempt: Attempt
 
 
 class Round:
-    """A fragment from its progress to its new weights. One list of tensors, by weight, is three things in turn:
+    """The round in flight, one at most, without a thread: each call of ``LocalSteps.step()`` resumes it.
 
-    ``progress``
-        d, how far each weight of this rank has come. The compressor gets it as a gradient.
-    ``averages``
-        u, after :meth:`receive`: the average as far as it was sent, in the same memory.
-    ``left``
-        what :meth:`land` adds to the new weights besides the common ones: of u, what is not finite, so that all ranks
-        see it; 0 elsewhere. After a failure, the progress that was not compressed.
+    ::
+
+        begin() ──► SENT ──► ARRIVED ──► landed
+                      │          │
+                      └──────────┴─────► taken back; in doubt, the next quorum decides
+
+        progress  d = w - start             what this rank sends; start = A, or A + r with the residual r in the weights
+        averages  u = mean_i Q(r + d)       what all ranks receive
+        before    w at the beginning        if training goes on until the round has landed
+
+        landed:      A += outer(u) where u is finite, w = start + (u where it is not) + (w - before)
+        taken back:  compressed d is in r again,      w = start + (d that was not compressed) + (w - before)
+
+    A round lands ``delay`` calls after it has begun. It alone writes weights between two averages of all of them, in
+    :meth:`_write`.
 
     Args:
-        age: local steps that the progress is of.
-        keep: whether the parameters keep the progress that they make meanwhile.
-        lengths: restores the length of the averages, or None.
+        calls, gradients: compare what the ranks are in, and whether their gradients are their own.
+        decay: factor of the residuals after a round.
+        lengths: restores the length of averages, or None.
+        peers: if ranks come and go, or None: a round that fails is then taken back, and raises no error.
     """
 
     def __init__(
         self,
         engine: Engine,
         common: CommonWeights,
-        fragment: Fragment,
-        age: int,
-        keep: bool,
+        turns: Turns,
+        calls: Calls,
+        gradients: OwnGradients,
+        delay: int,
+        decay: float,
         lengths: Lengths | None,
+        peers: Peers | None,
     ) -> None:
-        self._engine, self._common, self.fragment, self.age = engine, common, fragment, age
-        self._tensors = common.progress(fragment.weights)
-        self._lengths = lengths
-        self._squares = [] if lengths is None else [lengths.squares(fragment.weights, self._tensors)]
-        # By weight, what its average is to be multiplied by; None: nothing.
-        self._factors: Sequence[Tensor | None] = [None] * len(fragment.weights)
-        # By weight, w(0) and the place of w'.
-        self._pairs = [_pair(weight) if keep else None for weight in fragment.weights]
+        self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
+        self._calls, self._gradients, self._lengths, self._peers = calls, gradients, lengths, peers
+        #: Calls until the round lands, and whether the last one has landed.
+        self._left, self._landed = 0, False
+        #: By name of the weight, in its shape: in its dtype, and in that of the common weights.
+        self._progress: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
+        self._sent: _Sent | None = None
         self._dense: list[DenseGradient] = []
         self._averaging: Averaging | None = None
-        self._averages: list[Tensor] = []
+        self._doubt: _Doubt | None = None
 
-    def send(self) -> None:
-        """Starts to exchange the progress."""
-        engine = self._engine
+    @property
+    def waits(self) -> bool:
+        """Whether averages have still to arrive."""
+        return self._sent is not None
+
+    # What the calls of LocalSteps.step() do.
+
+    def begin(self, number: int) -> bool:
+        """Begins the next round, in the call of ``LocalSteps.step()`` with this number. Returns whether it has landed:
+        without delay."""
+        self.finish()
+        engine, turns, self._landed = self._engine, self._turns, False
+        begins = self._peers is None or self._meet(self._peers)
+        fragment, rounds, age = turns.next, turns.rounds, turns.age
+        if not begins:
+            turns.take()
+            turns.take_back(fragment, age, at_once=False)
+            return False
+        with self._taken_back_on_failure():
+            self._sent = _Sent(fragment, age)
+            turns.take()
+            self._left = self._delay
+            self._common.stand_in(fragment.weights)
+            engine.begin(fragment.works, rounds)
+            # Of peers, each may have taken another number of steps.
+            must_equal = age if self._peers is None else engine.step
+            self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()))
+            if not self._delay or self._peers is not None:  # or a rank would wait here for the slowest one
+                self.check()
+            self._send(self._sent)
+        if not self._delay:
+            self.finish()
+        return not self._delay and self._landed
+
+    def called(self) -> bool:
+        """A call of ``LocalSteps.step()``: resumes the exchange. Returns whether the round has landed."""
+        if not self._left:
+            return False
+        self._left -= 1
+        if not self._left:
+            self.finish()
+            return self._landed
+        if self._sent is not None:
+            with self._taken_back_on_failure():
+                if self._calls.due:
+                    self.check()
+                self._engine.exchanges.take_turns()
+        return False
+
+    def check(self) -> list[Row]:
+        """The rows of all ranks, if they have not been seen. Raises ``RuntimeError``, on all ranks, if they are in
+        different calls, or their gradients are averages."""
+        rows = self._calls.check()
+        self._gradients.check(rows)
+        return rows
+
+    def finish(self) -> None:
+        """Waits for the averages, and lands."""
+        self.arrive()
+        self.land()
+
+    # The road of a fragment.
+
+    def _send(self, sent: _Sent) -> None:
+        """Starts to exchange the progress, bucket by bucket."""
+        engine, fragment, squares = self._engine, sent.fragment, list[Tensor]()
+        if self._delay:
+            for weight in fragment.weights:
+                with weight.order:
+                    self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
         # The last parameters first: their buckets come first.
-        for weight, progress in reversed(list(zip(self.fragment.weights, self._tensors, strict=True))):
+        for weight in reversed(fragment.weights):
+            progress = self._progress[weight.name] = self._common.progress(weight)
+            if self._lengths is not None:
+                squares.insert(0, self._lengths.square(weight, progress))
             check_gradient(weight.name, progress, weight.place)
             arrived = engine.arrive(weight.number, progress)
             if isinstance(arrived, DenseGradient):
                 self._dense.append(arrived)
-        count_gradients(engine, self.fragment, self.age - 1)  # arrive() has counted one
-        label = f"{engine.exchanges.label}.local.{self.fragment.number}"
-        for squares in self._squares:
-            engine.stats.count_dense(0, squares.nbytes, engine.collectives.size, engine.nodes.ranks)
-        payloads = [*(gradient.payload for gradient in self._dense), *self._squares]
+        count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
+        payloads = [gradient.payload for gradient in self._dense]
+        if squares:
+            payloads.append(torch.stack(squares))
+            engine.stats.count_dense(0, payloads[-1].nbytes, engine.collectives.size, engine.nodes.ranks)
+        label = f"{engine.exchanges.label}.local.{fragment.number}"
         self._averaging = Averaging(engine.collectives, payloads, label)
 
-    def receive(self) -> None:
-        """Waits for the averages."""
-        self._engine.finish()
+    def arrive(self) -> None:
+        """Waits for the averages. With peers, a round that is not committed is in doubt."""
+        sent = self._sent
+        if sent is None:
+            return
+        with self._taken_back_on_failure():
+            self.check()
+            self._engine.finish()
+            dense = self._received(sent)
+            if self._peers is not None and not self._commit(self._peers, sent):
+                return
+            self._sent = None
+            squares = dense.pop() if self._lengths is not None else None
+            for gradient, average in zip(self._dense, dense, strict=True):
+                gradient.store(average)
+                self._engine.method.dense_averaged(gradient.number, gradient.grad)
+            for work in sent.fragment.works:
+                work.bucket.write_results()
+            received, weights = self._released(sent), sent.fragment.weights
+            averages = {w.name: received[w.name].to(w.common.dtype) for w in weights}
+            if self._lengths is not None and squares is not None:
+                self._lengths.restore(weights, averages, squares)
+            self._averages = averages
+
+    def land(self) -> None:
+        """Moves the common weights by the averages, and makes the new weights of this rank."""
+        self._left = 0
+        if not self._averages:
+            return
+        averages, self._averages = self._averages, {}
+        weights = [weight for weight in self._common.weights if weight.name in averages]
+        self._common.move(weights, averages)
+        self._write(weights, averages)
+        if self._decay != 1.0:
+            scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
+        self._landed = True
+
+    def take_back(self) -> None:
+        """The exchange has failed, and the engine was reset: what was compressed is in the residual, and zero in the
+        progress. Weights of which nothing was sent stay as they are."""
+        sent, self._sent, self._left = self._sent, None, 0
+        self._calls.clear()
+        if sent is None:
+            return
+        progress = self._released(sent)
+        self._turns.take_back(sent.fragment, sent.age, at_once=self._peers is None)
+        self._write([weight for weight in sent.fragment.weights if weight.name in progress], progress)
+        self._before.clear()
+
+    def discard(self, wait: bool) -> None:
+        """The parameters are other ones: what is in flight is not applied to them. ``wait``: for its messages, or the
+        next exchange would start those again that another rank has not started yet."""
+        sent, self._sent, self._left, self._doubt = self._sent, None, 0, None
+        try:
+            if wait and sent is not None:
+                with self._engine.entered:
+                    self._calls.check()
+                    self._engine.finish()
+                    self._received(sent)
+        except (Different, Unexpected):
+            raise
+        except Exception:  # ranks may have failed
+            pass
+        finally:
+            self._calls.clear()
+            if sent is not None:
+                self._released(sent)
+            for tensors in (self._progress, self._averages, self._before):
+                tensors.clear()
+
+    def _received(self, sent: _Sent) -> list[Tensor]:
+        """Waits for the averages of what is not compressed, and of the squares. The engine's own exchange has ended."""
         assert self._averaging is not None
         try:
-            self._averages = self._averaging.results()
-        except BaseException:  # the engine's own exchange has ended, and is not reset
-            undo(self.fragment.works)
-            for work in self.fragment.works:
+            return self._averaging.results()
+        except BaseException:  # the engine has nothing to reset any more
+            undo(sent.fragment.works)
+            for work in sent.fragment.works:
                 work.bucket.zero()
-            self._uncount()
+            self._uncount(sent)
             raise
 
-    def store(self) -> None:
-        """The averages count."""
-        squares = self._averages.pop() if self._squares else None
-        for gradient, average in zip(self._dense, self._averages, strict=True):
-            gradient.store(average)
-            self._engine.method.dense_averaged(gradient.number, gradient.grad)
-        for work in self.fragment.works:
-            work.bucket.write_results()
-            work.bucket.clear()  # or it would hold the averages until its next exchange
-        if self._lengths is not None and squares is not None:
-            self._factors = self._lengths.factors(self.fragment.weights, self._tensors, squares)
-
-    def withdraw(self) -> list[tuple[Weight, Tensor]]:
-        """The averages that were received do not count here, and what was compressed stays sent for now. Returns the
-        progress that was not compressed, by weight; nothing is left of it here."""
-        self._uncount()
-        uncompressed = {gradient.number for gradient in self._dense}
-        pairs = zip(self.fragment.weights, self._tensors, strict=True)
-        kept = [(weight, tensor.clone()) for weight, tensor in pairs if weight.number in uncompressed]
-        for weight, tensor in zip(self.fragment.weights, self._tensors, strict=True):
-            with weight.order:
-                tensor.zero_()
-        return kept
-
-    def _uncount(self) -> None:
+    def _uncount(self, sent: _Sent) -> None:
         """The engine's exchange has ended, and does not count."""
-        for work in self.fragment.works:
+        for work in sent.fragment.works:
             work.bucket.clear()
         load(self._engine.state(), self._engine.step - 1)
 
-    def land(self, received: bool) -> dict[str, Tensor]:
-        """Moves the common weights by the averages, if they were ``received``, and makes the new weights of this rank.
-        They are written to the parameters, or returned, by name, with those at the beginning: w(0) and w', float32 or
-        wider, (2, *shape)."""
-        weights, waiting = self.fragment.weights, dict[str, Tensor]()
-        if received:
-            self._common.move(weights, self._tensors, self._factors)
-        self._common.end(weights)
-        for weight, left, pair in zip(weights, self._tensors, self._pairs, strict=True):
+    def _released(self, sent: _Sent) -> dict[str, Tensor]:
+        """Ends the exchange, or what became of it. Returns the progress, or what is in its place now."""
+        for work in sent.fragment.works:
+            work.bucket.clear()  # or it would hold the averages until its next exchange
+        self._common.stand_in(sent.fragment.weights, ends=True)
+        progress, self._progress, self._dense, self._averaging = self._progress, {}, [], None
+        return progress
+
+    def _write(self, weights: Iterable[Weight], extra: Mapping[str, Tensor]) -> None:
+        """Writes weights of this rank: their start, what is ``extra`` by name, and the progress since ``before``."""
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
+        for weight in weights:
+            before, left = self._before.pop(weight.name, None), extra.get(weight.name, nothing)
             with weight.order:
-                self._common.write_after(weight, left, weight.own if pair is None else pair[1])
-            if pair is not None:
-                waiting[weight.name] = pair
-        return waiting
+                if before is None:
+                    torch.add(self._common.start(weight), left, out=weight.own)
+                else:
+                    now = self._common.start(weight) + left
+                    torch.add(torch.sub(weight.own, before, out=before), now, out=weight.own)
 
-    def clear(self) -> None:
-        """The parameters are other ones: nothing is written."""
-        self._common.end(self.fragment.weights)
+    # With peers that come and go.
 
+    def _meet(self, peers: Peers) -> bool:
+        """Waits for the ranks of the next round. A rank that is healed keeps its progress since its last round; of a
+        round in doubt, what it has sent is taken back, unless others have committed it. Returns whether a round can
+        begin."""
+        begins = peers.begin(self._hold)
+        doubt = self._doubt
+        if peers.healed or (begins and doubt is not None):
+            self._hold()
+            self._doubt = None
+            if doubt is not None and peers.was_committed(doubt.attempt):
+                self._turns.counted(doubt.fragment, doubt.age)
+                self._progress.clear()
+            elif doubt is not None:
+                undo(doubt.fragment.works)
+            if peers.healed and not peers.joined:  # relative to weights of its own
+                self._turns.restart()
+                scale_residuals(self._engine.works, 0.0)
+                self._progress.clear()
+                self._before.clear()
+            self._write(self._common.weights, self._progress)
+            self._progress.clear()
+        self._before.clear()
+        if begins:
+            peers.enter()
+        return begins
 
-def _pair(weight: Weight) -> Tensor:
-    """The weight as it is now, and memory for the weight after the exchange: float32 or wider, (2, *shape), both in its
-    memory order."""
-    common = weight.common
-    shape, strides = (2, *common.shape), (common.numel(), *common.stride())
-    with weight.order:
-        pair = torch.empty_strided(shape, strides, dtype=common.dtype, device=common.device)
-        pair[0].copy_(weight.own)
-    return pair
+    def _commit(self, peers: Peers, sent: _Sent) -> bool:
+        """Whether a round counts of which this rank has everything. If not, it is in doubt: residuals are as after it,
+        and what was sent from none is kept beside the weights. So weights and residuals fit if they are saved."""
+        committed = False
+        try:
+            committed = peers.commit()
+        finally:
+            if not committed:
+                dense = {gradient.number for gradient in self._dense}
+                self._uncount(sent)
+                self._sent, self._left = None, 0
+                progress = self._released(sent)
+                self._turns.take_back(sent.fragment, sent.age, at_once=False)
+                self._write(sent.fragment.weights, {})
+                self._progress = {w.name: progress[w.name] for w in sent.fragment.weights if w.number in dense}
+                self._doubt = _Doubt(sent.fragment, sent.age, peers.attempt)
+        return committed
+
+    def _hold(self) -> None:
+        """Lets :meth:`_write` keep what this rank has done since its last round."""
+        for weight in self._common.weights:
+            if weight.name not in self._before:
+                with weight.order:
+                    start = self._common.start(weight).to(weight.own.dtype)
+                    self._before[weight.name] = start.to(weight.common.dtype, copy=True)
+
+    def state(self) -> Tree:
+        """The saved state, after :meth:`arrive`."""
+        described: dict[str, dict[str, Tree]] = {"averages": {}, "before": {}}
+        for weight in self._common.weights:
+            for name, tensors in (("averages", self._averages), ("before", self._before)):
+                described[name][weight.name] = OptionalTensor(tensors, weight.name, weight.common)
+        return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), **described}
+
+    @contextmanager
+    def _taken_back_on_failure(self) -> Iterator[None]:
+        with self._engine.entered:
+            try:
+                yield
+            except BaseException as error:
+                self._engine.driver.reset()  # calls take_back()
+                # A new lighthouse numbers quorums from 1 again: some peers may take a new quorum for their last one.
+                if self._peers is None or not isinstance(error, PeerLost | Unexpected):
+                    raise
+                self._peers.fail(error)
 
 
 def count_gradients(engine: Engine, fragment: Fragment, steps: int) -> None:

@@ -37,12 +37,12 @@ from .fragments import Turns
 from .from_rank_0 import share_states
 from .gradients import OwnGradients
 from .holders import Holders
-from .in_flight import InFlight
 from .lengths import Lengths
 from .optimizers import LocalOptimizers
 from .outside import OutsideChanges
 from .peers import Peers
 from .period import Schedule
+from .round import Round
 from .whole_average import average_weights, check_model
 
 # Seconds between two attempts to join.
@@ -107,7 +107,7 @@ class Rounds:
         members, self._peers = engine.collectives, None
         if isinstance(members, Membership):
             self._peers = Peers(engine, members, self._common, self.schedule.state())
-        self._in_flight = InFlight(
+        self._round = Round(
             engine,
             self._common,
             self._turns,
@@ -165,12 +165,12 @@ class Rounds:
                 with self._engine.entered:
                     self._engine.peer.compare()
             self._refuse_foreign()
-            waited = self._in_flight.waits
-            ended = self._in_flight.called()
+            waited = self._round.waits
+            ended = self._round.called()
             due = self._turns.due(period)
             if due:
                 self._check()
-                ended = self._in_flight.begin(self.schedule.number) or ended
+                ended = self._round.begin(self.schedule.number) or ended
             # With peers, a round that is taken back changes the weights, too.
             if ended or (self._peers is not None and (waited or due)):
                 self._holders.reshard()
@@ -186,8 +186,8 @@ class Rounds:
         self._refuse_foreign()
         self._check()
         while True:
-            self._in_flight.begin(self.schedule.number)
-            self._in_flight.finish()
+            self._round.begin(self.schedule.number)
+            self._round.finish()
             if self._peers.joined:
                 break
             time.sleep(_PAUSE)
@@ -212,7 +212,7 @@ class Rounds:
             return
         if self._watching:
             self._outside.check(_AFTER_STEP if self.stepped else _AFTER_CALL, routine=False)
-        self._in_flight.finish()
+        self._round.finish()
         engine = self._engine
         if self._peers is not None:
             self._common.write_common()
@@ -273,7 +273,7 @@ class Rounds:
             )
         self._engine.check_generation()
         self._check()
-        self._in_flight.discard(wait=True)
+        self._round.discard(wait=True)
         self._common.take(self._common.ids)
         scale_residuals(self._engine.works, 0.0)
         self._taken, self._foreign = True, False
@@ -345,19 +345,19 @@ class Rounds:
     def reset(self, wait: bool = False) -> None:
         if wait:
             with suppress(Exception):
-                self._in_flight.wait()
+                self._round.arrive()
         with self._engine.entered:
             try:
                 self._engine.reset()
             finally:
-                if self._in_flight.waits:
-                    self._in_flight.reset()
+                if self._round.waits:
+                    self._round.take_back()
                     self._note()
 
     def restart(self, same_ranks: bool) -> None:
         """The parameters before the next local step become the common weights. What is in flight is not applied to
         them; in an error-feedback buffer it stays."""
-        self._in_flight.discard(wait=same_ranks)
+        self._round.discard(wait=same_ranks)
         self._outside.clear()
         self._taken = self._begun = self._foreign = self._rounds_off = False
         self._common.forget_saved()
@@ -371,12 +371,12 @@ class Rounds:
         """Completes the messages of an exchange in flight, which is saved. One rank has the average of all."""
         if self._taken and not self._exchanging:
             self._common.take(self._common.ids)
-        if not self._in_flight.waits:
+        if not self._round.waits:
             return
         # First what the others will start in any case, wherever they are.
-        self._in_flight.check()
+        self._round.check()
         with self._calls.meeting(Row("state_dict()")):
-            self._in_flight.wait()
+            self._round.arrive()
         if self._peers is not None:
             self._note()  # what was taken back is in the weights again
             return
@@ -411,7 +411,7 @@ class Rounds:
             "fragments": Fixed(self._settings.fragments),
             "steps": self.schedule.state(),
             "since": self._turns.state(),
-            "in_flight": self._in_flight.state(),
+            "in_flight": self._round.state(),
             "taken": Entry(vars(self), "_taken", bool),
             "begun": Entry(vars(self), "_begun", bool),
         }

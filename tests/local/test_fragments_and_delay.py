@@ -373,8 +373,8 @@ def test_a_damaged_state_in_flight_is_refused():
     good = world.run(lambda i: group[i].compression.state_dict())[0]
     for path, value, says in (
         (["calls left"], 4, "in_flight.calls left: must lie in 0 to 3, got 4"),
-        (["waiting", "wide.bias"], torch.zeros(47), "in_flight.waiting.wide.bias: must be a float32 tensor of shape"),
-        (["waiting", "wide.bias"], torch.full((2, 47), torch.nan), "in_flight.waiting.wide.bias: must be finite"),
+        (["averages", "wide.bias"], torch.zeros(46), "in_flight.averages.wide.bias: must be a float32 tensor of shape"),
+        (["before", "wide.bias"], torch.full((47,), torch.nan), "in_flight.before.wide.bias: must be finite"),
     ):
         state = copy.deepcopy(good)
         *folders, name = path

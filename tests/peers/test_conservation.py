@@ -58,9 +58,9 @@ class Peer(Worker):
 
     def take_back(self):
         """No other peer has committed its last round."""
-        rounds = self.local._rounds._peers
-        rounds._progress = rounds._own_progress()
-        rounds._settle()
+        peers = self.local._rounds._peers
+        peers.begin = lambda before_healing: True
+        self.local._rounds._round._meet(peers)
 
     def sent(self):
         """What it has made and not kept."""
