@@ -11,7 +11,7 @@ scripts=(docs/test_figures.py docs/test_site.py emulation experiments lab test_c
 [[ ${1:-} != --scripts ]] || exec .venv/bin/python -m pytest "${@:2}" "${scripts[@]/#/tests/}"
 linters() {
   .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy &&
-    find csrc tests/emulation -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
+    find csrc tests/emulation scripts/lab -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
 }
 [[ -z $* || $* == --all ]] || { linters; exec .venv/bin/python -m pytest "$@"; }
 

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # A cluster on one machine: hosts hvdhost0, hvdhost1, ... are network namespaces at 10.77.0.1, .2, ..., joined by a bridge, each
 # with its egress shaped to a rate. MPI and Gloo use TCP over these links; the processors are shared. (root; Debian's iproute2)
-#   netlab.sh [--lab NAME] up HOSTS RATE                      RATE in kbit, mbit or gbit (100mbit, 2.5gbit), or none
+#   netlab.sh [--lab NAME] up HOSTS RATE [DELAY] [--up RATE] [--down RATE]   RATE in kbit, mbit or gbit (100mbit,
+#                                                             2.5gbit), or none; --up, --down: of what a host sends and
+#                                                             receives, as homes have. DELAY: one way, as 25ms. With any
+#                                                             of these, links.cpp joins the hosts
 #   netlab.sh [--lab NAME] run [--ddp] HOSTS[xRANKS] SCRIPT ARGS...   RANKS ranks (1) on each of the first HOSTS hosts, in
 #                                                             .venv: of Horovod under mpirun, or with torchrun's variables for
 #                                                             torch DDP
@@ -13,7 +16,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd) bin=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin
 lab=hvd ranks=() attached=()
-usage() { sed -n '2,12s/^# \?//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,15s/^# \?//p' "$0" >&2; exit 2; }
 number() { [[ $1 =~ ^[1-9][0-9]?$ ]] || { echo "netlab.sh: HOSTS must be 1 to 99, got '$1'" >&2; exit 2; }; }
 
 down() {
@@ -29,37 +32,74 @@ down() {
     rm -rf "/etc/netns/$host"
   done
   ip link del "${lab}lab" 2>/dev/null || true
+  rm -f "/run/${lab}lab"
 }
 
-# The bytes that a link may send at once after a pause: 2 ms of its rate, so that small messages are shaped, too.
-burst() {
+# A rate in bit/s; 0 for none.
+bits() {
   local -A unit=([kbit]=1e3 [mbit]=1e6 [gbit]=1e9)
+  [[ $1 != none ]] || { echo 0; return; }
   [[ ${1,,} =~ ^([0-9]*\.?[0-9]+)([kmg]bit)$ ]] ||
     { echo "netlab.sh: RATE must be none, or a number and kbit, mbit or gbit, as 100mbit; got '$1'" >&2; exit 2; }
-  awk "BEGIN { bytes = ${BASH_REMATCH[1]} * ${unit[${BASH_REMATCH[2]}]} / 4000
-    printf \"%d\", (bytes > 32000 ? bytes : 32000) }"
+  awk "BEGIN { printf \"%.0f\", ${BASH_REMATCH[1]} * ${unit[${BASH_REMATCH[2]}]} }"
 }
 
 up() {
-  local hosts=$1 rate=$2 i host burst
-  [[ $rate == none ]] || burst=$(burst "$rate")
+  local hosts=$1 rate=$2 delay='' i host sent received burst
+  shift 2
+  sent=$(bits "$rate") received=$sent
+  while (($#)); do
+    case $1 in
+      --up) sent=$(bits "${2:-}"); shift 2 ;;
+      --down) received=$(bits "${2:-}"); shift 2 ;;
+      *) [[ -z $delay && $1 =~ ^([0-9]*\.?[0-9]+)ms$ ]] || { echo "netlab.sh: DELAY must be as 25ms, got '$1'" >&2; exit 2; }
+        delay=${BASH_REMATCH[1]}; shift ;;
+    esac
+  done
+  # What a link may send at once after a pause: 2 ms of its rate, so that small messages are shaped, too.
+  burst=$((sent / 4000 > 32000 ? sent / 4000 : 32000))
   down
-  ip link add "${lab}lab" type bridge
-  ip link set "${lab}lab" up
   for ((i = 0; i < hosts; i++)); do
     host=${lab}host$i
     ip netns add "$host"
-    ip link add "${lab}lab$i" type veth peer name eth0 netns "$host"
-    ip link set "${lab}lab$i" master "${lab}lab" up
-    ip -n "$host" addr add "10.77.0.$((i + 1))/24" dev eth0
-    ip -n "$host" link set eth0 up
     ip -n "$host" link set lo up
-    [[ $rate == none ]] ||
-      ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst "$burst" latency 100ms
     # `ip netns exec` mounts a namespace's own /etc/hosts.
     mkdir -p "/etc/netns/$host"
     { echo "127.0.0.1 localhost"; for ((j = 0; j < hosts; j++)); do echo "10.77.0.$((j + 1)) ${lab}host$j"; done; } >"/etc/netns/$host/hosts"
   done
+  if [[ $delay || $sent != "$received" ]]; then
+    delayed "$hosts" "${delay:-0}" "$sent" "$received"
+    return
+  fi
+  ip link add "${lab}lab" type bridge
+  ip link set "${lab}lab" up
+  for ((i = 0; i < hosts; i++)); do
+    host=${lab}host$i
+    ip link add "${lab}lab$i" type veth peer name eth0 netns "$host"
+    ip link set "${lab}lab$i" master "${lab}lab" up
+    ip -n "$host" addr add "10.77.0.$((i + 1))/24" dev eth0
+    ip -n "$host" link set eth0 up
+    [[ $rate == none ]] ||
+      ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst "$burst" latency 100ms
+  done
+}
+
+# Starts links.cpp, which ends with the hosts, and takes orders from a pipe.
+delayed() {
+  local said
+  [[ $bin/lab-links -nt $here/links.cpp ]] || "${CXX:-c++}" -O2 -std=c++20 -o "$bin/lab-links" "$here/links.cpp"
+  mkfifo "/run/${lab}lab"
+  coproc setsid "$bin/lab-links" "$lab" "$2" "$3" "$4" "$1" <>"/run/${lab}lab" 2>&1
+  read -r said <&"${COPROC[0]}" && [[ $said == ready ]] || { echo "netlab.sh: ${said:-links failed}" >&2; exit 1; }
+}
+
+# cut or mend a host's link.
+order() {
+  if [[ -p /run/${lab}lab ]]; then
+    echo "$1 $2" >"/run/${lab}lab"
+  else
+    bridge link set dev "${lab}lab$2" state "$([[ $1 == cut ]] && echo disabled || echo forwarding)"
+  fi
 }
 
 run() {
@@ -106,10 +146,9 @@ if [[ ${1:-} == --lab ]]; then
   lab=$2; shift 2
 fi
 case ${1:-} in
-  up) [[ $# == 3 ]] || usage; number "$2"; up "$2" "$3" ;;
+  up) [[ $# -ge 3 ]] || usage; number "$2"; up "${@:2}" ;;
   run) [[ $# -ge 3 ]] || usage; run "${@:2}" ;;
-  cut) [[ $# == 2 ]] || usage; bridge link set dev "${lab}lab$2" state disabled ;;
-  mend) [[ $# == 2 ]] || usage; bridge link set dev "${lab}lab$2" state forwarding ;;
+  cut | mend) [[ $# == 2 ]] || usage; order "$@" ;;
   down) down ;;
   *) usage ;;
 esac

@@ -21,10 +21,10 @@ def netlab(*arguments):
 
 @pytest.fixture
 def hosts():
-    """A function that makes so many hosts, with links of a rate."""
+    """A function that makes so many hosts, with links of a rate, and of a delay if one is given."""
 
-    def up(count, rate):
-        done = netlab("up", str(count), rate)
+    def up(count, rate, *links):
+        done = netlab("up", str(count), rate, *links)
         if done.returncode:
             pytest.skip(f"this machine gives no network namespaces: {done.stderr.strip()[-200:]}")
 
@@ -45,8 +45,9 @@ def test_a_link_sends_two_milliseconds_of_its_rate_at_once(hosts, rate, burst):
 
 def test_a_wrong_rate_leaves_the_hosts_alone(hosts):
     hosts(1, "none")
-    refused = netlab("up", "1", "fast")
-    assert refused.returncode == 2 and "got 'fast'" in refused.stderr
+    for wrong in (["fast"], ["none", "far"], ["none", "--up", "fast"]):
+        refused = netlab("up", "1", *wrong)
+        assert refused.returncode == 2 and f"got '{wrong[-1]}'" in refused.stderr, wrong
     assert f"{LAB[1]}host0" in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
@@ -71,8 +72,9 @@ for seconds in sys.stdin:
 """
 
 
-def test_a_cut_link_loses_packets_and_keeps_its_connections(hosts):
-    hosts(2, "none")
+@pytest.mark.parametrize("links", [[], ["1ms"]], ids=["bridge", "delayed"])
+def test_a_cut_link_loses_packets_and_keeps_its_connections(hosts, links):
+    hosts(2, "none", *links)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     inside = [["ip", "netns", "exec", f"{LAB[1]}host{n}", sys.executable, "-c"] for n in (0, 1)]
     with subprocess.Popen([*inside[1], ECHO], **pipes) as server:
@@ -89,6 +91,44 @@ def test_a_cut_link_loses_packets_and_keeps_its_connections(hosts):
             assert netlab("mend", "1").returncode == 0
             assert answer(20) == "came"
             client.stdin.close()
+
+
+TIMED = """
+import socket, sys, time
+connection = socket.create_connection(("10.77.0.2", 5000))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for size in map(int, sys.argv[1:]):
+    begin = time.perf_counter()
+    connection.sendall(bytes(size))
+    received = 0
+    while received < size:
+        received += len(connection.recv(1 << 20))
+    print(time.perf_counter() - begin)
+"""
+
+
+def seconds_of(sizes):
+    """Of messages from one host to another one and back."""
+    inside = [["ip", "netns", "exec", f"{LAB[1]}host{n}", sys.executable, "-c"] for n in (0, 1)]
+    echo = ECHO.replace("recv(1)", "recv(1 << 20)").replace(".send(", ".sendall(")
+    with subprocess.Popen([*inside[1], echo], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        server.stdout.readline()
+        client = subprocess.run([*inside[0], TIMED, *map(str, sizes)], capture_output=True, text=True, check=True)
+    return [float(line) for line in client.stdout.split()]
+
+
+@pytest.mark.parametrize("delay", [5, 40])
+def test_a_round_trip_takes_two_delays(hosts, delay):
+    hosts(2, "none", f"{delay}ms")
+    assert 2 * delay <= 1000 * min(seconds_of([1] * 10)) < 2 * delay + 20
+
+
+@pytest.mark.parametrize("links", ["--up 4mbit", "--down 4mbit", "10ms --up 4mbit --down 8mbit"])
+def test_a_link_has_a_rate_in_each_direction(hosts, links):
+    """Both directions of a message of 0.5 s are on their way at the same time."""
+    hosts(2, "none", *links.split())
+    (seconds,) = seconds_of([250_000])
+    assert seconds > 0.5, seconds
 
 
 def test_ranks_of_all_hosts_share_a_session(hosts, tmp_path):
