@@ -11,10 +11,10 @@ from ..engine.comparison import Unexpected
 from ..engine.engine import Engine
 from ..engine.membership import PeerLost
 from ..engine.state import Entry, OptionalTensor, Tree
+from ..guards.own_gradients import OwnGradients
 from .calls import Calls, Different, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
-from .gradients import OwnGradients
 from .lengths import Lengths
 from .peers import Peers
 from .round import Round
@@ -109,7 +109,7 @@ class InFlight:
         """The rows of all ranks, if they have not been seen. Raises ``RuntimeError``, on all ranks, if they are in
         different calls, or their gradients are averages."""
         rows = self._calls.check()
-        self._gradients.check(rows)
+        self._gradients.check([row.extra for row in rows])
         return rows
 
     def wait(self) -> None:
