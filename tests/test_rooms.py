@@ -24,7 +24,7 @@ BELOW = {
     "local": {"methods", "hosts", "guards", "carriers", "engine", "reference"},
     "hosts": {"gradients", "guards", "carriers", "engine"},
     "methods": {"checkpoints", "selection", "codecs", "guards", "engine", "ops", "reference"},
-    "gradients": {"engine"},
+    "gradients": {"guards", "engine"},
     "selection": {"codecs", "engine", "ops", "reference"},
     "codecs": {"engine", "ops", "reference"},
     "checkpoints": {"guards", "engine"},

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+#: The most parameters to put a hook on or to compare in each step: it takes microseconds for each of them.
+PROBES = 32
+
 
 def spread(numbers: Sequence[int], count: int) -> Sequence[int]:
     """Returns at most ``count`` of the numbers, at irregular distances, so that a change of every second parameter, or

@@ -26,7 +26,6 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
 import weakref
 from collections.abc import Callable
 from enum import Enum, auto
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -35,16 +34,13 @@ from torch.optim import Optimizer
 from ..engine.dense import DenseGradient
 from ..engine.driver import Unapplied
 from ..engine.engine import Engine
-from ..engine.facts import OptimizerFacts
 from ..engine.modes import modes_off
-from ..engine.optimizers import parameters_of
 from ..engine.place import Place, check_gradient
-from ..engine.shards import local
 from ..engine.state import Tree
-from ..engine.work import any_unsent
 from ..engine.work import undo as undo_works
-from .last_average import IN_GRAD, LastAverage
-from .same_weights import SameWeights
+from ..guards import gradient_step as guards
+from ..guards.returned_averages import IN_GRAD
+from .last_average import LastAverage
 
 
 class GradScaler(Protocol):
@@ -53,31 +49,12 @@ class GradScaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-class Host(Protocol):
+class Host(guards.Host, Protocol):
     """The caller that passes gradients in, as a :class:`GradientStep` sees it."""
-
-    @property
-    def single(self) -> bool:
-        """Whether only one optimizer may step the parameters: the one from which the host passes gradients in."""
-
-    @property
-    def detached(self) -> bool:
-        """Whether the host's hooks were removed, so that optimizers apply gradients that it has not passed in."""
-
-    @property
-    def active(self) -> bool:
-        """Whether gradients pass through the compressor: one rank without others keeps its own."""
 
     @property
     def versions(self) -> bool:
         """Whether each gradient has a version counter of its own."""
-
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises an error for an optimizer that averages gradients in a way that does not fit, and warns of one whose
-        gradients the host has not passed in."""
 
 
 class _State(Enum):
@@ -86,13 +63,6 @@ class _State(Enum):
     AVERAGED = auto()
     TAKEN_BACK = auto()
 
-
-_THROWN_AWAY = (
-    "averages were zeroed before an optimizer has applied them, and the residuals keep a part of their gradients. Run "
-    "backward passes whose gradients nobody applies, such as a generator's through its discriminator, in no_sync() of "
-    "this model (FSDP2: after set_requires_gradient_sync(False)). Where a step is left out, call discard_step(), or "
-    "give grad_scaler=, if a GradScaler skips it"
-)
 
 # Read for every gradient: looking up a member of an enumeration takes longer.
 _COLLECTING = _State.COLLECTING
@@ -112,19 +82,11 @@ class GradientStep:
         self._engine, self._scaler = engine, grad_scaler
         self._host: Host = weakref.proxy(host)
         self._state = _State.IDLE
-        #: Whether the gradients may hold an average that was taken back.
-        self._discarded = False
         #: Undoes the last exchange in place of the methods, if it is set.
         self._undo: Callable[[], None] | None = None
-        self._last_average, self._weights = LastAverage(engine.parameters), SameWeights(engine)
-        # True until the first gradient arrives, and until bypassed_by() has been true.
-        self._may_be_bypassed = True
-        #: Whether a backward pass for another optimizer has left a part of its gradients in the residuals.
-        self._must_refuse = False
+        self._last_average, self._guards = LastAverage(engine.parameters), guards.StepGuards(engine)
         #: Whether the step exchanges anything: one rank of torch without momentum has the average.
         self._exchanges = True
-        #: Whether the gradient of each parameter has arrived since its optimizer has stepped.
-        self._passed = bytearray(len(engine.parameters))
 
     # What hosts call.
 
@@ -144,36 +106,27 @@ class GradientStep:
         engine = self._engine
         check_gradient(engine.names[number], grad, engine.place_of[number])
         engine.check_generation()
-        contains = self._last_average.arrives(number, before)
+        contains = self._guards.before_arrival(number, before)
         if self._state is not _COLLECTING:
             self._begin()
-        if contains:
-            self._refuse_last_average(number)
-        self._passed[number] = True
+        try:
+            self._guards.arrival(number, contains)
+        except RuntimeError:
+            self.reset()
+            raise
         return engine.arrive(number, grad) if self._exchanges else None
 
     def finish(self) -> None:
         """Runs the step's exchanges to their ends; every gradient of the step must have arrived on this rank. Waits."""
         if self._state is _COLLECTING:
             self._engine.finish()
-            thrown_away, waited = self._last_average.thrown_away and not self._discarded, self._last_average.waited
-            self._state, self._discarded = _State.AVERAGED, False
+            self._state, untouched = _State.AVERAGED, self._last_average.untouched
             self._last_average.written()
             try:
-                self._weights.compare(self._passed)
-                if thrown_away:
-                    self._look_at_residuals(waited)
+                self._guards.averaged(untouched)
             except BaseException:
                 self.discard()
                 raise
-
-    def bypassed_by(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer step applies gradients although none has arrived in this process so far. True at most
-        once. Synchronises a GPU until then, or until the first gradient arrives."""
-        if not self._may_be_bypassed or not self._engine.optimizers.applies_gradients(optimizer):
-            return False
-        self._may_be_bypassed = False
-        return True
 
     # What did not happen.
 
@@ -181,7 +134,7 @@ class GradientStep:
         """See :meth:`hvd_compress.Compressor.reset`. ``overwritten``: the memory of the step's gradients holds other
         values now. Nothing is waited for."""
         with self._engine.entered:
-            self._must_refuse = False
+            self._guards.reset()
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
             self._engine.reset(self._host.versions, overwritten)
@@ -196,7 +149,8 @@ class GradientStep:
                     "failure reset() instead"
                 )
             if self._state is _State.AVERAGED:
-                self._state, self._discarded = _State.TAKEN_BACK, True
+                self._state = _State.TAKEN_BACK
+                self._guards.discard()
                 self.undo()
 
     def undo_if_skipped(self) -> float:
@@ -228,9 +182,9 @@ class GradientStep:
 
     def clear(self) -> None:
         """Forgets the last average, and lets the ranks compare their configurations again."""
-        self._state, self._undo, self._must_refuse = _State.IDLE, None, False
+        self._state, self._undo = _State.IDLE, None
         self._last_average.clear()
-        self._weights.clear()
+        self._guards.clear()
         self._engine.peer.changed()
 
     # What the engine calls, see Driver.
@@ -266,82 +220,26 @@ class GradientStep:
 
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._last_average.before_optimizer_step()
-        if self._must_refuse:
-            self._must_refuse = False
-            raise RuntimeError(f"{type(self._engine.method).__name__}: {_THROWN_AWAY}")
-        engine, host = self._engine, self._host
-        if host.detached:
-            return
-        if not self.collecting and self._last_average.applied_to(optimizer):
-            return  # gradients are no longer passed in
-        active, given = host.active, host.given(optimizer)
-        if active:
-            host.check_optimizer(optimizer)
-        ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
-        bypassing = partial(self._bypassing, optimizer)
-        engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown, bypassing))
+        self._guards.before_optimizer_step(optimizer, self._host, self.collecting, self.undoable)
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         if counts:
             self._last_average.after_optimizer_step(optimizer)
+            self._guards.after_optimizer_step(optimizer)
 
     @modes_off
     def before_other_step(self, optimizer: Optimizer) -> None:
-        self._last_average.before_other_step()
-        if self._host.given(optimizer):
-            raise ValueError(
-                "this optimizer holds none of its compressor's parameters; build the compressor from the named "
-                "parameters of the model that is trained (not of one that was copied afterwards)"
-            )
+        self._guards.before_other_step(optimizer, self._host, self._last_average.unapplied)
 
     def _begin(self) -> None:
         engine = self._engine
         # First: if the ranks differ, the last average may still be taken back.
         engine.peer.compare()
-        stepped = self._last_average.ids_stepped()
-        for number, parameter in enumerate(engine.parameters if stepped else ()):
-            if id(parameter) in stepped:
-                self._passed[number] = False
         scale = self.undo_if_skipped()
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE
         self._undo = None
         self._exchanges = self._host.active
         engine.begin(engine.works if self._exchanges else (), engine.step, scale)
-        self._state, self._may_be_bypassed = _COLLECTING, False
-        self._weights.begin()
-
-    def _bypassing(self, optimizer: Optimizer) -> list[str]:
-        """The names of parameters whose gradients the optimizer applies with the last average, though they have not
-        passed through here, as of layers that DDP ignores. Synchronises a GPU if some have not."""
-        if not self.undoable or all(self._passed):
-            return []
-        held, engine = parameters_of([optimizer]), self._engine
-        pairs = zip(engine.names, engine.parameters, self._passed, strict=True)
-        grads = [(name, p.grad) for name, p, passed in pairs if not passed and id(p) in held]
-        return [name for name, g in grads if g is not None and not g.is_sparse and bool(local(g).any())]
-
-    def _look_at_residuals(self, waited: bool) -> None:
-        """Called when the average before this one was zeroed without a step: notices whether the residuals keep a part
-        of its gradients. Only warns if it may have been a step that was left out, or one that is made of several
-        averages: if no other optimizer has stepped while it ``waited``."""
-        engine = self._engine
-        if any_unsent(engine.works):
-            self._must_refuse |= waited
-            if not waited:
-                engine.warn(_THROWN_AWAY)
-
-    def _refuse_last_average(self, number: int) -> None:
-        """Raises ``RuntimeError`` for a gradient that contains the last average, unless that does no harm."""
-        method = self._engine.method
-        if method.traits.linear and not self._discarded:
-            return
-        self.reset()
-        raise RuntimeError(
-            f"{self._engine.names[number]}: the gradient contains the last average, to which a second backward pass "
-            f"has added: with {type(method).__name__} it would count twice. Run all but the last forward and backward "
-            "pass of a step in no_sync() (FSDP2: after set_requires_gradient_sync(False)), or call backward() once on "
-            "the sum of the losses; and zero all gradients after every average, also of parameters that the next pass "
-            "does not use (Horovod: after synchronize(), step within skip_synchronize())"
-        )
+        self._state = _COLLECTING
+        self._guards.begin()

@@ -1,6 +1,16 @@
 """Gradients that something else averages in each step: DistributedDataParallel, hooks, Horovod's optimizer.
 
-Local steps beside it would save nothing, and a second average would count them twice.
+People: call `average_gradients()` for a model in DistributedDataParallel.
+Cost: gradients are averaged twice, first without compression.
+Noticed: in the first call, DDP models of the process that hold the parameters are looked for.
+Message: `DistributedDataParallel averages the gradients already` …
+Cure: DDP's hook, `ddp_hook`, or `hvd_compress.trainers.local_gradients(ddp)`
+
+People: wrap the model in DDP on a part of the ranks, and build the compressor without `process_group=`.
+Cost: the compressor averages over everybody.
+Noticed: in the first step, by the process group of the DDP model.
+Message: `DistributedDataParallel averages over the ranks` …
+Cure: the same `process_group=` for both
 """
 
 import abc
@@ -64,6 +74,31 @@ def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
         return any(id(p) in ids for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore)
 
     return [ddp for ddp in living(DistributedDataParallel) if holds(ddp)]
+
+
+def hooked_models(state: object, parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The DDP models whose hook has this state; if the user's own hook calls ours, those with a hook and one of the
+    parameters. DDP does not tell a hook its model."""
+    hooked = [ddp for ddp in ddp_models(parameters) if getattr(ddp, "_comm_hooks", ())]
+    return [ddp for ddp in hooked if any(theirs is state for _, theirs in ddp._comm_hooks)] or hooked
+
+
+def check_ranks(theirs: Sequence[int], ours: Sequence[int]) -> None:
+    """Raises ``ValueError`` for a DDP model of other ranks than the compressor's."""
+    if theirs != ours:
+        raise ValueError(
+            f"DistributedDataParallel averages over the ranks {theirs}, and this compressor over {ours}: "
+            "give both the same process_group="
+        )
+
+
+def refuse_ddp(parameters: Iterable[Tensor]) -> None:
+    """Raises ``ValueError`` for parameters of a DDP model that averages gradients."""
+    if any(map(ddp_averages, ddp_models(parameters))):
+        raise ValueError(
+            "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or call "
+            "hvd_compress.trainers.local_gradients(ddp) (no_sync() is not enough)"
+        )
 
 
 def ddp_averages(ddp: DistributedDataParallel) -> bool:

@@ -1,4 +1,12 @@
-"""A compressor that torch.distributed.checkpoint (DCP) is given: it would save one rank's state for all."""
+"""A compressor that is given to torch.distributed.checkpoint (DCP).
+
+People: put a compressor or local steps into the state that DCP saves.
+Cost: one rank's residuals are saved for all ranks.
+Noticed: `state_dict()` looks at its callers. In an object of the user's, only a warning.
+Message: `torch.distributed.checkpoint would save one rank's state for all`, `torch.distributed.checkpoint saves one
+    rank's state_dict() for all` …
+Cure: [`DCPState`](checkpoints.md)
+"""
 
 import sys
 from collections.abc import Iterator

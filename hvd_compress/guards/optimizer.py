@@ -1,4 +1,24 @@
-"""Whether an optimizer fits the compressor whose averages it applies."""
+"""Optimizers that do not fit the compressor whose averages they apply.
+
+People: use DeMo with an optimizer that has momentum, that Horovod was not given the compressor for, in one process, or
+    of parameters that the compressor does not have.
+Cost: momentum counts twice, or plain averages are applied at a sign's learning rate.
+Noticed: before each step.
+Message: `momentum would count twice: DeMo has one of its own`, `its gradients are not signs`, `so the gradients are not
+    signs`, `so their gradients are not signs` …
+Cure: `torch.optim.SGD` without momentum, of exactly the parameters of the compressor; AdamW in one process
+
+People: use Adam with a method that sends few entries in a step.
+Cost: it trains badly: an entry that has waited arrives as one burst.
+Message: `Adam trains badly on sparse gradients` …
+Cure: DeMo with `torch.optim.SGD`, or [local steps](local_steps.md), which keep Adam; see [choosing](choosing.md)
+
+People: build the compressor from a copy of the model that is trained, or from a part of it.
+Cost: gradients are sent uncompressed, and `stats()` does not count them.
+Message: `this optimizer holds none of its compressor's parameters`, `were not given to this compressor: their gradients
+    are sent uncompressed` …
+Cure: all named parameters of the model that is trained
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -49,20 +69,13 @@ def _check_fixed_size(facts: OptimizerFacts) -> None:
         )
 
 
-def check_momentum(facts: OptimizerFacts, holds: bool) -> None:
-    """Raises ``ValueError`` if momentum that is in the compressor would be lost. ``holds``: whether the optimizer holds
-    parameters that have it."""
-    if facts.given is False:
+def check_holds_some(given: bool | None) -> None:
+    """Raises ``ValueError`` for Horovod's optimizer of a compressor, of whose parameters it holds none."""
+    if given:
         raise ValueError(
-            "this compressor has the momentum, but DistributedOptimizer was not given it: pass compression="
+            "this optimizer holds none of its compressor's parameters; build the compressor from the named "
+            "parameters of the model that is trained (not of one that was copied afterwards)"
         )
-    if not facts.active:
-        raise ValueError(
-            "momentum would be lost: with one process, Horovod calls no compressor; give it to the optimizer, set "
-            "momentum=0 here, and call compression.take_momentum(optimizer), which then leaves it there"
-        )
-    if holds and facts.ours:
-        check_complete(facts.unknown)
 
 
 def check_passed(bypassing: Iterable[str], what: str) -> None:
@@ -72,13 +85,4 @@ def check_passed(bypassing: Iterable[str], what: str) -> None:
             f"{name}: its gradient has not passed through this compressor, and {what}. If it was unfrozen after the "
             "model was wrapped, wrap the model again; if DistributedDataParallel ignores it, give it to an optimizer "
             "of its own, and not to the compressor"
-        )
-
-
-def check_complete(unknown: int) -> None:
-    """Raises ``ValueError`` if parameters of an optimizer would lose their momentum."""
-    if unknown:
-        raise ValueError(
-            f"{unknown} of the optimizer's parameters were not given to this compressor and would lose their "
-            "momentum: give it all of the optimizer's named parameters"
         )

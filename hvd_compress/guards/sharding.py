@@ -1,4 +1,18 @@
-"""Gradients of sharded parameters that would not be averaged over all ranks, or twice over some."""
+"""Gradients of sharded parameters that would not be averaged over all ranks, or twice over some.
+
+People: give `fully_shard()` a 2-D mesh, or the compressor `nodes=` or no `process_group=`.
+Cost: FSDP averages over all ranks without compression, and the compressor does it again.
+Noticed: by the meshes, when hooks are registered or local steps built.
+Message: `without compression, and the compressor over` …
+Cure: the 1-D `mesh["shard"]` for `fully_shard()`, and the group of the replicas as `process_group=`
+    ([FSDP2](quickstart_fsdp.md))
+
+People: leave parameters out of `fully_shard()`, or build the compressor before it.
+Cost: they are not averaged, and the replicas drift apart.
+Message: `is not sharded, so its gradient would not be averaged`, `is not this compressor's, so its gradient would not
+    be averaged` …
+Cure: every trained parameter inside a module that is sharded, and the compressor after `fully_shard()`
+"""
 
 from typing import Any, cast
 

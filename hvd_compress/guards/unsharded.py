@@ -1,4 +1,11 @@
-"""An FSDP2 model whose parameters are not the shards, but gathered from them, as after a validation."""
+"""An FSDP2 model whose parameters are not the shards, but gathered from them.
+
+People: build a compressor, or register hooks, after a validation.
+Cost: the compressor would average what FSDP throws away.
+Noticed: FSDP's modules say whether they are sharded.
+Message: `is unsharded, as after a forward pass`, `is not the shard that is trained` …
+Cure: `model.reshard()` before, on all ranks
+"""
 
 import sys
 from collections.abc import Iterable

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import GradBucket
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from ..carriers.torch_collectives import TorchCollectives
 from ..engine.bucket import is_dense
@@ -27,7 +26,7 @@ from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.profiling import stage
 from ..gradients.step import GradScaler
-from ..guards.living import living
+from ..guards.averaging import check_ranks, hooked_models
 from .nested import backward_depth
 from .torch_host import TorchHost
 
@@ -91,7 +90,7 @@ class DDPHost(TorchHost):
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
         if not engine.peer.compared:
-            self._look_at_model(bucket)
+            self._look_at_model()
         if self._futures and bucket.index() <= self._index and backward != self._backward:
             self._reset(overwritten=True)
         if self._skips and backward != self._backward:
@@ -118,22 +117,16 @@ class DDPHost(TorchHost):
     def _clear(self) -> None:
         self._futures, self._dense, self._results, self._index = [], [], [], -1
 
-    def _look_at_model(self, bucket: GradBucket) -> None:
+    def _look_at_model(self) -> None:
         """Raises ``ValueError`` if the DDP model works on other ranks than the compressor, and finds out whether it
         skips buckets."""
         collectives = self._engine.collectives
         if not isinstance(collectives, TorchCollectives):
             return
-        models = _models(self._engine.method, bucket.parameters()[0])
+        models = hooked_models(self._engine.method, self._engine.parameters)
         self._skips = any(getattr(model, "skip_all_reduce_unused_params", False) for model in models) or not models
-        ours = collectives.ranks
         for model in models:
-            theirs = distributed.get_process_group_ranks(model.process_group)
-            if theirs != ours:
-                raise ValueError(
-                    f"DistributedDataParallel averages over the ranks {theirs}, and this compressor over {ours}: "
-                    "give both the same process_group="
-                )
+            check_ranks(distributed.get_process_group_ranks(model.process_group), collectives.ranks)
 
     def _await_end(self) -> None:
         """Lets the step end with the backward pass if the last bucket is skipped, for which DDP calls no hook. DDP's
@@ -251,14 +244,6 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
             f"a bucket of DistributedDataParallel has {buffer.numel()} entries, and its parameters {begin}: this "
             "version of torch lays gradients out in a way that hvd_compress does not know"
         )
-
-
-def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
-    """The DDP models whose hook has this state; if the user's own hook calls ours, those with a hook and this
-    parameter. DDP does not tell a hook its model."""
-    hooked = [model for model in living(DistributedDataParallel) if getattr(model, "_comm_hooks", ())]
-    registered = [model for model in hooked if any(theirs is state for _, theirs in model._comm_hooks)]
-    return registered or [model for model in hooked if any(p is parameter for p in model.parameters())]
 
 
 def _payload(gradient: DenseGradient | Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class GradientHook(DDPState):
         self._ddp = weakref.ref(ddp)
         # DDP's own flags outside of a forward pass.
         self._flags: tuple[bool, bool] | None = None
+        _hooks.add(self)
         ddp.register_comm_hook(self, _hook)
         ddp.register_forward_pre_hook(self._begin_forward)
         ddp.register_forward_hook(self._end_forward, always_call=True)
@@ -48,6 +49,12 @@ class GradientHook(DDPState):
     def exchange(self) -> "Exchange | None":
         """The function that exchanges the gradients of a bucket, or None."""
         return self._use and self._use[0]
+
+    @property
+    def held(self) -> set[int]:
+        """The ids of the model's parameters."""
+        ddp = self._ddp()
+        return set() if ddp is None else {*map(id, ddp.parameters())}
 
     @property
     def process_group(self) -> Any:
@@ -83,6 +90,10 @@ class GradientHook(DDPState):
             _set_flags(ddp, *flags)
 
 
+#: All of this process.
+_hooks = weakref.WeakSet[GradientHook]()
+
+
 def local_gradients(model: torch.nn.Module) -> None:
     """Leaves each rank its own gradients and buffers under DistributedDataParallel, for local steps in a program that
     wraps its model anyway.
@@ -110,11 +121,12 @@ def local_gradients(model: torch.nn.Module) -> None:
 
 
 def use_hook(model: torch.nn.Module, *use: Any) -> list[Callable[[], None]]:
-    """Registers the hook on all DDP models that hold parameters of ``model``, and calls :meth:`GradientHook.use`.
+    """Registers the hook on the DDP models in ``model``, or else on all that hold parameters of it, and calls
+    :meth:`GradientHook.use`.
 
     Returns what that returns, of each of them. Raises ``ValueError`` if one has another hook."""
-    ends = []
-    for ddp in ddp_models(model.parameters()):
+    ends, inside = [], [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    for ddp in inside or ddp_models(model.parameters()):
         hooks = [state for _, state in getattr(ddp, "_comm_hooks", ())]
         if hooks and not isinstance(hooks[0], GradientHook):
             raise ValueError(
@@ -128,12 +140,11 @@ def use_hook(model: torch.nn.Module, *use: Any) -> list[Callable[[], None]]:
 def average_again(parameters: Iterable[Tensor], kept: Set[int]) -> None:
     """Ends what :func:`local_gradients` has begun, for the DDP models that hold one of the parameters, and none with an
     id in ``kept``."""
-    for ddp in ddp_models(p for p in parameters if id(p) not in kept):
-        if not kept.isdisjoint(map(id, ddp.parameters())):
-            continue
-        for _, state in getattr(ddp, "_comm_hooks", ()):
-            if isinstance(state, GradientHook) and state.own:
-                state.use(None)()
+    ended = {*map(id, parameters)} - kept
+    for hook in [*_hooks]:
+        held = hook.held
+        if hook.own and held & ended and not held & kept:
+            hook.use(None)()
 
 
 def _set_flags(ddp: DistributedDataParallel, synchronises: bool, broadcasts: bool) -> None:

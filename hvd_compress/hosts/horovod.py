@@ -4,6 +4,8 @@ Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that dif
 only after every gradient of the step has passed through ``compress``. Nothing in ``compress`` may wait.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -93,7 +95,7 @@ class HorovodHost:
         """Whether ``DistributedOptimizer`` was given this compressor; None for another optimizer."""
         return was_given(optimizer, self._engine.method)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None:
         """Checks ``DistributedOptimizer`` only. Raises ``ValueError`` for an op or a process set that does not fit,
         ``RuntimeError`` if the step would exchange averages. Warns if it applies gradients and none has passed through
         this compressor."""
@@ -104,7 +106,7 @@ class HorovodHost:
             self._engine.collectives.check_optimizer(optimizer)
         if given and not self._engine.method.traits.linear:
             self._check_synchronized(optimizer)
-        if not given and self.driver.bypassed_by(optimizer):
+        if not given and bypassed():
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
             )

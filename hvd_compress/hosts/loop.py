@@ -11,7 +11,7 @@ from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.place import check_gradient
 from ..engine.shards import is_sharded, local
-from ..guards.averaging import ddp_averages, ddp_models
+from ..guards.averaging import refuse_ddp
 from .nested import refuse_inside_backward
 from .torch_host import LOOP, TorchHost
 
@@ -57,11 +57,8 @@ def average_gradients(compression: Any) -> None:
     host = cast(TorchHost, compression.use(TorchHost))
     refuse_inside_backward(LOOP)
     engine = compression.engine
-    if host.source is None and any(map(ddp_averages, ddp_models(engine.parameters))):
-        raise ValueError(
-            "DistributedDataParallel averages the gradients already: use its hook, ddp_hook, or call "
-            "hvd_compress.trainers.local_gradients(ddp) (no_sync() is not enough)"
-        )
+    if host.source is None:
+        refuse_ddp(engine.parameters)
     host.take_from(LOOP)
     grads = {number: _gradient(engine, number) for number, p in enumerate(engine.parameters) if p.requires_grad}
     with engine.entered:

@@ -1,5 +1,7 @@
 """The base of the torch hosts: gradients come from a model's hooks, or from average_gradients()."""
 
+from collections.abc import Callable
+
 from torch.optim import Optimizer
 
 from ..carriers.torch_collectives import TorchCollectives
@@ -43,9 +45,9 @@ class TorchHost:
         optimizer."""
         return was_given(optimizer, self._engine.method)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None:
         """Warns if the optimizer applies gradients and none has passed through the hooks."""
-        if self.driver.bypassed_by(optimizer):
+        if bypassed():
             self._engine.warn(
                 f"{type(optimizer).__name__} steps, but this compressor has received no gradient: is "
                 f"{self.registration} missing? (Without hooks: hvd_compress.average_gradients(compression).)"

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from ..engine.agreement import hash_of
 from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.shards import local
-from ..engine.state import Fixed, Recorded, TensorLeaf, Tree
+from ..engine.state import Fixed, TensorLeaf, Tree
 from ..engine.work import Work
 from ..reference import all_usable, usable
 
@@ -70,8 +69,6 @@ class CommonWeights:
             velocity = torch.zeros_like(common) if momentum else None
             self.weights.append(Weight(number, name, p, place, common, velocity))
         self.ids = {id(weight.parameter) for weight in self.weights}
-        #: The hash of the parameters that were saved with the state that was loaded, until it is compared.
-        self.saved_with: int | None = None
 
     def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
         """Makes the parameters with these ids the common weights. They must be the same on all ranks.
@@ -148,33 +145,17 @@ class CommonWeights:
         """Whether the parameters are the common weights. Synchronises a GPU."""
         return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
 
-    def forget_saved(self) -> None:
-        """Called when the parameters have changed, or are the right ones."""
-        self.saved_with = None
-
-    def foreign(self) -> bool:
-        """Whether the parameters are others than those saved with the state. True once after each loading at most."""
-        saved, self.saved_with = self.saved_with, None
-        return bool(saved) and saved != self._hash_of_parameters()
-
-    def _hash_of_parameters(self) -> int:
-        return hash_of(w.own.to(w.common.dtype) for w in self.weights)
-
     def hash(self) -> int:
         """A hash of the common weights and the outer momentum."""
         velocities = (weight.velocity for weight in self.weights if weight.velocity is not None)
         return hash_of([*(weight.common for weight in self.weights), *velocities])
 
     def state(self) -> dict[str, Tree]:
-        """The saved state. A rank's own weights are in the model, which the user saves: while they differ between
-        ranks, :func:`hvd_compress.reshard` must refuse the states."""
+        """The saved state. A rank's own weights are in the model, which the user saves."""
         return {
             "made_with": {"unsent": Fixed(self._unsent), "outer momentum": Fixed(bool(self._momentum))},
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},
-            "hash of the weights (call finish() before saving)": Recorded(
-                self._hash_of_parameters, partial(setattr, self, "saved_with")
-            ),
         }
 
     def _clear_unsent(self) -> None:

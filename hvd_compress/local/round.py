@@ -15,10 +15,10 @@ from ..engine.membership import PeerLost
 from ..engine.place import check_gradient
 from ..engine.state import Entry, OptionalTensor, Tree, load
 from ..engine.work import undo
+from ..guards.own_gradients import OwnGradients
 from .calls import Calls, Different, Row
 from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
-from .gradients import OwnGradients
 from .lengths import Lengths
 from .peers import Peers
 
@@ -142,7 +142,7 @@ class Round:
         """The rows of all ranks, if they have not been seen. Raises ``RuntimeError``, on all ranks, if they are in
         different calls, or their gradients are averages."""
         rows = self._calls.check()
-        self._gradients.check(rows)
+        self._gradients.check([row.extra for row in rows])
         return rows
 
     def finish(self) -> None:

@@ -28,32 +28,25 @@ from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.owner import in_use
 from ..engine.state import Entry, Fixed, Tree
-from ..guards.averaging import averages, is_distributed_optimizer
+from ..guards.local_steps import LocalGuards
+from ..guards.replaced_parameters import check_model
+from ..guards.unfit_optimizer import refuse_other
 from ..hosts import gradient_hook
 from .buffers import Buffers
 from .calls import Calls, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
 from .from_rank_0 import share_states
-from .gradients import OwnGradients
 from .holders import Holders
 from .lengths import Lengths
 from .optimizers import LocalOptimizers
-from .outside import OutsideChanges
 from .peers import Peers
 from .period import Schedule
 from .round import Round
-from .whole_average import average_weights, check_model
+from .whole_average import average_weights
 
 # Seconds between two attempts to join.
 _PAUSE = 0.5
-
-# Where in a training loop weights are looked at, for errors.
-_AFTER_STEP, _AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
-_END = (
-    "If the training by local steps is over, call local.end(model) on all ranks before another one (or drop the "
-    "compressor, if local was dropped)"
-)
 
 
 @dataclass(frozen=True)
@@ -95,15 +88,18 @@ class Rounds:
         model: torch.nn.Module | None,
         watches: bool,
     ) -> None:
-        self._engine, self._settings, self._watches = engine, settings, watches
+        self._engine, self._settings = engine, settings
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum)
         weights = self._common.weights
         self.schedule = Schedule(period, settings.fragments, settings.delay)
         self._turns = Turns(engine, weights, settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
         rounded = bool(engine.works) or "fp16" in engine.method.options().values()
-        self._exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
-        self._calls, self._gradients = Calls(engine), OwnGradients(engine, weights)
+        exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
+        self._calls = Calls(engine)
+        self._optimizers = LocalOptimizers(optimizers, self._common.ids)
+        named = [(weight.name, weight.parameter) for weight in weights]
+        self._guards = LocalGuards(engine, named, model, self._optimizers.all, watches and not exact)
         members, self._peers = engine.collectives, None
         if isinstance(members, Membership):
             self._peers = Peers(engine, members, self._common, self.schedule.state())
@@ -112,16 +108,13 @@ class Rounds:
             self._common,
             self._turns,
             self._calls,
-            self._gradients,
+            self._guards.gradients,
             settings.delay,
             settings.decay,
             Lengths(engine) if settings.restore_length else None,
             self._peers,
         )
-        self._holders = Holders([(weight.name, weight.parameter) for weight in weights], model)
-        self._optimizers = LocalOptimizers(optimizers, self._common.ids, engine.warn)
-        held = [weight for weight in weights if id(weight.parameter) in self._optimizers.held]
-        self._outside = OutsideChanges(held, engine.warn)
+        self._holders = Holders(named, model)
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
         #: Whether the common weights, before they are taken, tell rounding errors of those of now.
@@ -129,14 +122,11 @@ class Rounds:
         self._common.take(self._common.ids)
         #: Optimizers that have taken a local step, until then.
         self._applied = weakref.WeakSet[Optimizer]()
-        #: Whether an optimizer has stepped since the last call of count(), and whether finish() or take_weights() was
-        #: called since then.
-        self.stepped, self._finished = False, False
+        #: Whether an optimizer has stepped since the last call of count().
+        self.stepped = False
         #: Whether the ranks' weights may differ: since finish() or take_weights() an optimizer has stepped, a step was
         #: counted, or a state was loaded.
         self.moved = False
-        #: Whether the parameters are others than those with which the loaded state was saved.
-        self._foreign = False
         self._closed = False
         if self._peers is not None:
             self._peers.register()
@@ -147,11 +137,8 @@ class Rounds:
     def count(self) -> bool:
         """A local step was taken. Returns whether a round has ended."""
         self._begin()
-        if self._watching and self.stepped:
-            self._outside.check(_AFTER_STEP)
-        self._optimizers.counted()
-        self._common.forget_saved()  # if no optimizer was seen, nobody knows the weights before the step
-        self._begun, self.stepped, self._finished, self.moved = True, False, False, True
+        self._guards.call(self._exchanging, self.stepped)
+        self._begun, self.stepped, self.moved = True, False, True
         self._applied.clear()
         period = self.schedule.period
         self.schedule.count()
@@ -164,7 +151,7 @@ class Rounds:
             if self._peers is None:
                 with self._engine.entered:
                     self._engine.peer.compare()
-            self._refuse_foreign()
+            self._guards.loaded.refuse()
             waited = self._round.waits
             ended = self._round.called()
             due = self._turns.due(period)
@@ -182,8 +169,8 @@ class Rounds:
         if self._peers is None:
             return
         self._begin()
-        self._foreign |= self._common.foreign()
-        self._refuse_foreign()
+        self._guards.loaded.look()
+        self._guards.loaded.refuse()
         self._check()
         while True:
             self._round.begin(self.schedule.number)
@@ -192,7 +179,8 @@ class Rounds:
                 break
             time.sleep(_PAUSE)
         # From now on the common weights are the peers', and not the parameters before the first step.
-        self._begun = self._finished = True
+        self._begun = True
+        self._guards.common()
         self._holders.reshard()
         self._note()
 
@@ -200,18 +188,17 @@ class Rounds:
         """Averages all weights, and the buffers of ``model``. ``moved_only``: no weights if nobody has moved them since
         the last time. ``call``: what the user has called."""
         self._begin()
-        self._foreign |= self._common.foreign()
+        self._guards.loaded.look()
         self._check()
         chosen = None
         if model is not None:
-            check_model(model, self._common)
+            check_model(model, [(weight.name, weight.parameter) for weight in self._common.weights])
             chosen = Buffers(model)
         if not self._exchanging:
             self._common.take(self._common.ids)
             self._restarted()
             return
-        if self._watching:
-            self._outside.check(_AFTER_STEP if self.stepped else _AFTER_CALL, routine=False)
+        self._guards.before_average(self.stepped)
         self._round.finish()
         engine = self._engine
         if self._peers is not None:
@@ -220,9 +207,9 @@ class Rounds:
             return
         with engine.entered:
             engine.peer.compare()
-            self._refuse_foreign()
+            self._guards.loaded.refuse()
             engine.stats.begin_step()
-            rows = self._calls.compare(Row(call, extra=int(self.moved or not (moved_only and self._watching))))
+            rows = self._calls.compare(Row(call, extra=int(self.moved or not (moved_only and self._guards.watches))))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *shard_groups(engine.parameters)]
             if chosen is not None:
@@ -238,7 +225,8 @@ class Rounds:
         """All parameters are the common weights."""
         self._holders.reshard()
         self._turns.restart()
-        self._finished, self.moved = True, False
+        self.moved = False
+        self._guards.common()
         self._note()
 
     def end(self, model: torch.nn.Module | None) -> None:
@@ -276,13 +264,14 @@ class Rounds:
         self._round.discard(wait=True)
         self._common.take(self._common.ids)
         scale_residuals(self._engine.works, 0.0)
-        self._taken, self._foreign = True, False
-        self._common.forget_saved()
+        self._taken = True
+        self._guards.loaded.clear()
         self._turns.restart()
         if self._exchanging:
             with self._engine.entered:
                 self._calls.compare(Row("take_weights()", must_equal=self._common.hash()))
-        self.stepped, self._finished, self.moved = False, True, False
+        self.stepped, self.moved = False, False
+        self._guards.common()
         self._note()
 
     # What the engine calls.
@@ -297,32 +286,14 @@ class Rounds:
         if not self._optimizers.given(optimizer):
             if any(optimizer in other for other in _living if other is not self and not other._closed):
                 return  # of a later training of the same parameters
-            raise ValueError(
-                f"{type(optimizer).__name__} steps parameters of this compressor, and LocalSteps was not given it: "
-                f"build LocalSteps(compression, [first, second], period) with all optimizers. {_END}"
-            )
-        if is_distributed_optimizer(optimizer) and self._exchanging:
-            raise ValueError(
-                "Horovod's DistributedOptimizer averages the gradients in every step, and LocalSteps exchanges weights "
-                f"beside that, which saves nothing: step the plain optimizer. {_END}"
-            )
+            refuse_other(optimizer)
         self._begin()
-        if self._common.saved_with is not None and self._engine.optimizers.applies_gradients(optimizer):
-            self._foreign |= self._common.foreign()
-        if self._watching and self._begun and not self.stepped:
-            self._outside.check(_AFTER_CALL, routine=not self._finished)
+        due = self._turns.due(self.schedule.period, calls=1)
+        self._guards.before_optimizer_step(optimizer, self._exchanging, self._begun, self.stepped, due)
         self.stepped = self.moved = True
-        steps = self._optimizers.stepping(optimizer)
-        if self._finished and steps == 2 and self._exchanging and (what := averages(self._engine.parameters)):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has stepped twice without LocalSteps.step(), on gradients that are "
-                f"averaged by {what}. {_END}"
-            )
-        if self._exchanging and self._turns.due(self.schedule.period, calls=1):
-            self._gradients.look()
         if self._begun:
             return
-        if self._outside.changed() > 0.0:
+        if self._guards.changed():
             self._applied.clear()
         if optimizer not in self._applied:
             # Again before each step up to the first one with gradients, and after a change from outside:
@@ -333,8 +304,7 @@ class Rounds:
                 self._applied.add(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
-        if self._noting:
-            self._outside.note_step(optimizer)
+        self._guards.after_optimizer_step(optimizer, self._exchanging, self._begun)
 
     def before_other_step(self, optimizer: Optimizer) -> None:
         """Other parameters do not matter."""
@@ -358,9 +328,8 @@ class Rounds:
         """The parameters before the next local step become the common weights. What is in flight is not applied to
         them; in an error-feedback buffer it stays."""
         self._round.discard(wait=same_ranks)
-        self._outside.clear()
-        self._taken = self._begun = self._foreign = self._rounds_off = False
-        self._common.forget_saved()
+        self._guards.restart()
+        self._taken = self._begun = self._rounds_off = False
         self.moved, self.stepped = True, False
         self._turns.restart()
         with self._engine.entered:
@@ -398,7 +367,7 @@ class Rounds:
             **asdict(self._settings),
             **(self._timing() if self._peers is None else {}),
             f"hash of the weights before the first step ({first})": self._common.hash(),
-            "weights of another time than the loaded state": self._foreign,
+            "weights of another time than the loaded state": self._guards.loaded.foreign,
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
@@ -408,6 +377,7 @@ class Rounds:
     def state(self) -> dict[str, Tree]:
         own: Tree = {
             **self._common.state(),
+            **self._guards.loaded.state(),
             "fragments": Fixed(self._settings.fragments),
             "steps": self.schedule.state(),
             "since": self._turns.state(),
@@ -424,26 +394,14 @@ class Rounds:
         alone = collectives.size == 1 and self._settings.plain and self._peers is None
         return collectives.active and not alone
 
-    @property
-    def _watching(self) -> bool:
-        """Whether weights that were replaced would be mixed with others."""
-        return self._watches and self._exchanging and not self._exact
-
-    @property
-    def _noting(self) -> bool:
-        """Whether somebody will compare the weights with those of now: before the first call, too, see
-        :meth:`before_optimizer_step`."""
-        return self._watching or (self._exchanging and not self._begun)
-
     def _note(self) -> None:
-        if self._noting:
-            self._outside.note()
+        self._guards.note(self._exchanging, self._begun)
 
     def _begin(self) -> None:
         self._refuse_closed()
         self._engine.check_generation()
         if not self._taken:
-            self._holders.check()
+            self._guards.begin()
             self._common.take(self._common.ids, self._rounds_off)
             self._taken = True
 
@@ -451,20 +409,10 @@ class Rounds:
         if self._closed:
             raise RuntimeError("these local steps have ended: build a new compressor and new LocalSteps")
 
-    def _refuse_foreign(self) -> None:
-        """Raises ``RuntimeError`` for parameters of another time than the state that was loaded."""
-        if self._foreign:
-            raise RuntimeError(
-                "the parameters are others than those with which the loaded state of the local steps was saved, and "
-                "the next exchange would take the difference for progress: load both from one checkpoint (every rank "
-                "its own, unless it was saved after finish()), or call local.take_weights() on all ranks after loading"
-            )
-
     def _check(self) -> None:
         """Raises ``ValueError`` if the optimizers or the model have other parameters now."""
         self._holders.reshard()
-        self._holders.check()
-        self._optimizers.check()
+        self._guards.check()
 
 
 #: All of this process.

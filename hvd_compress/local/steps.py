@@ -8,12 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_flag, check_integer, check_number
-from ..engine.membership import Membership
 from ..engine.modes import modes_off
-from ..engine.shards import is_sharded
-from ..engine.work import any_unsent
-from ..guards.averaging import hooked
-from ..guards.sharding import check_gradient_is_averaged, check_sharded
+from ..guards.unfit_compressor import check_compressor, check_own_gradients
 from ..methods.base import Compressor
 from .rounds import Rounds, Settings
 
@@ -144,10 +140,9 @@ class LocalSteps:
         outer_lr = check_number("outer_lr", outer_lr, above=0)
         outer_momentum = check_number("outer_momentum", outer_momentum, at_least=0, below=1)
         restore_length = check_flag("restore_length", restore_length)
-        _check_fits(compression, unsent, restore_length)
-        _check_delay(compression, delay)
-        _check_gradients_are_own(compression)
         self.compression, engine = compression, compression.engine
+        check_compressor(engine, compression.grad_scaler is not None, unsent, restore_length, delay)
+        check_own_gradients(engine, compression.model)
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
@@ -278,63 +273,3 @@ class _LocalClock:
     bound: ClassVar[str] = "belongs to LocalSteps, which needs the plain model and optimizer"
     takes_local_steps: ClassVar[bool] = True
     alone: ClassVar[bool] = False
-
-
-def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> None:
-    """Raises ``ValueError`` for a compressor with which local steps cannot work."""
-    engine = compression.engine
-    if compression.takes_local_steps:
-        raise ValueError("this compressor has local steps already: build a new compressor, with all optimizers")
-    used = compression.has_clock and not engine.parameters[0].is_meta
-    if compression.step or (used and (engine.driver.collecting or any_unsent(engine.works))):
-        raise ValueError(
-            "this compressor has exchanged gradients, or loaded a state, and residuals of gradients are no progress of "
-            "weights: build another one for LocalSteps"
-        )
-    if unsent == "weights" and engine.works and engine.nodes.inside is not None:
-        raise ValueError('in nodes one rank keeps what was not sent, for all of its node: use unsent="buffer"')
-    traits = compression.traits
-    if traits.momentum or compression.grad_scaler is not None:
-        raise ValueError(
-            "momentum and grad_scaler stay with the optimizer that takes the local steps: build the compressor "
-            "with momentum=0 and without grad_scaler"
-        )
-    if restore_length and not traits.every_entry:
-        raise ValueError(
-            f"{type(compression).__name__} sends few entries, whose length is not that of the differences: "
-            "restore_length=True goes with compressors that send all, such as Quantized and NoCompression"
-        )
-    if traits.fixed_size:
-        raise ValueError("local steps move the weights by averages, not by signs: build the compressor with sign=False")
-    if unsent == "weights" and not traits.conserving:
-        raise ValueError(
-            "what stays in the weights is what was not sent: build the compressor with decay=1 and subtract=1, or "
-            'use unsent="buffer"'
-        )
-
-
-def _check_delay(compression: Compressor, delay: int) -> None:
-    """Raises ``ValueError`` for a delay with replica groups of several ranks."""
-    members = compression.engine.collectives
-    if delay and isinstance(members, Membership) and members.group_size > 1:
-        # A rank whose exchange fails waits for the votes of its group, which would wait for it in a forward pass.
-        raise ValueError(
-            f"delay must be 0 with replica groups of several ranks ({members.group_size} here), got {delay}: all ranks "
-            "of a group end a round in the same call of step()"
-        )
-
-
-def _check_gradients_are_own(compression: Compressor) -> None:
-    """Raises ``ValueError`` if gradients are known to be averaged over the compressor's ranks in each step, or not to
-    be averaged in a shard group."""
-    parameters = compression.engine.parameters
-    if compression.model is not None:
-        check_sharded(compression.model)
-    if hooked(parameters):
-        raise ValueError(
-            "hooks of register_fsdp_hooks() exchange these parameters' gradients in every step: call remove() of "
-            "the handle that it has returned"
-        )
-    for name, parameter in zip(compression.engine.names, parameters, strict=True):
-        if is_sharded(parameter):
-            check_gradient_is_averaged(name, parameter, True, compression.engine.collectives)

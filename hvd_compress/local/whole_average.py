@@ -1,8 +1,5 @@
 """The average of all weights in full precision, in place of a round: at the end, and before a test."""
 
-import torch
-
-from ..engine.arguments import plain_names
 from ..engine.dense import Averaging, dense_gradient
 from ..engine.engine import Engine
 from .common_weights import CommonWeights
@@ -25,21 +22,3 @@ def average_weights(engine: Engine, common: CommonWeights, turns: Turns) -> None
     for weight, average in zip(whole, averages, strict=True):
         weight.store(average)
     common.replace(weight.grad for weight in whole)
-
-
-def check_model(model: torch.nn.Module, common: CommonWeights) -> None:
-    """Raises ``ValueError`` if the model has none of the parameters of the local steps, or others of their names."""
-    named = dict(model.named_parameters())
-    held = {id(p) for p in named.values()}
-    if held and held.isdisjoint(common.ids):
-        raise ValueError(
-            "finish(model): this model has none of the parameters that the compressor was given (a copy, another "
-            "model, or one after load_state_dict(assign=True)?)"
-        )
-    theirs = dict(zip(plain_names(list(named)), named.values(), strict=True))
-    for weight in common.weights:
-        if id(weight.parameter) not in held and weight.name in theirs:
-            raise ValueError(
-                f"finish(model): the model has another parameter {weight.name} than the compressor was given "
-                "(load_state_dict(assign=True)?): build the compressor, the optimizer and LocalSteps after that"
-            )

@@ -204,7 +204,7 @@ class DeMo(SparseMethod):
         super().check_optimizer(facts)
         # Horovod's optimizer calls this also before there is an average.
         if self._replacement is not None and self.engine.driver.undoable:
-            self._replacement.check_received(self.engine)
+            self._replacement.received.check(self.engine)
 
 
 class _DeMoWork(SparseWork):

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from ..engine.dense_velocity import DenseVelocity
 from ..engine.engine import Engine
-from ..engine.facts import OptimizerFacts, momentum_of
+from ..engine.facts import OptimizerFacts
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
-from ..guards.optimizer import check_complete, check_momentum, check_passed
+from ..guards.momentum import check_complete, check_momentum
+from ..guards.optimizer import check_passed
 from .sparse_work import SparseWork
 
 
@@ -102,15 +103,8 @@ class MomentumCorrection:
         if not self.value:
             return
         groups = [group for group in facts.optimizer.param_groups if not self._ids.isdisjoint(map(id, group["params"]))]
-        check_momentum(facts, bool(groups))
+        check_momentum(facts, self.value, groups)
         check_passed((name for name in facts.bypassing() if name in self._names), "would lose its momentum")
-        for group in groups:
-            if own := momentum_of(group):
-                raise ValueError(
-                    f"momentum would count twice: {self.value:g} in this compressor and {own:g} in "
-                    f"{type(facts.optimizer).__name__}; set the optimizer's to 0, or call "
-                    "compression.take_momentum(optimizer) before training instead of momentum="
-                )
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Replaces the averaged gradient of the uncompressed parameter ``number`` by its velocity."""

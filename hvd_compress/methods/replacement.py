@@ -1,6 +1,5 @@
 """The replacement of DeMo's averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,9 +8,7 @@ from torch import Tensor
 
 from ..engine.arguments import NamedParameters, find_name, named_pairs
 from ..engine.bucket import Bucket
-from ..engine.engine import Engine
-from ..engine.shards import local
-from ..engine.two_levels import owned
+from ..guards.scaled_signs import ScaledSigns
 from ..selection.base import signs
 from .matrices import embeddings
 from .orthogonal import orthogonalize
@@ -25,9 +22,7 @@ class Replacement:
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
-        # By name, the largest entry of each gradient that was written here; None once a step has shown that the
-        # optimizer receives what was written.
-        self._largest: dict[str, Tensor] | None = {}
+        self.received = ScaledSigns("signs or orthogonal matrices" if names else "signs")
 
     def any_orthogonal(self, bucket: Bucket) -> bool:
         """Whether some averages of a bucket become orthogonal. Otherwise the operators write signs."""
@@ -44,31 +39,7 @@ class Replacement:
                 average.copy_(signs(average) * scale)
             if grad is not average:
                 grad.copy_(average)
-            if self._largest is not None:
-                self._largest[piece.name] = grad.abs().amax()
-
-    def check_received(self, engine: Engine) -> None:
-        """Called before an optimizer's step. Warns if somebody has scaled the gradients since the exchange. Waits for a
-        GPU, until one step has shown what the optimizer receives."""
-        if self._largest is None:
-            return
-        scale = engine.scale
-        pieces = (piece for work in owned(engine.works) for piece in work.bucket.pieces)
-        grads = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
-        # Horovod makes gradients sparse again that were with sparse_as_dense.
-        dense = (grad.to_dense() if grad.is_sparse else local(grad) for grad in grads)
-        largest = max((float(grad.abs().max()) for grad in dense), default=0.0)
-        if not math.isfinite(largest) or not largest:
-            return
-        written, self._largest = max(map(float, self._largest.values()), default=scale), None
-        # A GradScaler may have divided them by its scale.
-        if not any(math.isclose(largest, written / factor, rel_tol=1e-3) for factor in (1.0, scale)):
-            what = "signs or orthogonal matrices" if self.names else "signs"
-            engine.warn(
-                f"the gradients were {what} after the exchange, and their largest entry is {largest:.3g} now, not "
-                f"{written / scale:.3g}: do not clip or scale them, which only changes the learning rate, and "
-                "give a GradScaler to the compressor (grad_scaler=)"
-            )
+            self.received.written(piece.name, grad)
 
 
 def orthogonal_names(

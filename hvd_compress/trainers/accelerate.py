@@ -59,7 +59,7 @@ class AccelerateLoop:
         self.training, self._accelerator = Training(build, options), accelerator
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-        self.training.begin(plain, given, accelerator.scaler)
+        self.training.begin(plain, given, accelerator.scaler, wrapped=model)
         checkpoint, objects = _Checkpoint(self.training, accelerator), accelerator._custom_objects
         accelerator.register_for_checkpointing(checkpoint)
         self.training.ends.extend(

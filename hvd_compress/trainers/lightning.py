@@ -92,7 +92,7 @@ class LightningCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.training.begin(pl_module, trainer.optimizers, scaler)
+        self.training.begin(pl_module, trainer.optimizers, scaler, wrapped=trainer.model)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning has loaded the optimizers, which ModelParallelStrategy does after ``on_fit_start``."""

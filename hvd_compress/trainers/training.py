@@ -70,7 +70,12 @@ class Training:
         return self._built.compression if isinstance(self._built, LocalSteps) else self._built
 
     def begin(
-        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any = None, lasts: Lasts = lambda: True
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: Any = None,
+        lasts: Lasts = lambda: True,
+        wrapped: torch.nn.Module | None = None,
     ) -> None:
         """Called when the model is on its device, and wrapped, and the checkpoint is loaded. Closes the training
         that the model was in.
@@ -81,6 +86,7 @@ class Training:
             scaler: the ``GradScaler`` in use, if any.
             lasts: whether the training still runs, where the trainer tells nobody of an exception. If not, DDP's next
                 forward pass ends it.
+            wrapped: the model in its wrappers, if the trainer tells. Otherwise DDP's are looked for in the process.
 
         Raises:
             TypeError: see the class.
@@ -112,11 +118,11 @@ class Training:
             return bool(self.ends)
 
         if isinstance(built, LocalSteps):
-            self.ends = use_hook(model, None, runs)
+            self.ends = use_hook(wrapped or model, None, runs)
         elif any(map(is_sharded, built.engine.parameters)):
             self.ends = [register_fsdp_hooks(model, built).remove]
         else:
-            self.ends = use_hook(model, partial(ddp_hook, built), runs)
+            self.ends = use_hook(wrapped or model, partial(ddp_hook, built), runs)
             momentum = built.traits.momentum or built.traits.fixed_size
             if not self.ends and (world.place()[1] > 1 or momentum):
                 raise RuntimeError(

@@ -1,5 +1,6 @@
 """Hugging Face transformers."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ from transformers import Trainer, TrainerCallback
 
 from ..carriers import world
 from ..engine.arguments import check_flag
-from ..guards.living import living
 from ..methods.base import Compressor
 from . import rank_files
 from .training import Build, Training
@@ -67,11 +67,9 @@ class TransformersCallback(TrainerCallback):
         self.training.weights_replaced()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        trainers = [trainer for trainer in living(Trainer) if trainer.state is state]
-        if not trainers:
-            raise TypeError("TransformersCallback is for transformers.Trainer: for other loops there is AccelerateLoop")
-        trainer, handler = trainers[0], trainers[0].callback_handler
-        _move_before_loggers(trainer.callback_handler.callbacks, self)
+        trainer = _calling_trainer()
+        handler = trainer.callback_handler
+        _move_before_loggers(handler.callbacks, self)
         model: torch.nn.Module = others["model"]
         optimizer = others["optimizer"]
         self.training.begin(
@@ -79,6 +77,7 @@ class TransformersCallback(TrainerCallback):
             [optimizer],
             getattr(optimizer, "scaler", None),
             lambda: any(callback is self for callback in handler.callbacks),
+            trainer.model_wrapped,
         )
         if self._average:
             self._average_before_evaluations(trainer)
@@ -130,6 +129,16 @@ def _move_before_loggers(callbacks: list[Any], own: TransformersCallback) -> Non
         raise ValueError("the Trainer has two TransformersCallbacks: remove one, trainer.remove_callback(callback)")
     callbacks.remove(own)
     callbacks.insert(1, own)
+
+
+def _calling_trainer() -> Any:
+    """The Trainer that calls its callbacks, to which it gives everything but itself."""
+    frame = sys._getframe()
+    while not isinstance(caller := frame.f_locals.get("self"), Trainer):
+        if frame.f_back is None:
+            raise TypeError("TransformersCallback is for transformers.Trainer: for other loops there is AccelerateLoop")
+        frame = frame.f_back
+    return caller
 
 
 def _folder(args: Any, state: Any) -> Path:

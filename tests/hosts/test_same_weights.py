@@ -14,7 +14,7 @@ from torch import nn
 
 from hvd_compress import NoCompression
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.gradients.same_weights import _INTERVAL
+from hvd_compress.guards.same_weights import _INTERVAL, SameWeights
 
 HOSTS = pytest.mark.parametrize("host", KINDS)
 
@@ -140,7 +140,7 @@ def test_a_step_that_has_failed_is_repeated_with_its_allgather(ordered, repeats,
     built = [NoCompression(model, collectives=world.collectives(rank)) for rank, model in enumerate(models)]
 
     def train(rank):
-        weights = built[rank].engine.driver._weights
+        weights = SameWeights(built[rank].engine)
         for _ in range(1 + repeats.count(rank)):
             weights.begin()
             built[rank].reset()

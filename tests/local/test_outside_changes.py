@@ -230,7 +230,7 @@ def test_on_a_gpu_samples_are_compared_if_counters_have_moved(moved):
     """A look at them would wait for the GPU."""
     world, group, saved = trained(LOW_BIT)
     for worker in group:
-        worker.local._rounds._outside.free = False
+        worker.local._rounds._guards._weights.free = False
         (load if moved else switch)(worker, saved)
     if not moved:
         world.run(lambda i: group[i].local_step(9))

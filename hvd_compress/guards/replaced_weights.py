@@ -1,4 +1,13 @@
-"""Weights that were replaced between local steps, which an exchange would take for progress."""
+"""Weights that are replaced between local steps, which an exchange would take for progress.
+
+People: load other weights in training (`load_state_dict(best)`), switch to an EMA, average (SWA), roll back, merge
+    adapters.
+Cost: 16 to 157 % of the difference was in the weights after the next exchange.
+Noticed: some entries of 32 weights are compared with those that the last step of an optimizer, or the last exchange,
+    has left.
+Message: `the weights have changed` …, `some weights have changed` …
+Cure: [`local.take_weights()`](local_steps.md#weights-that-are-replaced) on all ranks after it
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,8 +20,9 @@ from ..engine.bucket import is_dense
 from ..engine.optimizers import parameters_of
 from ..engine.shards import local
 from ..engine.spread import spread
-from .common_weights import Weight
 
+# Where in a training loop weights are looked at, for errors.
+AFTER_STEP, AFTER_CALL = "since the optimizer's last step", "since the last call of LocalSteps"
 # So many weights are looked at, and so many entries of each.
 _PROBES, _ENTRIES = 32, 16
 # Relative change of a probe that counts as rounding, in units of its dtype's precision and at least: some optimizers
@@ -20,7 +30,7 @@ _PROBES, _ENTRIES = 32, 16
 _ROUNDING, _LEAST = 1.0, 1e-5
 
 
-class OutsideChanges:
+class ReplacedWeights:
     """Compares the weights with those that the last step of an optimizer, or the last exchange, has left.
 
     torch's version counters are looked at first. If they have moved, and on the CPU in any case, samples of the entries
@@ -29,20 +39,21 @@ class OutsideChanges:
     as clamping, belongs to the training.
 
     Args:
-        weights: those that an optimizer holds.
+        parameters: those that an optimizer holds.
         warn: called with a warning.
     """
 
-    def __init__(self, weights: Sequence[Weight], warn: Callable[[str], None]) -> None:
-        self._weights, self._warn = weights, warn
+    def __init__(self, parameters: Sequence[Tensor], warn: Callable[[str], None]) -> None:
+        self._parameters, self._warn = parameters, warn
+        owns = [local(p).detach() for p in parameters]
         # One sample must not lie on several devices.
-        device = next((w.own.device for w in weights if not w.own.is_cpu), torch.device("cpu"))
-        dense = [n for n, w in enumerate(weights) if w.own.numel() and is_dense(w.own) and w.own.device == device]
-        large = [n for n in dense if weights[n].own.numel() >= _ENTRIES]
+        device = next((own.device for own in owns if not own.is_cpu), torch.device("cpu"))
+        dense = [n for n, own in enumerate(owns) if own.numel() and is_dense(own) and own.device == device]
+        large = [n for n in dense if owns[n].numel() >= _ENTRIES]
         self._probes, self._entries = spread(large or dense, _PROBES), _ENTRIES if large else 1
         #: Whether a look at the samples waits for nobody.
         self.free = device.type == "cpu"
-        least = [max(_LEAST, _ROUNDING * torch.finfo(weights[n].own.dtype).eps) for n in self._probes]
+        least = [max(_LEAST, _ROUNDING * torch.finfo(owns[n].dtype).eps) for n in self._probes]
         self._rounding = torch.tensor(least, dtype=torch.float32, device=device)
         #: By weight, its version counters, and by probe its samples, (probes, entries); None while there is nothing to
         #: compare with.
@@ -55,7 +66,7 @@ class OutsideChanges:
 
     def note(self) -> None:
         """The weights are as they should be."""
-        self._counters = [self._counter(number) for number in range(len(self._weights))]
+        self._counters = [self._counter(number) for number in range(len(self._parameters))]
         self._samples = self._sampled(self._probes)
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -65,7 +76,7 @@ class OutsideChanges:
             return
         if (held := self._held.get(optimizer)) is None:
             ids = parameters_of([optimizer])
-            mine = [number for number, weight in enumerate(self._weights) if id(weight.parameter) in ids]
+            mine = [number for number, p in enumerate(self._parameters) if id(p) in ids]
             held = self._held[optimizer] = mine, [row for row, n in enumerate(self._probes) if n in set(mine)]
         for number in held[0]:
             self._counters[number] = self._counter(number)
@@ -117,11 +128,11 @@ class OutsideChanges:
 
     def _counter(self, number: int) -> tuple[int, int]:
         """A DTensor and its shard count apart."""
-        parameter = self._weights[number].parameter
+        parameter = self._parameters[number]
         return parameter._version, local(parameter)._version
 
     def _sampled(self, probes: Sequence[int]) -> Tensor:
         """Float32, (probes, entries)."""
-        owns, count = [self._weights[number].own for number in probes], self._entries
+        owns, count = [local(self._parameters[number]).detach() for number in probes], self._entries
         rows = [own.as_strided((count,), (own.numel() // count,)) for own in owns]
         return torch.stack(rows).float() if rows else torch.zeros((0, count), dtype=torch.float32, device="cpu")

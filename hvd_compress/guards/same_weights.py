@@ -1,7 +1,11 @@
-"""Compares the ranks' weights now and then.
+"""Weights that drift apart although the averages are equal, under hooks, loops and Horovod.
 
-Equal averages do not keep them equal where the loop does something else on each rank: it clips by a norm to which other
-gradients belong, which are the rank's own, skips a step, or has optimizer states of the rank's own.
+People: clip by a norm to which a rank's own gradients belong, skip a step on one rank, do not broadcast the weights, or
+    give the ranks other learning rates or optimizer states.
+Cost: each rank trains another model, without a word.
+Noticed: at step 0, 1, 10 and multiples of 100, sums and norms of some weights are compared. A warning on all ranks.
+Message: `the ranks' weights differ, such as` …
+Cure: broadcast weights and optimizer states before the first step; do the same on all ranks, except the data.
 """
 
 from collections.abc import Sequence
