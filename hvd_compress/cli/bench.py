@@ -3,7 +3,6 @@
 
 import json
 import math
-import shlex
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +11,8 @@ from typing import Any
 
 from ..engine.collectives import ring_bytes
 from . import launchers
+from .methods import BASELINES
 from .processes import Failed, exit_on_signals, last_lines, run_group
-from .ranks import serve_store
-from .wire import BASELINES
 
 Row = dict[str, Any]
 #: By launcher its host, and the command.
@@ -30,7 +28,6 @@ def measure(
     methods: Sequence[str],
     ranks: int,
     launcher: str,
-    host: str,
     steps: int = 7,
     timeout: float = 1800.0,
     per_node: int = 1,
@@ -40,11 +37,8 @@ def measure(
 
     Args:
         model: see :func:`hvd_compress.cli.shapes.named`.
-        methods: names of :data:`hvd_compress.cli.wire.METHODS`.
-        ranks: number of ranks. Ignored if the launcher is a command: the command sets the number.
-        launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
-            Its rank 0 must run on this machine, or share the folder for temporary files.
-        host: ``"ddp"`` or ``"horovod"``.
+        methods: names of :data:`hvd_compress.cli.methods.METHODS`.
+        launcher: one of LAUNCHERS.
         steps: number of measured steps of each method, fewer if they take more than a minute.
         timeout: seconds after which the launch is killed.
         per_node: ranks of a node; above 1, compressors get ``nodes``.
@@ -56,35 +50,23 @@ def measure(
     Raises:
         Failed: the launch failed, took too long, or wrote no complete result.
     """
+    host, command_of = LAUNCHERS[launcher]
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         result, log = Path(folder) / "result.jsonl", Path(folder) / "log"
         options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "result": result}
         options |= {"ranks-per-node": per_node} if per_node > 1 else {}
-        store: Any = None
-        if launcher not in LAUNCHERS and host == "ddp":
-            store, options["store"] = serve_store()
         module = "hvd_compress.cli.bench_rank", *(f"--{name}={value}" for name, value in options.items())
-        command, environment = _command(launcher, ranks, *module)
+        command, environment = command_of(ranks, *module)
 
         def lines() -> list[Row]:
             text = result.read_text() if result.exists() else ""
             return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
         run_group(command, timeout, log, environment, "the launch", watch=lambda: progress(len(lines())))
-        del store  # served until here
         if len(found := lines()) != len(methods):
-            raise Failed(
-                f"the launch ended with status 0 and results of {len(found)} of {len(methods)} methods. It must start "
-                "ranks, and rank 0 must run on this machine or share its folder for temporary files.\n"
-                f"{last_lines(log)}"
-            )
+            results = f"results of {len(found)} of {len(methods)} methods"
+            raise Failed(f"the launch ended with status 0 and {results}\n{last_lines(log)}")
     return compared([{"method": row["method"], **summary([row])} for row in found])
-
-
-def _command(launcher: str, ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
-    if launcher in LAUNCHERS:
-        return LAUNCHERS[launcher][1](ranks, *module)
-    return [*shlex.split(launcher), "-m", *module], {}
 
 
 def summary(runs: Sequence[Row]) -> Row:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,15 +15,6 @@ from ..hosts.ddp import ddp_hook
 from ..local.steps import LocalSteps
 
 HOSTS = ("ddp", "horovod")
-#: The variables in which a launcher gives a process its rank and the number of ranks. torchrun's come first: they are
-#: of this launch, because it does not inherit them (:func:`.processes.inherited`). An mpirun inside a SLURM job sets
-#: its own, so SLURM's come last.
-VARIABLES = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
 
 
 class Horovod:
@@ -87,28 +77,15 @@ class Horovod:
 
 
 class Ddp(Horovod):
-    """``DistributedDataParallel``, over Gloo, or with NCCL on a GPU for each rank.
+    """``DistributedDataParallel``, over Gloo, or on ``"cuda"``, with a GPU for each rank, over NCCL."""
 
-    Args:
-        store: ``HOST:PORT`` of :func:`serve_store`, for launchers such as srun and mpirun, which do not set torchrun's
-            variables. Where all of these are set, it is not used.
-        device: ``"cpu"`` or ``"cuda"``.
-    """
-
-    def __init__(self, store: str = "", device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu") -> None:
         from torch import distributed
 
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if device == "cuda":
             torch.cuda.set_device(self.local_rank)
-        backend = "nccl" if device == "cuda" else "gloo"
-        if not store or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}:
-            distributed.init_process_group(backend)
-        else:
-            rank, size = _rank_and_size()
-            host, _, port = store.rpartition(":")
-            client = distributed.TCPStore(host, int(port), is_master=False)
-            distributed.init_process_group(backend, store=client, rank=rank, world_size=size)
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo")
         self._dist, self._device = distributed, device
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
@@ -182,32 +159,6 @@ class LocalRank:
         return [*common, *model.parameters()]
 
 
-def _rank_and_size() -> tuple[int, int]:
-    for rank, size in VARIABLES:
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    pairs = ", ".join(f"{rank} with {size}" for rank, size in VARIABLES)
-    raise RuntimeError(f"the launcher does not number its ranks: it sets none of {pairs}")
-
-
-def serve_store() -> tuple[Any, str]:
-    """A store for the rendezvous of a launch's ranks, served by this process on a free port as long as the object
-    exists, and its ``HOST:PORT``.
-
-    HOST is the name of this machine, which must resolve to an address that the ranks' hosts can reach. The store
-    accepts connections on all interfaces of this machine, without authentication. (``localhost`` below is only where
-    this process connects to it.)"""
-    from torch import distributed
-
-    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:  # the name does not resolve: ranks on this machine only
-        name = "localhost"
-    return store, f"{name}:{store.port}"
-
-
 def nodes_of(ranks: int, per_node: int) -> int | bool:
     """The argument ``nodes`` of a compressor, for nodes of ``per_node`` ranks. Raises ``ValueError`` unless all nodes
     are full."""
@@ -216,7 +167,7 @@ def nodes_of(ranks: int, per_node: int) -> int | bool:
     return ranks // per_node if per_node > 1 else False
 
 
-def start(host: str, store: str = "", device: str = "cpu", nodes: bool = False) -> Horovod:
-    """This process's rank. ``host``: one of HOSTS. ``store``, ``device``: see :class:`Ddp`. ``nodes``: whether
-    compressors will get ``nodes``."""
-    return Ddp(store, device) if host == "ddp" else Horovod(nodes)
+def start(host: str, device: str = "cpu", nodes: bool = False) -> Horovod:
+    """This process's rank. ``host``: one of HOSTS. ``device``: see :class:`Ddp`. ``nodes``: whether compressors will
+    get ``nodes``."""
+    return Ddp(device) if host == "ddp" else Horovod(nodes)

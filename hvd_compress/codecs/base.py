@@ -1,18 +1,16 @@
 """The interfaces of codecs and of their channels."""
 
 import abc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
-from ..engine.collectives import Request, Verb
+from ..engine.collectives import Request
 from ..engine.state import Tree
 from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
-#: Collectives, each with the bytes that a rank contributes.
-Messages = list[tuple[Verb, int]]
 
 # The most steps in which a value beyond a dtype's range is sent.
 _PATIENCE = 64
@@ -42,10 +40,6 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "Channel":
         """A channel for ``groups`` groups of values; each group has its own scale."""
-
-    @abc.abstractmethod
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        """The messages of a rank that average groups of these sizes, after the first step."""
 
 
 class Channel(abc.ABC):

@@ -1,13 +1,12 @@
 """Floats of 16 or 32 bits, summed by an allreduce."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..engine.collectives import allreduce
-from .base import Averaged, Channel, Codec, Messages, drop_excess, invalidate
+from .base import Averaged, Channel, Codec, drop_excess, invalidate
 
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
@@ -42,9 +41,6 @@ class Cast(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _CastChannel(self, groups, ranks, rank, device)
-
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        return [("allreduce", self.dtype.itemsize * sum(sizes))]
 
 
 class _CastChannel(Channel):

@@ -1,6 +1,5 @@
 """Codes in an allgather: every rank receives and averages the codes of all."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from ..engine.collectives import allgather
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, Messages, invalidate
+from .base import Averaged, Channel, Codec, invalidate
 from .packed import Code
 from .scales import Moments
 
@@ -25,9 +24,6 @@ class CodedGather(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "GatherChannel":
         return GatherChannel(self.code, groups, ranks, rank, device)
-
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        return [("allgather", 4 * len(sizes) + self.code.size(sum(sizes)))]
 
 
 def floats(message: Tensor) -> Tensor:
