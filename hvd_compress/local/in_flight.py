@@ -138,7 +138,7 @@ class InFlight:
                     torch.add(torch.sub(weight.own, before, out=before), now, out=weight.own)
 
     def reset(self) -> None:
-        """The exchange has failed. What was compressed is in the residual, and zero in the round."""
+        """The exchange has failed. Compressed progress is back in the residual, and zero in the round."""
         failed, self._round = self._round, None
         self._calls.clear()
         if failed is not None:

@@ -22,9 +22,9 @@ Progress = Sequence[tuple[Weight, Tensor]]
 
 @dataclass(frozen=True)
 class _Doubt:
-    """A round that may have been committed by others. ``works``: residuals are as after it. ``uncompressed``: progress
-    that it has sent from no residual; the parameters do not contain it. ``counts``: called if others have committed
-    it."""
+    """A round that may have been committed by others. ``works``: their residuals already exclude its payload.
+    ``uncompressed``: progress sent without a residual; the parameters do not contain it. ``counts``: called if others
+    have committed it."""
 
     attempt: tuple[int, int]
     works: Sequence[Work]
