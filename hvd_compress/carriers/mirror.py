@@ -1,4 +1,4 @@
-"""Rank 0 of many in a process alone, to time a compressor: the other ranks are simulated as sending what it sends."""
+"""Rank 0 of many in a process alone, to measure a compressor: the other ranks are simulated as sending the same."""
 
 import math
 import time
@@ -22,11 +22,8 @@ class _Done:
 
 
 class Mirror:
-    """The collectives of rank 0 of ``size`` ranks that all send the same.
-
-    ``seconds``: time spent on the simulation so far, by ``clock``. ``hops``: messages that wait for each other so far,
-    in rings.
-    """
+    """The collectives of rank 0 of ``size`` ranks that all send the same. ``seconds``: time spent on the simulation so
+    far, by ``clock``. ``hops``: messages that wait for each other so far, in rings."""
 
     rank, active, ordered = 0, True, False
 

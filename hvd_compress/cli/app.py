@@ -60,7 +60,7 @@ def _nodes(ranks: int, per_node: int) -> int:
 
 
 def _make_folder(file: Path | None) -> None:
-    """Makes the folder of an output file. Called before a measurement, so that a wrong path does not lose it."""
+    """Makes the folder of an output file before a measurement, so that a wrong path does not lose it."""
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

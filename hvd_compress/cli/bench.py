@@ -1,5 +1,5 @@
-"""``hvd-compress bench``: launches ranks that measure all methods, and makes the rows of the table.
-``scripts/lab/bench_exchange.py`` has the same rows."""
+"""``hvd-compress bench``: launches ranks that measure all methods, and makes the rows of the table, which
+``scripts/lab/bench_exchange.py`` prints, too."""
 
 import json
 import math
@@ -33,22 +33,16 @@ def measure(
     per_node: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Row]:
-    """Launches the ranks and waits for them.
+    """Launches the ranks and waits for them. Returns a row per method (:func:`summary`, :func:`compared`). Raises
+    :class:`Failed` if the launch failed, took more than ``timeout`` seconds, or wrote no complete result.
 
     Args:
         model: see :func:`hvd_compress.cli.shapes.named`.
         methods: names of :data:`hvd_compress.cli.methods.METHODS`.
         launcher: one of LAUNCHERS.
         steps: number of measured steps of each method, fewer if they take more than a minute.
-        timeout: seconds after which the launch is killed.
         per_node: ranks of a node; above 1, compressors get ``nodes``.
         progress: called several times a second with the number of methods that have been measured.
-
-    Returns:
-        A row per method (:func:`summary`, :func:`compared`).
-
-    Raises:
-        Failed: the launch failed, took too long, or wrote no complete result.
     """
     host, command_of = LAUNCHERS[launcher]
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
@@ -71,8 +65,7 @@ def measure(
 
 def summary(runs: Sequence[Row]) -> Row:
     """A row from runs of a method (:meth:`hvd_compress.cli.bench_rank.Bench.measure`): medians over their steps, in ms,
-    with the fastest and the slowest. ``exchange_ms``: the time of a step beyond backward and update alone.
-    ``break_even_gbit_s``: see :func:`break_even`."""
+    with the fastest and the slowest. ``exchange_ms``: the time of a step beyond backward and update alone."""
     steps = [ms for run in runs for ms in run["steps_ms"]]
     step = statistics.median(steps)
     found = {key: statistics.median(run[key] for run in runs) for key in ("longest_ms", "alone_ms", "compress_ms")}
@@ -95,16 +88,16 @@ def summary(runs: Sequence[Row]) -> Row:
 
 
 def break_even(saved: float, milliseconds: float) -> float | None:
-    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so many ``milliseconds``: below it they are worth
-    a compressor's time, without any overlap. None if nothing is saved."""
+    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so many ``milliseconds``; None if none are
+    saved."""
     return 8e-6 * saved / milliseconds if milliseconds > 0 and saved > 0 else None
 
 
 def compared(
     rows: Iterable[Row], baselines: Sequence[str] = BASELINES, name: Callable[[str], str] = lambda method: method
 ) -> list[Row]:
-    """The rows with ``speedup``, over the fastest row of ``baselines``; None unless all of them were measured.
-    ``name``: returns the method of a row's label."""
+    """The rows with ``speedup`` over the fastest row of ``baselines``; None unless all of them were measured. ``name``:
+    returns the method of a row's label."""
     rows, fastest = list(rows), dict[str, float]()
     for row in rows:
         method = name(row["method"])

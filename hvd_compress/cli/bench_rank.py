@@ -28,10 +28,8 @@ class Bench:
     """Measures steps of a model without computation. All ranks begin each step together.
 
     Args:
-        ranks: this process's rank.
         named: the model's parameters.
         steps: number of measured steps, fewer if they take more than ``seconds``, but at least 3.
-        seconds: for the steps of a method.
         pause: of the model, in seconds (:class:`.synthetic.Synthetic`).
         per_node: ranks of a node, which share its link.
     """
@@ -50,7 +48,6 @@ class Bench:
         self.pause, self.per_node = pause, per_node
 
     def replica(self, momentum: float = 0.0) -> tuple[Synthetic, torch.optim.Optimizer]:
-        """A model and its optimizer."""
         model = Synthetic(self.named, self.ranks.rank, pause=self.pause)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
 
@@ -78,8 +75,8 @@ class Bench:
 
         Args:
             compression: see :meth:`hvd_compress.cli.ranks.Horovod.wrap`.
-            coupling: has the methods of a host from ``wrap`` to ``replicas``, if it is not the host.
-            period: steps between two exchanges, of which each figure is the mean.
+            coupling: an object to call from ``wrap`` to ``replicas`` in place of the host.
+            period: steps between two exchanges; figures are means over them.
         """
         host, coupling = self.ranks, coupling or self.ranks
         module, optimizer = coupling.wrap(model, optimizer, compression)
@@ -123,12 +120,10 @@ class Bench:
         return found[warmup:]
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """The steps of the slowest rank, in ms."""
         return [1e3 * max(ranks) for ranks in zip(*self.ranks.gather(seconds), strict=True)]
 
 
 def measure(bench: Bench, method: str, nodes: int | bool) -> dict[str, Any]:
-    """The figures of a method of :data:`hvd_compress.cli.methods.METHODS`."""
     model, optimizer = bench.replica()
     known = METHODS[method]
     if method in BASELINES:

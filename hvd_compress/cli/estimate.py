@@ -1,6 +1,6 @@
 """``hvd-compress estimate``: step times by method, from compressors measured here and a model of the network.
 
-A step takes the time of the user's computation, of the compressor and of the exchange, minus what overlaps: the
+A step takes the time of the user's computation, of the compressor and of the exchange, minus their overlap: the
 exchange of one bucket with half of the compressor's work on the others, and with backward but for the last bucket. The
 processor time of the transport is not counted.
 """
@@ -53,7 +53,6 @@ class Model:
 
     @property
     def compressed(self) -> int:
-        """Entries of the tensors that are compressed."""
         return sum(math.prod(shape) for shape in self.shapes if is_compressed(shape))
 
     def buckets(self) -> int:
@@ -61,7 +60,7 @@ class Model:
 
 
 def step_seconds(model: Model, network: Network, one: Measured, local_steps: int = 1) -> float:
-    """The time of a step. One step in ``local_steps`` exchanges, if these are more than one after its backward; inside
+    """The time of a step. One of ``local_steps`` steps exchanges, after its backward if these are more than one; inside
     a host, every step sums gradients."""
     buckets = model.buckets()
     exchange = network.seconds(one.bytes, buckets * one.hops)
@@ -72,7 +71,7 @@ def step_seconds(model: Model, network: Network, one: Measured, local_steps: int
 
 
 def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
-    """The time of a step inside a host: of its exchange, and with local steps of the sum of gradients in every step."""
+    """The time inside a host in a step: of its exchange, and with local steps of the sum of gradients in every step."""
     inside = network.inside(model.compressed)
     return inside if local_steps == 1 else inside * (1 + 1 / local_steps)
 
@@ -80,9 +79,9 @@ def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
 def estimates(
     model: Model, network: Network, measured: Mapping[str, Measured], optimizer: str, local_steps: int | None = None
 ) -> list[Estimate]:
-    """The estimates of all measured methods: first what docs/choosing.md advises for the optimizer, in its order, then
-    what trains well with it, fastest first, then the others. Dense and fp16 have one level and exchange in every step;
-    the others exchange once in ``local_steps``, by default their own."""
+    """The estimates of all measured methods: first the advice of docs/choosing.md for the optimizer, in its order;
+    then, fastest first, the others that train well with it, and the rest. Dense and fp16 have one level and exchange in
+    every step; the others exchange once in ``local_steps``, by default their own."""
     flat = replace(network, per_node=1)
     networks = {method: flat if method in BASELINES else network for method in measured}
     periods = {method: 1 if method in BASELINES else local_steps or METHODS[method].local_steps for method in measured}
@@ -95,7 +94,7 @@ def estimates(
         return min(step(base, bits) for base in BASELINES) - step(method, bits)
 
     def break_even(method: str) -> float:
-        """The gain falls with the bandwidth: halve the interval of its logarithm."""
+        """Halves the interval of the bandwidth's logarithm: the gain falls with the bandwidth."""
         if gain(method, SLOWEST) <= 0:
             return 0.0
         if gain(method, math.inf) > 0:
@@ -130,21 +129,19 @@ def estimates(
 
 
 def baseline(found: Sequence[Estimate]) -> Estimate:
-    """The faster of dense and fp16."""
     return min((one for one in found if one.method in BASELINES), key=lambda one: one.step)
 
 
 def winner(found: Sequence[Estimate], optimizer: str) -> Estimate:
-    """The first method that docs/choosing.md advises and that is worth it; if none is, the fastest that trains well
-    with the optimizer."""
+    """The first advised method (docs/choosing.md) that is worth it; otherwise the fastest that trains well."""
     limit = baseline(found).step / WORTH
     worth = [one for one in found if one.method in ADVISED[optimizer] and one.step <= limit]
     return worth[0] if worth else min((one for one in found if one.allowed), key=lambda one: one.step)
 
 
 def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False) -> str:
-    """A sentence: which method to use, or that none is recommended. ``exchange_only``: no computation was given, so
-    that speed-ups are upper bounds."""
+    """A sentence: the method to use, or that none is recommended. ``exchange_only``: no computation was given, so that
+    speed-ups are upper bounds."""
     best, base = winner(found, optimizer), baseline(found)
     if best.step * WORTH > base.step:
         faster = f"{best.method} would be {base.step / best.step:.2f} times as fast" if best is not base else ""
@@ -166,7 +163,7 @@ def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = Fal
 
 
 def rate(bits: float | None) -> str:
-    """A bandwidth as text; ``none`` and ``any`` where there is no break-even."""
+    """A bandwidth as text; ``none`` or ``any`` without a break-even."""
     if bits is None:
         return "-"
     if bits == 0:

@@ -21,8 +21,8 @@ WARMUP, STEPS = 2, 5
 
 
 def sample(shapes: Sequence[Shape]) -> tuple[list[Shape], float]:
-    """Some of the compressed tensors, of every size, with about MOST entries at most, and how many times more the whole
-    model has. Tensors of more than half of MOST are cut along their first dimension."""
+    """A sample of the compressed tensors, of every size, with about MOST entries at most, and the factor from it to the
+    whole model. Tensors of more than half of MOST are cut along their first dimension."""
     large = sorted((shape for shape in shapes if is_compressed(shape)), key=math.prod)
     total = sum(map(math.prod, large))
     if not total:
@@ -54,8 +54,8 @@ class Kernels:
         self._model = Synthetic(named, rank=0) if named else None
 
     def measure(self, method: str, ranks: int, per_node: int = 1) -> Measured:
-        """The figures of one rank, with its processor time on one core: of the method, and of copying all gradients
-        into and out of a host's buffers.
+        """The figures of one rank, with the time on one core of the method and of copying all gradients into and out of
+        a host's buffers.
 
         ``ranks``: members of the exchange; ``per_node``: ranks of each, if they are nodes. A rank does its share of the
         method's work, and copies all gradients once more, for the node's sums. Baselines are in one ring of all ranks.
@@ -77,7 +77,6 @@ class Kernels:
             torch.set_num_threads(threads)
 
     def _exchange(self, method: Method, ranks: int) -> Measured:
-        """The figures of the compressed tensors."""
         if not method.gathers or ranks <= MOST_RANKS:
             return self._run(method, ranks)
         few, half = self._run(method, MOST_RANKS), self._run(method, MOST_RANKS // 2)
@@ -87,7 +86,7 @@ class Kernels:
 
     def _run(self, method: Method, ranks: int) -> Measured:
         """Runs the compressor on the sample. Returns the figures of all compressed tensors: the median time of a step,
-        and the bytes and the hops of the last one."""
+        and the bytes and hops of the last one."""
         mirror, found, hops = Mirror(ranks, time.thread_time), list[float](), 0
         assert self._model is not None
         compression = method.build(self._model.named_parameters(), collectives=mirror)
@@ -107,8 +106,8 @@ class Kernels:
 
 
 def _copies(size: int, method: str) -> float:
-    """Seconds in which DDP and Horovod copy and divide ``size`` entries, as in every step; with float16, they also cast
-    them there and back."""
+    """The seconds in which DDP and Horovod copy and divide ``size`` entries in a step, for fp16 with casts both
+    ways."""
     source, found = torch.ones(size, dtype=torch.float32, device="cpu"), list[float]()
     target = torch.ones_like(source)
     for _ in range(WARMUP + STEPS):

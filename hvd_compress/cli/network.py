@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..engine.collectives import Verb, ring_bytes
 
-#: What Ethernet, IP and TCP leave of a link: 1448 of 1538 bytes.
+#: The share of a link beyond the headers of Ethernet, IP and TCP: 1448 of 1538 bytes.
 PAYLOAD = 0.94
 _INSIDE: tuple[Verb, Verb] = ("reduce", "broadcast")
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -52,7 +52,7 @@ class Network:
     inside_bits: float = math.inf
 
     def seconds(self, sent: float, hops: float) -> float:
-        """The time of an exchange: of the bytes that are sent over a link, and of ``hops`` messages that wait for each
+        """The time of an exchange that sends so many bytes over a link, with ``hops`` messages that wait for each
         other."""
         return 8 * sent / (self.bits * PAYLOAD) + self.latency * hops
 

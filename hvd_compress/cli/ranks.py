@@ -1,4 +1,4 @@
-"""A launched rank of ``doctor``, ``bench`` or an experiment: of Horovod, or of torch.distributed."""
+"""A rank of Horovod or torch.distributed that ``doctor``, ``bench`` or an experiment has launched."""
 
 import os
 import pickle
@@ -28,19 +28,16 @@ class Horovod:
         self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
 
     def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
-        """The module to call and the optimizer to step.
-
-        Args:
-            compression: a :class:`hvd_compress.Compressor`, ``"fp16"`` for the host's own, or None. Also another object
-                with Horovod's ``compress`` and ``decompress``, or, for DDP, a hook's state and the hook.
-        """
+        """The module to call and the optimizer to step. ``compression``: a :class:`hvd_compress.Compressor`; ``"fp16"``
+        for the host's own; None; an object with Horovod's ``compress`` and ``decompress``; or, for DDP, a hook's state
+        and the hook."""
         stock = self._hvd.Compression.fp16 if compression == "fp16" else self._hvd.Compression.none
         given = compression if compression not in ("fp16", None) else stock
         named = model.named_parameters()
         return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=given)
 
     def synchronize(self, optimizer: Any) -> None:
-        """The averaged gradients are in ``p.grad`` afterwards."""
+        """Completes the averages in ``p.grad``."""
         optimizer.synchronize()
 
     def update(self, optimizer: Any) -> None:
@@ -49,17 +46,16 @@ class Horovod:
             optimizer.step()
 
     def replicas(self, model: nn.Module) -> list[Tensor]:
-        """Ends the training. Returns what must then be the same on all ranks."""
+        """Ends the training. Returns tensors that must be the same on all ranks."""
         return list(model.parameters())
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
         return self._result(
             self._hvd.allreduce_async(tensor, name=f"sum.{tensor.dtype}.{tensor.numel()}", op=self._hvd.Sum)
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Not by ``allgather_object()``, which spins meanwhile."""
+        """Every rank's value, in rank order. Not by ``allgather_object()``, which keeps a core busy."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         own = torch.tensor([mine.numel()], dtype=torch.int64, device="cpu")
         sizes = self._result(self._hvd.allgather_async(own, name="gather.sizes"))
@@ -105,7 +101,7 @@ class Ddp(Horovod):
         return module, optimizer
 
     def synchronize(self, optimizer: Any) -> None:
-        """Nothing to do: the averages are complete after the backward pass."""
+        """Does nothing: the averages are complete after the backward pass."""
 
     def update(self, optimizer: Any) -> None:
         optimizer.step()
@@ -135,8 +131,8 @@ class Ddp(Horovod):
 
 
 class LocalRank:
-    """Local steps in place of a host's averages of gradients. ``build``: makes the :class:`hvd_compress.LocalSteps`
-    from the model, the optimizer and the compressor."""
+    """Local steps in place of a host's averages. ``build``: makes the :class:`hvd_compress.LocalSteps` from the model,
+    the optimizer and the compressor."""
 
     def __init__(self, build: Callable[[nn.Module, Any, Any], LocalSteps]) -> None:
         self._build = build
@@ -146,7 +142,7 @@ class LocalRank:
         return model, optimizer
 
     def synchronize(self, optimizer: Any) -> None:
-        """Gradients are not averaged."""
+        """Does nothing: gradients are not averaged."""
 
     def update(self, optimizer: Any) -> None:
         optimizer.step()
@@ -160,14 +156,12 @@ class LocalRank:
 
 
 def nodes_of(ranks: int, per_node: int) -> int | bool:
-    """The argument ``nodes`` of a compressor, for nodes of ``per_node`` ranks. Raises ``ValueError`` unless all nodes
-    are full."""
+    """The argument ``nodes`` of a compressor, for nodes of ``per_node`` ranks, which must all be full."""
     if ranks % per_node:
         raise ValueError(f"{ranks} ranks are no full nodes of {per_node}")
     return ranks // per_node if per_node > 1 else False
 
 
 def start(host: str, device: str = "cpu", nodes: bool = False) -> Horovod:
-    """This process's rank. ``host``: one of HOSTS. ``device``: see :class:`Ddp`. ``nodes``: whether compressors will
-    get ``nodes``."""
+    """This process's rank. ``host``: of HOSTS. ``device``: of :class:`Ddp`. ``nodes``: whether compressors get some."""
     return Ddp(device) if host == "ddp" else Horovod(nodes)

@@ -58,12 +58,8 @@ SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "gpt2"
 
 def named(model: str) -> list[Named]:
     """The parameters of ``model``: a name of SHAPES, or ``PATH.py:FUNCTION``, a function of no arguments that returns a
-    ``torch.nn.Module``. It is built without memory for its weights if it allows that.
-
-    Raises:
-        ValueError: an unknown name; a missing file or function; or a function that fails, returns something else, or
-            returns a module without trainable parameters.
-    """
+    ``torch.nn.Module``, built without memory for its weights if possible. Raises ``ValueError`` if there is no such
+    model, or the function fails or returns another object, or a module without trainable parameters."""
     if model in SHAPES:
         return list(SHAPES[model]())
     path, colon, name = model.rpartition(":")
@@ -81,7 +77,7 @@ def named(model: str) -> list[Named]:
 
 
 def _build(path: str, name: str) -> Any:
-    """Calls a function of a file, which can import its neighbours, and returns the result."""
+    """Calls a function of a file, which can import its neighbours."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:

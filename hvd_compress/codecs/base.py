@@ -17,8 +17,7 @@ _PATIENCE = 64
 
 
 def drop_excess(quantization_error: Tensor, limit: float) -> None:
-    """Limits the errors of values that were clipped to ``limit``: drops what would take more than 64 further steps to
-    be sent."""
+    """Limits the errors of values that were clipped to ``limit`` to what 64 further steps can send."""
     most = min(_PATIENCE * limit, torch.finfo(torch.float32).max)
     quantization_error.clamp_(-most, most)
 
@@ -71,7 +70,7 @@ class Channel(abc.ABC):
         """
 
     def begin_step(self) -> None:
-        """Saves what :meth:`undo_step` restores."""
+        """Saves the state for :meth:`undo_step`."""
         if self.scales:
             self.scales.begin_step()
 

@@ -13,8 +13,7 @@ _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """``Cast("fp16")``, ``Cast("fp32")``. A value beyond the dtype's range is sent in up to 65 steps; what would take
-    more is dropped."""
+    """``Cast("fp16")``, ``Cast("fp32")``. A value beyond the range is sent in up to 65 steps; the rest is dropped."""
 
     kind: str
 

@@ -1,4 +1,4 @@
-"""Codes in an allgather: every rank receives and averages the codes of all."""
+"""Codes in an allgather: every rank receives the codes of all ranks and averages them."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class CodedGather(Codec):
 
 
 def floats(message: Tensor) -> Tensor:
-    """The float32 in these bytes as float64, flat. Copies the bytes, because they may be unaligned."""
+    """The float32 in these bytes as float64, flat. Copies the bytes, which may be unaligned."""
     return message.flatten().clone().view(torch.float32).double()
 
 
@@ -57,8 +57,7 @@ class GatherChannel(Channel):
         return self.message
 
     def decode_rank(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
-        """Decodes the values of one rank, from the gathered messages of all, and writes them to ``into``, or adds
-        them."""
+        """Decodes the values of one rank, from the gathered messages, and writes them to ``into``, or adds them."""
         row = gathered.view(self.ranks, -1)[rank]
         scale = floats(row[: self.head])
         self.code.decode(row[self.head :], bounded(scale.abs()), (scale < 0).long(), self.edges, into, add)

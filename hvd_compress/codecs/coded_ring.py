@@ -1,4 +1,4 @@
-"""The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather. A message carries its scales."""
+"""The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather."""
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -23,8 +23,7 @@ class CodedRing(Codec):
     3. It encodes the average and sends it to all (allgather); N times the error of this encoding is its own
        quantization error in its part.
 
-    Nothing is kept from step to step. The alltoall has the bits of ``code``, the allgather those of ``mean_code``, and
-    each has 2 bytes a run.
+    Nothing is kept from step to step. Both messages have 2 bytes a run, for its scale.
 
     Args:
         code: how a value is encoded.

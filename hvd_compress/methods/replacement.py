@@ -1,4 +1,4 @@
-"""The replacement of DeMo's averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
+"""DeMo's replacement of the averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
 
 import math
 from collections.abc import Iterable
@@ -18,15 +18,12 @@ from .orthogonal import orthogonalize
 
 
 class Replacement:
-    """Replaces the averages of one compressor.
-
-    ``names``: of the parameters whose averages become orthogonal; the others become signs.
-    """
+    """Replaces one compressor's averages by signs; of the parameters with these ``names``, by orthogonal matrices."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
-        # By name, the largest entry of each gradient that was written here; None once a step has shown that the
-        # optimizer receives what was written.
+        # Largest entry of each gradient written here, by name, to detect clipping. None after one optimizer step has
+        # passed the check.
         self._largest: dict[str, Tensor] | None = {}
 
     def any_orthogonal(self, bucket: Bucket) -> bool:
@@ -34,7 +31,7 @@ class Replacement:
         return any(piece.name in self.names for piece in bucket.pieces)
 
     def write(self, bucket: Bucket, averages: list[Tensor], scale: float) -> None:
-        """Writes what replaces a bucket's averages, by piece, to its gradients, times the loss scale."""
+        """Writes the replaced averages of a bucket, by piece, to its gradients, times the loss scale."""
         for piece, average, grad in zip(bucket.pieces, averages, bucket.gradients, strict=True):
             if not grad.numel():  # none arrived
                 continue
@@ -48,8 +45,8 @@ class Replacement:
                 self._largest[piece.name] = grad.abs().amax()
 
     def check_received(self, engine: Engine) -> None:
-        """Called before an optimizer's step. Warns if somebody has scaled the gradients since the exchange. Waits for a
-        GPU, until one step has shown what the optimizer receives."""
+        """Warns, before an optimizer's step, if the gradients were scaled since the exchange. Synchronises a GPU until
+        one step has passed the check."""
         if self._largest is None:
             return
         scale = engine.scale

@@ -55,12 +55,7 @@ class QSGD(EveryEntry):
 
 @dataclass(frozen=True)
 class Levels(Codec):
-    """Values stochastically rounded to multiples of ``norm / (2**(bits - 1) - 1)``, in an allgather.
-
-    Args:
-        bits: bits per value, 2 to 8, sign included. The paper's Elias code is shorter if most values are 0.
-        run: entries that share a norm (the paper's "bucket"); the last run of a parameter may be shorter.
-    """
+    """Values stochastically rounded to multiples of ``norm / (2**(bits - 1) - 1)``, gathered: see :class:`QSGD`."""
 
     bits: int
     run: int = 512

@@ -49,11 +49,7 @@ class TernGrad(EveryEntry):
 
 @dataclass(frozen=True)
 class Ternary(Codec):
-    """Values stochastically rounded to -s, 0 or s, without bias, and summed in lanes by an allreduce.
-
-    s is the largest magnitude on any rank, after each has clipped its values at ``clip`` standard deviations
-    (TernGrad's scaler sharing): an allgather of 4 bytes per group. A lane has ``2 + ceil(log2(N))`` bits for N ranks.
-    """
+    """Values stochastically rounded to -s, 0 or s, in lanes, after an allgather of scales: see :class:`TernGrad`."""
 
     clip: float
 
