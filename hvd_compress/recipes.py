@@ -6,7 +6,7 @@ arguments are the compressor's (``process_group``, ``dense_values``, ...). Error
 arguments in another order raise a ``TypeError`` that shows the call to write.
 
 ================  =======================  ====================  ========================  ============================
-recipe            optimizer                what is exchanged     how averages are applied  bytes against dense training
+recipe            optimizer                exchanged             how averages are applied  bytes against dense training
 ================  =======================  ====================  ========================  ============================
 ``low_bit``       Muon; any                all, 2 bits           average, length restored  16 x period times fewer
 ``diloco``        AdamW, Muon              all, float32          Nesterov, 0.7 and 0.9     period times fewer

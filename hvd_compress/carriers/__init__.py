@@ -1,5 +1,4 @@
-"""Carriers of the bytes of exchanges: collectives of Horovod, of torch.distributed, of threads (for tests), and of
-simulated ranks."""
+"""Carriers of the bytes of exchanges: Horovod, torch.distributed, torchft, threads (for tests), and simulated ranks."""
 
 import sys
 from contextvars import ContextVar
@@ -16,12 +15,8 @@ one_rank_without_host = ContextVar("one_rank_without_host", default=False)
 
 
 def default_collectives(process_set: Any, process_group: Any) -> Collectives:
-    """The collectives of the host in use: Horovod's if it is initialised or a ``process_set`` is given,
-    torch.distributed's if that is initialised or a ``process_group`` is given.
-
-    Raises:
-        ValueError: both are given, or none is given and not exactly one host is initialised.
-    """
+    """The collectives of Horovod, if it is initialised or a ``process_set`` is given, or of torch.distributed, likewise
+    with a ``process_group``. Raises ``ValueError`` if both are given, or none is and not exactly one is initialised."""
     if process_set is not None and process_group is not None:
         raise ValueError("give process_set= (Horovod) or process_group= (torch DDP), not both")
     from torch import distributed

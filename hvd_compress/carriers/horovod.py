@@ -36,12 +36,11 @@ _registries = _Registries()
 
 
 def second_reference(tensor: Tensor) -> Tensor:
-    """A C++ reference to a tensor that is no view (as after ``detach()``), beside that of its Python object; to be held
-    while Horovod has the tensor.
+    """A C++ reference to a tensor that is no view (as after ``detach()``), to be held while Horovod has the tensor.
 
-    When a rank fails, Horovod's thread drops its references while it holds the lock that its functions wait for, which
-    hold the interpreter meanwhile. If Python's is the only one left, dropping takes the interpreter, too: the rank
-    would hang instead of raising an error.
+    When a rank fails, Horovod's thread drops its references while it holds a lock. Horovod's functions wait for that
+    lock, and hold the interpreter's meanwhile. If Python's reference is the only one left, dropping takes the
+    interpreter's lock, too: the rank would hang instead of raising an error.
     """
     return tensor.view(-1)
 
@@ -58,19 +57,19 @@ def averaging_device(device: torch.device) -> torch.device:
     """The device on which tensors are passed to Horovod: the CPU for GPU tensors, if it was built without GPU
     operations.
 
-    It would make the copy itself, to pinned memory, and average what is there without waiting for it."""
+    Horovod would copy them to pinned memory itself, and average that without waiting for the copy."""
     return torch.device("cpu") if device.type == "cuda" and not gpu_operations() else device
 
 
 def waited(hvd: Any, handle: int, timeout: float = math.inf) -> Any:
-    """As ``hvd.synchronize()``, which keeps a core busy: where ranks share cores, Gloo has then stood still on the
-    others, for up to 30 s, its limit. Raises ``TimeoutError`` after ``timeout`` seconds."""
+    """As ``hvd.synchronize()``, without keeping a core busy: where ranks share cores, Gloo has then stood still on the
+    other ranks for up to 30 s, its limit. Raises ``TimeoutError`` after ``timeout`` seconds."""
     wait_until(lambda: bool(hvd.poll(handle)), timeout, "Horovod")
     return hvd.synchronize(handle)
 
 
 class _HorovodHandle:
-    """``held``: what Horovod has, by second references. ``device``: of the result."""
+    """``held``: second references to Horovod's tensors. ``device``: of the result."""
 
     def __init__(self, hvd: Any, number: int, held: list[Tensor], device: torch.device) -> None:
         self._hvd, self._number, self._held, self._device = hvd, number, held, device
@@ -93,7 +92,7 @@ class _HorovodHandle:
 
 
 class _ExactSum:
-    """The sum of int64 over the ranks: an alltoall, the sums of parts, and an allgather, of as many bytes as a ring.
+    """The sum of int64 over the ranks, in the bytes of a ring: an alltoall, the sums of parts, and an allgather.
     ``start``: starts a collective of these ranks."""
 
     def __init__(self, start: Callable[[Request, str], Handle], ranks: int, tensor: Tensor, name: str) -> None:
@@ -187,12 +186,12 @@ class HorovodCollectives:
         return tensor.dtype != torch.int64 or averaging_device(tensor.device).type != "cuda"
 
     def check_in(self) -> Callable[[], list[int]]:
-        """Horovod's own messages name the ranks that it waits for."""
+        """Names no missing ranks: Horovod's own messages do."""
         return list
 
     def in_nodes(self, nodes: object) -> Nodes:
-        """Makes process sets, and new ones after a new ``hvd.init()``. Raises ``ValueError`` in an elastic job: a new
-        rank would wait here for the others, which wait for it in ``state.sync()``."""
+        """Makes process sets, and new ones after a new ``hvd.init()``. Raises ``ValueError`` in an elastic job, where a
+        new rank would wait for the others here, and they for it in ``state.sync()``."""
         if os.environ.get("HOROVOD_ELASTIC"):
             raise ValueError("nodes= works in no elastic job: build the compressor without it")
         inside, between = HorovodCollectives(self._set), HorovodCollectives(self._set)
@@ -209,7 +208,7 @@ class HorovodCollectives:
         return Nodes(self, between, inside, renew)
 
     def _divide(self, nodes: object, inside: "HorovodCollectives", between: "HorovodCollectives") -> None:
-        """Makes the process sets of all nodes, and of all places in them; gives this rank's to the two."""
+        """Makes the process sets of all nodes and places in them; gives this rank's to ``inside`` and ``between``."""
         hvd, everyone = self._hvd, list(self._set.ranks)
         if nodes is True:
             if not self._mpi_ops.is_homogeneous():

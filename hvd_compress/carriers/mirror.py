@@ -1,4 +1,4 @@
-"""Rank 0 of many in a process alone, to time a compressor: the other ranks are simulated as sending what it sends."""
+"""Rank 0 of many in a process alone, to measure a compressor: the other ranks are simulated as sending the same."""
 
 import math
 import time
@@ -22,16 +22,14 @@ class _Done:
 
 
 class Mirror:
-    """The collectives of rank 0 of ``size`` ranks that all send the same.
-
-    ``seconds``: time spent on the simulation so far, by ``clock``.
-    """
+    """The collectives of rank 0 of ``size`` ranks that all send the same. ``seconds``: time spent on the simulation so
+    far, by ``clock``. ``hops``: messages that wait for each other so far, in rings."""
 
     rank, active, ordered = 0, True, False
 
     def __init__(self, size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.size, self.clock = size, clock
-        self.seconds = 0.0
+        self.seconds, self.hops = 0.0, 0
 
     def generation(self) -> object:
         return Mirror
@@ -48,6 +46,7 @@ class Mirror:
 
     def start(self, request: Request, name: str) -> _Done:
         begin, given = self.clock(), request.tensor
+        self.hops += (2 if request.verb == "allreduce" else 1) * (self.size - 1)
         if request.verb == "allreduce":
             result = given * self.size
         elif request.verb == "allgather":

@@ -7,8 +7,7 @@ from ..engine.arguments import check_integer
 
 
 def divided(nodes: object, ranks: int) -> list[int]:
-    """The node of each of so many ranks, which a number of ``nodes`` divides in order. Raises ``TypeError`` or
-    ``ValueError``."""
+    """The node of each rank, if a number of ``nodes`` divides so many ranks in order."""
     number = check_integer("nodes", nodes, other="True, or, with torch, a DeviceMesh of the dimensions node and GPU")
     if number < 1 or ranks % number:
         raise ValueError(f"nodes must be a divisor of the number of ranks, {ranks}, got {number}")
@@ -16,14 +15,8 @@ def divided(nodes: object, ranks: int) -> list[int]:
 
 
 def groups(node_of: Sequence[object], rank: int) -> tuple[list[int], list[int]]:
-    """The ranks of the node of ``rank``, and the ranks that have its place in their nodes.
-
-    Args:
-        node_of: the node of each rank.
-
-    Raises:
-        ValueError: on every rank, if the nodes have unequal numbers of ranks.
-    """
+    """The ranks of the node of ``rank``, and the ranks that have its place in their nodes. ``node_of``: the node of
+    each rank. Raises ``ValueError``, on every rank, if the nodes have unequal numbers of ranks."""
     rows = table(node_of)
     inside = next(row for row in rows if rank in row)
     return inside, [row[inside.index(rank)] for row in rows]

@@ -8,9 +8,7 @@ _INTERVAL = 50e-6
 
 def wait_until(done: Callable[[], bool], timeout: float, library: str) -> None:
     """Returns when ``done()`` is true. Raises ``TimeoutError`` after ``timeout`` seconds, which may be infinite.
-
-    ``library``: whose collective it is, for the error message.
-    """
+    ``library``: the name of the collective's library, for the error message."""
     deadline = time.monotonic() + timeout
     while not done():
         if time.monotonic() > deadline:

@@ -10,16 +10,13 @@ class ReplicaGroup:
 
     torchft heals a group by the step of one of its ranks. If another rank could not be healed, it would go on with old
     shards, so the ranks compare their steps before each quorum, through the group's store.
-
-    Args:
-        manager: this rank's ``torchft.Manager``.
     """
 
     def __init__(self, manager: Any) -> None:
         self._manager, self.size, self._meetings = manager, int(manager._group_world_size), 0
 
     def meet(self) -> None:
-        """Waits until all ranks of the group are here. Raises ``RuntimeError`` if one has not come in the manager's
+        """Waits for all ranks of the group. Raises ``RuntimeError`` if one has not come in the manager's
         ``quorum_timeout``, or, on all of them, if they have committed different numbers of rounds."""
         if self.size == 1:
             return
@@ -46,8 +43,7 @@ class ReplicaGroup:
             )
 
     def should_commit(self) -> bool:
-        """torchft's decision, which is the same on all ranks of the group. Raises ``RuntimeError`` if one of them does
-        not come."""
+        """torchft's decision, the same on all ranks of the group. Raises ``RuntimeError`` if one does not come."""
         manager = self._manager
         if self.size == 1:
             return bool(manager.should_commit())

@@ -1,5 +1,3 @@
-"""The ranks that share sharded parameters."""
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -123,8 +123,8 @@ class ThreadWorld:
         return ThreadCollectives(self, check_integer("rank", rank, 0, self.size - 1), tuple(range(self.size)))
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """Calls ``body(rank)`` in one thread per rank and returns the results. The first exception stops all ranks and
-        is raised."""
+        """Calls ``body(rank)`` in one thread per rank; returns the results. The first exception stops all and is
+        raised."""
 
         def guarded(rank: int) -> T:
             with self._turns:
@@ -142,7 +142,7 @@ class ThreadWorld:
         return [rank.result() for rank in ranks]
 
     def wait(self, event: threading.Event, timeout: float | None) -> None:
-        """Waits for the event, or so many seconds; meanwhile another rank has the turn."""
+        """Waits for the event, or so many seconds, while another rank has the turn."""
         self._turns.release()
         try:
             event.wait(timeout)
@@ -163,8 +163,7 @@ class ThreadWorld:
     def join(
         self, request: Request, name: str, members: tuple[int, ...], rank: int, number: int | None = None
     ) -> Handle:
-        """Starts a collective of some ranks on one of them, the ``rank``-th; ``number``: its place in the order of
-        calls, or None."""
+        """Starts a collective of some ranks on the ``rank``-th of them. ``number``: its place in the order of calls."""
         with self._lock:
             self.check()
             key = members, name if number is None else str(number)

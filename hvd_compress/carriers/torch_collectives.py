@@ -1,7 +1,4 @@
-"""``torch.distributed`` as the carrier of bytes.
-
-It matches collectives by the order of the calls, which must not depend on timing.
-"""
+"""``torch.distributed`` as the carrier of bytes. It matches collectives by order, which must not depend on timing."""
 
 import math
 import os
@@ -20,7 +17,7 @@ from .polling import wait_until
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
 
-#: Of nodes and of places in nodes, by the group that they divide.
+#: The groups of nodes and of places in nodes, by the group that they divide.
 _groups = weakref.WeakKeyDictionary[distributed.ProcessGroup, dict[tuple[int, ...], distributed.ProcessGroup]]()
 
 #: How often this process has checked in, by group.
@@ -134,8 +131,8 @@ class TorchCollectives:
         return lambda: _missing(store, keys)
 
     def in_nodes(self, nodes: object) -> Nodes:
-        """Makes process groups, of the backend of this one, unless ``nodes`` is a mesh that has them. All ranks raise
-        if one of them must, or if they were given different ``nodes``."""
+        """Makes process groups, of the backend of this one, unless ``nodes`` is a mesh that has them. Errors are raised
+        on all ranks, also if they were given different ``nodes``."""
         failure, chosen, node = None, _WRONG, 0
         try:
             chosen, node = self._choice(nodes)
@@ -172,7 +169,7 @@ class TorchCollectives:
         return Nodes(self, between, inside)
 
     def _first_of_node(self) -> int:
-        """The first rank of this one's node, as torchrun has started them."""
+        """The first rank of this rank's node, as started by torchrun."""
         local = os.environ.get("LOCAL_RANK", "")
         if not local.isdigit():
             raise ValueError("nodes=True needs LOCAL_RANK, which torchrun sets: give the number of nodes")

@@ -1,4 +1,4 @@
-"""torchft as the carrier of bytes: its Manager says which ranks take part in an exchange, and whether it counts.
+"""torchft as the carrier of bytes: its Manager names the ranks of an exchange, and decides whether it is committed.
 
 torchft itself is never imported here: a program that has a ``Manager`` has imported it.
 """
@@ -23,7 +23,7 @@ from ..engine.state import Saved
 from .replica_group import ReplicaGroup
 
 _KEY = "hvd_compress"
-#: What a lost peer or a broken network is seen as; an assertion of torchft's, where it has closed the process group.
+#: The errors of a lost peer or a broken network; torchft's assertion, if it has closed the process group.
 #: Other errors are the program's.
 _LOST = (RuntimeError, TimeoutError, OSError, AssertionError)
 
@@ -55,10 +55,9 @@ class _Handle:
 
 
 class _Client:
-    """The client of a ``Manager``. Gives a quorum a number that is made of the lighthouse's number, of the members, and
-    of the step in which they first met: a restarted lighthouse begins with 1 again. torchft would take such a quorum
-    for its last one, or read the addresses of an older quorum in the store.
-    """
+    """The client of a ``Manager``. It numbers a quorum by the lighthouse's number, the members, and the step in which
+    they first met: a restarted lighthouse begins with 1 again, and torchft would take such a quorum for its last one,
+    or read the addresses of an older one in the store."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -94,11 +93,8 @@ class _Failed:
 
 
 class TorchftCollectives:
-    """The process group of a ``torchft.Manager``. Before the first quorum this rank is alone.
-
-    Raises:
-        ValueError: an asynchronous quorum, or spare replicas: ranks without a part in an exchange.
-    """
+    """The process group of a ``torchft.Manager``. Before the first quorum this rank is alone. Raises ``ValueError`` for
+    an asynchronous quorum, and for spare replicas: ranks without a part in an exchange."""
 
     ordered = True
     active = True
@@ -183,8 +179,7 @@ class TorchftCollectives:
         return self._enter()
 
     def _enter(self) -> bool:
-        """Takes the ranks of the manager's quorum. Returns whether they are others than before. Raises
-        :class:`PeerLost`."""
+        """Takes the ranks of the manager's quorum. Returns whether they have changed. Raises :class:`PeerLost`."""
         manager, before = self._manager, self._quorum
         self._lost = None  # the connections are new
         try:
@@ -255,7 +250,7 @@ class TorchftCollectives:
         return committed
 
     def _count(self, committed: bool, otherwise: str = "rounds_taken_back") -> None:
-        """Notes whether the last attempt was committed, and if not, what became of it."""
+        """Counts the last attempt as committed, or under the name ``otherwise``."""
         self._settled = self._settled and committed
         self._report["rounds_committed" if committed else otherwise] += 1
 

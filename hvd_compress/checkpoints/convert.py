@@ -18,18 +18,18 @@ def reshard(states: Iterable[State]) -> State:
         states = (torch.load(f"compression-{rank}.pt") for rank in range(old_ranks))
         compression.load_state_dict(hvd_compress.reshard(states))      # the same on every rank
 
-    Every new rank gets the mean of what the old ranks, or nodes, still owe (residuals, velocities, unsent block means).
-    The mean over all ranks, which is what training applies in the end, is therefore unchanged, to rounding. The step
-    stays, and so do the common weights and momentum of :class:`~hvd_compress.LocalSteps`. What is measured in training
-    (quantization scales, shares of the slots, histories, PowerSGD's Q) begins anew, as does DeMo's momentum of
-    uncompressed matrices. Byte counts stay those of the object that loads.
+    Every new rank gets the mean of the old ranks' (or nodes') unsent parts: residuals, velocities, block means. The
+    mean over all ranks, which training applies in the end, is therefore unchanged, to rounding. The step stays, and so
+    do the common weights and momentum of :class:`~hvd_compress.LocalSteps`. Statistics of the training (quantization
+    scales, shares of the slots, histories, PowerSGD's Q) begin anew, as does DeMo's momentum of uncompressed matrices.
+    Byte counts stay those of the object that loads.
 
     Args:
         states: in the order of the ranks. An iterator is read one state at a time.
 
     Raises:
         ValueError: not the states of ranks 0 to N - 1 of N, in this order and of one step; or the ranks differ in
-            something that cannot be averaged: with :class:`~hvd_compress.LocalSteps` the ranks' parameters, unless
+            a value that cannot be averaged: with :class:`~hvd_compress.LocalSteps` the ranks' parameters, unless
             ``finish()`` was called before saving.
     """
     common: State = {}
@@ -38,7 +38,7 @@ def reshard(states: Iterable[State]) -> State:
 
 
 def _of_all_ranks(states: Iterable[Saved], common: State) -> Iterator[Saved]:
-    """Returns the part that each rank owes. Writes to ``common`` the items that belong to no rank."""
+    """Returns the unsent part of each rank. Writes to ``common`` the items that belong to no rank."""
     first: State = {}
     count = 0
     for count, state in enumerate(states, 1):

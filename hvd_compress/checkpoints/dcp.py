@@ -16,10 +16,11 @@ from ..guards.dcp import SAVERS, callers
 from . import one_rank
 from .owed import mean_of, owed, zeros
 
-# The key of what depends on the mesh. It sorts before all others: DCP looks for all keys before it reads anything, and
-# its error contains the first one that is missing. load_state_dict() compares meshes of which no key is missing.
+# The key of the items that depend on the mesh. It sorts before all others: DCP looks for all keys before it reads
+# anything, and its error contains the first one that is missing. load_state_dict() compares meshes of
+# which no key is missing.
 _BY_MESH = "by mesh (if missing: DCPState's saved_on= must be the mesh that saved, which saved_on=(1,) tells)"
-# The items of a state that fit any mesh, beside what replicas owe.
+# The items of a state that fit any mesh, beside the replicas' unsent parts.
 _COMMON = ("format", "method", "step", "local_steps")
 
 
@@ -28,7 +29,7 @@ class DCPState:
 
     A ``Stateful``, whose methods DCP calls on all ranks. On a mesh of the shape on which it was saved, training resumes
     bit-exactly, as with :meth:`Compressor.state_dict() <hvd_compress.Compressor.state_dict>`. On another one, the state
-    is converted as by :func:`hvd_compress.reshard`, and DCP divides what replicas owed into the new shards::
+    is converted as by :func:`hvd_compress.reshard`, and DCP divides the replicas' residuals into the new shards::
 
         dcp.save({"model": ..., "compression": hvd_compress.DCPState(compression)}, checkpoint_id=path)
         ...
@@ -47,8 +48,8 @@ class DCPState:
     Raises:
         TypeError: ``compression`` is neither; ``saved_on`` is not a sequence of integers.
         ValueError: the compressor has ``nodes``, works under Horovod or on torchft; an entry of ``saved_on`` below 1;
-            on loading, as :meth:`~hvd_compress.Compressor.load_state_dict`, if ``saved_on`` is not what saved, and if a
-            shard is not compressed here that has a residual.
+            on loading, as :meth:`~hvd_compress.Compressor.load_state_dict`, if ``saved_on`` is another mesh than the
+            one that saved, and if a shard with a residual is not compressed here.
         RuntimeError: on saving, in the middle of a step, between an average and the optimizer's step, or with the
             ``saved_on`` of another mesh; with LocalSteps, while the replicas' weights may differ: DCP saves the
             parameters of one replica. DCP asks for the state before it loads one, too.
@@ -100,7 +101,7 @@ class DCPState:
         return {_BY_MESH: by_mesh, "replicas": replicas, "common": common}
 
     def load_state_dict(self, state: State) -> None:
-        """Called by DCP with the :meth:`state_dict` that it has read into."""
+        """Called by DCP after it has read into the :meth:`state_dict`."""
         engine, common = self._engine, dict(state["common"])
         if (mesh := common.pop("saved_on")) != str(self._saved_on):
             default = ", that of this job" if self._saved_on == self._here else ""
@@ -123,8 +124,7 @@ class DCPState:
             self._saved_on = self._here
 
     def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:
-        """Returns what this rank owes of trained parameters, with zeros in place of None: another rank may owe
-        something."""
+        """This rank's unsent part of trained parameters; zeros in place of None, since other ranks may have one."""
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in owed}
         for kind, tensors in owed.items():
             for name, held in tensors.items():

@@ -1,7 +1,7 @@
-"""The state of one rank: saved, and loaded into the same layout, or converted from those of other ranks.
+"""The state of one rank: saved, and loaded into the same layout, or converted from the states of other ranks.
 
-What a rank owes, by parameter (:mod:`~hvd_compress.checkpoints.owed`), fits any layout: other ranks, nodes, buckets or
-meshes. The exact state of its buckets fits this rank in this layout. A converted state has ``owner`` None and no exact
+The unsent part, by parameter (:mod:`~hvd_compress.checkpoints.owed`), fits any layout: other ranks, nodes, buckets or
+meshes. The exact state of the buckets fits this rank in this layout. A converted state has ``owner`` None and no exact
 part.
 """
 
@@ -27,7 +27,6 @@ _CONVERT = "hvd_compress.reshard(states) converts the states of all ranks into o
 
 @modes_off
 def save(engine: Engine) -> State:
-    """See :meth:`hvd_compress.Compressor.state_dict`."""
     engine.check_generation()
     engine.driver.begin_saving()
     with _in_order(engine):
@@ -47,7 +46,6 @@ def save_converted(engine: Engine) -> State:
 
 @modes_off
 def load(engine: Engine, state: Saved) -> None:
-    """See :meth:`hvd_compress.Compressor.load_state_dict`."""
     converted = isinstance(state, dict) and state.get("owner", 0) is None
     states_of.check(_converted(engine) if converted else _whole(engine), state)
     engine.check_generation()  # or the next gradient would undo the loading
@@ -61,11 +59,10 @@ def place_of_shards(engine: Engine) -> list[int]:
 
 
 def _before_average(engine: Engine, average: Unapplied, now: State) -> State:
-    """The state before the last average, which the model that is saved with it does not contain. Leaves the engine in
-    the state ``now``."""
+    """The state before the last average, which the saved model lacks. Leaves the engine in the state ``now``."""
     average.undo()
     before: State = states_of.save(_whole(engine))
-    # A copy: the user may modify what is returned.
+    # A copy: the user may modify the result.
     average.undo_by(partial(_restore, engine, deepcopy(before)))
     _restore(engine, now)
     return before
@@ -83,7 +80,7 @@ def _converted(engine: Engine) -> dict[str, Tree]:
 
 
 def _whole(engine: Engine) -> dict[str, Tree]:
-    # What is owed comes last: it shares the copies of residuals.
+    # The unsent part comes last: it shares the copies of residuals.
     return {**_exact(engine), "owed": owed(engine)}
 
 

@@ -23,8 +23,8 @@ _Sum: TypeAlias = tuple[Tensor, int, torch.dtype]
 
 
 def owed(engine: Engine) -> dict[str, Tree]:
-    """Describes what this rank owes, for all parameters that some rank may compress, or have a velocity of: every rank
-    has the same names, also those of frozen parameters."""
+    """Describes this rank's unsent part, for all parameters that some rank may compress, or have a velocity of: every
+    rank has the same names, also those of frozen parameters."""
     velocities = engine.method.velocities
     residual, velocity = dict[str, Tree](), dict[str, Tree]()
     for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
@@ -44,14 +44,14 @@ def owed(engine: Engine) -> dict[str, Tree]:
 
 
 def zeros(parameter: Tensor) -> Tensor:
-    """Returns zeros in the shape of a parameter's shard, for a rank that owes nothing."""
+    """Zeros in the shape of a parameter's shard, for a rank without an unsent part."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return torch.zeros_like(local(parameter), dtype=wide, requires_grad=False)
 
 
 def mean_of(ranks: Iterable[Saved]) -> dict[str, dict[str, Tensor | None]]:
-    """The mean of what ranks owe, over those that keep something, computed in float64. An iterator is read one rank at
-    a time. Raises ``ValueError`` if the ranks differ in names or shapes."""
+    """The mean of the ranks' unsent parts, over the ranks that have one, in float64. An iterator is read one rank at a
+    time. Raises ``ValueError`` if the ranks differ in names or shapes."""
     found: dict[str, dict[str, _Sum | None]] = {}
     for count, each in enumerate(ranks):
         if not isinstance(each, dict) or not all(isinstance(tensors, dict) for tensors in each.values()):

@@ -1,6 +1,5 @@
-"""The command line ``hvd-compress``: what works here (``doctor``), what a method would gain (``estimate``), what it
-gains (``bench``). It needs typer and rich, which the extra ``cli`` installs:
-``pip install --no-build-isolation '.[cli]'`` in a checkout."""
+"""The command line ``hvd-compress``: does it work here (``doctor``), does it help here (``estimate``, ``bench``). It
+needs typer and rich: ``pip install --no-build-isolation '.[cli]'`` in a checkout."""
 
 import shlex
 import sys

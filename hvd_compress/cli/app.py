@@ -60,7 +60,7 @@ def _nodes(ranks: int, per_node: int) -> int:
 
 
 def _make_folder(file: Path | None) -> None:
-    """Makes the folder of an output file. Called before a measurement, so that a wrong path does not lose it."""
+    """Makes the folder of an output file before a measurement, so that a wrong path does not lose it."""
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def estimate(
     from . import estimate as model_of
     from . import network, shapes
     from .kernels import Kernels
-    from .wire import METHODS
+    from .methods import METHODS
 
     try:
         named = shapes.named(model)
@@ -141,12 +141,12 @@ def estimate(
     _make_folder(json_file)
     sizes = [shape for _, shape in named]
     kernels, measured, nodes = Kernels(sizes), {}, _nodes(ranks, ranks_per_node)
-    net = network.Network(nodes, bits, seconds, ranks_per_node, inside_bits)
+    net = network.Network(bits, seconds, ranks_per_node, inside_bits)
     with console.status("measuring") as status:
         # Local steps take no signs, which DeMo gives.
         for method in (method for method in METHODS if not local_steps or not method.startswith("DeMo")):
             status.update(f"measuring {method}")
-            measured[method] = kernels.seconds(method, nodes, ranks_per_node)
+            measured[method] = kernels.measure(method, nodes, ranks_per_node)
     found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer, local_steps)
     table = Table("method", *(Column(text, justify="right") for text in _COLUMNS))
     best = model_of.winner(found, optimizer)
@@ -176,9 +176,7 @@ def estimate(
 @app.command()
 def bench(
     model: Model = "resnet50",
-    ranks: Annotated[
-        int, typer.Option(min=2, help="Number of ranks. Ignored if --launcher is a command: the command sets it.")
-    ] = 2,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of ranks, all on this machine.")] = 2,
     methods: Annotated[
         str,
         typer.Option(
@@ -187,15 +185,9 @@ def bench(
         ),
     ] = "",
     launcher: Annotated[
-        str,
-        typer.Option(
-            help="What starts the ranks: torchrun (DDP), mpirun or horovodrun (Horovod) on this machine, or a command "
-            "that takes the arguments of a Python, as 'srun -n 8 python'."
-        ),
+        Literal["torchrun", "mpirun", "horovodrun"],
+        typer.Option(help="What starts the ranks: torchrun (DDP), mpirun or horovodrun (Horovod)."),
     ] = "torchrun",
-    host: Annotated[
-        Literal["ddp", "horovod"], typer.Option(help="What averages gradients, if the launcher is a command.")
-    ] = "ddp",
     ranks_per_node: RanksPerNode = 1,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps of each method.")] = 7,
     timeout: Timeout = 1800,
@@ -207,8 +199,8 @@ def bench(
     """
     from . import bench as measurement
     from . import shapes
+    from .methods import METHODS
     from .processes import Failed
-    from .wire import METHODS
 
     names = (methods or ("dense;fp16;low_bit;DeMo;IWP" if ranks_per_node == 1 else "dense;fp16;DeMo;IWP")).split(";")
     if unknown := [name for name in names if name not in METHODS]:
@@ -219,15 +211,13 @@ def bench(
         shapes.named(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if launcher in measurement.LAUNCHERS:
-        _nodes(ranks, ranks_per_node)
+    _nodes(ranks, ranks_per_node)
     _make_folder(json_file)
-    averages = measurement.LAUNCHERS[launcher][0] if launcher in measurement.LAUNCHERS else host
     try:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=len(names))
             rows = measurement.measure(
-                model, names, ranks, launcher, averages, steps, timeout, ranks_per_node,
+                model, names, ranks, launcher, steps, timeout, ranks_per_node,
                 lambda done: bar.update(task, completed=done, description=[*names, "closing"][done]),
             )  # fmt: skip
     except (Failed, OSError) as error:
@@ -237,7 +227,7 @@ def bench(
     table = Table(*(Column(name, justify="left" if name == "method" else "right") for name in shown[0]))
     for row in shown:
         table.add_row(*row.values(), style="red" if row["replicas"] != "ok" else "")
-    ranks, alone = rows[0]["ranks"], rows[0]["alone_ms"]
+    averages, alone = measurement.LAUNCHERS[launcher][0], rows[0]["alone_ms"]
     console.print(f"{model}, {ranks} ranks of {averages} by {launcher}; without exchange {alone:.1f} ms")
     console.print(table)
     if json_file:

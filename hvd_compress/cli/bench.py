@@ -1,9 +1,8 @@
-"""``hvd-compress bench``: launches ranks that measure all methods, and makes the rows of the table.
-``scripts/lab/bench_exchange.py`` has the same rows."""
+"""``hvd-compress bench``: launches ranks that measure all methods, and makes the rows of the table, which
+``scripts/lab/bench_exchange.py`` prints, too."""
 
 import json
 import math
-import shlex
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +11,8 @@ from typing import Any
 
 from ..engine.collectives import ring_bytes
 from . import launchers
+from .methods import BASELINES
 from .processes import Failed, exit_on_signals, last_lines, run_group
-from .ranks import serve_store
-from .wire import BASELINES
 
 Row = dict[str, Any]
 #: By launcher its host, and the command.
@@ -30,67 +28,44 @@ def measure(
     methods: Sequence[str],
     ranks: int,
     launcher: str,
-    host: str,
     steps: int = 7,
     timeout: float = 1800.0,
     per_node: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Row]:
-    """Launches the ranks and waits for them.
+    """Launches the ranks and waits for them. Returns a row per method (:func:`summary`, :func:`compared`). Raises
+    :class:`Failed` if the launch failed, took more than ``timeout`` seconds, or wrote no complete result.
 
     Args:
         model: see :func:`hvd_compress.cli.shapes.named`.
-        methods: names of :data:`hvd_compress.cli.wire.METHODS`.
-        ranks: number of ranks. Ignored if the launcher is a command: the command sets the number.
-        launcher: one of LAUNCHERS, or a command that takes the arguments of a Python, such as ``srun -n 8 python``.
-            Its rank 0 must run on this machine, or share the folder for temporary files.
-        host: ``"ddp"`` or ``"horovod"``.
+        methods: names of :data:`hvd_compress.cli.methods.METHODS`.
+        launcher: one of LAUNCHERS.
         steps: number of measured steps of each method, fewer if they take more than a minute.
-        timeout: seconds after which the launch is killed.
         per_node: ranks of a node; above 1, compressors get ``nodes``.
         progress: called several times a second with the number of methods that have been measured.
-
-    Returns:
-        A row per method (:func:`summary`, :func:`compared`).
-
-    Raises:
-        Failed: the launch failed, took too long, or wrote no complete result.
     """
+    host, command_of = LAUNCHERS[launcher]
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         result, log = Path(folder) / "result.jsonl", Path(folder) / "log"
         options = {"host": host, "model": model, "methods": ";".join(methods), "steps": steps, "result": result}
         options |= {"ranks-per-node": per_node} if per_node > 1 else {}
-        store: Any = None
-        if launcher not in LAUNCHERS and host == "ddp":
-            store, options["store"] = serve_store()
         module = "hvd_compress.cli.bench_rank", *(f"--{name}={value}" for name, value in options.items())
-        command, environment = _command(launcher, ranks, *module)
+        command, environment = command_of(ranks, *module)
 
         def lines() -> list[Row]:
             text = result.read_text() if result.exists() else ""
             return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
         run_group(command, timeout, log, environment, "the launch", watch=lambda: progress(len(lines())))
-        del store  # served until here
         if len(found := lines()) != len(methods):
-            raise Failed(
-                f"the launch ended with status 0 and results of {len(found)} of {len(methods)} methods. It must start "
-                "ranks, and rank 0 must run on this machine or share its folder for temporary files.\n"
-                f"{last_lines(log)}"
-            )
+            results = f"results of {len(found)} of {len(methods)} methods"
+            raise Failed(f"the launch ended with status 0 and {results}\n{last_lines(log)}")
     return compared([{"method": row["method"], **summary([row])} for row in found])
-
-
-def _command(launcher: str, ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
-    if launcher in LAUNCHERS:
-        return LAUNCHERS[launcher][1](ranks, *module)
-    return [*shlex.split(launcher), "-m", *module], {}
 
 
 def summary(runs: Sequence[Row]) -> Row:
     """A row from runs of a method (:meth:`hvd_compress.cli.bench_rank.Bench.measure`): medians over their steps, in ms,
-    with the fastest and the slowest. ``exchange_ms``: the time of a step beyond backward and update alone.
-    ``break_even_gbit_s``: see :func:`break_even`."""
+    with the fastest and the slowest. ``exchange_ms``: the time of a step beyond backward and update alone."""
     steps = [ms for run in runs for ms in run["steps_ms"]]
     step = statistics.median(steps)
     found = {key: statistics.median(run[key] for run in runs) for key in ("longest_ms", "alone_ms", "compress_ms")}
@@ -113,16 +88,16 @@ def summary(runs: Sequence[Row]) -> Row:
 
 
 def break_even(saved: float, milliseconds: float) -> float | None:
-    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so many ``milliseconds``: below it they are worth
-    a compressor's time, without any overlap. None if nothing is saved."""
+    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so many ``milliseconds``; None if none are
+    saved."""
     return 8e-6 * saved / milliseconds if milliseconds > 0 and saved > 0 else None
 
 
 def compared(
     rows: Iterable[Row], baselines: Sequence[str] = BASELINES, name: Callable[[str], str] = lambda method: method
 ) -> list[Row]:
-    """The rows with ``speedup``, over the fastest row of ``baselines``; None unless all of them were measured.
-    ``name``: returns the method of a row's label."""
+    """The rows with ``speedup`` over the fastest row of ``baselines``; None unless all of them were measured. ``name``:
+    returns the method of a row's label."""
     rows, fastest = list(rows), dict[str, float]()
     for row in rows:
         method = name(row["method"])

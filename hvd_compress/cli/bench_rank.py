@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from .. import recipes
+from ..engine.collectives import ring_bytes
 from . import shapes
+from .methods import BASELINES, METHODS
 from .ranks import HOSTS, Horovod, LocalRank, nodes_of, start
 from .shapes import Named
 from .synthetic import Synthetic
-from .wire import BASELINES, METHODS, messages, sent
 
 WARMUP = 2
 SECONDS = 60.0  # for the steps of a method, but at least 3
@@ -27,10 +28,8 @@ class Bench:
     """Measures steps of a model without computation. All ranks begin each step together.
 
     Args:
-        ranks: this process's rank.
         named: the model's parameters.
         steps: number of measured steps, fewer if they take more than ``seconds``, but at least 3.
-        seconds: for the steps of a method.
         pause: of the model, in seconds (:class:`.synthetic.Synthetic`).
         per_node: ranks of a node, which share its link.
     """
@@ -49,7 +48,6 @@ class Bench:
         self.pause, self.per_node = pause, per_node
 
     def replica(self, momentum: float = 0.0) -> tuple[Synthetic, torch.optim.Optimizer]:
-        """A model and its optimizer."""
         model = Synthetic(self.named, self.ranks.rank, pause=self.pause)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
 
@@ -77,8 +75,8 @@ class Bench:
 
         Args:
             compression: see :meth:`hvd_compress.cli.ranks.Horovod.wrap`.
-            coupling: has the methods of a host from ``wrap`` to ``replicas``, if it is not the host.
-            period: steps between two exchanges, of which each figure is the mean.
+            coupling: an object to call from ``wrap`` to ``replicas`` in place of the host.
+            period: steps between two exchanges; figures are means over them.
         """
         host, coupling = self.ranks, coupling or self.ranks
         module, optimizer = coupling.wrap(model, optimizer, compression)
@@ -122,17 +120,15 @@ class Bench:
         return found[warmup:]
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """The steps of the slowest rank, in ms."""
         return [1e3 * max(ranks) for ranks in zip(*self.ranks.gather(seconds), strict=True)]
 
 
 def measure(bench: Bench, method: str, nodes: int | bool) -> dict[str, Any]:
-    """The figures of a method of :data:`hvd_compress.cli.wire.METHODS`."""
     model, optimizer = bench.replica()
-    known, ranks = METHODS[method], bench.ranks.size
+    known = METHODS[method]
     if method in BASELINES:
         found = bench.measure(model, optimizer, method if method == "fp16" else None)
-        return {**found, "sent_bytes": sent(messages(method, [shape for _, shape in bench.named], ranks), ranks)}
+        return {**found, "sent_bytes": ring_bytes("allreduce", known.width * model.numel, bench.ranks.size)}
     if known.local_steps > 1:
         local = recipes.low_bit(model, optimizer, known.local_steps)
         return bench.measure(model, optimizer, local.compression, LocalRank(lambda *_: local), known.local_steps)
@@ -142,7 +138,6 @@ def measure(bench: Bench, method: str, nodes: int | bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", choices=HOSTS, required=True)
-    parser.add_argument("--store", default="", help="HOST:PORT at which DDP ranks meet, if the launcher names none")
     parser.add_argument("--model", required=True)
     parser.add_argument("--methods", type=lambda text: text.split(";"), required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -150,7 +145,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    host = start(args.host, args.store, nodes=args.ranks_per_node > 1)
+    host = start(args.host, nodes=args.ranks_per_node > 1)
     bench = Bench(host, shapes.named(args.model), args.steps, per_node=args.ranks_per_node)
     alone, nodes = bench.alone(), nodes_of(host.size, args.ranks_per_node)
     for method in args.methods:

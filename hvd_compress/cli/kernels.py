@@ -1,28 +1,28 @@
-"""Measures a method's computation for one rank, on this machine: its real compressor, with simulated ranks."""
+"""Measures a method for one rank, on this machine: its real compressor, with simulated ranks."""
 
 import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..carriers.mirror import Mirror
+from ..engine.collectives import ring_bytes
+from .methods import BASELINES, METHODS, Method, Shape, is_compressed
 from .synthetic import Synthetic
-from .wire import BASELINES, METHODS, is_compressed
-
-Shape = tuple[int, ...]
 
 #: Larger models are sampled. This many entries do not fit into the caches.
 MOST = 8_000_000
-#: The time for more ranks is extrapolated from those for this many and for half as many.
+#: Methods that gather run with at most this many ranks; figures for more are extrapolated.
 MOST_RANKS = 8
 WARMUP, STEPS = 2, 5
 
 
 def sample(shapes: Sequence[Shape]) -> tuple[list[Shape], float]:
-    """Some of the compressed tensors, of every size, with about MOST entries at most, and how many times more the whole
-    model has. Tensors of more than half of MOST are cut along their first dimension."""
+    """A sample of the compressed tensors, of every size, with about MOST entries at most, and the factor from it to the
+    whole model. Tensors of more than half of MOST are cut along their first dimension."""
     large = sorted((shape for shape in shapes if is_compressed(shape)), key=math.prod)
     total = sum(map(math.prod, large))
     if not total:
@@ -33,57 +33,81 @@ def sample(shapes: Sequence[Shape]) -> tuple[list[Shape], float]:
     return chosen, total / sum(map(math.prod, chosen))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one rank in an exchange of all gradients: seconds of processor time, bytes sent to other ranks,
+    and ``hops``, the messages of a bucket that wait for each other."""
+
+    seconds: float
+    bytes: float
+    hops: float
+
+
 class Kernels:
     """Measures methods on the compressed tensors of a model. ``shapes``: of all parameters."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        chosen, self._factor = sample(shapes)
+        self._compressed = [shape for shape in shapes if is_compressed(shape)]
+        self._sample, self._factor = sample(shapes)
         self._total = sum(map(math.prod, shapes))
-        named = [(str(number), shape) for number, shape in enumerate(chosen)]
-        self._model = Synthetic(named, rank=0) if chosen else None
+        named = [(str(number), shape) for number, shape in enumerate(self._sample)]
+        self._model = Synthetic(named, rank=0) if named else None
 
-    def seconds(self, method: str, ranks: int, per_node: int = 1) -> float:
-        """The processor time of one rank in a step, without network, on one core: of the method, and of copying all
-        gradients into and out of a host's buffers.
+    def measure(self, method: str, ranks: int, per_node: int = 1) -> Measured:
+        """The figures of one rank, with the time on one core of the method and of copying all gradients into and out of
+        a host's buffers.
 
-        ``per_node``: ranks of a node. Each does its share of the method's work, and copies all gradients once more, for
-        the node's sums."""
-        threads = torch.get_num_threads()
+        ``ranks``: members of the exchange; ``per_node``: ranks of each, if they are nodes. A rank does its share of the
+        method's work, and copies all gradients once more, for the node's sums. Baselines are in one ring of all ranks.
+        """
+        known, threads = METHODS[method], torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             size = min(self._total, MOST)
-            host = _copies(size, method) * self._total / size
-            if method in BASELINES or self._model is None:
-                return host
-            few = self._compressor(self._model, method, min(ranks, MOST_RANKS))
-            if ranks > MOST_RANKS:
-                half = self._compressor(self._model, method, MOST_RANKS // 2)
-                growth = (few - half) / (MOST_RANKS - MOST_RANKS // 2)
-                few += max(0.0, growth) * (ranks - MOST_RANKS)
-            return host * (1 if per_node == 1 else 2) + few / per_node
+            copies = _copies(size, method) * self._total / size
+            if method in BASELINES:
+                ranks *= per_node
+                return Measured(copies, ring_bytes("allreduce", known.width * self._total, ranks), 2 * (ranks - 1))
+            compressed = sum(map(math.prod, self._compressed))
+            uncompressed = ring_bytes("allreduce", known.width * (self._total - compressed), ranks)
+            one = self._exchange(known, ranks) if self._model else Measured(0.0, 0.0, 0)
+            seconds = copies * (1 if per_node == 1 else 2) + one.seconds / per_node
+            return Measured(seconds, one.bytes + uncompressed, one.hops + 2 * (ranks - 1))
         finally:
             torch.set_num_threads(threads)
 
-    def _compressor(self, model: Synthetic, method: str, ranks: int) -> float:
-        """The median of the method's time over some steps, for the whole model."""
-        mirror = Mirror(ranks, time.thread_time)
-        compression = METHODS[method].build(model.named_parameters(), collectives=mirror)
-        found = []
+    def _exchange(self, method: Method, ranks: int) -> Measured:
+        if not method.gathers or ranks <= MOST_RANKS:
+            return self._run(method, ranks)
+        few, half = self._run(method, MOST_RANKS), self._run(method, MOST_RANKS // 2)
+        growth = max(0.0, few.seconds - half.seconds) / (MOST_RANKS - MOST_RANKS // 2)
+        more = (ranks - 1) / (MOST_RANKS - 1)
+        return Measured(few.seconds + growth * (ranks - MOST_RANKS), more * few.bytes, more * few.hops)
+
+    def _run(self, method: Method, ranks: int) -> Measured:
+        """Runs the compressor on the sample. Returns the figures of all compressed tensors: the median time of a step,
+        and the bytes and hops of the last one."""
+        mirror, found, hops = Mirror(ranks, time.thread_time), list[float](), 0
+        assert self._model is not None
+        compression = method.build(self._model.named_parameters(), collectives=mirror)
         for _ in range(WARMUP + STEPS):
-            model()
-            for parameter, gradient in zip(model.parameters(), model.prepared, strict=True):
+            self._model()
+            for parameter, gradient in zip(self._model.parameters(), self._model.prepared, strict=True):
                 parameter.grad = gradient.clone()
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            begin, idle = time.thread_time(), mirror.seconds
+            grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+            begin, idle, hops = time.thread_time(), mirror.seconds, mirror.hops
             for payload, context in [compression.compress(grad) for grad in reversed(grads)]:
                 compression.decompress(payload, context)
             found.append(time.thread_time() - begin - (mirror.seconds - idle))
-        return statistics.median(found[WARMUP:]) * self._factor
+        payloads = compression.stats()["last"]["wire_bytes"]
+        more = sum(map(method.size, self._compressed)) / sum(map(method.size, self._sample))
+        each = (mirror.hops - hops) / len(compression.buckets)
+        return Measured(statistics.median(found[WARMUP:]) * self._factor, payloads * more, each)
 
 
 def _copies(size: int, method: str) -> float:
-    """Seconds in which DDP and Horovod copy and divide ``size`` entries, as in every step; with float16, they also cast
-    them there and back."""
+    """The seconds in which DDP and Horovod copy and divide ``size`` entries in a step, for fp16 with casts both
+    ways."""
     source, found = torch.ones(size, dtype=torch.float32, device="cpu"), list[float]()
     target = torch.ones_like(source)
     for _ in range(WARMUP + STEPS):

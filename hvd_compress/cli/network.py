@@ -3,13 +3,11 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ..codecs.base import Messages
 from ..engine.collectives import Verb, ring_bytes
-from .wire import sent
 
-#: What Ethernet, IP and TCP leave of a link: 1448 of 1538 bytes.
+#: The share of a link beyond the headers of Ethernet, IP and TCP: 1448 of 1538 bytes.
 PAYLOAD = 0.94
 _INSIDE: tuple[Verb, Verb] = ("reduce", "broadcast")
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -39,35 +37,24 @@ def _quantity(text: str, units: Mapping[str, float]) -> float | None:
 
 @dataclass(frozen=True)
 class Network:
-    """A ring.
+    """Links of hosts, in a ring.
 
     Args:
-        ranks: its members: hosts, or, without two levels, the ranks of all hosts.
         bits: per second, of each host's link.
         latency: seconds from one host to the next.
         per_node: ranks of a host that share its exchange; 1 without two levels.
         inside_bits: per second, of the connection of each rank inside its host.
     """
 
-    ranks: int
     bits: float
     latency: float
     per_node: int = 1
     inside_bits: float = math.inf
 
-    @property
-    def flat(self) -> "Network":
-        """The same network without two levels. One rank of each host sends to another host, so a link carries the bytes
-        of one rank."""
-        return replace(self, ranks=self.ranks * self.per_node, per_node=1)
-
-    def wire(self, messages: Messages) -> float:
-        """Seconds for which the link is busy."""
-        return 8 * sent(messages, self.ranks) / (self.bits * PAYLOAD)
-
-    def hops(self, messages: Messages) -> float:
-        """Seconds for empty messages: the latency of all hops."""
-        return self.latency * sum((2 if verb == "allreduce" else 1) * (self.ranks - 1) for verb, _ in messages)
+    def seconds(self, sent: float, hops: float) -> float:
+        """The time of an exchange that sends so many bytes over a link, with ``hops`` messages that wait for each
+        other."""
+        return 8 * sent / (self.bits * PAYLOAD) + self.latency * hops
 
     def inside(self, entries: int) -> float:
         """Seconds to sum ``entries`` of float32 gradients inside a host, and to send the averages to its ranks."""

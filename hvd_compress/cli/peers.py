@@ -1,7 +1,4 @@
-"""Two peers on torchft, for ``doctor``: whether they end rounds with equal weights. Exit status 1 if not.
-
-Peers are threads of one process, beside their lighthouse.
-"""
+"""Two peers on torchft, threads of one process, for ``doctor``: exit status 1 unless their weights become equal."""
 
 import os
 import sys

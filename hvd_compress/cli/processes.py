@@ -35,18 +35,14 @@ def run_group(
     watch: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs a command as the leader of a process group, and ends the group when the leader has ended, or on an
-    exception, such as those of :func:`exit_on_signals`.
+    exception, such as those of :func:`exit_on_signals`. Raises :class:`Failed` if it took more than ``timeout``
+    seconds, or, with ``check``, ended with another status than 0.
 
     Args:
-        timeout: seconds after which the group is killed.
         log: file for the command's output.
         environment: variables in addition to this program's (:func:`inherited`).
         name: of the run, for messages.
-        check: whether an exit status other than 0 is a failure.
         watch: called several times a second meanwhile.
-
-    Raises:
-        Failed: the command took too long, or ended with another status than 0 (with ``check``).
     """
     end = time.monotonic() + timeout
     with log.open("w") as stream:
@@ -71,8 +67,8 @@ def run_group(
 
 
 def inherited() -> dict[str, str]:
-    """The environment for a launch. If this program is a rank itself (under torchrun, in a pod of a Kubernetes job), it
-    is without torchrun's variables: all ranks of the launch would take this program's number."""
+    """The environment for a launch. If this program is a rank itself (under torchrun, in a pod of a Kubernetes job),
+    torchrun's variables are left out: all ranks of the launch would take this program's number."""
     is_rank = "RANK" in os.environ
     return {name: value for name, value in os.environ.items() if not (is_rank and TORCHRUN.fullmatch(name))}
 
@@ -109,8 +105,8 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Terminates the group, then kills what is left of it, since the group can outlive its leader. (On SIGTERM, mpirun
-    also ends its ranks, which lead groups of their own.)"""
+    """Terminates the group, then kills the rest of it: the group can outlive its leader. (On SIGTERM, mpirun also ends
+    its ranks, which lead groups of their own.)"""
     end = time.monotonic() + GRACE
     with suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGTERM)

@@ -1,8 +1,7 @@
-"""A launched rank of ``doctor``, ``bench`` or an experiment: of Horovod, or of torch.distributed."""
+"""A rank of Horovod or torch.distributed that ``doctor``, ``bench`` or an experiment has launched."""
 
 import os
 import pickle
-import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,15 +15,6 @@ from ..hosts.ddp import ddp_hook
 from ..local.steps import LocalSteps
 
 HOSTS = ("ddp", "horovod")
-#: The variables in which a launcher gives a process its rank and the number of ranks. torchrun's come first: they are
-#: of this launch, because it does not inherit them (:func:`.processes.inherited`). An mpirun inside a SLURM job sets
-#: its own, so SLURM's come last.
-VARIABLES = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
 
 
 class Horovod:
@@ -38,19 +28,16 @@ class Horovod:
         self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
 
     def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
-        """The module to call and the optimizer to step.
-
-        Args:
-            compression: a :class:`hvd_compress.Compressor`, ``"fp16"`` for the host's own, or None. Also another object
-                with Horovod's ``compress`` and ``decompress``, or, for DDP, a hook's state and the hook.
-        """
+        """The module to call and the optimizer to step. ``compression``: a :class:`hvd_compress.Compressor`; ``"fp16"``
+        for the host's own; None; an object with Horovod's ``compress`` and ``decompress``; or, for DDP, a hook's state
+        and the hook."""
         stock = self._hvd.Compression.fp16 if compression == "fp16" else self._hvd.Compression.none
         given = compression if compression not in ("fp16", None) else stock
         named = model.named_parameters()
         return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=given)
 
     def synchronize(self, optimizer: Any) -> None:
-        """The averaged gradients are in ``p.grad`` afterwards."""
+        """Completes the averages in ``p.grad``."""
         optimizer.synchronize()
 
     def update(self, optimizer: Any) -> None:
@@ -59,17 +46,16 @@ class Horovod:
             optimizer.step()
 
     def replicas(self, model: nn.Module) -> list[Tensor]:
-        """Ends the training. Returns what must then be the same on all ranks."""
+        """Ends the training. Returns tensors that must be the same on all ranks."""
         return list(model.parameters())
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
         return self._result(
             self._hvd.allreduce_async(tensor, name=f"sum.{tensor.dtype}.{tensor.numel()}", op=self._hvd.Sum)
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Not by ``allgather_object()``, which spins meanwhile."""
+        """Every rank's value, in rank order. Not by ``allgather_object()``, which keeps a core busy."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         own = torch.tensor([mine.numel()], dtype=torch.int64, device="cpu")
         sizes = self._result(self._hvd.allgather_async(own, name="gather.sizes"))
@@ -87,28 +73,15 @@ class Horovod:
 
 
 class Ddp(Horovod):
-    """``DistributedDataParallel``, over Gloo, or with NCCL on a GPU for each rank.
+    """``DistributedDataParallel``, over Gloo, or on ``"cuda"``, with a GPU for each rank, over NCCL."""
 
-    Args:
-        store: ``HOST:PORT`` of :func:`serve_store`, for launchers such as srun and mpirun, which do not set torchrun's
-            variables. Where all of these are set, it is not used.
-        device: ``"cpu"`` or ``"cuda"``.
-    """
-
-    def __init__(self, store: str = "", device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu") -> None:
         from torch import distributed
 
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if device == "cuda":
             torch.cuda.set_device(self.local_rank)
-        backend = "nccl" if device == "cuda" else "gloo"
-        if not store or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}:
-            distributed.init_process_group(backend)
-        else:
-            rank, size = _rank_and_size()
-            host, _, port = store.rpartition(":")
-            client = distributed.TCPStore(host, int(port), is_master=False)
-            distributed.init_process_group(backend, store=client, rank=rank, world_size=size)
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo")
         self._dist, self._device = distributed, device
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
@@ -128,7 +101,7 @@ class Ddp(Horovod):
         return module, optimizer
 
     def synchronize(self, optimizer: Any) -> None:
-        """Nothing to do: the averages are complete after the backward pass."""
+        """Does nothing: the averages are complete after the backward pass."""
 
     def update(self, optimizer: Any) -> None:
         optimizer.step()
@@ -158,8 +131,8 @@ class Ddp(Horovod):
 
 
 class LocalRank:
-    """Local steps in place of a host's averages of gradients. ``build``: makes the :class:`hvd_compress.LocalSteps`
-    from the model, the optimizer and the compressor."""
+    """Local steps in place of a host's averages. ``build``: makes the :class:`hvd_compress.LocalSteps` from the model,
+    the optimizer and the compressor."""
 
     def __init__(self, build: Callable[[nn.Module, Any, Any], LocalSteps]) -> None:
         self._build = build
@@ -169,7 +142,7 @@ class LocalRank:
         return model, optimizer
 
     def synchronize(self, optimizer: Any) -> None:
-        """Gradients are not averaged."""
+        """Does nothing: gradients are not averaged."""
 
     def update(self, optimizer: Any) -> None:
         optimizer.step()
@@ -182,41 +155,13 @@ class LocalRank:
         return [*common, *model.parameters()]
 
 
-def _rank_and_size() -> tuple[int, int]:
-    for rank, size in VARIABLES:
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    pairs = ", ".join(f"{rank} with {size}" for rank, size in VARIABLES)
-    raise RuntimeError(f"the launcher does not number its ranks: it sets none of {pairs}")
-
-
-def serve_store() -> tuple[Any, str]:
-    """A store for the rendezvous of a launch's ranks, served by this process on a free port as long as the object
-    exists, and its ``HOST:PORT``.
-
-    HOST is the name of this machine, which must resolve to an address that the ranks' hosts can reach. The store
-    accepts connections on all interfaces of this machine, without authentication. (``localhost`` below is only where
-    this process connects to it.)"""
-    from torch import distributed
-
-    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:  # the name does not resolve: ranks on this machine only
-        name = "localhost"
-    return store, f"{name}:{store.port}"
-
-
 def nodes_of(ranks: int, per_node: int) -> int | bool:
-    """The argument ``nodes`` of a compressor, for nodes of ``per_node`` ranks. Raises ``ValueError`` unless all nodes
-    are full."""
+    """The argument ``nodes`` of a compressor, for nodes of ``per_node`` ranks, which must all be full."""
     if ranks % per_node:
         raise ValueError(f"{ranks} ranks are no full nodes of {per_node}")
     return ranks // per_node if per_node > 1 else False
 
 
-def start(host: str, store: str = "", device: str = "cpu", nodes: bool = False) -> Horovod:
-    """This process's rank. ``host``: one of HOSTS. ``store``, ``device``: see :class:`Ddp`. ``nodes``: whether
-    compressors will get ``nodes``."""
-    return Ddp(store, device) if host == "ddp" else Horovod(nodes)
+def start(host: str, device: str = "cpu", nodes: bool = False) -> Horovod:
+    """This process's rank. ``host``: of HOSTS. ``device``: of :class:`Ddp`. ``nodes``: whether compressors get some."""
+    return Ddp(device) if host == "ddp" else Horovod(nodes)

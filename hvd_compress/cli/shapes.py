@@ -16,7 +16,7 @@ Named = tuple[str, tuple[int, ...]]
 def resnet50() -> Iterator[Named]:
     """ResNet-50 for ImageNet: 25.6 M parameters in 161 tensors."""
     yield "stem.weight", (64, 3, 7, 7)
-    yield from _affine("stem.norm", 64)
+    yield from affine("stem.norm", 64)
     inputs = 64
     for stage, (width, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
         for number in range(depth):
@@ -24,22 +24,18 @@ def resnet50() -> Iterator[Named]:
             # The first block of a stage projects its shortcut.
             for layer, (before, after, kernel) in enumerate(layers + [(inputs, 4 * width, 1)] * (number == 0)):
                 yield f"stage{stage}.{number}.conv{layer}.weight", (after, before, kernel, kernel)
-                yield from _affine(f"stage{stage}.{number}.norm{layer}", after)
+                yield from affine(f"stage{stage}.{number}.norm{layer}", after)
             inputs = 4 * width
-    yield from _affine("linear", 1000, inputs)
+    yield from affine("linear", 1000, inputs)
 
 
 def gpt2() -> Iterator[Named]:
     """GPT-2 small (Radford et al. 2019); the head is the word embedding: 124 M."""
-    yield from _gpt(width=768, depth=12)
+    yield from gpt(width=768, depth=12)
 
 
-def gpt30m() -> Iterator[Named]:
-    """A GPT of six layers with GPT-2's vocabulary: 30.3 M."""
-    yield from _gpt(width=384, depth=6)
-
-
-def _gpt(width: int, depth: int) -> Iterator[Named]:
+def gpt(width: int, depth: int) -> Iterator[Named]:
+    """A GPT with GPT-2's vocabulary."""
     yield "words", (50257, width)
     yield "positions", (1024, width)
     for number in range(depth):
@@ -47,43 +43,28 @@ def _gpt(width: int, depth: int) -> Iterator[Named]:
             ("norm1", width), ("attention", 3 * width, width), ("output", width, width),
             ("norm2", width), ("up", 4 * width, width), ("down", width, 4 * width),
         ):  # fmt: skip
-            yield from _affine(f"layer{number}.{name}", *shape)
-    yield from _affine("norm", width)
+            yield from affine(f"layer{number}.{name}", *shape)
+    yield from affine("norm", width)
 
 
-def tiny() -> Iterator[Named]:
-    """Shapes for tests: a convolution, a norm, layers with and without padding, one too small to be compressed."""
-    for name, *shape in (
-        ("conv", 32, 16, 3, 3),
-        ("norm", 32),
-        ("wide", 301, 288),
-        ("deep", 256, 301),
-        ("head", 3, 256),
-    ):
-        yield from _affine(name, *shape)
+def affine(name: str, *shape: int) -> Iterator[Named]:
+    """A weight, and a bias for each of its rows."""
+    yield f"{name}.weight", shape
+    yield f"{name}.bias", shape[:1]
 
 
-SHAPES: dict[str, Callable[[], Iterator[Named]]] = {
-    "resnet50": resnet50,
-    "gpt2": gpt2,
-    "gpt30m": gpt30m,
-    "tiny": tiny,
-}
+SHAPES: dict[str, Callable[[], Iterator[Named]]] = {"resnet50": resnet50, "gpt2": gpt2}
 
 
 def named(model: str) -> list[Named]:
     """The parameters of ``model``: a name of SHAPES, or ``PATH.py:FUNCTION``, a function of no arguments that returns a
-    ``torch.nn.Module``. It is built without memory for its weights if it allows that.
-
-    Raises:
-        ValueError: an unknown name; a missing file or function; or a function that fails, returns something else, or
-            returns a module without trainable parameters.
-    """
+    ``torch.nn.Module``, built without memory for its weights if possible. Raises ``ValueError`` if there is no such
+    model, or the function fails or returns another object, or a module without trainable parameters."""
     if model in SHAPES:
         return list(SHAPES[model]())
     path, colon, name = model.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise ValueError(f"a model is {', '.join(k for k in SHAPES if k != 'tiny')} or PATH.py:FUNCTION, got {model!r}")
+        raise ValueError(f"a model is {', '.join(SHAPES)} or PATH.py:FUNCTION, got {model!r}")
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
     module = _build(path, name)
@@ -96,7 +77,7 @@ def named(model: str) -> list[Named]:
 
 
 def _build(path: str, name: str) -> Any:
-    """Calls a function of a file, which can import its neighbours, and returns the result."""
+    """Calls a function of a file, which can import its neighbours."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -115,8 +96,3 @@ def _build(path: str, name: str) -> Any:
         with suppress(ValueError):
             sys.path.remove(folder)
     raise ValueError(f"{path} has no function {name}")
-
-
-def _affine(name: str, *shape: int) -> Iterator[Named]:
-    yield f"{name}.weight", shape
-    yield f"{name}.bias", shape[:1]

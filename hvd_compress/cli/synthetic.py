@@ -35,11 +35,9 @@ class _HandOut(torch.autograd.Function):
 
 class Synthetic(nn.Module):
     """Parameters of given shapes, with other gradients on each rank and in each step: normal, of standard deviation
-    0.01. They are views of one noise tensor, which autograd copies into ``p.grad``.
-
-    ``pause``: seconds of a simulated computation that leaves the processor free, as on a GPU: a third in forward, the
-    rest in backward, before each gradient in proportion to its entries.
-    """
+    0.01, views of one noise tensor, which autograd copies into ``p.grad``. ``pause``: seconds of a simulated
+    computation that leaves the processor free, as on a GPU: a third in forward, the rest in backward, before each
+    gradient in proportion to its entries."""
 
     def __init__(self, named: Iterable[Named], rank: int, seed: int = 0, pause: float = 0.0) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def codec(values: str | Codec) -> Codec:
 
 
 def gather_codec(values: str | Codec) -> Codec:
-    """The codec; raises ``ValueError`` unless it sends every rank's own values to all others."""
+    """The codec; raises ``ValueError`` unless every rank sends its own values to all others."""
     found = codec(values)
     if not isinstance(found, CodedGather):
         raise ValueError(

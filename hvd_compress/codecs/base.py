@@ -1,26 +1,23 @@
 """The interfaces of codecs and of their channels."""
 
 import abc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
-from ..engine.collectives import Request, Verb
+from ..engine.collectives import Request
 from ..engine.state import Tree
 from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
-#: Collectives, each with the bytes that a rank contributes.
-Messages = list[tuple[Verb, int]]
 
 # The most steps in which a value beyond a dtype's range is sent.
 _PATIENCE = 64
 
 
 def drop_excess(quantization_error: Tensor, limit: float) -> None:
-    """Limits the errors of values that were clipped to ``limit``: drops what would take more than 64 further steps to
-    be sent."""
+    """Limits the errors of values that were clipped to ``limit`` to what 64 further steps can send."""
     most = min(_PATIENCE * limit, torch.finfo(torch.float32).max)
     quantization_error.clamp_(-most, most)
 
@@ -42,10 +39,6 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "Channel":
         """A channel for ``groups`` groups of values; each group has its own scale."""
-
-    @abc.abstractmethod
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        """The messages of a rank that average groups of these sizes, after the first step."""
 
 
 class Channel(abc.ABC):
@@ -77,7 +70,7 @@ class Channel(abc.ABC):
         """
 
     def begin_step(self) -> None:
-        """Saves what :meth:`undo_step` restores."""
+        """Saves the state for :meth:`undo_step`."""
         if self.scales:
             self.scales.begin_step()
 

@@ -1,21 +1,19 @@
 """Floats of 16 or 32 bits, summed by an allreduce."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..engine.collectives import allreduce
-from .base import Averaged, Channel, Codec, Messages, drop_excess, invalidate
+from .base import Averaged, Channel, Codec, drop_excess, invalidate
 
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """``Cast("fp16")``, ``Cast("fp32")``. A value beyond the dtype's range is sent in up to 65 steps; what would take
-    more is dropped."""
+    """``Cast("fp16")``, ``Cast("fp32")``. A value beyond the range is sent in up to 65 steps; the rest is dropped."""
 
     kind: str
 
@@ -42,9 +40,6 @@ class Cast(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _CastChannel(self, groups, ranks, rank, device)
-
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        return [("allreduce", self.dtype.itemsize * sum(sizes))]
 
 
 class _CastChannel(Channel):

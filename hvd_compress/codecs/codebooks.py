@@ -1,8 +1,6 @@
-"""Optimal levels for Gaussian and Laplacian values of unit variance: codebooks (Lloyd 1982, Max 1960) and grids.
-
-Levels must be bit-equal on all ranks, but the last bits of ``erf`` and ``exp`` differ between machines. So levels are
-rounded to multiples of 2**-14, and a grid's step is chosen from a short list.
-"""
+"""Optimal levels for Gaussian and Laplacian values of unit variance: codebooks (Lloyd 1982, Max 1960) and grids. Since
+the last bits of ``erf`` and ``exp`` differ between machines, levels are rounded to multiples of 2**-14, and a grid's
+step is chosen from a short list."""
 
 import math
 from functools import lru_cache
@@ -30,7 +28,6 @@ def _mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
 @lru_cache
 @modes_off
 def codebook_on(bits: int, device: torch.device) -> Tensor:
-    """:func:`codebook`, copied to a device once."""
     return codebook(bits).to(device)
 
 

@@ -1,6 +1,5 @@
-"""Codes in an allgather: every rank receives and averages the codes of all."""
+"""Codes in an allgather: every rank receives the codes of all ranks and averages them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from ..engine.collectives import allgather
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, Messages, invalidate
+from .base import Averaged, Channel, Codec, invalidate
 from .packed import Code
 from .scales import Moments
 
@@ -26,12 +25,9 @@ class CodedGather(Codec):
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "GatherChannel":
         return GatherChannel(self.code, groups, ranks, rank, device)
 
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        return [("allgather", 4 * len(sizes) + self.code.size(sum(sizes)))]
-
 
 def floats(message: Tensor) -> Tensor:
-    """The float32 in these bytes as float64, flat. Copies the bytes, because they may be unaligned."""
+    """The float32 in these bytes as float64, flat. Copies the bytes, which may be unaligned."""
     return message.flatten().clone().view(torch.float32).double()
 
 
@@ -61,8 +57,7 @@ class GatherChannel(Channel):
         return self.message
 
     def decode_rank(self, gathered: Tensor, rank: int, into: Tensor, add: bool) -> None:
-        """Decodes the values of one rank, from the gathered messages of all, and writes them to ``into``, or adds
-        them."""
+        """Decodes the values of one rank, from the gathered messages, and writes them to ``into``, or adds them."""
         row = gathered.view(self.ranks, -1)[rank]
         scale = floats(row[: self.head])
         self.code.decode(row[self.head :], bounded(scale.abs()), (scale < 0).long(), self.edges, into, add)

@@ -1,6 +1,5 @@
-"""The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather. A message carries its scales."""
+"""The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..engine.arguments import check_integer
 from ..engine.collectives import allgather, alltoall
 from ..reference.scales import bounded
-from .base import Averaged, Channel, Codec, Messages, invalidate
+from .base import Averaged, Channel, Codec, invalidate
 from .packed import Code
 from .scales import Moments
 
@@ -24,8 +23,7 @@ class CodedRing(Codec):
     3. It encodes the average and sends it to all (allgather); N times the error of this encoding is its own
        quantization error in its part.
 
-    Nothing is kept from step to step. The alltoall has the bits of ``code``, the allgather those of ``mean_code``, and
-    each has 2 bytes a run.
+    Nothing is kept from step to step. Both messages have 2 bytes a run, for its scale.
 
     Args:
         code: how a value is encoded.
@@ -54,11 +52,6 @@ class CodedRing(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _RingChannel(self, groups, ranks, rank, device)
-
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        parts = _Parts(list(sizes), self.run, ranks)
-        message, reply = (2 * parts.columns + code.size(parts.size) for code in (self.code, self.of_mean))
-        return [("alltoall", ranks * message), ("allgather", reply)]
 
 
 class _Parts:

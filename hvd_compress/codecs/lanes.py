@@ -1,6 +1,5 @@
 """Integers packed into lanes of int64 words, summed by an allreduce."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.arguments import check_flag, check_integer
 from ..engine.collectives import allreduce
-from .base import Averaged, Channel, Codec, Messages
+from .base import Averaged, Channel, Codec
 from .codebooks import grid_step
 from .scales import Moments, Scales
 
@@ -40,10 +39,6 @@ class Lanes(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _LanesChannel(self, groups, ranks, rank, device)
-
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        lanes = 64 // (self.bits + (ranks - 1).bit_length())
-        return [("allreduce", 8 * (-(-sum(sizes) // lanes) + 1 + -(-len(sizes) // 2)))]
 
 
 class _LanesChannel(Channel):

@@ -68,10 +68,9 @@ class Lloyd(Code):
 
 @dataclass(frozen=True)
 class WideLloyd(Lloyd):
-    """Codebooks for a Gaussian, for error feedback on all entries, where what is clipped piles up until it is sent. The
-    scale is ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``, between that of the
-    least squared error, p = 0, and that which clips nothing, p = 1.
-    """
+    """Codebooks for a Gaussian, for error feedback on all entries, where clipped parts accumulate until they are sent.
+    The scale is ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``: between the
+    least squared error, p = 0, and no clipping, p = 1."""
 
     @property
     def name(self) -> str:
@@ -85,8 +84,8 @@ class WideLloyd(Lloyd):
 
 @dataclass(frozen=True)
 class Plain(Code):
-    """Floats of 16 or 32 bits, for messages that are not summed on the way. A value beyond their range is sent in
-    up to 65 steps; what would take more is dropped."""
+    """Floats of 16 or 32 bits, for messages that are not summed on the way. A value beyond their range is sent in up to
+    65 steps; the rest is dropped."""
 
     bits: int
     peak = True
@@ -153,7 +152,7 @@ class RangeFloat(Code):
 
     @property
     def positive(self) -> int:
-        """The number of codes for positive values, and for negative values."""
+        """The number of codes for positive values, and of codes for negative values."""
         return ((1 << self.bits) - 1) // 2
 
     def base(self, scale: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Moments:
 class Scales:
     """The scales of a channel's groups, with the same bits on every rank.
 
-    ``sent``: moving averages of the root mean squares of what ranks send, float64, (groups,). ``kind``: int64,
+    ``sent``: moving averages of the root mean squares of the ranks' values, float64, (groups,). ``kind``: int64,
     (groups,), 0 if the averages look Gaussian, 1 if Laplacian. ``known``: false before the first step.
     """
 
@@ -45,11 +45,10 @@ class Scales:
         self.known = True
 
     def begin_step(self) -> None:
-        """Saves what :meth:`undo_step` restores."""
         self._saved = self.known, self.sent, self.kind
 
     def undo_step(self) -> None:
-        """Restores the scales before the step: if it has failed on some ranks only, they would differ."""
+        """Restores the scales before the step. If it has failed on some ranks only, they would differ."""
         self.known, self.sent, self.kind = self._saved
 
     def update_from_lanes(self, average: Tensor, edges: Tensor, header: Tensor, ranks: int) -> None:
@@ -60,7 +59,7 @@ class Scales:
         self.sent, self.kind = sent, kind
 
     def state(self) -> Tree:
-        """Describes the saved state. The operators do not check scales: hence the ranges."""
+        """The saved state, with ranges, since the operators do not check scales."""
         return {
             "known": Entry(vars(self), "known", bool),
             "sent": TensorLeaf(self.sent, SMALLEST, LARGEST),

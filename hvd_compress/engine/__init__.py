@@ -1,1 +1,1 @@
-"""One training step, independent of who calls (``hosts``) and of what is exchanged (``methods``)."""
+"""Buckets of parameters and their exchanges between ranks. Knows no host, no method and no step."""

@@ -73,13 +73,13 @@ def alltoall(tensor: torch.Tensor, category: Category = "values", then: Stage = 
 
 
 def reduce(tensor: torch.Tensor, root: int, to_all: bool) -> Request:
-    """Inside a node: the sum over its ranks, for rank ``root``. What the others receive has a meaning only with
-    ``to_all``, for hosts that know no other sum. float32; the tensor is given away."""
+    """Inside a node: the sum over its ranks, for rank ``root``. With ``to_all`` every rank gets it (Horovod has no
+    reduce). float32; the tensor is overwritten."""
     return Request("allreduce" if to_all else "reduce", tensor, "dense_tensor", "node", "accumulate", root, "inside")
 
 
 def broadcast(tensor: torch.Tensor, root: int) -> Request:
-    """Inside a node: the tensor of rank ``root``. That of the others, of the same shape, is given away."""
+    """Inside a node: the tensor of rank ``root``. The other ranks pass one of the same shape, which is overwritten."""
     return Request("broadcast", tensor, "dense_tensor", "node", "apply", root, "inside")
 
 

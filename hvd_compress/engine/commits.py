@@ -11,8 +11,8 @@ _REMEMBERED = 1024
 
 
 class Commits:
-    """Recent commits, for undecided ranks, and the failures in a row since, the 1st, 10th, 100th and 1,000th
-    of which is a warning.
+    """Remembers recent commits, for undecided ranks. Counts consecutive failures and warns at the 1st, 10th, 100th and
+    1,000th.
 
     Args:
         engine: warns.

@@ -55,8 +55,8 @@ class Calls:
 
     @property
     def due(self) -> bool:
-        """Whether to call :meth:`check` in a call that need not wait. Where collectives are matched by order, the next
-        ones would meet wrong ones; where they have names, the rows can wait until they have come."""
+        """Whether to call :meth:`check` in a call that need not wait: on torch.distributed at once, since its
+        collectives are matched by order; on Horovod when the rows have arrived."""
         return self._handle is not None and (self._engine.collectives.ordered or self._handle.done())
 
     def check(self) -> list[Row]:

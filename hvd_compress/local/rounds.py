@@ -325,8 +325,8 @@ class Rounds:
                     self._note()
 
     def restart(self, same_ranks: bool) -> None:
-        """The parameters before the next local step become the common weights. What is in flight is not applied to
-        them; in an error-feedback buffer it stays."""
+        """The parameters before the next local step become the common weights. Progress in flight is not applied to
+        them; it stays in an error-feedback buffer."""
         self._round.discard(wait=same_ranks)
         self._guards.restart()
         self._taken = self._begun = self._rounds_off = False

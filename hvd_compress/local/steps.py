@@ -196,7 +196,7 @@ class LocalSteps:
     @modes_off
     def finish(self, model: torch.nn.Module | None = None, *, moved_only: bool = False) -> None:
         """Averages all parameters over the ranks, without compression, before testing or saving; training may go on.
-        What is in flight arrives before.
+        An exchange in flight is completed first.
 
         With ``unsent="weights"`` nothing unsent is left afterwards; a ``"buffer"`` is kept. The outer optimizer takes
         no part. All ranks must call it.
@@ -242,8 +242,8 @@ class LocalSteps:
         merge of adapters. Without it the replacement would count as progress of the local steps; a change that is
         noticed raises an error.
 
-        What is in flight is not applied, and nothing unsent is kept, nor outer momentum. The optimizers' states stay as
-        they are. Not needed after ``load_state_dict()`` of this object or of its compressor.
+        Progress in flight is not applied, and neither residuals nor outer momentum are kept. The optimizers' states
+        stay. Not needed after ``load_state_dict()`` of this object or of its compressor.
 
         Raises:
             ValueError: the model has other parameters now.

@@ -1,4 +1,4 @@
-"""The base class of all methods: what the user holds, and what the author of a method implements."""
+"""The base class of all methods, for users and for authors of a method."""
 
 import weakref
 from collections.abc import Callable
@@ -30,8 +30,6 @@ _Clock = TypeVar("_Clock", bound=Clock)
 
 
 class Horovod(Clock, Protocol):
-    """The clock that takes gradients from Horovod."""
-
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]: ...
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor: ...
@@ -41,10 +39,9 @@ class Horovod(Clock, Protocol):
 class Surroundings:
     """The carriers and hosts of a compressor, given when the package is put together: a method imports neither.
 
-    Args:
-        collectives: makes those of a ``process_set`` or a ``process_group``.
-        clock: makes the host's side of an engine, with a ``grad_scaler`` or None.
-        horovod: the class of Horovod's side, since Horovod calls the compressor itself.
+    ``collectives`` makes those of a ``process_set`` or a ``process_group``; ``clock`` the host's side of an engine,
+    with a ``grad_scaler`` or None; ``horovod`` is the class of Horovod's side, since Horovod calls the compressor
+    itself.
     """
 
     collectives: Callable[[Any, Any], Collectives]
@@ -101,7 +98,6 @@ class Compressor(Reporting, Method):
 
     @classmethod
     def surround(cls, around: Surroundings) -> None:
-        """Called once, where the package is put together."""
         cls._around = around
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -158,7 +154,7 @@ class Compressor(Reporting, Method):
         self.engine.peer.register()
         self.engine.optimizers.watch()
 
-    # What a method may override, see Method.
+    # A method may override these, see Method.
 
     def options(self) -> dict[str, object]:
         return {**super().options(), **self._common}
@@ -191,12 +187,11 @@ class Compressor(Reporting, Method):
         """The number of completed steps."""
         return self.engine.step
 
-    # What uses it.
+    # The clock.
 
     @property
     def clock(self) -> Clock:
-        """The object that begins and ends exchanges: the local steps of this compressor, or what takes its
-        gradients."""
+        """The object that begins and ends exchanges: the local steps of this compressor, or the host's side."""
         if self._clock is None:
             with self.engine.entered:  # optimizers of other threads ask for it, too
                 self._clock = self._clock or self._around.clock(self.engine, self.grad_scaler)
@@ -215,14 +210,13 @@ class Compressor(Reporting, Method):
         return clock
 
     def bind(self, clock: Clock) -> None:
-        """Lets ``clock`` begin and end exchanges from now on. Only before gradients were exchanged."""
+        """Lets ``clock`` begin and end exchanges. Only before gradients were exchanged."""
         with self.engine.entered:
             self._clock = clock
         self.engine.peer.changed()
 
     @property
     def has_clock(self) -> bool:
-        """Whether there is a clock."""
         return self._clock is not None
 
     @property
@@ -242,7 +236,7 @@ class Compressor(Reporting, Method):
     # Between steps.
 
     def discard_step(self) -> None:
-        """Takes back the last average, which is not applied: what was sent for it is added back to the residuals, and
+        """Takes back the last average, which is not applied: this rank's part of it is added back to the residuals, and
         sent later.
 
         Call it on every rank instead of ``optimizer.step()``, after ``optimizer.synchronize()`` (Horovod),
@@ -257,9 +251,9 @@ class Compressor(Reporting, Method):
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it).
 
-        ``owed``: what this rank has not sent, by parameter, which fits any ranks, nodes and buckets. ``shared``: the
-        part of the exact state that is the same on all ranks. ``per_rank``: the other part, and byte counts.
-        ``owner``: the rank and the number of ranks. ``step``, ``method``, ``format``.
+        ``owed``: the unsent part, by parameter, which fits any ranks, nodes and buckets. ``shared``: the part of the
+        exact state that is the same on all ranks. ``per_rank``: the rest of it, and byte counts. ``owner``: the rank
+        and the number of ranks. ``step``, ``method``, ``format``.
 
         Save it on every rank, after ``optimizer.step()`` and ``GradScaler.update()``. Raises ``RuntimeError`` in the
         middle of a step, ``TypeError`` if ``torch.distributed.checkpoint`` calls it, which needs a
@@ -273,18 +267,17 @@ class Compressor(Reporting, Method):
         compressor with the same arguments, or from :func:`hvd_compress.reshard`. Tensors may be on any device. A step
         in progress is dropped (:meth:`reset`).
 
-        Raises ``ValueError``, and changes nothing, if anything in it does not fit: another method, version, set of
-        parameters, option, rank or number of ranks; a missing or unknown item; a wrong type, dtype, shape or range; a
-        value that is not finite. The message begins with the path of the item, such as
+        Raises ``ValueError``, and changes nothing, if an item does not fit: another method, version, set of parameters,
+        option, rank or number of ranks; a missing or unknown item; a wrong type, dtype, shape or range; a value that is
+        not finite. The message begins with the path of the item, such as
         ``per_rank.buckets.0.residual.conv1.weight.entries``.
         """
         one_rank.load(self.engine, state)
 
     def reset(self) -> None:
-        """Drops the step in progress, after a failure; the next gradient begins a new one. What was sent in this step
-        is added back to the residuals, and the gradients that were compressed become zero. With ``nodes``, gradients
-        that the node had not summed are lost. Waits for an exchange of local steps in flight, unless that has
-        failed."""
+        """Drops the step in progress, after a failure; the next gradient begins a new one. Values that were sent in it
+        are added back to the residuals, and compressed gradients become zero. With ``nodes``, gradients that the node
+        had not summed are lost. Waits for an exchange of local steps in flight, unless that has failed."""
         self.engine.driver.reset(wait=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -17,7 +17,7 @@ class Basis:
         self._bucket = bucket
 
     def enter(self, grads: list[Tensor], scale: float, invalid: Tensor) -> list[Tensor]:
-        """The tensors that the operators accumulate for these gradients: by piece, or empty. ``scale``: of the
+        """The tensors, by piece or empty, that the operators accumulate for these gradients. ``scale``: of the
         gradients. ``invalid``: int32, (1,), set to 1 if an entry is not finite."""
         return grads
 
@@ -29,8 +29,7 @@ class Basis:
         """Transforms the averages in :meth:`targets` back, into the gradients."""
 
     def entries(self, piece: Piece, part: Tensor) -> Tensor:
-        """``part``, a piece's part of a residual or velocity, (blocks * 256,), as entries in its shape: a view or a
-        copy."""
+        """A piece's ``part`` of a residual or velocity, (blocks * 256,), in the piece's shape: a view or a copy."""
         return piece.reshaped(part)
 
     def write(self, piece: Piece, entries: Tensor, part: Tensor) -> None:
@@ -43,8 +42,6 @@ class Basis:
 
 
 class Coefficients(Basis):
-    """Coefficients of a transform."""
-
     def saved(self, flat: Tensor) -> Tree:
         return {piece.name: TensorLeaf(piece.of(flat), per_rank=True) for piece in self._bucket.pieces}
 

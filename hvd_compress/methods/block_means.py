@@ -1,8 +1,8 @@
 """The mean of each block of 256 gradients, sent in every step beside the selected entries.
 
-Until they are sent, a block's entries accumulate a common offset (behind a ReLU the gradients of a unit's weights have
-one sign and similar size), which would overshoot when applied late. One value per 256 entries trains that direction
-without delay; the residual keeps the deviations from the mean.
+A residual accumulates a common offset of a block (behind a ReLU the gradients of a unit's weights have one sign and
+similar size), which would overshoot when applied late. One value per 256 entries trains that direction without delay;
+the residual keeps the deviations from the mean.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,7 @@ class BlockMeans(Part):
     """The block means of one bucket: float32 tensors of (blocks,), or of (0,) without block means.
 
     ``fresh``: the means of the gradients since the last exchange (added by ``accumulate_select``). ``velocity``: of
-    momentum correction. ``unsent``: the residual of the means. ``sizes``: the blocks of each piece; empty without block
-    means.
+    momentum correction. ``unsent``: the residual of the means. ``sizes``: the blocks of each piece.
     """
 
     def __init__(self, bucket: Bucket, sent: bool) -> None:
@@ -47,8 +46,8 @@ class BlockMeans(Part):
             self.velocity.add_(kept)
 
     def receive(self, mean: Tensor, error: Tensor) -> Tensor | None:
-        """Keeps the quantization ``error`` in ``unsent`` where the averaged ``mean`` is finite. Returns the means to
-        apply: ``mean``, without those of pieces of which no gradient arrived; None without block means."""
+        """Keeps the quantization ``error`` in ``unsent`` where the averaged ``mean`` is finite. Returns ``mean``
+        without pieces for which no gradient arrived; None without block means."""
         if not self.sizes:
             return None
         for piece in self._bucket.missing():
@@ -67,7 +66,7 @@ class BlockMeans(Part):
         return entries + piece.reshaped(piece.of_blocks(per_block).repeat_interleave(BLOCK))
 
     def clear(self, piece: Piece) -> None:
-        """Zeros what a piece has not sent."""
+        """Zeros the unsent means of a piece."""
         piece.of_blocks(self.unsent).zero_()
         piece.of_blocks(self.fresh).zero_()
 

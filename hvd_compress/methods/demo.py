@@ -50,7 +50,7 @@ class DeMo(SparseMethod):
         w   = w - lr (sign(H q) + weight_decay w)               by the optimizer
         orthogonal=: U V^T sqrt(max(rows, columns)) in place of the sign, where H q = U S V^T
 
-    The paper's: a momentum for each rank, from which what is sent is subtracted; the largest coefficients of a
+    The paper's: a momentum for each rank, from which the payload is subtracted; the largest coefficients of a
     transform; the sign; ``exchange="gather"``, where every rank sends its own coefficients to all, and the bytes grow
     with the ranks. Its second version's (2411.19870v2): ``subtract``, there alpha, and the choice of Muon's update,
     here ``orthogonal``: the Newton-Schulz iteration of Jordan et al., *Muon* (2024), scaled to root mean square 1.
@@ -73,9 +73,9 @@ class DeMo(SparseMethod):
             gather.
         exchange: ``"ring"`` or ``"gather"``.
         decay: of each rank's momentum, in (0, 1]; None for 0.95 with ``orthogonal="matrices"``, else 0.999.
-        subtract: the share of what is sent that leaves the momentum, in (0, 1]; None for 0.2 with
+        subtract: the share of the payload that leaves the momentum, in (0, 1]; None for 0.2 with
             ``orthogonal="matrices"``, else 1.
-        sign: replace averaged gradients by their signs. Without it, a gradient is the average of what was sent, which
+        sign: replace averaged gradients by their signs. Without it, a gradient is the average of the payloads, which
             contains gradients of earlier steps, for an optimizer of your choice; uncompressed gradients are plain
             averages.
         orthogonal: compressed parameters whose averages are replaced by the nearest orthogonal matrix instead of their
@@ -195,7 +195,6 @@ class DeMo(SparseMethod):
     # The optimizer.
 
     def take_momentum(self, optimizer: Optimizer) -> float:
-        """Raises ``ValueError`` with ``sign``."""
         if self.arguments.sign:
             raise ValueError("DeMo's momentum is what was not sent: give the optimizer none, momentum=0")
         return super().take_momentum(optimizer)

@@ -19,7 +19,7 @@ from .base import Compressor
 
 
 class EveryEntryWork(Work):
-    """One bucket of such a method: the residual and the codec's channel."""
+    """One bucket: the residual and the codec's channel."""
 
     def __init__(self, bucket: Bucket, codec: Codec, feedback: bool) -> None:
         self._agreement = Agreement(bucket.device)
@@ -81,12 +81,8 @@ class EveryEntryWork(Work):
 
 
 class EveryEntry(Compressor):
-    """A method that sends every entry of the gradient in a few bits.
-
-    Args:
-        values: the codec that is the method; its channels keep nothing from step to step.
-        error_feedback: keep the quantization error for the next step.
-    """
+    """A method that sends every entry of the gradient in a few bits. ``values``: its codec, whose channels keep nothing
+    from step to step. ``error_feedback``: keep the quantization error for the next step."""
 
     def __init__(
         self, named_parameters: NamedParameters, *, values: Codec, error_feedback: bool = False, **common: Any

@@ -76,7 +76,7 @@ class FFT(SparseMethod):
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
-        # What trained best at equal bytes (docs/results.md); the paper's.
+        # The best at equal bytes (docs/results.md); the paper's.
         values = exchanged_codec(exchange, values, ring="lanes4", gather="range10-gather")
         self.arguments = _Arguments(exchange=exchange)
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)

@@ -103,8 +103,6 @@ class IWP(SparseMethod):
 
 
 class _Floors(Part):
-    """``mean|w| / 2`` of each piece: float32, (pieces,)."""
-
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self.values, self._known = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.device), False

@@ -89,7 +89,7 @@ def embeddings(model: nn.Module) -> set[int]:
 
 
 def _no_weights(model: nn.Module) -> set[int]:
-    """The ids of vectors, and of what is no matrix by its module's class or the name that it gives."""
+    """The ids of vectors, and of parameters that are no matrix by their module's class or by their name in it."""
     found = set[int]()
     for path, module in model.named_modules():
         none = _NO_LAYER.search(type(module).__name__) or getattr(module, "groups", 1) != 1

@@ -22,12 +22,7 @@ from .sparse_work import SparseWork
 
 
 def momentum_to_take(optimizer: Optimizer) -> float:
-    """The momentum that :func:`remove_momentum` would take from an optimizer.
-
-    Raises:
-        TypeError: no ``torch.optim.SGD``.
-        ValueError: no momentum, several, Nesterov or dampening.
-    """
+    """The momentum that :func:`remove_momentum` would take. Raises ``TypeError`` or ``ValueError`` if there is none."""
     if not isinstance(optimizer, torch.optim.SGD):
         raise TypeError(f"take_momentum knows the momentum of torch.optim.SGD, not of {type(optimizer).__name__}")
     groups = optimizer.param_groups
@@ -54,14 +49,8 @@ def remove_momentum(optimizer: Optimizer, momentum: float) -> bool:
 
 
 class MomentumCorrection:
-    """The momentum of one compressor: a velocity beside each bucket's residual, and a plain one for each parameter that
-    is not compressed.
-
-    Args:
-        engine: of the compressor.
-        works: its buckets, as far as this rank owns them.
-        momentum: of all parameters, in [0, 1); 0 is off.
-    """
+    """The momentum of one compressor: a velocity beside each bucket's residual, and a plain one for each uncompressed
+    parameter. ``works``: the buckets that this rank owns. ``momentum``: of all parameters, in [0, 1); 0 is off."""
 
     of_compressed = True
 
@@ -78,8 +67,7 @@ class MomentumCorrection:
             work.velocity.set_momentum(momentum, self._names)
 
     def take(self, optimizer: Optimizer, alone: bool) -> float:
-        """Moves the momentum of ``optimizer`` here, and returns it. If this process is ``alone`` and exchanges nothing,
-        it stays in the optimizer."""
+        """Moves the momentum of ``optimizer`` here, and returns it. It stays there if this process is ``alone``."""
         engine = self._engine
         momentum = momentum_to_take(optimizer)
         if self.value not in (0.0, momentum):
@@ -112,7 +100,7 @@ class MomentumCorrection:
             self._dense.update(number, grad, self.value)
 
     def undo(self) -> None:
-        """The last average is not applied: restores the velocities of uncompressed parameters."""
+        """Restores the velocities of uncompressed parameters, after an average that is not applied."""
         self._dense.undo()
 
     def check_sparse(self, tensor: Tensor) -> None:
@@ -121,17 +109,15 @@ class MomentumCorrection:
             raise ValueError("sparse gradients would have no momentum: use sparse_as_dense=True, or no momentum here")
 
     def restart(self) -> None:
-        """Called when the set of ranks has changed: new ranks have no velocity."""
+        """Clears the velocities when the set of ranks has changed: new ranks have none."""
         self._dense.restart()
 
     def options(self) -> dict[str, object]:
-        """Returns values that must be the same on all ranks."""
         complete = len(self._names) in (0, len(self._engine.names))
         some = {} if complete else {"parameters with momentum": " ".join(sorted(self._names))}
         return {"momentum": self.value, **some}
 
     def state(self) -> dict[str, Tree]:
-        """Describes the saved state beside that of the buckets."""
         momentum: Tree = Fixed(self.value, "take_momentum() comes before load_state_dict()")
         return {"momentum": momentum, **({"dense_velocity": self._dense.state()} if self.value else {})}
 

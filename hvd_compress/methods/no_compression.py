@@ -34,10 +34,7 @@ class NoCompression(Compressor):
             other dtypes are sent as they are, with ``"fp32"`` bfloat16 ones in float32, complex ones as pairs.
 
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`. ``seed``, ``min_numel`` and ``bucket_mb`` have
-    no effect, and ``dense_values`` is not an argument.
-
-    Raises:
-        TypeError: ``dense_values`` was given.
+    no effect; ``dense_values`` raises ``TypeError``.
     """
 
     def __init__(self, named_parameters: NamedParameters, *, values: str = "fp32", **common: Any) -> None:

@@ -24,8 +24,8 @@ class Quantized(EveryEntry):
 
     L are the Lloyd-Max levels of a Gaussian, which have the least mean squared error at p = 0 (Max 1960; Lloyd 1982);
     with 1 bit, -0.8 and 0.8. At p = 1 nothing would be clipped. Q' has ``mean_bits``. Error feedback for both encodings
-    is that of DoubleSqueeze (Tang et al., ICML 2019). Ours: the levels; the scale between both, since what is clipped
-    piles up until it is sent; scales of their own in both directions; the owner's values, which it does not round.
+    is that of DoubleSqueeze (Tang et al., ICML 2019). Ours: the levels; the scale between both, since clipped parts
+    accumulate until they are sent; scales of their own in both directions; the owner's values, which it does not round.
 
     A rank sends ``(N - 1) / N ((bits + mean_bits) / 8 + 4 / run)`` bytes an entry. With
     :class:`~hvd_compress.LocalSteps`, the entries are differences of weights.

@@ -1,4 +1,4 @@
-"""The replacement of DeMo's averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
+"""DeMo's replacement of the averages of compressed parameters: their signs, or the nearest orthogonal matrices."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,10 +15,7 @@ from .orthogonal import orthogonalize
 
 
 class Replacement:
-    """Replaces the averages of one compressor.
-
-    ``names``: of the parameters whose averages become orthogonal; the others become signs.
-    """
+    """Replaces one compressor's averages by signs; of the parameters with these ``names``, by orthogonal matrices."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
@@ -29,7 +26,7 @@ class Replacement:
         return any(piece.name in self.names for piece in bucket.pieces)
 
     def write(self, bucket: Bucket, averages: list[Tensor], scale: float) -> None:
-        """Writes what replaces a bucket's averages, by piece, to its gradients, times the loss scale."""
+        """Writes the replaced averages of a bucket, by piece, to its gradients, times the loss scale."""
         for piece, average, grad in zip(bucket.pieces, averages, bucket.gradients, strict=True):
             if not grad.numel():  # none arrived
                 continue

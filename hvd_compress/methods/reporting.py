@@ -14,16 +14,13 @@ from ..engine.shards import local
 
 
 class Reporting:
-    """The part of :class:`hvd_compress.Compressor` that reports."""
-
     engine: Engine
 
     @modes_off
     def residual(self, name: str) -> Tensor:
-        """This rank's residual of parameter ``name``, the sum of its gradients that has not been sent: a copy, float32,
-        in the shape of the parameter or of this rank's shard. Zeros for an uncompressed one, and for one that another
-        rank of the node owns. ``name``: in the model, or in a wrapper of it (``module.weight``). Raises ``KeyError``
-        for an unknown name."""
+        """This rank's residual of parameter ``name``, the unsent sum of its gradients: a copy, float32, in the shape of
+        the parameter or of this rank's shard. Zeros for an uncompressed one, and for one that another rank of the node
+        owns. ``name``: also with a wrapper's prefix (``module.weight``). Raises ``KeyError`` for an unknown name."""
         engine = self.engine
         if (found := find_name(name, engine.names)) is None:
             raise KeyError(name)
@@ -35,14 +32,14 @@ class Reporting:
 
     @modes_off
     def stats(self) -> dict[str, Any]:
-        """The bytes that this rank sent in the last step and in total. Sparse gradients, and those of parameters that
-        this compressor does not have, are not counted.
+        """The bytes that this rank sent in the last step and in total, without sparse gradients, and those of
+        parameters that this compressor does not have.
 
         ``last`` and ``total`` contain ``dense_bytes`` (a float32 ring allreduce of the gradients), ``wire_bytes`` and
         its parts ``values_bytes``, ``indices_bytes``, ``dense_tensor_bytes``, ``budget_bytes``, ``wire_ratio =
-        dense_bytes / wire_bytes``, and ``inside_bytes``, which stay in this rank's node and are not in the others.
-        ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over recent steps of the time spent
-        in the compressor without waiting. With a torchft ``Manager``: ``peers``, those of the last round;
+        dense_bytes / wire_bytes``, and ``inside_bytes``, which stay in this rank's node and are in none of the other
+        numbers. ``residual_norm``: the L2 norm of all residuals. ``compress_ms``: the median over recent steps of the
+        time spent in the compressor without waiting. With a torchft ``Manager``: ``peers`` of the last round;
         ``rounds_committed`` and ``rounds_taken_back`` on this rank; ``quorums_missed``, rounds that did not begin;
         ``quorum_seconds`` and ``commit_seconds``, spent in all of them.
         """
@@ -56,12 +53,11 @@ class Reporting:
         return {"steps": self.engine.step, **self.engine.stats.report(), "residual_norm": norm, **peers}
 
     def metrics(self) -> dict[str, float]:
-        """:meth:`stats` as a flat dict of finite numbers, for a logger such as ``wandb.log(compression.metrics())``.
+        """:meth:`stats` as a flat dict of finite numbers, for a logger such as ``wandb.log(compression.metrics())``. A
+        name is ``hvd_compress/`` and the name in ``stats()``; of the total bytes ``hvd_compress/total_wire_bytes`` and
+        so on. ``wire_ratio`` is missing while nothing was sent.
 
-        A name is ``hvd_compress/`` and the name in ``stats()``; of the total bytes ``hvd_compress/total_wire_bytes``
-        and so on. ``wire_ratio`` is missing while nothing was sent.
-
-        This reads all residuals, and synchronises a GPU: call it every 50 steps, not in each.
+        Reads all residuals, and synchronises a GPU: call it every 50 steps, not in each.
         """
         stats = self.stats()
         last, total = stats.pop("last"), stats.pop("total")

@@ -152,8 +152,7 @@ class SparseMethod(Compressor):
 
 def exchanged_codec(exchange: str, values: str | Codec | None, ring: str, gather: str) -> Codec:
     """The codec for an exchange: ``values``, or the default ``ring`` for leaders, whose entries all ranks send, and
-    ``gather`` for ranks that each send their own. Raises ``ValueError`` for another exchange, or a codec that does not
-    fit."""
+    ``gather`` for ranks that each send their own. Raises ``ValueError`` if they do not fit."""
     if exchange not in ("ring", "gather"):
         raise ValueError(f"exchange must be one of gather, ring, got {exchange!r}")
     if exchange == "gather":

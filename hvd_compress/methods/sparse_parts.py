@@ -19,10 +19,8 @@ from .block_means import BlockMeans
 
 
 class Velocity(Part):
-    """The velocity of momentum correction (:mod:`hvd_compress.methods.momentum`), for some pieces of a bucket.
-
-    ``memory``: float32, bucket-wide, or None without momentum. ``momentum``: in [0, 1).
-    """
+    """The velocity of momentum correction (:mod:`hvd_compress.methods.momentum`) for some pieces of a bucket.
+    ``memory``: float32, bucket-wide, or None without momentum. ``momentum``: in [0, 1)."""
 
     def __init__(self, bucket: Bucket, basis: Basis, means: BlockMeans, idle: Idle) -> None:
         self._bucket, self._basis, self._means, self._idle = bucket, basis, means, idle
@@ -39,8 +37,8 @@ class Velocity(Part):
         self.without = [piece for piece in self._bucket.pieces if momentum and piece.name not in names]
 
     def split(self, grads: list[Tensor]) -> Iterator[tuple[Tensor | None, list[Tensor]]]:
-        """The gradients in two groups, those of pieces with momentum and the others, each with its velocity. A gradient
-        of the other group is empty. One group if all pieces are alike."""
+        """The gradients of pieces with momentum, with their velocity, and those of the others, without: two lists by
+        piece, where the gradients of the other list are empty. One list if all pieces are alike."""
         if not self.without:
             yield self.memory, grads
             return
@@ -49,7 +47,7 @@ class Velocity(Part):
             yield velocity, [grad if (piece.name in self._names) == has else empty for piece, empty, grad in pairs]
 
     def rest(self) -> None:
-        """Takes the velocity of idle pieces out of the residual again, and keeps it as it was before the step."""
+        """Takes the velocity of idle pieces out of the residual again, and restores it."""
         if self.memory is None or (idle := self._idle.blocks) is None:
             return
         for piece, grad in zip(self._bucket.pieces, self._bucket.gradients, strict=True):
@@ -65,7 +63,6 @@ class Velocity(Part):
         return self._means.added(piece, self._basis.entries(piece, piece.of(self.memory)), self._means.velocity)
 
     def set(self, piece: Piece, velocity: Tensor) -> None:
-        """Replaces the velocity of a piece."""
         assert self.memory is not None, "there is no momentum"
         self._basis.write(piece, velocity, piece.of(self.memory))
         piece.of_blocks(self._means.velocity).zero_()
@@ -75,10 +72,7 @@ class Velocity(Part):
 
 
 class Values(Part):
-    """The values that are sent: their codec's channel, and what was sent last.
-
-    ``groups``: the number of groups of values, each with its own scale.
-    """
+    """The payload: its codec's channel, and the values of the last exchange. ``groups``: values that share a scale."""
 
     def __init__(self, bucket: Bucket, codec: Codec, groups: int, collectives: Collectives) -> None:
         self._codec, self._groups, self._collectives, self._device = codec, groups, collectives, bucket.device
@@ -89,7 +83,6 @@ class Values(Part):
         self.restart()
 
     def lay_out(self, sizes: list[int]) -> None:
-        """Allocates memory for groups of these sizes."""
         if sizes != self._sizes:
             self.payload = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
             self.channel.set_group_sizes(sizes)
@@ -101,7 +94,6 @@ class Values(Part):
         self.sent = False
 
     def average(self, values: Tensor, key: int) -> Averaged:
-        """Averages values over the ranks: see :meth:`hvd_compress.codecs.Channel.average`."""
         result = yield from self.channel.average(values, self.invalid, key)
         self.mark_sent()
         return result
@@ -111,7 +103,7 @@ class Values(Part):
         self.sent = True
 
     def clear_sent(self) -> None:
-        """Notes that the values are in the residual again."""
+        """Notes that the values are back in the residual."""
         self.sent = False
 
     def undo(self) -> None:
@@ -147,8 +139,8 @@ class Shares(Part):
         self.weights = self._before = [float(size) for size in self.sizes]
 
     def follow(self, importance: Tensor) -> Exchange:
-        """Updates the shares by importance: float64, (pieces,), the sum of each piece's scores on this rank. It is
-        summed over the ranks, so that all compute their slots from the same bits."""
+        """Updates the shares by the importance of each piece on this rank, float64, (pieces,). It is summed over the
+        ranks, so that all compute their slots from the same bits."""
         agreed = yield allreduce(importance.nan_to_num_(nan=0.0, posinf=0.0), "budget", "shares")
         self.weights = shares(agreed.tolist(), self.sizes)
 

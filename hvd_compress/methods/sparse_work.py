@@ -30,7 +30,7 @@ from .sparse_parts import Shares, Values, Velocity
 
 @dataclass(frozen=True)
 class Sending:
-    """How many entries a method sends, and how: the arguments of :class:`~hvd_compress.methods.sparse.SparseMethod`."""
+    """The arguments of :class:`~hvd_compress.methods.sparse.SparseMethod`."""
 
     density: Density
     values: Codec
@@ -40,17 +40,17 @@ class Sending:
 
 class SparseWork(Work):
     """One bucket of a sparse method. A subclass may override :meth:`decide`, who picks entries and how, and
-    :meth:`send`, what else is done with them.
+    :meth:`send`.
 
     Args:
-        sending: how many entries are sent, and how.
+        sending: the arguments of the method.
         basis: in which the residual is kept.
         gathers: whether every rank picks its own entries, and not leaders for all.
         scoring: how entries are scored.
         means: whether block means are sent.
         finds_idle: whether a piece for which no rank has a gradient receives 0, instead of the rest of its residual.
         decay: factor of the residual in each step.
-        subtract: the share of what was sent that leaves the residual.
+        subtract: the share of the payload that leaves the residual.
         sign: whether averages are replaced by their signs.
         parts: further ones, which begin last and are undone first.
     """
@@ -80,12 +80,12 @@ class SparseWork(Work):
         self.values = Values(bucket, sending.values, groups, sending.collectives)
         self.velocity, self._shares = Velocity(bucket, self._basis, self._means, self._idle), Shares(bucket)
         self._no_floors = torch.zeros(0, dtype=torch.float32, device=bucket.device)
-        #: The density of the step that began last, and what the selection was built for.
+        #: The density of the step that began last, and the arguments of the current selection.
         self.density, self._layout = 1.0, tuple[object, ...]()
         own = {"values": self.values, "velocity": self.velocity, "idle": self._idle, "agreement": self._agreement}
         super().__init__(bucket, **own, block_means=self._means, shares=self._shares, **parts)
 
-    # What a method may override.
+    # A method may override these.
 
     def decide(self, slots: list[int]) -> Decider:
         """Who decides, and how entries are picked. ``slots``: of each piece."""
@@ -93,7 +93,7 @@ class SparseWork(Work):
         return self.each_rank(picker) if self._gathers else self.leaders(picker)
 
     def send(self) -> Exchange:
-        """Agrees on the entries, averages them, writes the averages, and subtracts what was sent from the residual."""
+        """Agrees on the entries, averages them, writes the averages, and subtracts the payload from the residual."""
         return self.send_to(self.bucket.gradients)
 
     def most_slots(self) -> list[int]:
@@ -181,7 +181,7 @@ class SparseWork(Work):
             yield from self._shares.follow(importance)
 
     def agree(self) -> Exchange:
-        """All ranks agree on the entries."""
+        """Yields requests until all ranks know the same entries."""
         yield from self.decider.agree(self._scoring)
         self.velocity.rest()
 
@@ -194,8 +194,8 @@ class SparseWork(Work):
             self.apply(*(yield from self.average()), grads)
 
     def average(self) -> Averaged:
-        """Averages the picked entries and the block means over the ranks. Returns the mean and what stays in this
-        rank's residual: float32, (slots,)."""
+        """Averages the picked entries and the block means over the ranks. Returns the mean and the error that stays in
+        this rank's residual: float32, (slots,)."""
         picker, payload = self.decider.picker, self.values.payload
         total = picker.total
         sent = picker.gather(self.bucket.residual, payload[:total])
@@ -206,13 +206,12 @@ class SparseWork(Work):
         return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
 
     def _unsent(self, sent: Tensor, error: Tensor) -> Tensor:
-        """Returns what stays in the residual of values that were ``sent`` with a quantization ``error``: float32,
-        (slots,)."""
+        """The part of ``sent`` values, of quantization ``error``, that stays in the residual: float32, (slots,)."""
         return error if self._subtract == 1.0 else torch.lerp(sent, error, self._subtract)
 
     def apply(self, mean: Tensor, error: Tensor, grads: list[Tensor]) -> None:
-        """Writes the averages of the picked entries to ``grads``, and ``error`` to the residual. The residual of pieces
-        without a gradient stays. (Hosts pass the same parameters on all ranks, so it is missing on all.)"""
+        """Writes the averages of the picked entries to ``grads``, and ``error`` to the residual. A piece without a
+        gradient keeps its residual. (Hosts pass the same parameters on all ranks, so it is missing on all.)"""
         picker, targets = self.decider.picker, self._basis.targets(grads)
         mean = marked(mean, map(picker.span, missing(targets)))
         picker.scatter(targets, self.velocity.memory, Average(mean, error, self._output(), self._mean_of_blocks))
@@ -280,5 +279,4 @@ class SparseWork(Work):
 
 
 def totals(scores: Iterable[Tensor]) -> Tensor:
-    """The sum of each piece's scores: float64, (pieces,)."""
     return torch.stack([score.sum(dtype=torch.float64) for score in scores])

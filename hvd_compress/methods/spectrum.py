@@ -18,8 +18,7 @@ def padded(numel: int) -> int:
 
 
 def forward(flat: Tensor, out: Tensor) -> None:
-    """``flat``: (n,), of any floating dtype. ``out``: float32, (padded(n),), is written: chunks of 4096, and a shorter
-    last one."""
+    """Writes ``out``, float32, (padded(n),), from ``flat``, (n,), of any floating dtype, in chunks of 4096 entries."""
     n = flat.numel()
     whole = n - n % CHUNK
     if whole:
@@ -54,5 +53,4 @@ def _inverse(rows: Tensor) -> Tensor:
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """Real and imaginary parts: (rows, n, 2)."""
     return rows.as_strided((len(rows), rows.shape[1] // 2, 2), (rows.stride(0), 2, 1))

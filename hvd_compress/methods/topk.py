@@ -1,5 +1,4 @@
-"""Top-k with error feedback (Aji & Heafield, 2017): every rank sends its own entries to all others, so the bytes grow
-with the ranks."""
+"""Top-k with error feedback (Aji & Heafield, 2017)."""
 
 from typing import Any
 

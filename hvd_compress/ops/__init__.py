@@ -62,8 +62,7 @@ range_decode = _operator(reference.range_decode)
 
 
 def accumulate(grads: list[Tensor], residual: Tensor, pieces: Tensor, invalid: Tensor, scale: float) -> None:
-    """:func:`accumulate_select` of no entry: adds a bucket's gradients times ``scale`` to the residual, and sets them
-    to 0."""
+    """:func:`accumulate_select` of no entry: adds a bucket's gradients times ``scale`` to the residual; zeros them."""
     floors, indices = residual.new_empty(0), residual.new_empty(0, dtype=torch.uint8)
     touched = residual.new_empty(len(grads), dtype=torch.int32)  # nobody reads it
     nobody = Draw(phase=0, run=1, ranks=1, position=0, key=0, explore=0)

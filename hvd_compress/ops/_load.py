@@ -21,8 +21,8 @@ OPERATORS = (
 
 
 def is_current(name: str, key: str) -> bool:
-    """Whether the operator has a kernel for the dispatch key (CPU or CUDA), and the same arguments as its reference: an
-    extension built from other sources may have others."""
+    """Whether the operator has a kernel for the dispatch key (CPU or CUDA), and the same arguments as its reference,
+    which an extension built from other sources may not have."""
     found = getattr(torch.ops.hvd_compress, name, None)
     wanted = list(inspect.signature(getattr(reference, name)).parameters)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -34,8 +34,7 @@ def is_current(name: str, key: str) -> bool:
 
 
 def _load(module: str, key: str) -> str | None:
-    """Loads the extension ``module``, which registers kernels for the dispatch key. Returns None, or the reason why it
-    cannot be used."""
+    """Loads the extension ``module``, with kernels for the dispatch key. Returns None, or why it cannot be used."""
     spec = importlib.util.find_spec(f"{_PACKAGE}.{module}")
     if spec is None or spec.origin is None:
         return "the extension is not built"

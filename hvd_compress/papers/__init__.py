@@ -1,1 +1,1 @@
-"""Methods of other papers, as baselines and plug-ins, each with what it alone uses."""
+"""Methods of other papers, as baselines and plug-ins, with the parts that only they use."""

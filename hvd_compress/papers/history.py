@@ -1,4 +1,4 @@
-"""The averages that all ranks have received, which tell about each entry without communication."""
+"""The averages that all ranks have received: information about each entry without communication."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ _TINY = 1e-12
 
 
 class GradientHistory(Part):
-    """The smoothed average gradient per step of every entry, ``smoothed``, and the step in which it was last sent,
+    """The smoothed average gradient per step of every entry, ``smoothed``, and the step of its last transmission,
     ``last_sent``: bucket-wide, and the same on all ranks. ``smoothing``: the weight of the past, in [0, 1)."""
 
     def __init__(self, bucket: Bucket, smoothing: float) -> None:
@@ -43,8 +43,7 @@ class GradientHistory(Part):
         return {"smoothed": saved(self.smoothed), "last_sent": saved(self.last_sent, low=-1.0)}
 
     def update(self, picker: Picker, mean: Tensor, step: int) -> None:
-        """Updates the picked entries, for which ``mean`` was received, unless it is not finite. It is the sum of the
-        gradients since an entry was last sent."""
+        """Updates the picked entries by ``mean``, their gradients' sum since they were last sent, if it is finite."""
         arrived = mean[:1].isfinite()
         smoothed, last = picker.read(self.smoothed), picker.read(self.last_sent)
         self._before = picker, smoothed, last

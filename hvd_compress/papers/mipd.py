@@ -46,7 +46,7 @@ class MIPD(SparseMethod):
     The paper's: significance by the model's interpretability; layers' shares (``budget_interval``); half of the
     parameters a step; exponential smoothing; each layer encoded by its own distribution. Ours: first-order attribution,
     ``|w e|``, as significance, from shared state; the factor t, without which the same few entries would be selected in
-    every step; halves as first and last blocks of a layer; the residual, where the paper compensates what was not sent
+    every step; halves as first and last blocks of a layer; the residual, where the paper compensates unsent entries
     by smoothed gradients; the codecs.
 
     In each step the ranks compare seed, step, options and a hash of the selected entries, and raise an error if they
@@ -89,8 +89,6 @@ class MIPD(SparseMethod):
 
 
 class _Constants(Part):
-    """The constants under weights and smoothed gradients: float32, (pieces,)."""
-
     def __init__(self, bucket: Bucket, history: GradientHistory) -> None:
         self._bucket, self._history = bucket, history
         memory = torch.zeros(2, len(bucket.pieces), dtype=torch.float32, device=bucket.device)
@@ -129,8 +127,7 @@ class _MIPDWork(SparseWork):
         return [smaller_half(p) if self.density <= 0.5 else p.numel for p in self.bucket.pieces]
 
     def significance(self, index: int, part: BlockRange) -> Tensor:
-        """The significance of some of a piece's entries, in memory order: float32, (entries,), the same bits on all
-        ranks."""
+        """The significance of a range of entries, in memory order: float32, (entries,), the same bits on all ranks."""
         weight, floors, history = part.of(self.bucket.pieces[index].weight()), self._floors, self._history
         n = weight.numel()
         score = part.of_bucket(history.smoothed)[:n].abs() + floors.smoothed[index]

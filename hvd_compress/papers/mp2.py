@@ -1,4 +1,4 @@
-"""Entries that are not sent are predicted (MP2: Liu et al., Computer Networks 255, 2024)."""
+"""MP2 (Liu et al., Computer Networks 255, 2024): entries that are not sent are predicted."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,7 @@ class MP2(SparseMethod):
 
     Args:
         density: entries sent in a step as a share of all; a number.
-        prediction: predict what is not sent. Off by default: it costs time, and the shipped predictor gains little
+        prediction: predict unsent entries. Off by default: it costs time, and the shipped predictor gains little
             (docs/shared_selection.md).
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
@@ -105,7 +105,7 @@ class _MP2Work(SparseWork):
         self._history = GradientHistory(bucket, _SMOOTHING)
         self.prediction = Prediction(bucket, self.period, _SMOOTHING) if prediction else None
         parts: dict[str, Any] = {} if self.prediction is None else {"prediction": self.prediction}
-        # Where pieces begin and end in the bucket's flat memory.
+        # The edges of pieces in the bucket's flat memory.
         ends = [0, *((piece.first_block + piece.blocks) * BLOCK for piece in bucket.pieces)]
         self._ends = torch.tensor(ends, dtype=torch.int64, device=bucket.device)
         super().__init__(bucket, sending, history=self._history, **parts)
@@ -132,8 +132,7 @@ class _MP2Work(SparseWork):
             yield from self._compare(prediction)
 
     def significance(self) -> list[Tensor]:
-        """The significance of each piece's entries, in memory order: float32, (entries,), the same bits on all
-        ranks."""
+        """The significance of each piece's entries, in memory order: float32, (entries,), bit-equal on all ranks."""
         smoothed = self._history.smoothed
         units = Moments(smoothed, self._ends).rms.float() + _TINY
         pairs = zip(self.bucket.pieces, units, strict=True)

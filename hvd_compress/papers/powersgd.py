@@ -103,7 +103,7 @@ class _PowerSGDWork(Work):
     def restart(self) -> None:
         #: Q of each piece, (m, rank), or None for one that is sent complete.
         self._q = [self._random_q(index) for index in range(len(self.bucket.pieces))]
-        #: For undo(): what was subtracted from the residual, and Q before the step.
+        #: For undo(): the approximations subtracted from the residual, and Q before the step.
         self._sent: tuple[list[Tensor | None], list[Tensor | None]] | None = None
 
     def begin(self, step: Step) -> None:

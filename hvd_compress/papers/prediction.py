@@ -1,4 +1,4 @@
-"""MP2's prediction of entries that are not sent, equal on all ranks: its state, its gate, and how a step is undone."""
+"""MP2's prediction of unsent entries, equal on all ranks: its state, its gate, and how a step is undone."""
 
 from dataclasses import dataclass, field
 
@@ -26,8 +26,6 @@ _MAX_AGE = 4.0
 
 @dataclass
 class _Before:
-    """The changes of a step, for undo."""
-
     picker: Picker
     #: Whether the averages were finite: bool, (1,).
     arrived: Tensor
@@ -45,12 +43,8 @@ class Prediction(Part):
 
     Bucket-wide, float32: ``arrived``, the last average gradient per step, predicted part included; ``trend``, the same,
     smoothed; ``guess``, its prediction; ``applied``, the sum of the predictions that were applied since the entry was
-    last sent.
-
-    Args:
-        period: mean number of steps between two transmissions of an entry. All windows are predicted once in so many
-            steps.
-        smoothing: weight of the past in ``trend``.
+    last sent. ``period``: mean number of steps between two transmissions of an entry, in which all windows are
+    predicted once. ``smoothing``: weight of the past in ``trend``.
     """
 
     def __init__(self, bucket: Bucket, period: int, smoothing: float) -> None:
@@ -59,11 +53,10 @@ class Prediction(Part):
         #: Each piece's running sums of guess * gradient, guess^2 and gradient^2: float64, (3, pieces).
         self.fit = torch.zeros(3, len(bucket.pieces), dtype=torch.float64, device=bucket.device)
         self._before: _Before | None = None
-        #: Where pieces begin and end among the picked entries: int64, (pieces + 1,).
+        #: The edges of pieces among the picked entries: int64, (pieces + 1,).
         self._edges: Tensor
 
     def lay_out(self, picker: Picker) -> None:
-        """Prepares for the steps of this picker."""
         # Made once: creating it in each step would synchronise a GPU.
         edges = [*(picker.span(index).start for index in range(len(picker.slots))), picker.total]
         self._edges = torch.tensor(edges, dtype=torch.int64, device=self._bucket.device)
@@ -94,7 +87,7 @@ class Prediction(Part):
 
     def follow(self, picker: Picker, mean: Tensor, last_sent: Tensor, step: int) -> None:
         """Learns from the ``mean`` that was received for the picked entries, unless it is not finite, and predicts
-        anew. ``last_sent``: the step in which each entry was last sent, bucket-wide. Called first in a step."""
+        anew. Called first in a step. ``last_sent``: the step of each entry's last transmission, bucket-wide."""
         waited = (step - picker.read(last_sent)).clamp(min=1.0)
         self._predict(picker, self._learn(picker, mean, waited), step, last_sent)
 
@@ -116,8 +109,7 @@ class Prediction(Part):
         return rate
 
     def _predict(self, picker: Picker, fresh: Tensor, step: int, last_sent: Tensor) -> None:
-        """Predicts every ``period``-th window anew. ``fresh``: the gradients per step just received for the picked
-        entries."""
+        """Predicts every ``period``-th window anew. ``fresh``: the received gradients per step."""
         bucket, before = self._bucket, self._current()
         here, mask = torch.zeros_like(self.guess), torch.zeros_like(self.guess)
         picker.write(here, fresh)
@@ -143,7 +135,7 @@ class Prediction(Part):
             piece.padding(self.guess).zero_()
 
     def apply(self, targets: list[Tensor], scale: float) -> None:
-        """Writes the predictions to all entries of open pieces. Values that were sent are written over them later."""
+        """Writes the predictions to all entries of open pieces; received values are written over them later."""
         before = self._current()
         for piece, target, opened in zip(self._bucket.pieces, targets, self.opened(), strict=True):
             applied = opened and target.numel() > 0
@@ -155,7 +147,7 @@ class Prediction(Part):
                 target.as_strided((target.numel(),), (1,)).copy_(guess[: target.numel()] * scale)
 
     def sent(self, picker: Picker) -> None:
-        """Clears the sum of the applied predictions of the picked entries, which were sent."""
+        """Clears the sum of applied predictions of the picked entries."""
         picker.write(self.applied, torch.where(self._current().arrived, 0.0, picker.read(self.applied)))
 
     def undo(self) -> None:

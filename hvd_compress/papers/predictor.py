@@ -1,8 +1,5 @@
-"""The network that predicts gradients that were not sent (Liu et al., 2024): convolution, channel attention, pooling.
-
-It is trained once (``train_predictor.py``) and shipped with the package: all ranks have the same weights, so
-the same inputs give the same predictions.
-"""
+"""The network that predicts unsent gradients (Liu et al., 2024): convolution, channel attention, pooling. It is trained
+once (``train_predictor.py``) and shipped with the package, so that all ranks have the same weights."""
 
 import threading
 from collections.abc import Iterator
@@ -24,7 +21,7 @@ CHANNELS = 6
 _WINDOWS = 512  # per forward pass, to limit memory
 _Settings = tuple[tuple[Any, str, Any], ...]
 # Settings that fix how it is computed. torch has two interfaces for the precision of float32; kernels read this one,
-# and it also reports what was set through the other (allow_tf32), which raises errors the other way round.
+# and it also reports settings made through the other (allow_tf32), which raises errors the other way round.
 _cuda, _cudnn, _mkldnn = (getattr(torch.backends, name) for name in ("cuda", "cudnn", "mkldnn"))
 _PINNED: _Settings = (
     (_cudnn, "enabled", True),
@@ -82,7 +79,7 @@ def _pinned() -> Iterator[None]:
 
 
 def _set(settings: _Settings) -> None:
-    """Changes only what differs, so that settings that inherit from others continue to do so."""
+    """Changes only settings that differ, so that settings that inherit from others continue to do so."""
     for owner, name, value in settings:
         if getattr(owner, name) != value:
             setattr(owner, name, value)

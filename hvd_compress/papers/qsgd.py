@@ -1,6 +1,5 @@
 """QSGD (Alistarh et al., NeurIPS 2017): every entry in a few bits, without bias."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..codecs.base import Averaged, Channel, Codec, Messages, invalidate
+from ..codecs.base import Averaged, Channel, Codec, invalidate
 from ..codecs.coded_gather import floats
 from ..codecs.scales import Moments
 from ..engine.arguments import NamedParameters, check_integer
@@ -56,12 +55,7 @@ class QSGD(EveryEntry):
 
 @dataclass(frozen=True)
 class Levels(Codec):
-    """Values stochastically rounded to multiples of ``norm / (2**(bits - 1) - 1)``, in an allgather.
-
-    Args:
-        bits: bits per value, 2 to 8, sign included. The paper's Elias code is shorter if most values are 0.
-        run: entries that share a norm (the paper's "bucket"); the last run of a parameter may be shorter.
-    """
+    """Values stochastically rounded to multiples of ``norm / (2**(bits - 1) - 1)``, gathered: see :class:`QSGD`."""
 
     bits: int
     run: int = 512
@@ -76,10 +70,6 @@ class Levels(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _LevelsChannel(self, groups, ranks, rank, device)
-
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        runs, words = sum(-(-size // self.run) for size in sizes), -(-sum(sizes) // (64 // self.bits))
-        return [("allgather", 4 * runs + 8 * words)]
 
 
 class _LevelsChannel(Channel):

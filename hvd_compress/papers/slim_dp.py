@@ -103,7 +103,6 @@ class _Core(Part):
         self.restart()
 
     def choose(self, picker: Blocks) -> None:
-        """Makes the picked entries the core."""
         self.chance.fill_(1.0)
         self.chance[flat_positions(picker.indices, picker.table, picker.phase)] = _CORE
 
@@ -124,8 +123,7 @@ class _SlimDPWork(SparseWork):
         return self.shared(Blocks(self.bucket, slots))
 
     def significance(self) -> list[Tensor]:
-        """The significance of each piece's entries, in memory order: float32, (entries,), the same bits on all
-        ranks."""
+        """The significance of each piece's entries, in memory order: float32, (entries,), bit-equal on all ranks."""
         bucket, weights, smoothed = self.bucket, flat_weights(self.bucket), self._history.smoothed
         of_weights, of_gradients = root_mean_squares(bucket, weights, smoothed)
         scores = []

@@ -1,6 +1,5 @@
 """TernGrad (Wen et al., NeurIPS 2017): every entry as -s, 0 or s, without bias."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..codecs.base import Averaged, Channel, Codec, Messages, invalidate
+from ..codecs.base import Averaged, Channel, Codec, invalidate
 from ..codecs.coded_gather import floats
 from ..codecs.scales import Moments
 from ..engine.arguments import NamedParameters, check_number
@@ -50,11 +49,7 @@ class TernGrad(EveryEntry):
 
 @dataclass(frozen=True)
 class Ternary(Codec):
-    """Values stochastically rounded to -s, 0 or s, without bias, and summed in lanes by an allreduce.
-
-    s is the largest magnitude on any rank, after each has clipped its values at ``clip`` standard deviations
-    (TernGrad's scaler sharing): an allgather of 4 bytes per group. A lane has ``2 + ceil(log2(N))`` bits for N ranks.
-    """
+    """Values stochastically rounded to -s, 0 or s, in lanes, after an allgather of scales: see :class:`TernGrad`."""
 
     clip: float
 
@@ -67,10 +62,6 @@ class Ternary(Codec):
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _TernaryChannel(self.clip, groups, ranks, rank, device)
-
-    def messages(self, sizes: Sequence[int], ranks: int) -> Messages:
-        lanes = 64 // (2 + (ranks - 1).bit_length())
-        return [("allgather", 4 * len(sizes)), ("allreduce", 8 * -(-sum(sizes) // lanes))]
 
 
 class _TernaryChannel(Channel):

@@ -1,9 +1,7 @@
-"""Every operator in plain PyTorch: the specification.
+"""Every operator in plain PyTorch: the specification. The compiled operators (``csrc/``) are tested for bitwise
+equality with these functions, which the package falls back to if the extension is not built.
 
-The compiled operators (``csrc/``) are tested for bitwise equality with these functions. The package falls back to them
-if the extension is not built.
-
-``blocks``: what all share. ``accumulate_select``: error feedback and selection. ``scatter``: gather and scatter.
+``blocks``: the vocabulary of all. ``accumulate_select``: error feedback and selection. ``scatter``: gather and scatter.
 ``hadamard``: a transform of blocks. ``block_means``: blocks' means. ``codes``: quantized values. ``scales``: the scales
 of quantized values.
 

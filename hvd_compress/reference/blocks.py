@@ -1,7 +1,5 @@
-"""Blocks of 256 entries, their slots, and random numbers: what the operators share.
+"""Blocks of 256 entries, their slots, and random numbers: the vocabulary of the operators.
 
-Vocabulary
-----------
 block
     256 consecutive entries of a piece in memory order. The last block may be padded.
 piece
@@ -39,8 +37,7 @@ def mix(value: Word, key: int) -> Word:
 
 
 def usable(gradient: Tensor, overflow: float = OVERFLOW) -> Tensor:
-    """Whether each entry of a gradient may enter a state: bool. NaN, infinities and magnitudes from ``overflow`` on may
-    not."""
+    """Whether each entry of a gradient may enter a state, bool: it is finite, and below ``overflow`` in magnitude."""
     return gradient.abs() < overflow
 
 

@@ -1,7 +1,5 @@
 """Quantized values on the wire: integer lanes, codebooks, range-based floats, and the moments for their scales.
 
-Vocabulary
-----------
 group
     a run of values with one scale: the slots of one parameter. Group ``g`` is ``edges[g]`` to ``edges[g + 1]``. The
     edges ascend from 0 to the number of values; a group may be empty.
@@ -27,12 +25,10 @@ PART = 8192
 
 
 def _range(count: int, like: Tensor) -> Tensor:
-    """0 to ``count - 1``, int64, on the device of ``like``."""
     return torch.arange(count, dtype=torch.int64, device=like.device)
 
 
 def _each(table: Tensor, edges: Tensor) -> Tensor:
-    """The row of each value's group."""
     return torch.repeat_interleave(table, edges.diff(), dim=0)
 
 

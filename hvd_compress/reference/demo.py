@@ -61,7 +61,7 @@ def hadamard(entries: Tensor) -> Tensor:
 
 
 class DeMo:
-    """Averages gradients. ``group``: ``torch.distributed``, or an object with the functions of it that are called."""
+    """Averages gradients. ``group``: ``torch.distributed``, or an object with the functions that are called here."""
 
     def __init__(
         self, parameters: Iterable[Tensor], group: Any, density: float = 1 / 16, seed: int = 0, decay: float = 0.999,
@@ -92,7 +92,7 @@ class DeMo:
         self.steps += 1
 
     def exchange(self, p: Tensor, grad: Tensor, key: int) -> Generator[Tensor, Tensor, None]:
-        """Yields this rank's indices, is sent those of all; yields values, is sent their sums; yields the average."""
+        """Yields this rank's indices, is sent all ranks'; yields values, is sent their sums; yields the average."""
         momentum, slots = self.momenta[p], round(self.density * p.numel())
         momentum.mul_(self.decay).add_(hadamard(flat(grad)))
 
@@ -114,7 +114,7 @@ class DeMo:
         values, q = momentum.view(-1)[where], torch.zeros_like(momentum)
         mean = (yield values.half()).float() * (1.0 / self.ranks)
         momentum.view(-1)[where] = values - values.half()
-        # Of several slots of one coefficient, the last one counts: their sums may differ in the last bit.
+        # The last of several slots of one coefficient counts: their sums may differ in the last bit.
         last = torch.zeros_like(position).scatter_reduce(0, where, position[:slots], "amax")[where]
         q.view(-1)[where] = mean[last]
         yield hadamard(q).sign().view(-1)

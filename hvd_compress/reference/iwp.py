@@ -52,7 +52,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 class IWP:
-    """Averages gradients. ``group``: ``torch.distributed``, or an object with the functions of it that are called."""
+    """Averages gradients. ``group``: ``torch.distributed``, or an object with the functions that are called here."""
 
     def __init__(self, parameters: Iterable[Tensor], group: Any, density: float = 1 / 32, seed: int = 0) -> None:
         self.group, self.density, self.seed, self.steps = group, density, seed, 0
@@ -80,7 +80,7 @@ class IWP:
         self.steps += 1
 
     def exchange(self, p: Tensor, grad: Tensor, key: int) -> Generator[Tensor, Tensor, None]:
-        """Yields this rank's indices, is sent those of all; yields values, is sent their sums; yields the average."""
+        """Yields this rank's indices, is sent all ranks'; yields values, is sent their sums; yields the average."""
         (residual, unsent, floor), slots = self.states[p], round(self.density * p.numel())
         position = torch.arange(residual.numel(), dtype=torch.int64, device=p.device).view(-1, 256)
         inside, sums = position < p.numel(), flat(grad)
@@ -111,7 +111,7 @@ class IWP:
         mean = (yield values.half()).float() * (1.0 / self.ranks)
         residual.view(-1)[where], unsent[:] = torch.tensor_split(values - values.half(), [slots])
         average = mean[slots:].repeat_interleave(256)
-        # Of several slots of one entry, the last one counts: their sums may differ in the last bit.
+        # The last of several slots of one entry counts: their sums may differ in the last bit.
         last = torch.zeros_like(position).view(-1).scatter_reduce(0, where, position.view(-1)[:slots], "amax")[where]
         average[where] += mean[last]
         yield average

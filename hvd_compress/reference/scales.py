@@ -1,4 +1,4 @@
-"""Scales of lanes, which all ranks hold alike and update from a header that is summed with the values.
+"""Scales of lanes, equal on all ranks, and updated from a header that is summed with the values.
 
 All arithmetic is float64, operation by operation as written. ``shared_scale``: float64, (groups,), equal on all ranks,
 ``SMALLEST`` to ``LARGEST``. ``kind``: int64, (groups,), 0 if the averages look Gaussian, 1 if Laplacian.
@@ -43,7 +43,6 @@ def divided(dividend: Tensor, divisor: float) -> Tensor:
 
 
 def running(old: Tensor, new: Tensor) -> Tensor:
-    """The moving average of a scale."""
     return bounded(old * (1 - SMOOTHING) + new * SMOOTHING)
 
 

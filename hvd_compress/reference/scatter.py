@@ -8,10 +8,7 @@ from .hadamard import hadamard
 
 
 def flat_positions(indices: Tensor, pieces: Tensor, phase: int) -> Tensor:
-    """The position of each slot's entry in the bucket's flat memory: int64, (slots,).
-
-    ``pieces`` is read on the host and may be a CPU tensor.
-    """
+    """The position of each slot's entry in the bucket: int64, (slots,). ``pieces`` is read on the host."""
     parts = [indices.new_empty(0, dtype=torch.int64)]
     for first_block, blocks, first_slot, slots in pieces.tolist():
         block = torch.arange(blocks + 1, dtype=torch.int64, device=indices.device)

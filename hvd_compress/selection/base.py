@@ -1,7 +1,5 @@
-"""Types that pickers (how entries are picked, :mod:`.pickers`) and deciders (who picks, :mod:`.deciders`) share.
-
-A *slot* is one value that will be sent.
-"""
+"""Types that pickers (how entries are picked, :mod:`.pickers`) and deciders (who picks, :mod:`.deciders`) share. A
+*slot* is one value of the payload."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ class Scoring:
         return magnitude / (piece.flat_weight().float().abs() + self.floors[index])
 
     def weighted(self, bucket: Bucket, grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """``grads``, by piece, and the weights by which they are scored, if any. Of a piece, both have one dtype."""
+        """``grads``, by piece, and the weights by which they are scored, if any, both of one dtype in a piece."""
         if self.floors is None:
             return grads, []
         weights = [piece.weight() for piece in bucket.pieces]
@@ -76,12 +74,8 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Output:
-    """How averages become gradients.
-
-    ``scale``: their factor. ``transform``: averages are Walsh-Hadamard coefficients
-    (:func:`hvd_compress.reference.hadamard`), of which gradients are the inverse transform. ``sign``: the transform's
-    result is replaced by its sign.
-    """
+    """How averages become gradients. ``scale``: a factor. ``transform``: averages are Walsh-Hadamard coefficients
+    (:func:`hvd_compress.reference.hadamard`) of gradients. ``sign``: gradients are replaced by their signs."""
 
     scale: float
     transform: bool = False
@@ -141,7 +135,7 @@ class BlockRange:
     blocks: int
 
     def of(self, target: Tensor) -> Tensor:
-        """The range's entries in a tensor of the whole piece, in memory order: a view, without padding."""
+        """The range's entries in a tensor of the whole piece, in memory order, without padding: a view."""
         begin, end = self.skipped * BLOCK, (self.skipped + self.blocks) * BLOCK
         return target.as_strided((target.numel(),), (1,))[begin:end]
 
@@ -151,7 +145,6 @@ class BlockRange:
 
 
 def whole(piece: Piece) -> BlockRange:
-    """All blocks of a piece."""
     return BlockRange(piece.first_block, 0, piece.blocks)
 
 

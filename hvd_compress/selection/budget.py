@@ -1,4 +1,4 @@
-"""Apportions a bucket's slots to its parameters: integers in proportion to weights, each with an upper limit."""
+"""Divides a bucket's slots among its parameters: integers in proportion to weights, each with an upper limit."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,8 @@ SPREAD = 4.0
 
 def apportion(total: int, weights: Sequence[float], limits: Sequence[int]) -> list[int]:
     """Splits ``total`` slots in proportion to ``weights``; none above its limit, each at least 1 if the total allows.
-
     The parts add up to ``min(total, sum(limits))``. Equal inputs give equal results on all ranks; remainders go to the
-    largest fractions, the first among equals.
-    """
+    largest fractions, the first among equals."""
     total = min(total, sum(limits))
     if total < len(weights):
         # Fewer slots than parameters: the heaviest get one each.

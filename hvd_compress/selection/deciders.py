@@ -1,8 +1,5 @@
-"""Who decides which entries are sent.
-
-:class:`Leaders`: ranks drawn at random, for all; one allgather of indices. :class:`EachRank`: every rank for itself.
-:class:`Shared`: all ranks alike, since they compute the same entries from shared state; no indices are sent.
-"""
+"""Who decides which entries are sent. :class:`Leaders`: ranks drawn at random, in one allgather of indices.
+:class:`EachRank`: every rank for itself. :class:`Shared`: all ranks, from shared state, without indices."""
 
 import abc
 import math
@@ -24,13 +21,8 @@ Deciding = Generator[Request, Tensor, None]
 
 
 class Decider(abc.ABC):
-    """Lets ranks decide on the entries of a picker.
-
-    Args:
-        picker: how entries are picked.
-        idle: is told which pieces have a gradient on some rank, if it wants to know.
-        agreement: is told whether the ranks differ.
-    """
+    """Lets ranks decide on the entries of a ``picker``. ``idle`` is told which pieces have a gradient on some rank, if
+    it asks for that, and ``agreement`` whether the ranks differ."""
 
     #: Whether each rank sends entries of its own.
     each_rank = False
@@ -45,22 +37,21 @@ class Decider(abc.ABC):
         self.none = self.own = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def begin(self, seed: StepSeed) -> None:
-        """Called when a step begins."""
         self.seed = seed
         self.picker.begin(seed)
 
     @abc.abstractmethod
     def agree(self, scoring: Scoring) -> Deciding:
-        """An exchange after which all ranks know the same entries: ``picker.indices``. Raises ``RuntimeError``, on
-        every rank, if they have decided differently."""
+        """Exchanges until all ranks know the same entries: ``picker.indices``. Raises ``RuntimeError``, on every rank,
+        if they have decided differently."""
 
     def draw(self, scoring: Scoring) -> Draw:
-        """Returns what this rank picks, as arguments of the operators."""
+        """The slots that this rank picks, as arguments of the operators."""
         explore = int(scoring.explore * 2**32)
         return Draw(self.picker.phase, self.run, self.ranks, self.position, self.seed.key, explore)
 
     def digest(self) -> int:
-        """A 32-bit hash of what must be the same on all ranks."""
+        """A 32-bit hash of the values that must be equal on all ranks."""
         seed = self.seed
         return zlib.crc32(repr((seed.key, seed.step, seed.settings, self.picker.slots)).encode())
 
@@ -78,12 +69,8 @@ class Shared(Decider):
 
 
 class Leaders(Decider):
-    """The slots are divided among all ranks in runs, in an order of ranks drawn anew in each step, so that every rank
-    picks equally many entries and the leader of each slot is random.
-
-    Args:
-        run: how many consecutive slots one leader picks.
-    """
+    """The slots are divided among all ranks in runs of ``run`` consecutive slots, in an order of ranks drawn anew in
+    each step, so that every rank picks equally many entries and the leader of each slot is random."""
 
     leads = True
 
@@ -119,7 +106,7 @@ class Leaders(Decider):
             self.message[self._digest_length : self.head] = self.idle.touched
 
     def indices_by_rank(self, gathered: Tensor, ranks: int) -> Tensor:
-        """The indices in the gathered messages: (ranks, indices). Raises as :meth:`agree`."""
+        """The gathered indices: (ranks, indices). Raises as :meth:`agree`."""
         if gathered.numel() % ranks:
             raise disagreement()
         messages = gathered.view(ranks, -1)
@@ -131,8 +118,7 @@ class Leaders(Decider):
 
 
 class EachRank(Leaders):
-    """Every rank picks its own entries and sends them to all, as in papers without a ring. The bytes grow with the
-    number of ranks."""
+    """Every rank picks its own entries and sends them to all ranks, so that the bytes grow with the ranks."""
 
     each_rank = True
 
@@ -145,7 +131,6 @@ class EachRank(Leaders):
         super().begin(StepSeed(seed.step, seed.key, [0], seed.settings))
 
     def encode(self, scoring: Scoring) -> Tensor:
-        """This rank's message."""
         self.complete(scoring)
         picker = self.picker
         picker.decided(self.own[: picker.total])
@@ -157,8 +142,7 @@ class EachRank(Leaders):
         return torch.cat([self.message[: self.head], (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
 
     def decode(self, gathered: Tensor, ranks: int) -> list[Tensor]:
-        """Each rank's entries as positions in the bucket's flat memory, in slot order: int64, (slots,). Raises as
-        :meth:`agree`."""
+        """Each rank's entries, as positions in the bucket: int64, (slots,). Raises as :meth:`agree`."""
         return [self._positions(row) for row in self.indices_by_rank(gathered, ranks)]
 
     def _positions(self, indices: Tensor) -> Tensor:
@@ -172,8 +156,7 @@ class EachRank(Leaders):
 
 
 def run_length(leaders: int | None, density: float, ranks: int) -> int:
-    """The number of consecutive slots of one leader such that ``leaders`` ranks (None: all) share a block on
-    average."""
+    """The length of runs with which ``leaders`` ranks (None: all) share a block on average."""
     return 1 if leaders is None else max(1, math.ceil(density * BLOCK / min(leaders, ranks)))
 
 

@@ -13,9 +13,8 @@ class Idle(Part):
     """The idle pieces of a bucket in the current step: no rank has a gradient for them.
 
     ``silences``: whether idle pieces receive 0 and keep their residuals; a method that sends signs would apply even a
-    tiny residual for ever. ``finds``: whether idle pieces are found, with momentum, too: they keep their velocities.
-    Otherwise none is idle. ``touched``: int32, (pieces,), whether an entry of this rank's gradient was not
-    zero.
+    tiny residual for ever. ``finds``: whether idle pieces are found, also with momentum: they keep their velocities.
+    Otherwise none is idle. ``touched``: int32, (pieces,), whether this rank's gradient has an entry other than zero.
     """
 
     def __init__(self, bucket: Bucket, silences: bool) -> None:
@@ -30,7 +29,6 @@ class Idle(Part):
         self.touched.zero_()
 
     def find(self) -> None:
-        """Finds idle pieces from now on."""
         self.finds = True
 
     def found(self, touched: Tensor) -> None:
@@ -40,8 +38,8 @@ class Idle(Part):
         self._pieces = idle if idle.is_cuda or bool(idle.any()) else None
 
     def keep(self, picker: Picker, mean: Tensor, error: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the ``mean`` with 0 in idle pieces, and the quantization ``error`` with the values that were ``sent``
-        there, so that they stay in the residual. All float32, (slots,)."""
+        """The ``mean`` with 0 in idle pieces, and the quantization ``error`` with the ``sent`` values there, so that
+        they stay in the residual. All float32, (slots,)."""
         if self._pieces is None or not self._silences:
             return mean, error
         idle = self._pieces.repeat_interleave(picker.slot_counts, output_size=picker.total)
@@ -54,7 +52,7 @@ class Idle(Part):
 
     @property
     def blocks(self) -> Tensor | None:
-        """Whether each block of the bucket is of an idle piece, bool, (blocks,); None if no piece is idle."""
+        """Whether each block of the bucket belongs to an idle piece, bool, (blocks,); None if no piece is idle."""
         if self._pieces is None:
             return None
         return self._pieces.repeat_interleave(self._block_counts, output_size=self._bucket.blocks)

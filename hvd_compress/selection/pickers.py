@@ -17,10 +17,8 @@ INT32_ENTRIES = 2**31
 
 
 class Picker(abc.ABC):
-    """Picks entries of a bucket. Piece i has ``slots[i]`` of them, in :meth:`span`.
-
-    ``indices``: of the current step, in slot order, once they are decided.
-    """
+    """Picks entries of a bucket. Piece i has ``slots[i]`` slots, in :meth:`span`. ``indices``: the entries of the
+    current step, in slot order, once they are decided."""
 
     #: dtype of an index on the wire.
     dtype = torch.uint8
@@ -47,7 +45,6 @@ class Picker(abc.ABC):
         return slice(self._first[index], self._first[index] + self.slots[index])
 
     def begin(self, seed: StepSeed) -> None:
-        """Called when a step begins."""
         self._seed, self.phase = seed, seed.phase
 
     def rotate(self, phase: int) -> None:
@@ -59,14 +56,14 @@ class Picker(abc.ABC):
         self.indices = indices
 
     def pick(self, scoring: Scoring, own: Tensor) -> None:
-        """Completes ``own``, the indices that this rank picks. Called when all gradients have arrived."""
+        """Completes ``own``, this rank's indices, when all gradients have arrived."""
 
     def pick_by(self, scores: list[Tensor], explore: float) -> None:
         """Picks ``indices`` by scores that are the same on all ranks: by piece, float32, (entries,), in memory order.
         ``explore``: the share of blocks in which entries are drawn at random, in proportion to the scores."""
 
     def checksum(self) -> Tensor | int:
-        """A checksum, below 2**32, of what :meth:`pick_by` has picked."""
+        """A checksum, below 2**32, of the entries of :meth:`pick_by`."""
         return 0
 
     def positions(self, indices: Tensor) -> Tensor:
@@ -98,10 +95,7 @@ def table_of(ranges: list[BlockRange], picker: Picker) -> Tensor:
 
 
 class Blocks(Picker):
-    """m of every 256 entries, one byte an index.
-
-    ``halves``: they come from the first and from the last half of each piece's blocks in alternating steps.
-    """
+    """m of every 256 entries, one byte an index. ``halves``: in turn of the first and last half of a piece's blocks."""
 
     early = scored = True
 
@@ -117,7 +111,7 @@ class Blocks(Picker):
         super().begin(seed)
         self._turn = seed.step % len(self._ranges)
         self.ranges, self.table = self._ranges[self._turn], self._tables[self._turn]
-        # Where each slot's block begins in the bucket's flat memory.
+        # The begin of each slot's block in the bucket's flat memory.
         self._base: Tensor | None = None
 
     def pick_by(self, scores: list[Tensor], explore: float) -> None:
@@ -153,11 +147,9 @@ class Blocks(Picker):
 
 
 class Exact(Picker):
-    """The largest entries of every piece: four bytes an index, eight in a bucket of more than 2**31 entries.
-
-    With ``sample``, they are found as in DGC (Lin et al., 2018): a sample of this share of the entries gives a
-    threshold, and only the entries above it are sorted. (Their number depends on the data, so this synchronises a GPU.)
-    """
+    """The largest entries of every piece: four bytes an index, eight in a bucket of more than 2**31 entries. With
+    ``sample``, they are found as in DGC (Lin et al., 2018): a sample of this share of the entries gives a threshold,
+    and only the entries above it are sorted. (Their number depends on the data, so this synchronises a GPU.)"""
 
     #: The threshold lets this many times more entries through than needed, so that they are seldom too few.
     MARGIN = 1.3

@@ -1,16 +1,13 @@
-"""Callbacks for trainers: local steps, or a compressor of each step's gradients. With Accelerate, whose loop is the
-user's, an object with calls for that loop.
-
-Each takes what builds the method, and its options::
+"""Trains by local steps, or by a compressor of each step's gradients, in Hugging Face Transformers, Lightning and
+Accelerate. The first two take a callback. For Accelerate, where you write the loop, an object whose methods you call in
+it::
 
     TransformersCallback(hvd_compress.recipes.low_bit, period=3)    # callbacks=[...] of transformers' Trainer
     LightningCallback(hvd_compress.recipes.low_bit, period=3)       # callbacks=[...] of Lightning's Trainer
     AccelerateLoop(hvd_compress.recipes.low_bit, accelerator, model, optimizer, period=3)
 
-The first argument is a recipe of :mod:`hvd_compress.recipes`, a compressor class such as :class:`hvd_compress.DeMo`,
-or a function ``build(model, optimizers, **options)`` that returns :class:`~hvd_compress.LocalSteps` or a compressor.
-
-The trainers' packages are imported with the first use of these names.
+The first argument builds the method, from the other arguments (:class:`~hvd_compress.trainers.training.Training`). The
+trainers' packages are imported with the first use of these names.
 """
 
 from importlib import import_module

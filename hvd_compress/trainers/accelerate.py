@@ -7,12 +7,11 @@ import torch
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from ..methods.base import Compressor
 from . import rank_files
-from .training import Build, Training
+from .training import Build, Trained, Training
 
 
-class AccelerateLoop:
+class AccelerateLoop(Trained):
     """Local steps, or compressed gradients, in a loop of Accelerate.
 
     ``accelerator.save_state()`` and ``load_state()`` write and read a file of every rank beside their own files, with
@@ -33,19 +32,10 @@ class AccelerateLoop:
         loop.end()  # on all ranks; within the training, finish() before testing the model
 
     Args:
-        build: a recipe of :mod:`hvd_compress.recipes`, a compressor class such as :class:`hvd_compress.DeMo`, or a
-            function ``build(model, optimizers, **options)`` that returns :class:`~hvd_compress.LocalSteps` or a
-            compressor.
+        build, options: see :class:`~hvd_compress.trainers.training.Training`, also for errors.
         accelerator: whose ``prepare()`` was called.
         model: as prepared.
         optimizers: the prepared optimizer, or a list of several, of different parameters.
-        options: of ``build``.
-
-    Raises:
-        TypeError: see ``build``.
-        FileNotFoundError: in ``load_state()``, on all ranks, the folder has no files of the ranks.
-        ValueError: in ``load_state()``, they do not fit.
-        RuntimeError: the model of a compressor is in neither DDP nor FSDP2.
     """
 
     def __init__(
@@ -70,31 +60,20 @@ class AccelerateLoop:
             ]
         )
 
-    @property
-    def compression(self) -> Compressor:
-        """The compressor."""
-        return self.training.compression
-
     def step(self) -> bool:
-        """Call it after each ``optimizer.step()``; of several optimizers, once, after all of them. While gradients are
-        accumulated, it does nothing, as the prepared optimizers. Returns whether a round has ended."""
+        """Call it after each ``optimizer.step()``; with several optimizers, once, after all of them. Does nothing while
+        gradients are accumulated. Returns whether a round has ended."""
         return self._accelerator.sync_gradients and self.training.count_step()
 
     def finish(self) -> None:
-        """Gives all ranks the average of their weights, before testing. With a compressor of each step's gradients it
-        does nothing. Training may go on. All ranks must call it. Raises ``RuntimeError`` with a torchft ``Manager``."""
+        """Gives all ranks the average of their weights, before testing; training may go on. All ranks must call it.
+        Does nothing with a compressor of each step's gradients. Raises ``RuntimeError`` with a torchft ``Manager``."""
         self.training.average()
 
     def end(self) -> None:
-        """Gives all ranks the average of their weights, after the last step, and rank 0's optimizer states. Then DDP
-        averages the gradients again, other optimizers may step the model, and ``save_state()`` writes no file of this
-        loop. All ranks must call it."""
+        """Call it on all ranks after the last step: as :meth:`finish`, and all ranks get rank 0's optimizer states.
+        Then DDP averages gradients again, other optimizers may step the model, and ``save_state()`` writes no file."""
         self.training.end()
-
-    def take_weights(self) -> None:
-        """Call it on all ranks after the weights were replaced in training: see
-        :meth:`hvd_compress.LocalSteps.take_weights`. With a compressor of each step's gradients it does nothing."""
-        self.training.weights_replaced()
 
     def metrics(self) -> dict[str, float]:
         """:meth:`hvd_compress.Compressor.metrics`, for ``accelerator.log(loop.metrics(), step)``."""
@@ -102,8 +81,7 @@ class AccelerateLoop:
 
 
 class _Checkpoint:
-    """An object of ``register_for_checkpointing()``: Accelerate loads those last, after model and optimizers, but does
-    not tell them the folder."""
+    """An object of ``register_for_checkpointing()``. Accelerate loads it last, and does not tell it the folder."""
 
     def __init__(self, training: Training, accelerator: Accelerator) -> None:
         self._training, self._folder, self._accelerator = training, "", accelerator

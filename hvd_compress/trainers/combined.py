@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 class CombinedOptimizer(Optimizer):
     """Steps several optimizers of different parameters, such as Muon of the hidden matrices and AdamW of the rest.
 
-    Its ``param_groups`` and ``state`` are views of theirs, so that a learning-rate schedule changes those.
+    Its ``param_groups`` and ``state`` are views of the optimizers' own, so that a learning-rate schedule changes them.
 
     Example::
 
@@ -19,9 +19,6 @@ class CombinedOptimizer(Optimizer):
         muon = torch.optim.Muon(matrices.values(), lr=3e-3, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others.values(), lr=3e-3)
         optimizer = hvd_compress.trainers.CombinedOptimizer([muon, adamw])
-
-    Args:
-        optimizers: at least one.
 
     Raises:
         ValueError: no optimizers, a parameter that two of them hold, or a call of ``add_param_group()``.
@@ -42,27 +39,23 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> "_States":  # type: ignore[override]
-        """The state of all optimizers."""
         return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ``ValueError``: none of the optimizers would step the group."""
         raise ValueError(
             "CombinedOptimizer takes no parameter groups after it was built: add the group to one of its "
             "optimizers before that, or now: combined.optimizers[0].add_param_group(group)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what ``copy.deepcopy()`` and ``pickle`` keep."""
         return {"defaults": self.defaults, "optimizers": self.optimizers}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Steps each optimizer once. ``closure`` is called before, once; its result is returned. An optimizer that
+        """Steps each optimizer once. ``closure`` is called once, before them; its result is returned. An optimizer that
         cannot step without one, such as LBFGS, gets it, too."""
         loss = None
         if closure is not None:
@@ -74,28 +67,24 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Calls that of each optimizer."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def train(self) -> None:
-        """Calls that of each schedule-free optimizer."""
+        """Switches the schedule-free optimizers to training, as :meth:`eval` does to evaluation."""
         for optimizer in self.optimizers:
             getattr(optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
-        """As :meth:`train`."""
         for optimizer in self.optimizers:
             getattr(optimizer, "eval", lambda: None)()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of one optimizer; those of another form than torch's as they are, by number, under
-        ``"optimizers"``."""
+        """The state in the form of one torch optimizer; states of other forms are under ``"optimizers"``, by number."""
         own = {number: o.state_dict() for number, o in enumerate(self.optimizers) if _has_own_form(o)}
         return super().state_dict() | ({"optimizers": own} if own else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` has returned, into each optimizer."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict.copy()) or state_dict
         if len(state_dict["param_groups"]) != len(self.param_groups):
@@ -112,14 +101,14 @@ class CombinedOptimizer(Optimizer):
 
 
 def _has_own_form(optimizer: Optimizer) -> bool:
-    """Whether an optimizer saves something else than torch's numbered states of its parameters."""
+    """Whether an optimizer saves another form than torch's numbered states of its parameters."""
     hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
     own = getattr(optimizer.state_dict, "__func__", None) is not Optimizer.state_dict
     return bool(hooks) or own or not all(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of several optimizers: of a parameter, in the one that holds it."""
+    """The states of several optimizers. A parameter's state is in the optimizer that holds it."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers

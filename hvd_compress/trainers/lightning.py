@@ -7,19 +7,18 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from ..carriers import world
 from ..engine.arguments import check_flag
-from ..methods.base import Compressor
 from .replaced import average_replaced, hash_of_weights
-from .training import Build, Training
+from .training import Build, Trained, Training
 
 
-class LightningCallback(Callback):
+class LightningCallback(Trained, Callback):
     """Trains any ``LightningModule`` by local steps, or with compressed gradients, under ``DDPStrategy`` or
     ``ModelParallelStrategy`` (FSDP2).
 
-    After each batch in which an optimizer has stepped, it takes a local step; with manual optimization, too, whoever
-    calls ``step()``. When the fit ends, all ranks have the average of their weights, and DDP or FSDP2 averages the
-    gradients again. Weights that others put into the module for a validation, between epochs or at the end, such as
-    Lightning's ``EMAWeightAveraging``, are averaged over the ranks; within an epoch, call :meth:`take_weights`.
+    After each batch in which an optimizer has stepped, it takes a local step, also with manual optimization. When the
+    fit ends, all ranks have the average of their weights, and DDP or FSDP2 averages the gradients again. If another
+    callback, such as Lightning's ``EMAWeightAveraging``, replaces the weights for a validation, between epochs or at
+    the end, they are averaged over the ranks; within an epoch, call :meth:`take_weights`.
 
     Lightning's checkpoints contain the states of all ranks, with which ``fit(ckpt_path=...)`` resumes bit-exactly, also
     between two exchanges, except for random numbers (dropout), which Lightning does not save. Rank 0 gathers the
@@ -40,18 +39,11 @@ class LightningCallback(Callback):
         trainer.fit(module, batches)
 
     Args:
-        build: a recipe of :mod:`hvd_compress.recipes`, a compressor class such as :class:`hvd_compress.DeMo`, or a
-            function ``build(module, optimizers, **options)`` that returns :class:`~hvd_compress.LocalSteps` or a
-            compressor. With automatic optimization a module has one optimizer:
-            :class:`~hvd_compress.trainers.CombinedOptimizer` makes one of several.
-        average: whether local steps average the weights before each validation, which sends what one step of dense
-            training sends. False: each rank validates its own weights, on its part of the data.
-        options: of ``build``.
-
-    Raises:
-        TypeError: see ``build``.
-        ValueError: on resuming, the states do not fit, or the checkpoint has none.
-        RuntimeError: the module of a compressor is in neither DDP nor FSDP2.
+        build, options: see :class:`~hvd_compress.trainers.training.Training`, also for errors. With automatic
+            optimization a module has one optimizer: :class:`~hvd_compress.trainers.CombinedOptimizer` makes one of
+            several.
+        average: whether local steps average the weights before each validation, which sends as much as one step of
+            dense training. False: each rank validates its own weights, on its part of the data.
     """
 
     def __init__(self, build: Build, *, average: bool = True, **options: Any) -> None:
@@ -65,19 +57,9 @@ class LightningCallback(Callback):
         #: A hash of the weights at the end of an epoch, until the next one has begun.
         self._weights: int | None = None
 
-    @property
-    def compression(self) -> Compressor:
-        """The compressor. Raises ``RuntimeError`` before the training has begun."""
-        return self.training.compression
-
-    def take_weights(self) -> None:
-        """Call it on all ranks after the weights were replaced within an epoch, the same on all ranks:
-        :meth:`hvd_compress.LocalSteps.take_weights`. With a compressor of each step's gradients it does nothing."""
-        self.training.weights_replaced()
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Called before a checkpoint is loaded. Moves this callback before those that put other weights into the module
-        (EMA), and after those that train on trial."""
+        """Called before a checkpoint is loaded. Moves this callback before those that replace the weights (EMA), and
+        after those that train on trial."""
         self._states, self._fitting = [], stage == "fit"
         if trainer is not None and self in trainer.callbacks:
             trainer.callbacks.remove(self)
@@ -95,7 +77,7 @@ class LightningCallback(Callback):
         self.training.begin(pl_module, trainer.optimizers, scaler, wrapped=trainer.model)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning has loaded the optimizers, which ModelParallelStrategy does after ``on_fit_start``."""
+        """Called after Lightning has loaded the optimizers: ModelParallelStrategy does that after ``on_fit_start``."""
         if self._states:
             self.training.load(len(self._states), self._states.__getitem__)
         self._states, self._step, self._weights = [], trainer.global_step, None
@@ -114,13 +96,13 @@ class LightningCallback(Callback):
             self.training.average()
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        """All have put into the module what they validate."""
+        """Called after the callbacks that replace the weights for a validation."""
         if self._validating and self.training.local is not None:
             average_replaced(pl_module, self.compression.engine)
         self._validating = False
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Checkpoints are saved after this, and the last one should have the averaged model."""
+        """Averages the weights before checkpoints are saved: the last one should have the averaged model."""
         self._count(trainer)
         steps, epochs = trainer.max_steps, trainer.max_epochs
         last = 0 <= steps <= trainer.global_step or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
@@ -145,7 +127,7 @@ class LightningCallback(Callback):
             self.training.weights_replaced()
 
     def _count(self, trainer: Any) -> None:
-        """Takes a local step, if optimizers have stepped, whoever has called them, or a scaler has skipped it."""
+        """Takes a local step if an optimizer has stepped, or a scaler has skipped its step."""
         step, self._step = self._step, trainer.global_step
         if self._step == step and not self.training.stepped:  # gradients are accumulated
             return

@@ -1,5 +1,5 @@
-"""A file of every rank in a trainer's checkpoint folder: ``hvd_compress-RANK-of-RANKS.pt``; of further trainings in one
-folder, ``hvd_compress_1-RANK-of-RANKS.pt`` and so on."""
+"""A file of every rank in a trainer's checkpoint folder: ``hvd_compress-RANK-of-RANKS.pt``; the second training in one
+folder has ``hvd_compress_1-RANK-of-RANKS.pt``, and so on."""
 
 import re
 from pathlib import Path
@@ -12,8 +12,7 @@ from .training import Training
 
 
 def save(training: Training, folder: str | Path, number: int = 0) -> None:
-    """Writes this rank's file, and deletes those of other numbers of ranks, which an older training has left. All ranks
-    must call it."""
+    """Writes this rank's file, and deletes older ones of other numbers of ranks. All ranks must call it."""
     state, (rank, size) = training.state(), world.place()
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.save(state, _file(folder, rank, size, number))

@@ -1,4 +1,4 @@
-"""The state of one rank in local steps that is not in a trainer's checkpoint, which has rank 0's."""
+"""The state of one rank in local steps that a trainer's checkpoint, which is rank 0's, does not contain."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +16,7 @@ _MARK = "hvd_compress: tensor"
 
 @modes_off
 def save(model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any) -> dict[str, Any]:
-    """Trained parameters, buffers, the optimizers' states, the scaler's: copies on the CPU, of DTensors this rank's
-    shards."""
+    """Parameters, buffers, states of optimizers and scaler: copies on the CPU; of DTensors, this rank's shards."""
     return {
         "parameters": {name: _copy(p) for name, p in model.named_parameters() if p.requires_grad},
         "buffers": {name: _copy(buffer) for name, buffer in model.named_buffers()},
@@ -28,7 +27,7 @@ def save(model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any) -
 
 @modes_off
 def load(state: dict[str, Any], model: torch.nn.Module, optimizers: Sequence[Optimizer], scaler: Any) -> None:
-    """Writes what :func:`save` has returned. Raises ``ValueError`` if the model or the optimizers are others."""
+    """Writes the result of :func:`save`. Raises ``ValueError`` if the model or the optimizers are others."""
     found: dict[str, dict[str, Tensor]] = {
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
@@ -60,7 +59,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _saved(optimizer: Optimizer) -> Any:
-    """An optimizer's state, of any form: tensors that are not on the CPU, and DTensors, are marked as such."""
+    """An optimizer's state, of any form. Tensors that are not on the CPU, and DTensors, are marked as such."""
     held = _held(optimizer)
 
     def copied(value: Any) -> Any:
@@ -99,7 +98,7 @@ def _layout(tensor: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested values; of what ``change`` returns as it is, each part is changed."""
+    """Applies ``change`` to nested values, and to each part of a value that it returns unchanged."""
     if (changed := change(value)) is not value:
         return changed
     if isinstance(value, dict):

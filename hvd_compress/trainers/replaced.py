@@ -1,4 +1,4 @@
-"""Weights that something else has put into a model, such as averages over time (EMA, SWA): each rank's own."""
+"""Weights of each rank that another callback has put into a model, such as averages over time (EMA, SWA)."""
 
 import torch
 
@@ -20,8 +20,7 @@ def hash_of_weights(model: torch.nn.Module) -> int:
 
 @modes_off
 def average_replaced(model: torch.nn.Module, engine: Engine) -> None:
-    """Averages parameters and buffers as they are, unless all ranks have the same. Local steps do not notice it. All
-    ranks must call it."""
+    """Averages parameters and buffers, unless equal on all ranks, unnoticed by local steps. All ranks must call it."""
     parameters = list(model.parameters())
     shard = tuple(tuple(place_in_mesh(p)) for p in parameters)
     seen = set(world.gather((shard, hash_of_weights(model), hash_of(map(local, model.buffers())))))

@@ -1,4 +1,4 @@
-"""One training, as its trainer sees it: the same calls for local steps and for a compressor of each step."""
+"""One training: the same calls for local steps and for a compressor of each step."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,21 +21,25 @@ from ..local.steps import LocalSteps
 from ..methods.base import Compressor
 from . import rank_state
 
-#: Makes what a training uses: a compressor class, or a function of the model, the optimizers and options.
+#: A compressor class, or a function of the model, the optimizers and options.
 Build = Callable[..., LocalSteps | Compressor]
 Lasts = Callable[[], bool]
 
 
 class Training:
-    """A trainer's use of local steps or of a compressor.
+    """A training by local steps, or by a compressor of each step's gradients: the part that all trainers share.
 
     Args:
-        build: a compressor class, called as ``build(model, **options)``, with the ``grad_scaler`` that the trainer
-            uses; or a function, called as ``build(model, optimizers, **options)``.
-        options: of it.
+        build: a recipe of :mod:`hvd_compress.recipes`; a compressor class such as :class:`hvd_compress.DeMo`, called as
+            ``build(model, **options)``, with the ``grad_scaler`` that the trainer uses; or a function, called as
+            ``build(model, optimizers, **options)``, that returns :class:`~hvd_compress.LocalSteps` or a compressor.
+        options: of ``build``.
 
     Raises:
-        TypeError: ``build`` cannot be called; in :meth:`begin`, it returns neither local steps nor a compressor.
+        TypeError: ``build`` cannot be called, or, in :meth:`begin`, returns neither local steps nor a compressor.
+        RuntimeError: in :meth:`begin`, the model of a compressor is in neither DDP nor FSDP2.
+        FileNotFoundError: on resuming, on all ranks, the checkpoint has no files of the ranks.
+        ValueError: on resuming, the states do not fit, or the checkpoint has none.
     """
 
     def __init__(self, build: Build, options: dict[str, Any]) -> None:
@@ -49,22 +53,20 @@ class Training:
         self._model = torch.nn.Module()
         self._optimizers: list[Optimizer] = []
         self._scaler: Any = None
-        #: What :meth:`close` calls: lets the trainer's wrapper average the gradients again, and more by the trainers.
+        #: The functions that :meth:`close` calls: among them, one lets DDP or FSDP2 average the gradients again.
         self.ends: list[Callable[[], None]] = []
 
     @property
     def begun(self) -> bool:
-        """Whether :meth:`begin` was called."""
         return self._built is not None
 
     @property
     def local(self) -> LocalSteps | None:
-        """The local steps, if the training takes some."""
         return self._built if isinstance(self._built, LocalSteps) else None
 
     @property
     def compression(self) -> Compressor:
-        """The compressor. Raises ``RuntimeError`` before the training has begun."""
+        """As :attr:`Trained.compression`."""
         if self._built is None:
             raise RuntimeError("the compressor is built when the training begins")
         return self._built.compression if isinstance(self._built, LocalSteps) else self._built
@@ -77,20 +79,16 @@ class Training:
         lasts: Lasts = lambda: True,
         wrapped: torch.nn.Module | None = None,
     ) -> None:
-        """Called when the model is on its device, and wrapped, and the checkpoint is loaded. Closes the training
-        that the model was in.
+        """Builds the method, after the model is on its device, and wrapped, and the checkpoint is loaded. Closes the
+        training that the model was in.
 
         Args:
             model: without wrappers.
             optimizers: all of them; wrappers are removed.
             scaler: the ``GradScaler`` in use, if any.
-            lasts: whether the training still runs, where the trainer tells nobody of an exception. If not, DDP's next
+            lasts: whether the training still runs, for trainers that do not report an exception. If not, DDP's next
                 forward pass ends it.
             wrapped: the model in its wrappers, if the trainer tells. Otherwise DDP's are looked for in the process.
-
-        Raises:
-            TypeError: see the class.
-            RuntimeError: a compressor of several ranks, and a model in neither DDP nor FSDP2.
         """
         for training in [self, *_begun]:
             if training is self or training._model is model:
@@ -132,7 +130,7 @@ class Training:
 
     def end(self, optimizers: bool = True) -> None:
         """Gives all ranks the average of their weights, and closes. All ranks must call it. ``optimizers``: whether
-        they are used again: then rank 0's states become those of all. Otherwise each rank can still save its own."""
+        they are used again: then all ranks get rank 0's states. Otherwise each rank can still save its own."""
         if self.local is not None and not optimizers:
             self.local.finish(self._model, moved_only=True)
         elif self.local is not None:
@@ -142,9 +140,9 @@ class Training:
         self.close()
 
     def close(self) -> None:
-        """DDP or FSDP2 averages the gradients again, as before :meth:`begin`, unless another training of the model has
-        begun since; other optimizers may step the model. The state can still be saved. Does nothing before
-        :meth:`begin`. Waits for nobody, so that one rank may call it."""
+        """Lets DDP or FSDP2 average the gradients again, unless another training of the model has begun since; other
+        optimizers may step the model. The state can still be saved. Does nothing before :meth:`begin`. Waits for no
+        other rank."""
         if isinstance(self._built, LocalSteps):
             self._built.close()
         elif self._built is not None:
@@ -155,15 +153,15 @@ class Training:
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer has taken a local step since the last :meth:`count_step`, whoever has called it."""
+        """Whether an optimizer has taken a local step since the last :meth:`count_step`."""
         return self.local is not None and self.local.stepped
 
     def count_step(self) -> bool:
-        """All optimizers have taken a step, or a scaler has skipped it. Returns whether a round has ended."""
+        """Call it after all optimizers have stepped, or a scaler has skipped. Returns whether a round has ended."""
         return self.local is not None and self.local.step()
 
     def average(self) -> None:
-        """Gives all ranks the average of their weights, if those of any rank may have changed since the last one.
+        """Gives all ranks the average of their weights, if the weights of any rank may have changed since the last one.
         Raises ``RuntimeError`` with a torchft ``Manager``."""
         if self.local is None:
             return
@@ -175,34 +173,25 @@ class Training:
         self.local.finish(self._model, moved_only=True)
 
     def weights_replaced(self) -> None:
-        """The trainer has put other weights into the model, the same on all ranks."""
+        """Call it after the weights were replaced in the model, by the same ones on all ranks."""
         if self.local is not None:
             self.local.take_weights()
 
     def metrics(self) -> dict[str, float]:
-        """:meth:`hvd_compress.Compressor.metrics`."""
         return self.compression.metrics()
 
     def state(self) -> dict[str, Any]:
-        """Returns what this rank saves beside the trainer's checkpoint. All ranks must call it."""
+        """The state that this rank saves beside the trainer's checkpoint. All ranks must call it."""
         own = {"compression": self.compression.state_dict()}
         if self.local is not None:
             own["rank"] = rank_state.save(self._model, self._optimizers, self._scaler)
         return own
 
     def load(self, ranks: int, read: Callable[[int], dict[str, Any]]) -> None:
-        """Resumes, after the trainer has: bit-exactly on equally many ranks.
-
-        On others, residuals become their mean (:func:`hvd_compress.reshard`), and model and optimizers stay those of
-        the trainer's checkpoint, rank 0's.
-
-        Args:
-            ranks: that saved.
-            read: returns the :meth:`state` of one of them.
-
-        Raises:
-            ValueError: a state does not fit; on another number of ranks, the saved weights differ between ranks.
-        """
+        """Resumes, after the trainer has: bit-exactly on equally many ranks. On other numbers of ranks, residuals
+        become their mean (:func:`hvd_compress.reshard`), and model and optimizers are those of the trainer's
+        checkpoint, rank 0's; the saved weights must be equal. ``ranks``: that saved. ``read``: returns the
+        :meth:`state` of one of them."""
         rank, size = world.place()
         if ranks != size:
             self.compression.load_state_dict(reshard(read(number)["compression"] for number in range(ranks)))
@@ -214,6 +203,23 @@ class Training:
         if self.local is not None:
             rank_state.load(state["rank"], self._model, self._optimizers, self._scaler)
         self.compression.load_state_dict(state["compression"])
+
+
+class Trained:
+    """The part that the classes of all trainers share."""
+
+    training: Training
+
+    @property
+    def compression(self) -> Compressor:
+        """The compressor. Raises ``RuntimeError`` before the training has begun."""
+        return self.training.compression
+
+    def take_weights(self) -> None:
+        """Call it on all ranks after the weights were replaced in training (in Lightning, within an epoch), equally on
+        all ranks: :meth:`hvd_compress.LocalSteps.take_weights`. Does nothing with a compressor of each step's
+        gradients."""
+        self.training.weights_replaced()
 
 
 #: All trainings of this process that have begun.

@@ -9,23 +9,22 @@ from transformers import Trainer, TrainerCallback
 
 from ..carriers import world
 from ..engine.arguments import check_flag
-from ..methods.base import Compressor
 from . import rank_files
-from .training import Build, Training
+from .training import Build, Trained, Training
 
 
-class TransformersCallback(TrainerCallback):
+class TransformersCallback(Trained, TrainerCallback):
     """Trains a model of transformers' ``Trainer`` by local steps, or with compressed gradients.
 
-    After each optimizer step, with accumulation after its last backward pass, it takes a local step. At the end of the
+    After each optimizer step (with accumulation, after the last backward pass) it takes a local step. At the end of the
     training all ranks have the average of their weights, unless the Trainer loads its best model, and DDP averages the
     gradients again. With ``load_best_model_at_end``, save when you evaluate, so that the saved model is the evaluated
     one.
 
     The checkpoint folders of the Trainer get a file of every rank, with which ``resume_from_checkpoint`` resumes
     bit-exactly, also between two exchanges. The model in these folders is rank 0's own, unless it was averaged in the
-    same step. With ``save_only_model`` nothing is added. :meth:`hvd_compress.Compressor.metrics` is in what the Trainer
-    logs with the loss.
+    same step. With ``save_only_model`` nothing is added. The Trainer logs :meth:`hvd_compress.Compressor.metrics` with
+    the loss.
 
     Example::
 
@@ -34,20 +33,11 @@ class TransformersCallback(TrainerCallback):
         trainer.train()
 
     Args:
-        build: a recipe of :mod:`hvd_compress.recipes`, a compressor class such as :class:`hvd_compress.DeMo`, or a
-            function ``build(model, optimizers, **options)`` that returns :class:`~hvd_compress.LocalSteps` or a
-            compressor. The Trainer has one optimizer: :class:`~hvd_compress.trainers.CombinedOptimizer` makes one of
-            several.
-        average: whether local steps average the weights before each evaluation, which sends what one step of dense
-            training sends. False: each rank evaluates its own weights, on its part of the data.
+        build, options: see :class:`~hvd_compress.trainers.training.Training`, also for errors. The Trainer has one
+            optimizer: :class:`~hvd_compress.trainers.CombinedOptimizer` makes one of several.
+        average: whether local steps average the weights before each evaluation, which sends as much as one step of
+            dense training. False: each rank evaluates its own weights, on its part of the data.
         checkpoint: the folder that the Trainer resumes from, if it is not in its ``output_dir``.
-        options: of ``build``.
-
-    Raises:
-        TypeError: see ``build``.
-        FileNotFoundError: on resuming, on all ranks, the checkpoint has no files of the ranks.
-        ValueError: on resuming, they do not fit.
-        RuntimeError: the model of a compressor is in neither DDP nor FSDP2.
     """
 
     def __init__(
@@ -55,16 +45,6 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         self.training = Training(build, options)
         self._average, self._checkpoint = check_flag("average", average), checkpoint
-
-    @property
-    def compression(self) -> Compressor:
-        """The compressor. Raises ``RuntimeError`` before the training has begun."""
-        return self.training.compression
-
-    def take_weights(self) -> None:
-        """Call it on all ranks after the weights were replaced in training: see
-        :meth:`hvd_compress.LocalSteps.take_weights`. With a compressor of each step's gradients it does nothing."""
-        self.training.weights_replaced()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         trainer = _calling_trainer()
@@ -111,7 +91,7 @@ class TransformersCallback(TrainerCallback):
         self.training.end()
 
     def _average_before_evaluations(self, trainer: Any) -> None:
-        """Until the training ends: whoever asks for an evaluation or a prediction, all ranks take part in it."""
+        """Averages the weights before each evaluation or prediction of the training, on all ranks."""
         evaluate = trainer.evaluation_loop
 
         def evaluation_loop(*args: Any, **options: Any) -> Any:
@@ -123,8 +103,7 @@ class TransformersCallback(TrainerCallback):
 
 
 def _move_before_loggers(callbacks: list[Any], own: TransformersCallback) -> None:
-    """The Trainer calls its loggers before the callbacks that it is given, which have something to log; and its own
-    first callback decides whether to stop."""
+    """Moves ``own`` before the loggers, which log its metrics, and after the Trainer's own callback, which may stop."""
     if sum(isinstance(callback, TransformersCallback) for callback in callbacks) > 1:
         raise ValueError("the Trainer has two TransformersCallbacks: remove one, trainer.remove_callback(callback)")
     callbacks.remove(own)

@@ -39,11 +39,11 @@ from experiment.comparison import Variant, texts
 from experiment.files import plain, script_parser
 from experiment.result_file import run_path, write_run
 from experiment.runs import SCRIPTS
+from lab_shapes import SHAPES
 
 from hvd_compress.cli import bench
 from hvd_compress.cli.network import bandwidth
 from hvd_compress.cli.processes import Failed, exit_on_signals, run_group
-from hvd_compress.cli.shapes import SHAPES
 
 DDP = ["ddp-none", "ddp-fp16", "ddp-powersgd", "ddp-iwp"]
 BASELINES = ("none", "fp16")

@@ -15,10 +15,10 @@ import torch
 from experiment import compressors, hosts, local_training, metrics, netlab
 from experiment.files import write_json
 from experiment.local_training import LocalTraining
+from lab_shapes import SHAPES
 
 from hvd_compress.cli.bench_rank import Bench
 from hvd_compress.cli.ranks import HOSTS
-from hvd_compress.cli.shapes import SHAPES
 
 MOMENTUM = 0.9
 

@@ -5,7 +5,7 @@
 
 Ranks are threads of this process. Counted is ``stats()["last"]["wire_bytes"]`` of rank 0's third step: every tensor
 that it hands to a collective, times what the collective's algorithm sends of it. More ranks are computed by the
-formulas of hvd_compress.cli.wire. Exit status 1 where a formula and a count differ by 1 % or more."""
+formulas of formulas.py. Exit status 1 where a formula and a count differ by 1 % or more."""
 
 import copy
 import sys
@@ -18,16 +18,17 @@ import torch
 from experiment import metrics
 from experiment.files import script_parser
 from experiment.result_file import run_path, write_run
+from formulas import FORMULAS, sent_by
 
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.cli.wire import METHODS, messages, sent
+from hvd_compress.cli.methods import METHODS
 
 COUNTED, MODELLED, PRINTED = (2, 4, 8, 16), (64, 256, 1024), (2, 4, 16, 64, 1024)
 ALLOWED = 0.01
 
 
 def modelled(method: str, model: torch.nn.Module, density: float | None, ranks: int) -> float:
-    return sent(messages(method, [p.shape for p in model.parameters()], ranks, density), ranks)
+    return sent_by(method, [p.shape for p in model.parameters()], ranks, density)
 
 
 def counted(method: str, model: torch.nn.Module, density: float | None, ranks: int) -> float:
@@ -63,8 +64,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, found, worst, rows = network(), {}, dict.fromkeys(COUNTED, 0.0), []
-    for method, known in METHODS.items():
-        density = known.density
+    for method, (density, _) in FORMULAS.items():
         bytes_of = {n: counted(method, model, density, n) for n in COUNTED}
         for n, count in bytes_of.items():
             worst[n] = max(worst[n], abs(modelled(method, model, density, n) / count - 1))

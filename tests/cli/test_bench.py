@@ -9,16 +9,18 @@ import sys
 import time
 from pathlib import Path
 
+import formulas
 import pytest
 import torch
 
 pytest.importorskip("typer", reason="the extra [cli] is not installed")
 
+from tiny_model import TINY, TINY_SHAPES
 from typer.testing import CliRunner
 
 from hvd_compress import recipes
 from hvd_compress.carriers.mirror import Mirror
-from hvd_compress.cli import bench, launchers, ranks, shapes, synthetic, wire
+from hvd_compress.cli import bench, launchers, methods, shapes, synthetic
 from hvd_compress.cli.app import app
 from hvd_compress.engine.collectives import ring_bytes
 
@@ -30,27 +32,26 @@ def run(*arguments):
 def test_a_real_call(tmp_path):
     """What is measured by default: what docs/choosing.md advises, between the baselines."""
     file = tmp_path / "json" / "out.json"
-    done = run("--model", "tiny", "--steps", "3", "--json", str(file))
+    done = run("--model", TINY, "--steps", "3", "--json", str(file))
     assert done.exit_code == 0, done.output
     content = json.loads(file.read_text())
     assert [row["method"] for row in content["rows"]] == ["dense", "fp16", "low_bit", "DeMo", "IWP"]
-    sizes = [shape for _, shape in shapes.named("tiny")]
     best = min(row["step_ms"] for row in content["rows"][:2])
     for row in content["rows"]:
         low, high = row["step_ms_spread"]
         assert low <= row["step_ms"] <= high and row["step_ms"] > 0 and row["replicas_equal"] and row["ranks"] == 2
         assert row["speedup"] == pytest.approx(best / row["step_ms"])
         # What was counted is what the formula says; a look at the weights before an exchange of local steps is in it.
-        want = wire.sent(wire.messages(row["method"], sizes, 2), 2) / wire.METHODS[row["method"]].local_steps
+        want = formulas.sent_by(row["method"], TINY_SHAPES, 2) / methods.METHODS[row["method"]].local_steps
         assert row["sent_bytes"] == pytest.approx(want, rel=0.01)
 
 
 def test_low_bit_is_the_recipe():
     model = torch.nn.Linear(64, 64)
     local = recipes.low_bit(model, torch.optim.SGD(model.parameters(), lr=0.1), collectives=Mirror(2))
-    built = wire.METHODS["low_bit"].build(torch.nn.Linear(64, 64), collectives=Mirror(2))
+    built = methods.METHODS["low_bit"].build(torch.nn.Linear(64, 64), collectives=Mirror(2))
     assert type(built) is type(local.compression) and built.options() == local.compression.options()
-    assert wire.METHODS["low_bit"].local_steps == local.period
+    assert methods.METHODS["low_bit"].local_steps == local.period
 
 
 # Rows, which scripts/lab/bench_exchange.py prints too.
@@ -80,7 +81,7 @@ def test_speed_up_is_over_the_fastest_baseline():
 
 
 def test_backward_hands_out_fresh_gradients_from_the_last_to_the_first():
-    models = [synthetic.Synthetic(shapes.tiny(), rank) for rank in (0, 1)]
+    models = [synthetic.Synthetic(shapes.named(TINY), rank) for rank in (0, 1)]
     parameters, order = list(models[0].parameters()), []
     for number, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
@@ -102,54 +103,41 @@ def test_backward_hands_out_fresh_gradients_from_the_last_to_the_first():
 def test_two_nodes(tmp_path):
     """Sent are the bytes of a node's link."""
     file = tmp_path / "out.json"
-    given = ["--ranks", "4", "--ranks-per-node", "2", "--model", "tiny", "--methods", "dense;DeMo", "--steps", "2"]
+    given = ["--ranks", "4", "--ranks-per-node", "2", "--model", TINY, "--methods", "dense;DeMo", "--steps", "2"]
     done = run(*given, "--json", str(file))
     assert done.exit_code == 0, done.output
-    sizes = [shape for _, shape in shapes.named("tiny")]
     dense, demo = json.loads(file.read_text())["rows"]
     assert dense["replicas_equal"] and demo["replicas_equal"]
-    assert dense["sent_bytes"] == wire.sent(wire.messages("dense", sizes, 4), 4) and not dense["inside_bytes"]
+    assert dense["sent_bytes"] == formulas.sent_by("dense", TINY_SHAPES, 4) and not dense["inside_bytes"]
     # Between two nodes, but uncompressed tensors in a ring of all ranks, which leaves a node once.
-    small = 4 * sum(math.prod(shape) for shape in sizes if not wire.is_compressed(shape))
+    small = 4 * sum(math.prod(shape) for shape in TINY_SHAPES if not methods.is_compressed(shape))
     in_ring = ring_bytes("allreduce", small, 4) - ring_bytes("allreduce", small, 2)
-    demo_between = wire.sent(wire.messages("DeMo", sizes, 2), 2)
+    demo_between = formulas.sent_by("DeMo", TINY_SHAPES, 2)
     assert demo["sent_bytes"] == pytest.approx(demo_between + in_ring, rel=0.02)
-    assert demo["inside_bytes"] > 4 * sum(math.prod(shape) for shape in sizes if wire.is_compressed(shape)) * 0.9
+    assert demo["inside_bytes"] > 0.9 * (4 * sum(map(math.prod, TINY_SHAPES)) - small)
 
 
-def test_a_launch_that_fails_says_why():
-    done = run("--model", "tiny", "--launcher", f"{sys.executable} -c 'raise SystemExit(\"no such partition\")'")
+def test_a_launch_that_fails_says_why(monkeypatch):
+    def failing(ranks, *module):
+        return [sys.executable, "-c", "raise SystemExit('no such partition')"], {}
+
+    monkeypatch.setitem(bench.LAUNCHERS, "torchrun", ("ddp", failing))
+    done = run("--model", TINY)
     assert done.exit_code == 1 and "no such partition" in done.output
 
 
-def test_a_launcher_that_ends_without_ranks_is_a_failure():
-    done = run("--model", "tiny", "--launcher", "true")
+def test_a_launcher_that_ends_without_ranks_is_a_failure(monkeypatch):
+    monkeypatch.setitem(bench.LAUNCHERS, "torchrun", ("ddp", lambda *_: (["true"], {})))
+    done = run("--model", TINY)
     assert done.exit_code == 1 and "results of 0 of 5 methods" in done.output
 
 
 @pytest.mark.skipif(not launchers.program("mpirun"), reason="Open MPI is not installed")
-def test_ddp_ranks_of_a_plain_mpirun(monkeypatch):
-    """Open MPI sets ranks by other names than torchrun, and no address to meet at. The variables of a torchrun around
-    the whole do not reach the ranks."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
-        monkeypatch.setenv(name, "1")
-    mpirun = f"{launchers.program('mpirun')} --oversubscribe --bind-to none -n 2 {sys.executable}"
-    done = run("--model", "tiny", "--methods", "dense;IWP", "--steps", "3", "--launcher", mpirun)
+def test_horovods_ranks():
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    done = run("--model", TINY, "--methods", "dense;IWP", "--steps", "3", "--launcher", "mpirun")
     assert done.exit_code == 0, done.output
-    assert "2 ranks of ddp" in done.output
-
-
-def test_a_rank_is_found_by_any_launchers_variables(monkeypatch):
-    for name in (name for pair in ranks.VARIABLES for name in pair):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match="does not number its ranks"):
-        ranks._rank_and_size()
-    for number, (rank, size) in enumerate(reversed(ranks.VARIABLES)):
-        monkeypatch.setenv(rank, str(number))
-        monkeypatch.setenv(size, "8")
-        assert ranks._rank_and_size() == (number, 8)
+    assert "2 ranks of horovod by mpirun" in done.output
 
 
 def running(text):
@@ -167,7 +155,7 @@ def running(text):
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
 def test_a_signal_ends_the_ranks_and_removes_the_folder(default_signals, tmp_path, numbers):
     """Each signal alone, without ranks: test_processes.py."""
-    command = [sys.executable, "-m", "hvd_compress", "bench", "--model", "tiny", "--steps", "1000000"]
+    command = [sys.executable, "-m", "hvd_compress", "bench", "--model", TINY, "--steps", "1000000"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -196,8 +184,3 @@ def test_a_signal_ends_the_ranks_and_removes_the_folder(default_signals, tmp_pat
 def test_a_wrong_argument_is_named(arguments, says):
     done = run(*arguments)
     assert done.exit_code == 2 and says in done.output
-
-
-def test_the_users_own_launcher():
-    command, _ = bench._command("srun -n 8 python", 2, "a.module", "--x=1")
-    assert command == ["srun", "-n", "8", "python", "-m", "a.module", "--x=1"]

@@ -10,20 +10,28 @@ import torch
 
 pytest.importorskip("typer", reason="the extra [cli] is not installed")
 
+import formulas
+from tiny_model import TINY, TINY_SHAPES
 from typer.testing import CliRunner
 
 from hvd_compress import IWP
 from hvd_compress._version import __version__
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.cli import bench, doctor, estimate, kernels, network, shapes, wire
+from hvd_compress.cli import bench, doctor, estimate, kernels, methods, network, shapes
 from hvd_compress.cli.app import app
 
 MODEL = estimate.Model([shape for _, shape in shapes.resnet50()], 0.1)
 SECONDS = {"dense": 0.0, "fp16": 0.01, "IWP": 0.05, "DeMo": 0.08, "low_bit": 0.06}
 
 
-def on(bits, ranks=4, **more):
-    return network.Network(ranks, bits, 0.0, **more)
+def on(bits, **more):
+    return network.Network(bits, 0.0, **more)
+
+
+def measured(method, seconds, ranks=4):
+    """As if its compressor had been measured."""
+    sends = formulas.messages(method, MODEL.shapes, ranks)
+    return kernels.Measured(seconds, formulas.sent(sends, ranks), len(sends) * (ranks - 1))
 
 
 @pytest.mark.parametrize("name, entries, tensors", [("resnet50", 25_557_032, 161), ("gpt2", 124_439_808, 148)])
@@ -75,10 +83,9 @@ def test_an_error_in_the_users_file_names_it(tmp_path, command, text, says):
 
 
 def test_a_sample_stands_for_the_whole_model():
-    for model in ("resnet50", "gpt2", "tiny"):
-        sizes = [shape for _, shape in shapes.named(model)]
+    for sizes in (*([shape for _, shape in shapes.named(model)] for model in ("resnet50", "gpt2")), TINY_SHAPES):
         chosen, factor = kernels.sample(sizes)
-        whole = sum(math.prod(shape) for shape in sizes if wire.is_compressed(shape))
+        whole = sum(math.prod(shape) for shape in sizes if methods.is_compressed(shape))
         assert factor * sum(map(math.prod, chosen)) == pytest.approx(whole)
         assert sum(map(math.prod, chosen)) < 2 * kernels.MOST
 
@@ -93,8 +100,13 @@ def test_texts():
         network.duration("50")
 
 
-def found_on(net, optimizer="sgd", seconds=SECONDS, model=MODEL, **options):
-    return {one.method: one for one in estimate.estimates(model, net, seconds, optimizer, **options)}
+def found_on(net, optimizer="sgd", seconds=SECONDS, model=MODEL, ranks=4, **options):
+    """``ranks``: members of the exchange; dense and fp16 are in one ring of all ranks."""
+    figures = {
+        method: measured(method, taken, ranks * net.per_node if method in methods.BASELINES else ranks)
+        for method, taken in seconds.items()
+    }
+    return {one.method: one for one in estimate.estimates(model, net, figures, optimizer, **options)}
 
 
 def test_a_slow_link_takes_the_time_of_its_bytes_and_a_fast_one_none():
@@ -104,23 +116,22 @@ def test_a_slow_link_takes_the_time_of_its_bytes_and_a_fast_one_none():
     whole = 8 * dense.bytes / (1e8 * network.PAYLOAD)
     assert whole < dense.step < whole + 0.1
     for one in found_on(on(math.inf)).values():
-        assert one.step == pytest.approx(0.1 + SECONDS[one.method] / wire.METHODS[one.method].local_steps)
+        assert one.step == pytest.approx(0.1 + SECONDS[one.method] / methods.METHODS[one.method].local_steps)
 
 
 def test_on_two_levels_a_host_sends_what_one_of_as_many_ranks_as_hosts_sends():
     """A ring of all ranks crosses each link once; inside, gradients are summed and averages sent."""
-    flat, nodes = found_on(on(1e8, 8)), on(1e8, 2, per_node=4, inside_bits=1e11)
-    assert nodes.flat == on(1e8, 8, inside_bits=1e11)
-    found = found_on(nodes)
+    flat, nodes = found_on(on(1e8), ranks=8), on(1e8, per_node=4, inside_bits=1e11)
+    found = found_on(nodes, ranks=2)
     assert found["dense"].bytes == flat["dense"].bytes and found["dense"].step == flat["dense"].step
-    assert found["IWP"].bytes == wire.sent(MODEL.messages("IWP", 2), 2)
+    assert found["IWP"].bytes == found_on(on(1e8), ranks=2)["IWP"].bytes
     assert found["IWP"].inside == pytest.approx(8 * 2 * 3 / 4 * 4 * MODEL.compressed / (1e11 * network.PAYLOAD))
-    faster = found_on(replace(nodes, inside_bits=math.inf))["IWP"].step
+    faster = found_on(replace(nodes, inside_bits=math.inf), ranks=2)["IWP"].step
     assert found["IWP"].step - faster == pytest.approx(found["IWP"].inside) and found["dense"].inside == 0.0
 
 
 def test_nodes_that_are_not_full_are_refused():
-    given = ["estimate", "--model", "tiny", "--bandwidth", "1gbit", "--ranks-per-node", "4", "--ranks"]
+    given = ["estimate", "--model", TINY, "--bandwidth", "1gbit", "--ranks-per-node", "4", "--ranks"]
     for ranks in ("6", "4"):
         done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*given, ranks])
         assert done.exit_code == 2 and "at least two times --ranks-per-node" in done.output
@@ -177,37 +188,57 @@ def test_buckets_are_those_of_a_compressor():
 def test_methods_that_train_with_an_optimizer():
     """Those that docs/choosing.md names."""
     for optimizer, more in (("adamw", {"DeMo", "DeMo, gather", "Quantized", "QSGD", "TernGrad"}), ("muon", set())):
-        allowed = {name for name, method in wire.METHODS.items() if optimizer in method.optimizers}
+        allowed = {name for name, method in methods.METHODS.items() if optimizer in method.optimizers}
         assert allowed == {"dense", "fp16", "low_bit"} | more
-        assert set(wire.ADVISED[optimizer]) <= allowed
+        assert set(methods.ADVISED[optimizer]) <= allowed
 
 
 def test_local_steps_exchange_once_in_a_period():
     """Without backward to hide behind; inside a host, gradients are summed in every step."""
-    nodes = on(1e8, 2, per_node=4, inside_bits=1e10)
-    found, each = found_on(nodes, local_steps=4), found_on(nodes)
+    nodes = on(1e8, per_node=4, inside_bits=1e10)
+    found, each = found_on(nodes, local_steps=4, ranks=2), found_on(nodes, ranks=2)
     assert found["dense"] == each["dense"]
     one, before = found["IWP"], each["IWP"]
     assert one.bytes == before.bytes / 4 and one.compress == before.compress / 4
     assert one.inside == pytest.approx(before.inside * 5 / 4)
-    own = estimate.step_seconds(replace(MODEL, compute=0.0), nodes, MODEL.messages("IWP", 2), SECONDS["IWP"])
+    own = estimate.step_seconds(replace(MODEL, compute=0.0), nodes, measured("IWP", SECONDS["IWP"], 2))
     assert one.step == pytest.approx(MODEL.compute + before.inside + own / 4)
     assert found["low_bit"].local_steps == 4 and each["low_bit"].local_steps == 3
 
 
+@pytest.mark.parametrize("ranks", [2, 32])
+@pytest.mark.parametrize("method", list(methods.METHODS))
+def test_measured_bytes_are_those_of_the_formulas(method, ranks):
+    """Beyond 8 ranks, payloads that all ranks receive are extrapolated."""
+    want = formulas.sent_by(method, TINY_SHAPES, ranks)
+    assert kernels.Kernels(TINY_SHAPES).measure(method, ranks).bytes == pytest.approx(want, rel=0.01)
+
+
+def test_a_sample_sends_its_share(monkeypatch):
+    """Also low-rank factors, which are in proportion to the sides of a matrix."""
+    monkeypatch.setattr(kernels, "MOST", 400_000)
+    sizes = [(512, 512), (512, 128), (1024, 256)] * 4
+    sampled, _ = kernels.sample(sizes)
+    assert len(sampled) < len(sizes)
+    for method in ("IWP", "PowerSGD"):
+        want = formulas.sent_by(method, sizes, 4)
+        assert kernels.Kernels(sizes).measure(method, 4).bytes == pytest.approx(want, rel=0.01)
+
+
 def test_latency_counts_for_every_collective():
     # An index gather of 3 hops, a ring of 6, and a ring for what is not compressed.
-    assert replace(on(1e9), latency=1e-3).hops(MODEL.messages("IWP", 4)) == pytest.approx(15e-3)
+    assert kernels.Kernels(TINY_SHAPES).measure("IWP", 4).hops == 15
+    assert replace(on(math.inf), latency=1e-3).seconds(1e9, 15) == pytest.approx(15e-3)
 
 
 def test_a_real_call(tmp_path):
     file = tmp_path / "new" / "folder" / "out.json"
-    arguments = f"estimate --model tiny --ranks 4 --bandwidth 10mbit --optimizer adamw --json {file}".split()
+    arguments = f"estimate --model {TINY} --ranks 4 --bandwidth 10mbit --optimizer adamw --json {file}".split()
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert done.exit_code == 0, done.output
     content = json.loads(file.read_text())
     rows = {row["method"]: row for row in content["rows"]}
-    assert set(rows) == set(wire.METHODS) and all(row["compress"] > 0 for row in rows.values())
+    assert set(rows) == set(methods.METHODS) and all(row["compress"] > 0 for row in rows.values())
     assert not rows["IWP"]["allowed"] and rows["DeMo"]["allowed"]
     # 230 kB take 0.2 s, what low_bit sends a fiftieth.
     assert content["winner"] == "low_bit" and "Use low_bit in 3 local steps: at most " in done.output
@@ -223,14 +254,14 @@ def test_a_wrong_output_file_is_named_before_the_measurement(tmp_path, monkeypat
     monkeypatch.setattr(bench, "measure", None)
     (tmp_path / "file").touch()
     for file, says in ((tmp_path / "file" / "out.json", "cannot make the folder"), (tmp_path, "is a directory")):
-        done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--model", "tiny", "--json", str(file)])
+        done = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--model", TINY, "--json", str(file)])
         assert done.exit_code == 2 and says in done.output, done.output
 
 
 @pytest.mark.parametrize(
     "command, says",
     [
-        ("estimate --model tiny --ranks 2 --bandwidth 1gbit --inside 10gbit", "give --ranks-per-node"),
+        (f"estimate --model {TINY} --ranks 2 --bandwidth 1gbit --inside 10gbit", "give --ranks-per-node"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(command, says):
@@ -241,7 +272,7 @@ def test_an_option_that_would_do_nothing_is_refused(command, says):
 @pytest.mark.parametrize("number", ["inf", "nan", "1e999", "-inf"])
 @pytest.mark.parametrize(
     "command",
-    ["estimate --model tiny --ranks 2 --bandwidth 1gbit --compute-ms", "doctor --timeout", "bench --timeout"],
+    [f"estimate --model {TINY} --ranks 2 --bandwidth 1gbit --compute-ms", "doctor --timeout", "bench --timeout"],
 )
 def test_a_number_that_is_not_finite_is_refused_before_anything_is_measured(command, number, monkeypatch):
     monkeypatch.setattr(kernels.Kernels, "__init__", None)

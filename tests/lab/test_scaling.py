@@ -17,7 +17,7 @@ def model():
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("method", list(scaling.METHODS))
 def test_formulas_are_what_is_counted(method, ranks, model):
-    density = scaling.METHODS[method].density
+    density, _ = scaling.FORMULAS[method]
     # Also frequencies as a bitmap.
     for share in (density, density and 1 / 5):
         want = scaling.counted(method, model, share, ranks)
@@ -28,7 +28,7 @@ def test_shared_indices_stay_flat_and_gathers_grow():
     model = scaling.network()
 
     def growth(method):
-        few, many = (scaling.modelled(method, model, scaling.METHODS[method].density, n) for n in (4, 64))
+        few, many = (scaling.modelled(method, model, scaling.FORMULAS[method][0], n) for n in (4, 64))
         return many / few
 
     # The ring sends 2 (N - 1) / N: 1.3 times as much; a gather N - 1: 21 times.

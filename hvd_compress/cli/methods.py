@@ -1,0 +1,67 @@
+"""The methods of ``estimate`` and ``bench``."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import hvd_compress
+from hvd_compress import Compressor
+
+Shape = tuple[int, ...]
+
+
+def is_compressed(shape: Sequence[int]) -> bool:
+    """Whether a parameter of this shape is compressed by default."""
+    return len(shape) >= 2 and math.prod(shape) >= 1024
+
+
+def _sides(shape: Shape) -> int:
+    return shape[0] + math.prod(shape[1:])
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method with its defaults.
+
+    Args:
+        build: of named parameters and the arguments of a :class:`hvd_compress.Compressor`.
+        optimizers: with which it trains well, or in whose place (docs/choosing.md).
+        local_steps: steps between two exchanges.
+        width: bytes of an uncompressed entry.
+        gathers: whether each rank receives the payloads of all others, so that its work grows with the ranks.
+        size: of a parameter's shape: its share of the payload is in proportion to it.
+    """
+
+    build: Callable[..., Compressor]
+    optimizers: tuple[str, ...] = ("sgd",)
+    local_steps: int = 1
+    width: int = 4
+    gathers: bool = False
+    size: Callable[[Shape], int] = math.prod
+
+
+_ANY, _ADAM = ("sgd", "adamw", "muon"), ("sgd", "adamw")
+METHODS: dict[str, Method] = {
+    "low_bit": Method(partial(hvd_compress.Quantized, bits=2, dense_values="fp16"), _ANY, local_steps=3, width=2),
+    "DeMo": Method(hvd_compress.DeMo, _ADAM),
+    "IWP": Method(hvd_compress.IWP),
+    "IWP, lloyd4": Method(partial(hvd_compress.IWP, values="lloyd4")),
+    "FFT": Method(hvd_compress.FFT),
+    "MIPD": Method(hvd_compress.MIPD),
+    "SlimDP": Method(hvd_compress.SlimDP),
+    "MP2": Method(hvd_compress.MP2),
+    "FFT, gather": Method(partial(hvd_compress.FFT, exchange="gather"), gathers=True),
+    "DeMo, gather": Method(partial(hvd_compress.DeMo, exchange="gather", density=1 / 64), _ADAM, gathers=True),
+    "TopK": Method(hvd_compress.TopK, gathers=True),
+    "DGC": Method(hvd_compress.DGC, gathers=True),
+    "PowerSGD": Method(hvd_compress.PowerSGD, size=_sides),
+    "Quantized": Method(hvd_compress.Quantized, _ADAM),
+    "QSGD": Method(hvd_compress.QSGD, _ADAM, gathers=True),
+    "TernGrad": Method(hvd_compress.TernGrad, _ADAM),
+    "dense": Method(hvd_compress.NoCompression, _ANY),
+    "fp16": Method(partial(hvd_compress.NoCompression, values="fp16"), _ANY, width=2),
+}
+BASELINES = ("dense", "fp16")
+#: The advice of docs/choosing.md for each optimizer, the first choice first.
+ADVISED = {"muon": ("low_bit",), "adamw": ("low_bit", "DeMo"), "sgd": ("DeMo", "IWP")}
