@@ -49,14 +49,6 @@ class GradScaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-class Host(guards.Host, Protocol):
-    """The caller that passes gradients in, as a :class:`GradientStep` sees it."""
-
-    @property
-    def versions(self) -> bool:
-        """Whether each gradient has a version counter of its own."""
-
-
 class _State(Enum):
     IDLE = auto()
     COLLECTING = auto()
@@ -78,9 +70,9 @@ class GradientStep:
 
     comes_first = True
 
-    def __init__(self, engine: Engine, host: Host, grad_scaler: GradScaler | None) -> None:
+    def __init__(self, engine: Engine, host: guards.Host, grad_scaler: GradScaler | None) -> None:
         self._engine, self._scaler = engine, grad_scaler
-        self._host: Host = weakref.proxy(host)
+        self._host: guards.Host = weakref.proxy(host)
         self._state = _State.IDLE
         #: Undoes the last exchange in place of the methods, if it is set.
         self._undo: Callable[[], None] | None = None

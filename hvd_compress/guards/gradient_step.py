@@ -17,7 +17,7 @@ from .zeroed_averages import ZeroedAverages
 
 
 class Host(Protocol):
-    """The caller that passes gradients in, as these guards see it."""
+    """The caller that passes gradients in, as the clock and its guards see it."""
 
     @property
     def single(self) -> bool:
@@ -30,6 +30,10 @@ class Host(Protocol):
     @property
     def active(self) -> bool:
         """Whether gradients pass through the compressor: one rank without others keeps its own."""
+
+    @property
+    def versions(self) -> bool:
+        """Whether each gradient has a version counter of its own."""
 
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""

@@ -37,7 +37,8 @@ class TorchHost:
 
     @property
     def active(self) -> bool:
-        """See :class:`~hvd_compress.gradients.step.Host`. Momentum in the compressor is needed on one rank, too."""
+        """See :class:`~hvd_compress.guards.gradient_step.Host`. Momentum in the compressor is needed on one rank,
+        too."""
         return not self.alone or self._engine.method.velocities is not None
 
     def given(self, optimizer: Optimizer) -> bool | None:
