@@ -25,7 +25,7 @@ class _Registries:
         self._generation: object = None
 
     def of(self, process_set: Any, generation: object) -> Registry:
-        """New ranks begin to count at 0, too."""
+        """Returns a set's registry, a new one for new ranks, which begin to count at 0."""
         if generation is not self._generation:
             self._generation = generation
             self._by_set = weakref.WeakKeyDictionary[Any, Registry]()
@@ -62,8 +62,8 @@ def averaging_device(device: torch.device) -> torch.device:
 
 
 def waited(hvd: Any, handle: int, timeout: float = math.inf) -> Any:
-    """As ``hvd.synchronize()``, without keeping a core busy: where ranks share cores, Gloo has then stood still on the
-    other ranks for up to 30 s, its limit. Raises ``TimeoutError`` after ``timeout`` seconds."""
+    """Waits as ``hvd.synchronize()`` does, but leaves the core to other ranks; without that, Gloo stood still on them
+    for up to 30 s, its limit. Raises ``TimeoutError`` after ``timeout`` seconds."""
     wait_until(lambda: bool(hvd.poll(handle)), timeout, "Horovod")
     return hvd.synchronize(handle)
 

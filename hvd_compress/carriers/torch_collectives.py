@@ -183,7 +183,7 @@ class TorchCollectives:
         return list(self.start(allgather(tensor), "hvd_compress.nodes").result().tolist())
 
     def _among(self, ranks: list[int]) -> "TorchCollectives":
-        """Some of these ranks, by a group that is made once."""
+        """The collectives of some of these ranks, on a group that is made once."""
         assert self.group is not None
         known, members = _groups.setdefault(self.group, {}), tuple(ranks)
         if members not in known:

@@ -29,7 +29,7 @@ def invalidate(mean: Tensor, invalid: Tensor) -> None:
 
 
 class Codec(abc.ABC):
-    """How values are encoded on the wire. Immutable, shared by all buckets."""
+    """An encoding of values on the wire. Immutable, shared by all buckets."""
 
     @property
     @abc.abstractmethod

@@ -88,7 +88,7 @@ class SparseWork(Work):
     # A method may override these.
 
     def decide(self, slots: list[int]) -> Decider:
-        """Who decides, and how entries are picked. ``slots``: of each piece."""
+        """The decider of the step's entries, with the picker that it uses. ``slots``: of each piece."""
         picker = Blocks(self.bucket, slots)
         return self.each_rank(picker) if self._gathers else self.leaders(picker)
 

@@ -79,7 +79,7 @@ def _pinned() -> Iterator[None]:
 
 
 def _set(settings: _Settings) -> None:
-    """Changes only settings that differ, so that settings that inherit from others continue to do so."""
+    """Changes the settings that differ only, so that settings that inherit from others continue to do so."""
     for owner, name, value in settings:
         if getattr(owner, name) != value:
             setattr(owner, name, value)

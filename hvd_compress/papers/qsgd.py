@@ -55,7 +55,7 @@ class QSGD(EveryEntry):
 
 @dataclass(frozen=True)
 class Levels(Codec):
-    """Values stochastically rounded to multiples of ``norm / (2**(bits - 1) - 1)``, gathered: see :class:`QSGD`."""
+    """Stochastic rounding to multiples of ``norm / (2**(bits - 1) - 1)``, in an allgather: see :class:`QSGD`."""
 
     bits: int
     run: int = 512

@@ -49,7 +49,7 @@ class TernGrad(EveryEntry):
 
 @dataclass(frozen=True)
 class Ternary(Codec):
-    """Values stochastically rounded to -s, 0 or s, in lanes, after an allgather of scales: see :class:`TernGrad`."""
+    """Stochastic rounding to -s, 0 or s, in lanes, after an allgather of scales: see :class:`TernGrad`."""
 
     clip: float
 

@@ -43,7 +43,7 @@ class StepSeed:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How entries of the residual are scored: |residual| / (|weight| + floor), or |residual| without ``floors``.
+    """Scores of the residual's entries: |residual| / (|weight| + floor), or |residual| without ``floors``.
 
     ``explore``: the share of blocks in which entries are drawn at random, in proportion to their scores. ``floors``:
     float32, (pieces,), or None.
@@ -74,8 +74,8 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Output:
-    """How averages become gradients. ``scale``: a factor. ``transform``: averages are Walsh-Hadamard coefficients
-    (:func:`hvd_compress.reference.hadamard`) of gradients. ``sign``: gradients are replaced by their signs."""
+    """The conversion of averages to gradients. ``scale``: a factor. ``transform``: from Walsh-Hadamard coefficients
+    (:func:`hvd_compress.reference.hadamard`). ``sign``: gradients are replaced by their signs."""
 
     scale: float
     transform: bool = False

@@ -1,4 +1,4 @@
-"""Who decides which entries are sent. :class:`Leaders`: ranks drawn at random, in one allgather of indices.
+"""Deciders of the entries that are sent. :class:`Leaders`: ranks drawn at random, in one allgather of indices.
 :class:`EachRank`: every rank for itself. :class:`Shared`: all ranks, from shared state, without indices."""
 
 import abc

@@ -1,4 +1,4 @@
-"""How the entries of a bucket are picked, and where they lie."""
+"""Picks the entries of a bucket, and tells their positions."""
 
 import abc
 import math
