@@ -21,7 +21,7 @@ from .._version import __version__
 from .bucket import make_buckets, strides_of
 from .collectives import Nodes
 from .comparison import digest
-from .dense import DenseGradient, dense_gradient
+from .dense import DenseAverages, DenseGradient
 from .driver import Driver
 from .entered import Entered
 from .exchange import Exchange, Exchanges
@@ -61,7 +61,6 @@ class Engine:
         start_timeout: float,
     ) -> None:
         self._method, self.nodes, self.collectives, self._seed = weakref.ref(method), nodes, nodes.everyone, seed
-        self._dense_half = dense_values == "fp16"
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         alone = nodes.inside is not None and nodes.between.size == 1
@@ -81,6 +80,7 @@ class Engine:
         lock = threading.RLock()
         self.peer = EnginePeer(method, lock, self.collectives, self.parameters[0].device, _configuration, start_timeout)
         self.exchanges = Exchanges(nodes, self.stats, self.peer.label, self.peer.advance_others)
+        self.dense = DenseAverages(self.collectives, self.peer.label, dense_values == "fp16")
         #: The context of all calls that exchange.
         self.entered = Entered(lock, self.exchanges, self.stats)
         self.optimizers = Optimizers(self.parameters, method)
@@ -88,8 +88,8 @@ class Engine:
         self.step = 0
         #: Whether an exchange is in progress: from begin() to finish().
         self._open = False
-        #: The factor of everything that arrives (a ``GradScaler``'s scale), and the ranks of this exchange.
-        self.scale, self._ranks = 1.0, 1
+        #: The ranks of this exchange.
+        self._ranks = 1
         self._generation = self.collectives.generation()
         self._warned: set[str] = set()
         if alone:
@@ -106,15 +106,17 @@ class Engine:
 
     # An exchange.
 
-    def begin(self, works: Sequence[Work], number: int, scale: float = 1.0) -> None:
+    def begin(self, works: Sequence[Work], number: int, scale: float = 1.0, dense_by_host: bool = False) -> None:
         """Begins an exchange of the buckets of ``works``. The state of the others is not touched.
 
         Args:
             number: of completed exchanges of these buckets.
-            scale: the factor of everything that arrives.
+            scale: the factor of everything that arrives (a ``GradScaler``'s scale).
+            dense_by_host: the host averages uncompressed gradients itself.
         """
         self.peer.compare()
-        self.scale, self._ranks = scale, self.collectives.size
+        self._ranks = self.collectives.size
+        self.dense.begin(scale, dense_by_host)
         self.stats.begin_step()
         settings = digest({"method": type(self.method).__name__, **self.method.options()})
         between = self.nodes.between
@@ -129,12 +131,12 @@ class Engine:
 
     def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
         """Takes a tensor of parameter ``number`` that is to be averaged, after ``check_gradient()``. Returns its place
-        in a bucket, or, if it is not compressed, the payload that the caller must average. Raises ``RuntimeError`` for
-        a second one in one exchange. If an exchange fails, resets the driver."""
+        in a bucket, or its payload, if it is not compressed. Raises ``RuntimeError`` for a second one in one exchange.
+        If an exchange fails, resets the driver."""
         place = self.place_of[number]
         if place is None:
             with stage("dense"):
-                dense = dense_gradient(number, self.parameters[number], grad, self._dense_half, self.scale)
+                dense = self.dense.arrive(number, self.parameters[number], grad)
             self.stats.count_dense(grad.numel(), dense.payload.nbytes, self._ranks, self.nodes.ranks)
             return dense
         full = place.work.bucket.arrive(place.index, grad)
@@ -150,13 +152,15 @@ class Engine:
 
     def finish(self) -> None:
         """Runs the exchanges to their ends; everything must have arrived on this rank. Waits. If an exchange fails,
-        resets the driver."""
+        resets the driver. The averages are written by ``dense.write()``, and by each bucket."""
         try:
+            self.dense.start()
             for work in self.works:
                 if work.bucket.incomplete:
                     self._warn_of_missing(work)
                     self._launch(work)
             self.exchanges.finish()
+            self.dense.receive()
         except BaseException:
             self.driver.reset()
             raise
@@ -184,6 +188,7 @@ class Engine:
             overwritten: whether the memory of what has arrived holds something else now.
         """
         self.exchanges.clear()
+        self.dense.clear()
         try:
             if self._open:
                 self._open = False

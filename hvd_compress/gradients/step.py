@@ -72,6 +72,10 @@ class Host(Protocol):
     def versions(self) -> bool:
         """Whether each gradient has a version counter of its own."""
 
+    @property
+    def averages_dense(self) -> bool:
+        """Whether the host averages uncompressed gradients itself."""
+
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
 
@@ -203,7 +207,7 @@ class GradientStep:
         """Takes the last average back if the ``GradScaler`` has lowered its scale and no optimizer has stepped. Returns
         the current loss scale. May synchronise a GPU."""
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        if scale < self._engine.scale and not self._last_average.stepped():
+        if scale < self._engine.dense.scale and not self._last_average.stepped():
             self.discard()
         return scale
 
@@ -308,7 +312,7 @@ class GradientStep:
             self._state = _State.IDLE
         self._undo = None
         self._exchanges = self._host.active
-        engine.begin(engine.works if self._exchanges else (), engine.step, scale)
+        engine.begin(engine.works if self._exchanges else (), engine.step, scale, self._host.averages_dense)
         self._state, self._may_be_bypassed = _COLLECTING, False
         self._weights.begin()
 

@@ -21,11 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..carriers.torch_collectives import TorchCollectives
 from ..engine.bucket import is_dense
-from ..engine.collectives import Handle, allreduce
-from ..engine.dense import DenseGradient, as_real
+from ..engine.dense import as_real
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
-from ..engine.profiling import stage
 from ..gradients.step import GradScaler
 from ..guards.living import living
 from .nested import backward_depth
@@ -71,7 +69,6 @@ class DDPHost(TorchHost):
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._results: list[_Result] = []
-        self._dense: list[tuple[list[DenseGradient | Tensor], Handle]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         #: The index of the step's last bucket so far, and the backward pass to which it belongs.
         self._index, self._backward = -1, -1
@@ -116,7 +113,7 @@ class DDPHost(TorchHost):
         self._clear()
 
     def _clear(self) -> None:
-        self._futures, self._dense, self._results, self._index = [], [], [], -1
+        self._futures, self._results, self._index = [], [], -1
 
     def _look_at_model(self, bucket: GradBucket) -> None:
         """Raises ``ValueError`` if the DDP model works on other ranks than the compressor, and finds out whether it
@@ -161,7 +158,7 @@ class DDPHost(TorchHost):
                 raise
 
     def _take(self, bucket: GradBucket) -> None:
-        engine, dense = self._engine, list[DenseGradient | Tensor]()
+        engine = self._engine
         for parameter, grad in _gradients(bucket):
             before = parameter.grad
             self._results.append((parameter, before, -1 if before is None else before._version, grad))
@@ -171,26 +168,13 @@ class DDPHost(TorchHost):
                     f"a gradient of shape {tuple(grad.shape)} belongs to none of this compressor's parameters and is "
                     "sent uncompressed; give the compressor all of the model's named parameters"
                 )
-                dense.append(grad)
-                continue
-            arrived = self.driver.arrive(number, grad)
-            if isinstance(arrived, DenseGradient):
-                dense.append(arrived)
-        if dense:
-            with stage("dense"):
-                payload = torch.cat([_payload(d).flatten() for d in dense])
-                self._dense.append((dense, engine.collectives.start(allreduce(payload), "dense")))
+                engine.dense.add(grad)
+            else:
+                self.driver.arrive(number, grad)
+        engine.dense.start(reciprocal=True)
 
     def _finish(self) -> None:
-        engine = self._engine
-        self.driver.finish()
-        for gradients, handle in self._dense:
-            with stage("wait"):
-                total = handle.result()
-            with stage("dense"):
-                self._store(gradients, total * (1.0 / engine.collectives.size))
-        for work in engine.works:
-            work.bucket.write_results()
+        self.exchange()
         for future, buffer in self._futures:
             future.set_result(buffer)
         # Twice, to run after DDP's own callback, which is queued after this hook.
@@ -198,15 +182,6 @@ class DDPHost(TorchHost):
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: _fill_unused(results)))
         self._clear()
-
-    def _store(self, gradients: list[DenseGradient | Tensor], average: Tensor) -> None:
-        parts = torch.split(average, [_payload(g).numel() for g in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            if isinstance(gradient, DenseGradient):
-                gradient.store(part)
-                self._engine.method.dense_averaged(gradient.number, gradient.grad)
-            else:
-                gradient.copy_(part.view_as(gradient))
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager[object]:
         """A stream that waits for the gradients, on a GPU: exchanges do not delay the rest of backward."""
@@ -259,7 +234,3 @@ def _models(state: object, parameter: Tensor) -> list[DistributedDataParallel]:
     hooked = [model for model in living(DistributedDataParallel) if getattr(model, "_comm_hooks", ())]
     registered = [model for model in hooked if any(theirs is state for _, theirs in model._comm_hooks)]
     return registered or [model for model in hooked if any(p is parameter for p in model.parameters())]
-
-
-def _payload(gradient: DenseGradient | Tensor) -> Tensor:
-    return gradient.payload if isinstance(gradient, DenseGradient) else gradient

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
 from ..gradients.step import GradScaler
@@ -126,7 +125,6 @@ class FSDPHost(TorchHost):
         #: By parameter: its gradient before the backward pass, and the one that is being averaged.
         self._before = dict[int, Tensor]()
         self._grads = dict[int, Tensor]()
-        self._dense: list[DenseGradient] = []
         #: By parameter that is not exchanged in this backward pass: its gradient, and the sum of earlier ones.
         self._apart = dict[int, Tensor]()
         self._partial = dict[int, Tensor]()
@@ -282,9 +280,7 @@ class FSDPHost(TorchHost):
             if earlier is not None:
                 local(earlier).add_(local(self._grads[number]))
                 self._grads[number] = earlier
-            arrived = self.driver.arrive(number, local(self._grads[number]), self._before.get(number))
-            if isinstance(arrived, DenseGradient):
-                self._dense.append(arrived)
+            self.driver.arrive(number, local(self._grads[number]), self._before.get(number))
 
     def _end_of_backward(self) -> None:
         with self._inside():
@@ -311,7 +307,7 @@ class FSDPHost(TorchHost):
 
     def _exchange(self) -> None:
         """Runs the exchanges to their ends, and writes the averages."""
-        self.exchange(self._dense)
+        self.exchange()
         for number, before in self._before.items():
             if number in self._grads:
                 local(before).add_(local(self._grads[number]))
@@ -341,7 +337,7 @@ class FSDPHost(TorchHost):
 
     def _clear(self) -> None:
         self._backward, self._hook = None, None
-        self._before, self._grads, self._dense, self._apart = {}, {}, [], {}
+        self._before, self._grads, self._apart = {}, {}, {}
         self._exchanged.clear()
         self._streams.clear()
 

@@ -4,6 +4,8 @@ Horovod calls ``compress(p.grad)`` from the backward hooks, in an order that dif
 only after every gradient of the step has passed through ``compress``. Nothing in ``compress`` may wait.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,7 +14,6 @@ from ..carriers.horovod import HorovodCollectives, averaging_device, second_refe
 from ..engine.dense import DenseGradient, as_real, written_out
 from ..engine.engine import Engine
 from ..engine.place import Place
-from ..engine.profiling import stage
 from ..gradients.step import GradientStep, GradScaler
 from ..guards.averaging import was_given
 from .lookup import GradientLookup
@@ -27,7 +28,7 @@ class HorovodHost:
         "initialises torch.distributed only"
     )
     #: Horovod's optimizer and the one that it wraps count as one.
-    single, detached, versions = True, False, True
+    single, detached, versions, averages_dense = True, False, True, True
     takes_local_steps = False
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
@@ -62,10 +63,8 @@ class HorovodHost:
                 self._references.clear()
             if isinstance(ctx, Place):
                 return ctx.work.bucket.result(ctx.index)
-            with stage("dense"):
-                ctx.store(tensor)
-                engine.method.dense_averaged(ctx.number, ctx.grad)
-            parameter = engine.parameters[ctx.number]
+            ctx.store(tensor, engine.method)
+            parameter = engine.parameters[cast(int, ctx.number)]
             if not parameter.is_complex():
                 return ctx.grad
             average = torch.view_as_complex(ctx.grad)

@@ -3,7 +3,6 @@
 from torch.optim import Optimizer
 
 from ..carriers.torch_collectives import TorchCollectives
-from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..gradients.step import GradientStep, GradScaler
 from ..guards.averaging import was_given
@@ -16,7 +15,7 @@ class TorchHost:
     to; both for messages."""
 
     # All gradients of a DDP bucket have one version.
-    single, detached, versions = False, False, False
+    single, detached, versions, averages_dense = False, False, False, False
     takes_local_steps = False
     registration: str
     bound: str
@@ -65,14 +64,10 @@ class TorchHost:
     def begin_loop(self) -> None:
         """Called before the first :func:`~hvd_compress.average_gradients`, on all ranks. May raise ``ValueError``."""
 
-    def exchange(self, dense: list[DenseGradient]) -> None:
-        """Runs the exchanges of a step to their ends, and writes the averages, with those of ``dense``."""
+    def exchange(self) -> None:
+        """Runs the exchanges of a step to their ends, and writes the averages."""
         engine = self._engine
-        averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.dense")
-        averages = averaging.results()  # first: if this fails, the step is still in progress, and is reset
         self.driver.finish()
-        for gradient, average in zip(dense, averages, strict=True):
-            gradient.store(average)
-            engine.method.dense_averaged(gradient.number, gradient.grad)
+        engine.dense.write(engine.method)
         for work in engine.works:
             work.bucket.write_results()

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.place import check_gradient
 from ..engine.state import load
-from ..engine.work import undo
 from .common_weights import CommonWeights, Weight
 from .fragments import Fragment
 from .lengths import Lengths
@@ -49,9 +47,6 @@ class Round:
         self._factors: Sequence[Tensor | None] = [None] * len(fragment.weights)
         # By weight, w(0) and the place of w'.
         self._pairs = [_pair(weight) if keep else None for weight in fragment.weights]
-        self._dense: list[DenseGradient] = []
-        self._averaging: Averaging | None = None
-        self._averages: list[Tensor] = []
 
     def send(self) -> None:
         """Starts to exchange the progress."""
@@ -59,58 +54,38 @@ class Round:
         # The last parameters first: their buckets come first.
         for weight, progress in reversed(list(zip(self.fragment.weights, self._tensors, strict=True))):
             check_gradient(weight.name, progress, weight.place)
-            arrived = engine.arrive(weight.number, progress)
-            if isinstance(arrived, DenseGradient):
-                self._dense.append(arrived)
+            engine.arrive(weight.number, progress)
         count_gradients(engine, self.fragment, self.age - 1)  # arrive() has counted one
-        label = f"{engine.exchanges.label}.local.{self.fragment.number}"
         for squares in self._squares:
             engine.stats.count_dense(0, squares.nbytes, engine.collectives.size, engine.nodes.ranks)
-        payloads = [*(gradient.payload for gradient in self._dense), *self._squares]
-        self._averaging = Averaging(engine.collectives, payloads, label)
+            engine.dense.add(squares)
+        engine.dense.start(f"local.{self.fragment.number}")
 
     def receive(self) -> None:
         """Waits for the averages."""
         self._engine.finish()
-        assert self._averaging is not None
-        try:
-            self._averages = self._averaging.results()
-        except BaseException:  # the engine's own exchange has ended, and is not reset
-            undo(self.fragment.works)
-            for work in self.fragment.works:
-                work.bucket.zero()
-            self._uncount()
-            raise
 
     def store(self) -> None:
         """The averages count."""
-        squares = self._averages.pop() if self._squares else None
-        for gradient, average in zip(self._dense, self._averages, strict=True):
-            gradient.store(average)
-            self._engine.method.dense_averaged(gradient.number, gradient.grad)
+        self._engine.dense.write(self._engine.method)
         for work in self.fragment.works:
             work.bucket.write_results()
             work.bucket.clear()  # or it would hold the averages until its next exchange
-        if self._lengths is not None and squares is not None:
-            self._factors = self._lengths.factors(self.fragment.weights, self._tensors, squares)
+        if self._lengths is not None:
+            self._factors = self._lengths.factors(self.fragment.weights, self._tensors, self._squares[0])
 
     def withdraw(self) -> list[tuple[Weight, Tensor]]:
         """The averages that were received do not count here, and what was compressed stays sent for now. Returns the
         progress that was not compressed, by weight; nothing is left of it here."""
-        self._uncount()
-        uncompressed = {gradient.number for gradient in self._dense}
+        for work in self.fragment.works:
+            work.bucket.clear()
+        load(self._engine.state(), self._engine.step - 1)
         pairs = zip(self.fragment.weights, self._tensors, strict=True)
-        kept = [(weight, tensor.clone()) for weight, tensor in pairs if weight.number in uncompressed]
+        kept = [(weight, tensor.clone()) for weight, tensor in pairs if weight.place is None]
         for weight, tensor in zip(self.fragment.weights, self._tensors, strict=True):
             with weight.order:
                 tensor.zero_()
         return kept
-
-    def _uncount(self) -> None:
-        """The engine's exchange has ended, and does not count."""
-        for work in self.fragment.works:
-            work.bucket.clear()
-        load(self._engine.state(), self._engine.step - 1)
 
     def land(self, received: bool) -> dict[str, Tensor]:
         """Moves the common weights by the averages, if they were ``received``, and makes the new weights of this rank.

@@ -88,7 +88,7 @@ def test_bytes_between_nodes_and_inside_are_counted_apart(host, monkeypatch):
     start = ThreadCollectives.start
 
     def spy(collectives, request, name):
-        if name.startswith("hvd_compress"):
+        if name.startswith("hvd_compress") and ".dense." not in name:
             level = {2: "between", 3: "inside"}[collectives.size]
             sent[collectives._number][level] += ring_bytes(request.verb, request.tensor.nbytes, collectives.size)
         return start(collectives, request, name)
