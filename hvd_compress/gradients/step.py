@@ -23,7 +23,7 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
     empties a container; of a step, forgets the last average.
 """
 
-import weakref
+import abc
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
@@ -32,15 +32,14 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.clock import Clock, Unapplied
 from ..engine.dense import DenseGradient
-from ..engine.driver import Unapplied
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.place import Place, check_gradient
 from ..engine.shards import local
-from ..engine.state import Tree
 from ..engine.work import any_unsent
 from ..engine.work import undo as undo_works
 from .last_average import IN_GRAD, LastAverage
@@ -51,37 +50,6 @@ class GradScaler(Protocol):
     """A ``torch.amp.GradScaler``."""
 
     def get_scale(self) -> float: ...
-
-
-class Host(Protocol):
-    """The caller that passes gradients in, as a :class:`GradientStep` sees it."""
-
-    @property
-    def single(self) -> bool:
-        """Whether only one optimizer may step the parameters: the one from which the host passes gradients in."""
-
-    @property
-    def detached(self) -> bool:
-        """Whether the host's hooks were removed, so that optimizers apply gradients that it has not passed in."""
-
-    @property
-    def active(self) -> bool:
-        """Whether gradients pass through the compressor: one rank without others keeps its own."""
-
-    @property
-    def versions(self) -> bool:
-        """Whether each gradient has a version counter of its own."""
-
-    @property
-    def averages_dense(self) -> bool:
-        """Whether the host averages uncompressed gradients itself."""
-
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises an error for an optimizer that averages gradients in a way that does not fit, and warns of one whose
-        gradients the host has not passed in."""
 
 
 class _State(Enum):
@@ -102,19 +70,22 @@ _THROWN_AWAY = (
 _COLLECTING = _State.COLLECTING
 
 
-class GradientStep:
-    """The steps of one compressor whose gradients a host passes in. Drives the engine unless local steps do.
+class GradientStep(Clock):
+    """The steps of one compressor: the base of the hosts, which pass gradients in. Methods without a docstring: see
+    :class:`~hvd_compress.engine.clock.Clock`.
 
     Args:
-        host: owns this object: only a weak reference is kept.
         grad_scaler: a ``torch.amp.GradScaler``, or None.
     """
 
     comes_first = True
+    #: Whether the host averages uncompressed gradients itself, and whether each gradient has a version counter.
+    _averages_dense, _versions = False, False
+    #: Whether the host's hooks were removed, so that optimizers apply gradients that it has not passed in.
+    _detached = False
 
-    def __init__(self, engine: Engine, host: Host, grad_scaler: GradScaler | None) -> None:
+    def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self._scaler = engine, grad_scaler
-        self._host: Host = weakref.proxy(host)
         self._state = _State.IDLE
         #: Whether the gradients may hold an average that was taken back.
         self._discarded = False
@@ -129,6 +100,22 @@ class GradientStep:
         self._exchanges = True
         #: Whether the gradient of each parameter has arrived since its optimizer has stepped.
         self._passed = bytearray(len(engine.parameters))
+
+    # What hosts know.
+
+    @property
+    @abc.abstractmethod
+    def active(self) -> bool:
+        """Whether gradients pass through the compressor: one rank without others keeps its own."""
+
+    @abc.abstractmethod
+    def _given(self, optimizer: Optimizer) -> bool | None:
+        """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
+
+    @abc.abstractmethod
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises an error for an optimizer that averages gradients in a way that does not fit, and warns of one whose
+        gradients the host has not passed in."""
 
     # What hosts call.
 
@@ -171,7 +158,7 @@ class GradientStep:
                 self.discard()
                 raise
 
-    def bypassed_by(self, optimizer: Optimizer) -> bool:
+    def _bypassed_by(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer step applies gradients although none has arrived in this process so far. True at most
         once. Synchronises a GPU until then, or until the first gradient arrives."""
         if not self._may_be_bypassed or not self._engine.optimizers.applies_gradients(optimizer):
@@ -188,7 +175,7 @@ class GradientStep:
             self._must_refuse = False
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
-            self._engine.reset(self._host.versions, overwritten)
+            self._engine.reset(self._versions, overwritten)
 
     @modes_off
     def discard(self) -> None:
@@ -212,7 +199,7 @@ class GradientStep:
         return scale
 
     def undo(self) -> None:
-        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo`."""
+        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo`."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -221,7 +208,7 @@ class GradientStep:
             self._engine.method.undo()
 
     def undo_by(self, restore: Callable[[], None]) -> None:
-        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo_by`."""
+        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo_by`."""
         self._undo = restore
 
     def restart(self, same_ranks: bool) -> None:
@@ -235,13 +222,9 @@ class GradientStep:
         self._state, self._undo, self._must_refuse = _State.IDLE, None, False
         self._last_average.clear()
         self._weights.clear()
-        self._engine.peer.changed()
+        self._engine.comparison.changed()
 
-    # What the engine calls, see Driver.
-
-    @property
-    def single(self) -> bool:
-        return self._host.single
+    # What the engine calls, see Clock.
 
     @property
     def unapplied(self) -> Unapplied | None:
@@ -255,9 +238,6 @@ class GradientStep:
     def options(self) -> dict[str, object]:
         return {"grad_scaler": self._scaler is not None}
 
-    def state(self) -> dict[str, Tree]:
-        return {}
-
     def begin_saving(self) -> None:
         if self._state is _COLLECTING or self._engine.exchanges.running:
             raise RuntimeError(
@@ -265,24 +245,21 @@ class GradientStep:
             )
         self.undo_if_skipped()
 
-    def check_equal_weights(self) -> None:
-        """Nothing to check: all ranks apply the same averages."""
-
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self._last_average.before_optimizer_step()
         if self._must_refuse:
             self._must_refuse = False
             raise RuntimeError(f"{type(self._engine.method).__name__}: {_THROWN_AWAY}")
-        engine, host = self._engine, self._host
-        if host.detached:
+        engine = self._engine
+        if self._detached:
             return
         if not self.collecting and self._last_average.applied_to(optimizer):
             return  # gradients are no longer passed in
-        active, given = host.active, host.given(optimizer)
+        active, given = self.active, self._given(optimizer)
         if active:
-            host.check_optimizer(optimizer)
-        ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
+            self._check_optimizer(optimizer)
+        ours, unknown = given is True or not self.single, engine.optimizers.unknown(optimizer)
         bypassing = partial(self._bypassing, optimizer)
         engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown, bypassing))
 
@@ -293,7 +270,7 @@ class GradientStep:
     @modes_off
     def before_other_step(self, optimizer: Optimizer) -> None:
         self._last_average.before_other_step()
-        if self._host.given(optimizer):
+        if self._given(optimizer):
             raise ValueError(
                 "this optimizer holds none of its compressor's parameters; build the compressor from the named "
                 "parameters of the model that is trained (not of one that was copied afterwards)"
@@ -302,7 +279,7 @@ class GradientStep:
     def _begin(self) -> None:
         engine = self._engine
         # First: if the ranks differ, the last average may still be taken back.
-        engine.peer.compare()
+        engine.compare()
         stepped = self._last_average.ids_stepped()
         for number, parameter in enumerate(engine.parameters if stepped else ()):
             if id(parameter) in stepped:
@@ -311,8 +288,8 @@ class GradientStep:
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE
         self._undo = None
-        self._exchanges = self._host.active
-        engine.begin(engine.works if self._exchanges else (), engine.step, scale, self._host.averages_dense)
+        self._exchanges = self.active
+        engine.begin(engine.works if self._exchanges else (), engine.step, scale, self._averages_dense)
         self._state, self._may_be_bypassed = _COLLECTING, False
         self._weights.begin()
 

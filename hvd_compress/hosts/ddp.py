@@ -87,7 +87,7 @@ class DDPHost(TorchHost):
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
-        if not engine.peer.compared:
+        if not engine.comparison.done:
             self._look_at_model(bucket)
         if self._futures and bucket.index() <= self._index and backward != self._backward:
             self._reset(overwritten=True)
@@ -103,7 +103,7 @@ class DDPHost(TorchHost):
         return future
 
     def _reset(self, overwritten: bool = False) -> None:
-        self.driver.reset(overwritten=overwritten)
+        self.reset(overwritten=overwritten)
         text = (
             "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
             "start again"
@@ -168,9 +168,9 @@ class DDPHost(TorchHost):
                     f"a gradient of shape {tuple(grad.shape)} belongs to none of this compressor's parameters and is "
                     "sent uncompressed; give the compressor all of the model's named parameters"
                 )
-                engine.dense.add(grad)
+                engine.dense.arrive(None, grad, grad)
             else:
-                self.driver.arrive(number, grad)
+                self.arrive(number, grad)
         engine.dense.start(reciprocal=True)
 
     def _finish(self) -> None:

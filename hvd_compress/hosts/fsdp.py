@@ -188,7 +188,7 @@ class FSDPHost(TorchHost):
             self._partial.clear()
             registration.remove()
             remember(registration.modules, None)
-            self._registered, self._hook, self.source, self.detached = None, None, None, True
+            self._registered, self._hook, self.source, self._detached = None, None, None, True
 
     def begin_loop(self) -> None:
         for name, p in zip(self._engine.names, self._engine.parameters, strict=True):
@@ -203,9 +203,9 @@ class FSDPHost(TorchHost):
 
     def _attach(self) -> None:
         """Gradients are passed in from now on."""
-        if self.detached:  # what has become of the last average is not known
-            self.driver.clear()
-        self.detached = False
+        if self._detached:  # what has become of the last average is not known
+            self.clear()
+        self._detached = False
 
     def _average_inside(self) -> bool:
         """Whether FSDP's averages inside the shard groups are averages. All ranks call it."""
@@ -225,12 +225,12 @@ class FSDPHost(TorchHost):
         """The all-reduce hook: FSDP is about to add a module's gradients to ``.grad``."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._begin(backward)
+            self._begin_backward(backward)
         self._hook = hook
         if hook.all_reduces:
             self._exchanged.add(hook)
 
-    def _begin(self, backward: int) -> None:
+    def _begin_backward(self, backward: int) -> None:
         """Begins a backward pass: sets aside what is in ``.grad``."""
         if backward_depth() > 1:
             raise RuntimeError(
@@ -280,7 +280,7 @@ class FSDPHost(TorchHost):
             if earlier is not None:
                 local(earlier).add_(local(self._grads[number]))
                 self._grads[number] = earlier
-            self.driver.arrive(number, local(self._grads[number]), self._before.get(number))
+            self.arrive(number, local(self._grads[number]), self._before.get(number))
 
     def _end_of_backward(self) -> None:
         with self._inside():
@@ -321,7 +321,7 @@ class FSDPHost(TorchHost):
     def _reset(self) -> None:
         """Restores ``.grad`` as it was before the backward pass, and drops what earlier passes have kept apart, of
         which a part may have been passed on: the step begins again."""
-        self.driver.reset()
+        self.reset()
         for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
         for hook in self._registered.hooks if self._registered is not None else ():

@@ -19,7 +19,7 @@ from ..guards.averaging import was_given
 from .lookup import GradientLookup
 
 
-class HorovodHost:
+class HorovodHost(GradientStep):
     """``compress`` and ``decompress`` of one compressor, for ``horovod.torch.DistributedOptimizer``."""
 
     #: What the compressor is bound to, for errors.
@@ -28,12 +28,10 @@ class HorovodHost:
         "initialises torch.distributed only"
     )
     #: Horovod's optimizer and the one that it wraps count as one.
-    single, detached, versions, averages_dense = True, False, True, True
-    takes_local_steps = False
+    single, _averages_dense, _versions = True, True, True
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
-        self._engine = engine
-        self.driver = GradientStep(engine, self, grad_scaler)
+        super().__init__(engine, grad_scaler)
         self._lookup = GradientLookup(engine.parameters)
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._references: list[Tensor] = []
@@ -46,7 +44,7 @@ class HorovodHost:
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
-            arrived = self.driver.arrive(number, as_real(written_out(tensor.resolve_conj())))
+            arrived = self.arrive(number, as_real(written_out(tensor.resolve_conj())))
             if isinstance(arrived, DenseGradient):
                 payload = arrived.payload.detach().to(averaging_device(tensor.device))
                 self._references.append(second_reference(payload))
@@ -57,8 +55,8 @@ class HorovodHost:
         """See :meth:`hvd_compress.Compressor.decompress`."""
         engine = self._engine
         with engine.entered:
-            if self.driver.collecting:
-                self.driver.finish()
+            if self.collecting:
+                self.finish()
                 self._lookup.clear()
                 self._references.clear()
             if isinstance(ctx, Place):
@@ -88,22 +86,22 @@ class HorovodHost:
     def active(self) -> bool:
         return not self.alone
 
-    def given(self, optimizer: Optimizer) -> bool | None:
+    def _given(self, optimizer: Optimizer) -> bool | None:
         """Whether ``DistributedOptimizer`` was given this compressor; None for another optimizer."""
         return was_given(optimizer, self._engine.method)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Checks ``DistributedOptimizer`` only. Raises ``ValueError`` for an op or a process set that does not fit,
         ``RuntimeError`` if the step would exchange averages. Warns if it applies gradients and none has passed through
         this compressor."""
-        given = self.given(optimizer)
+        given = self._given(optimizer)
         if given is None:
             return  # such as the optimizer that Horovod's wraps
         if isinstance(self._engine.collectives, HorovodCollectives):
             self._engine.collectives.check_optimizer(optimizer)
         if given and not self._engine.method.traits.linear:
             self._check_synchronized(optimizer)
-        if not given and self.driver.bypassed_by(optimizer):
+        if not given and self._bypassed_by(optimizer):
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
             )
@@ -126,7 +124,7 @@ class HorovodHost:
         engine = self._engine
         if self._lookup.is_parameter(tensor):
             engine.warn("Adasum passes parameters, not gradients: they are sent uncompressed")
-        elif self.driver.collecting:
+        elif self.collecting:
             engine.warn(
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"

@@ -67,10 +67,10 @@ def average_gradients(compression: Any) -> None:
     with engine.entered:
         try:
             for number in reversed(grads):  # as backward makes them
-                host.driver.arrive(number, as_real(local(grads[number])))
+                host.arrive(number, as_real(local(grads[number])))
             host.exchange()
         except BaseException:
-            host.driver.reset()
+            host.reset()
             raise
 
 

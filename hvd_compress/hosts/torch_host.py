@@ -10,19 +10,15 @@ from ..guards.averaging import was_given
 LOOP = "average_gradients()"
 
 
-class TorchHost:
+class TorchHost(GradientStep):
     """DDP's or FSDP2's. ``registration``: the call that registers the hooks; ``bound``: what the compressor is bound
     to; both for messages."""
 
-    # All gradients of a DDP bucket have one version.
-    single, detached, versions, averages_dense = False, False, False, False
-    takes_local_steps = False
     registration: str
     bound: str
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
-        self._engine = engine
-        self.driver = GradientStep(engine, self, grad_scaler)
+        super().__init__(engine, grad_scaler)
         #: What passes gradients in, once it is known.
         self.source: str | None = None
 
@@ -34,17 +30,17 @@ class TorchHost:
 
     @property
     def active(self) -> bool:
-        """See :class:`~hvd_compress.gradients.step.Host`. Momentum in the compressor is needed on one rank, too."""
+        """Momentum in the compressor is needed on one rank, too."""
         return not self.alone or self._engine.method.velocities is not None
 
-    def given(self, optimizer: Optimizer) -> bool | None:
+    def _given(self, optimizer: Optimizer) -> bool | None:
         """Whether ``DistributedOptimizer``, which does not fit here, was given this compressor; None for another
         optimizer."""
         return was_given(optimizer, self._engine.method)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Warns if the optimizer applies gradients and none has passed through the hooks."""
-        if self.driver.bypassed_by(optimizer):
+        if self._bypassed_by(optimizer):
             self._engine.warn(
                 f"{type(optimizer).__name__} steps, but this compressor has received no gradient: is "
                 f"{self.registration} missing? (Without hooks: hvd_compress.average_gradients(compression).)"
@@ -67,7 +63,11 @@ class TorchHost:
     def exchange(self) -> None:
         """Runs the exchanges of a step to their ends, and writes the averages."""
         engine = self._engine
-        self.driver.finish()
+        engine.dense.start()
+        if self.collecting:
+            self.finish()
+        else:  # of a bucket without parameters of this compressor
+            engine.dense.receive()
         engine.dense.write(engine.method)
         for work in engine.works:
             work.bucket.write_results()

@@ -199,7 +199,7 @@ class InFlight:
             try:
                 yield
             except BaseException as error:
-                self._engine.driver.reset()  # calls reset() here
+                self._engine.clock.reset()  # calls reset() here
                 # A new lighthouse numbers quorums from 1 again: some peers may take a new quorum for their last one.
                 if self._peers is None or not isinstance(error, PeerLost | Unexpected):
                     raise

@@ -74,7 +74,7 @@ class Peers:
             self.fail(failure)
             return False
         if changed:
-            self._engine.peer.renew()
+            self._engine.comparison.register(self._engine.method)
             self._engine.restart()
         return True
 

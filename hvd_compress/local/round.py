@@ -58,7 +58,7 @@ class Round:
         count_gradients(engine, self.fragment, self.age - 1)  # arrive() has counted one
         for squares in self._squares:
             engine.stats.count_dense(0, squares.nbytes, engine.collectives.size, engine.nodes.ranks)
-            engine.dense.add(squares)
+            engine.dense.arrive(None, squares, squares)
         engine.dense.start(f"local.{self.fragment.number}")
 
     def receive(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..carriers.shards import shard_groups
+from ..engine.clock import Clock
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
@@ -74,8 +75,8 @@ class Settings:
         return self.outer_lr == 1.0 and not self.outer_momentum
 
 
-class Rounds:
-    """Drives an engine by local steps. Methods without a docstring: see :class:`~hvd_compress.engine.driver.Driver`.
+class Rounds(Clock):
+    """Drives an engine by local steps. Methods without a docstring: see :class:`~hvd_compress.engine.clock.Clock`.
 
     Args:
         optimizers: as the user has given them.
@@ -83,8 +84,8 @@ class Rounds:
         watches: whether weights that were replaced are an error.
     """
 
-    comes_first, single, unapplied = False, False, None
-    collecting, undoable = False, False  # these are of gradients
+    takes_local_steps = True
+    bound = "belongs to LocalSteps, which needs the plain model and optimizer"
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class Rounds:
         else:
             if self._peers is None:
                 with self._engine.entered:
-                    self._engine.peer.compare()
+                    self._engine.compare()
             self._refuse_foreign()
             waited = self._in_flight.waits
             ended = self._in_flight.called()
@@ -219,7 +220,7 @@ class Rounds:
             self._restarted()
             return
         with engine.entered:
-            engine.peer.compare()
+            engine.compare()
             self._refuse_foreign()
             engine.stats.begin_step()
             rows = self._calls.compare(Row(call, extra=int(self.moved or not (moved_only and self._watching))))
@@ -287,9 +288,6 @@ class Rounds:
 
     # What the engine calls.
 
-    def discard(self) -> None:
-        """Does nothing: an average that has moved the common weights cannot be taken back."""
-
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
@@ -336,9 +334,6 @@ class Rounds:
         if self._noting:
             self._outside.note_step(optimizer)
 
-    def before_other_step(self, optimizer: Optimizer) -> None:
-        """Other parameters do not matter."""
-
     def __contains__(self, optimizer: Optimizer) -> bool:
         return self._optimizers.given(optimizer)
 
@@ -365,7 +360,7 @@ class Rounds:
         self._turns.restart()
         with self._engine.entered:
             self._engine.reset()
-        self._engine.peer.changed()
+        self._engine.comparison.changed()
 
     def begin_saving(self) -> None:
         """Completes the messages of an exchange in flight, which is saved. One rank has the average of all."""

@@ -1,8 +1,7 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -151,7 +150,7 @@ class LocalSteps:
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
-        compression.bind(_LocalClock(self._rounds))
+        compression.bind(self._rounds)
 
     @modes_off
     def step(self) -> bool:
@@ -270,23 +269,13 @@ class LocalSteps:
         self.compression.load_state_dict(state)
 
 
-@dataclass(frozen=True)
-class _LocalClock:
-    """The rounds as the clock of a compressor."""
-
-    driver: Rounds
-    bound: ClassVar[str] = "belongs to LocalSteps, which needs the plain model and optimizer"
-    takes_local_steps: ClassVar[bool] = True
-    alone: ClassVar[bool] = False
-
-
 def _check_fits(compression: Compressor, unsent: str, restore_length: bool) -> None:
     """Raises ``ValueError`` for a compressor with which local steps cannot work."""
     engine = compression.engine
     if compression.takes_local_steps:
         raise ValueError("this compressor has local steps already: build a new compressor, with all optimizers")
     used = compression.has_clock and not engine.parameters[0].is_meta
-    if compression.step or (used and (engine.driver.collecting or any_unsent(engine.works))):
+    if compression.step or (used and (engine.clock.collecting or any_unsent(engine.works))):
         raise ValueError(
             "this compressor has exchanged gradients, or loaded a state, and residuals of gradients are no progress of "
             "weights: build another one for LocalSteps"

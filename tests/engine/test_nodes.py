@@ -156,7 +156,7 @@ def test_the_step_after_a_failed_one_works(name, host):
         p = place.piece.parameter
         p.grad = torch.ones_like(p)
         with engine.entered:
-            ranks[i].compression.engine.driver.arrive(place.piece.number, p.grad)
+            ranks[i].compression.engine.clock.arrive(place.piece.number, p.grad)
         ranks[i].compression.reset()
         assert not p.grad.any()
 

@@ -140,7 +140,7 @@ def test_a_step_that_has_failed_is_repeated_with_its_allgather(ordered, repeats,
     built = [NoCompression(model, collectives=world.collectives(rank)) for rank, model in enumerate(models)]
 
     def train(rank):
-        weights = built[rank].engine.driver._weights
+        weights = built[rank].engine.clock._weights
         for _ in range(1 + repeats.count(rank)):
             weights.begin()
             built[rank].reset()
