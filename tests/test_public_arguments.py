@@ -206,7 +206,7 @@ def test_integers_and_numbers_of_other_types_are_stored_as_python_s_own(function
         assert len(built.buckets) == (not isinstance(built, NoCompression))
         assert all(map(is_plain, built.options().values())), built
         assert repr(built) == repr(call(function, {}, mixed_model()))
-        assert type(built.seed) is int and type(built.engine.peer._comparison._timeout) is float
+        assert type(built.seed) is int and type(built.engine.comparison._timeout) is float
     elif not isinstance(built, LocalSteps):
         assert given and all(is_plain(getattr(built, name)) for name in given), vars(built)
 

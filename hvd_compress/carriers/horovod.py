@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..engine.collectives import Handle, Nodes, Request, allgather, alltoall
-from ..engine.registry import Peer, Registry
+from ..engine.registry import Registry
 from .nodes import divided, table
 from .polling import wait_until
 
@@ -21,7 +21,7 @@ class _Registries:
     """The registry of each process set."""
 
     def __init__(self) -> None:
-        self._engines: list[weakref.ref[Peer]] = []
+        self._engines: list[weakref.ref[Any]] = []
         self._generation: object = None
 
     def of(self, process_set: Any, generation: object) -> Registry:

@@ -87,10 +87,10 @@ class DCPState:
             )
         numbers = [engine.collectives.rank] if same else range(self._saved_on[0])
         states = [one_rank.save(engine) if same else one_rank.save_converted(engine) for _ in numbers]
-        if same and engine.driver.unapplied is not None:
+        if same and engine.clock.unapplied is not None:
             raise RuntimeError("save after optimizer.step(): the last average has not been applied")
         if same:
-            engine.driver.check_equal_weights()
+            engine.clock.check_equal_weights()
         replicas = {str(n): self._trained(state.pop("owed")) for n, state in zip(numbers, states, strict=True)}
         by_mesh: State = {f"replica {number}": True for number in numbers}
         common = {key: self._named(states[0][key]) for key in _COMMON if key in states[0]}
@@ -120,7 +120,7 @@ class DCPState:
             here = {"owner": None, "place_in_mesh": one_rank.place_of_shards(engine)}
             mean = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
             values = {**_local(common), **here, "owed": mean}
-            one_rank.load(engine, unrecorded(engine.driver.state(), values) if here["place_in_mesh"] else values)
+            one_rank.load(engine, unrecorded(engine.clock.state(), values) if here["place_in_mesh"] else values)
             self._saved_on = self._here
 
     def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from functools import partial
 
 from ..engine import state as states_of
-from ..engine.driver import Unapplied
+from ..engine.clock import Unapplied
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
@@ -28,10 +28,10 @@ _CONVERT = "hvd_compress.reshard(states) converts the states of all ranks into o
 @modes_off
 def save(engine: Engine) -> State:
     engine.check_generation()
-    engine.driver.begin_saving()
+    engine.clock.begin_saving()
     with _in_order(engine):
         values: State = states_of.save(_whole(engine))
-        if (average := engine.driver.unapplied) is not None:
+        if (average := engine.clock.unapplied) is not None:
             values = _before_average(engine, average, values)
     return values
 
@@ -49,7 +49,7 @@ def load(engine: Engine, state: Saved) -> None:
     converted = isinstance(state, dict) and state.get("owner", 0) is None
     states_of.check(_converted(engine) if converted else _whole(engine), state)
     engine.check_generation()  # or the next gradient would undo the loading
-    engine.driver.restart(same_ranks=True)
+    engine.clock.restart(same_ranks=True)
     _restore(engine, state)
 
 
@@ -109,7 +109,7 @@ def _common(engine: Engine, owner: Fixed) -> dict[str, Tree]:
         "owner": owner,
         "place_in_mesh": Fixed(place_of_shards(engine), "the state is of another rank of the shard group"),
         "step": engine.state(),
-        **engine.driver.state(),
+        **engine.clock.state(),
     }
 
 

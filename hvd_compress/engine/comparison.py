@@ -8,15 +8,15 @@ import math
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .collectives import Collectives, Handle, Request, allgather
 from .exchange import POLL_INTERVAL
-from .registry import Peer
 
 # The most differences in an error message.
 _LISTED = 6
@@ -86,30 +86,43 @@ class _Run:
 
 
 class Comparison:
-    """Compares the configuration of one compressor, again after each change.
+    """Compares the configuration of one compressor between ranks, again after each change.
 
     Other ranks may begin with another compressor of this process and wait for its comparison. So, where collectives are
     matched by name, the comparisons of all compressors are started and continued.
 
     Args:
-        label: of the collectives' names.
         device: of the messages.
         timeout: seconds to wait for the other ranks.
     """
 
-    def __init__(self, collectives: Collectives, label: str, device: torch.device, timeout: float) -> None:
-        self._collectives, self._label, self._device, self._timeout = collectives, label, device, timeout
+    def __init__(self, collectives: Collectives, device: torch.device, timeout: float) -> None:
+        self._collectives, self._device, self._timeout = collectives, device, timeout
+        self._registry = collectives.registry()
+        self._number = self._registry.number()
+        #: Begins the names of the compressor's collectives: the same on all ranks, and another one for each compressor.
+        self.label = f"hvd_compress.{self._number}"
         self._run: _Run | None = None
-        self._done = False
-
-    @property
-    def done(self) -> bool:
-        """Whether the ranks have compared their configurations since the last change."""
-        return self._done
+        #: Whether the ranks have compared their configurations since the last change.
+        self.done = False
 
     def changed(self) -> None:
-        """Something has changed: :attr:`done` is false until the ranks have compared their configurations again."""
-        self._done = False
+        """The configuration may have changed: the ranks compare it before their next exchange."""
+        self.done = False
+
+    def register(self, method: Any) -> None:
+        """Lets the other compressors of the process call this one, from now on and again when the set of ranks has
+        changed."""
+        self._registry = self._collectives.registry()
+        self._registry.add(method, self._number)
+        self.changed()
+
+    def others(self, method: Any) -> Iterator[Any]:
+        """The other compressors of the process that exchange with other ranks."""
+        for other in self._registry.others(method):
+            members = other.engine.collectives
+            if members.active and members.size > 1:
+                yield other
 
     def join(self, configuration: Configuration) -> None:
         """Starts to compare, unless that is in progress. Does not wait."""
@@ -121,19 +134,19 @@ class Comparison:
         if self._run is not None:
             self._run.advance()
 
-    def require(self, configuration: Configuration, others: Callable[[], list[Peer]]) -> None:
+    def require(self, configuration: Configuration, others: "Others") -> None:
         """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after the timeout, if a rank does
         not take part. Waits, so nothing else of the step may have begun.
 
         Args:
             configuration: returns numbers, strings, None or frozen dataclasses, by name.
-            others: returns the other engines of this process that have still to compare theirs.
+            others: returns the other compressors of this process that have still to compare theirs.
         """
         if self._collectives.size > 1:
             self._require(configuration, others)
-        self._done = True
+        self.done = True
 
-    def _require(self, configuration: Configuration, others: Callable[[], list[Peer]]) -> None:
+    def _require(self, configuration: Configuration, others: "Others") -> None:
         absent = self._collectives.check_in()
         try:
             if self._collectives.ordered:
@@ -150,31 +163,33 @@ class Comparison:
         run.check()
 
     def _start(self, configuration: Configuration) -> _Run:
-        return _Run(configuration(), self._collectives, self._label, self._device)
+        return _Run(configuration(), self._collectives, self.label, self._device)
 
-    def _among_others(self, configuration: Configuration, others: Callable[[], list[Peer]], deadline: float) -> _Run:
+    def _among_others(self, configuration: Configuration, others: "Others", deadline: float) -> _Run:
         repeated = False
         while True:
-            run = self._wait(configuration, others(), deadline)
+            run = self._wait([(self, configuration), *others()], deadline)
             changed = run.digest != digest(configuration())
             if not changed and (run.equal or repeated):
                 return run
             # Another compressor has started this run, here or on another rank, in a state that has changed since.
             repeated = True
 
-    def _wait(self, configuration: Configuration, others: list[Peer], deadline: float) -> _Run:
-        for other in others:
-            other.join_comparison()
-        self.join(configuration)
+    def _wait(self, together: "list[tuple[Comparison, Configuration]]", deadline: float) -> _Run:
+        for comparison, configuration in reversed(together):
+            comparison.join(configuration)
         assert self._run is not None
         while not self._run.advance():
             if time.perf_counter() > deadline:
                 raise TimeoutError
-            for other in others:
-                other.advance_comparison()
+            for comparison, _ in together:
+                comparison.advance()
             time.sleep(POLL_INTERVAL)
         ended, self._run = self._run, None
         return ended
+
+
+Others = Callable[[], list[tuple[Comparison, Configuration]]]
 
 
 def compare_once(values: Mapping[str, object], collectives: Collectives, label: str, device: torch.device) -> None:

@@ -41,12 +41,12 @@ class DenseVelocity:
             self._before, self._number = {}, engine.step
         name, velocity = engine.names[number], self.get(number)
         self._before[name] = self._velocities.get(name)
-        scaled = engine.scale != 1.0
-        step = grad.to(velocity.dtype) / engine.scale if scaled else grad.to(velocity.dtype)
+        scale = engine.dense.scale
+        step = grad.to(velocity.dtype) / scale if scale != 1.0 else grad.to(velocity.dtype)
         fits, new = usable(step) & step.any(), (velocity * momentum).add_(step)
         self._velocities[name] = torch.where(fits, new, velocity)
         applied = new.sign() if sign else new
-        grad.copy_(torch.where(fits, applied * engine.scale if scaled else applied, grad))
+        grad.copy_(torch.where(fits, applied * scale if scale != 1.0 else applied, grad))
 
     def undo(self) -> None:
         """Restores the velocities before the last average. Does nothing if that has changed none so far."""

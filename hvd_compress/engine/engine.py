@@ -1,6 +1,6 @@
-"""The buckets of one compressor and their exchanges. An engine knows no step: its driver begins and ends exchanges.
+"""The buckets of one compressor and their exchanges. An engine knows no step: its clock begins and ends exchanges.
 
-The driver calls :meth:`Engine.begin`, :meth:`Engine.arrive` for every gradient, or what else is to be averaged, and
+The clock calls :meth:`Engine.begin`, :meth:`Engine.arrive` for every gradient, or what else is to be averaged, and
 :meth:`Engine.finish` after the last one. When a bucket is full, its exchange is launched: a generator of the method
 that yields a :class:`~hvd_compress.engine.collectives.Request` whenever tensors must cross the network. A rank blocks
 only in ``finish``, after it has started the first collective of every bucket, so that ranks cannot deadlock; and before
@@ -11,6 +11,7 @@ an exchange, to compare configurations, if they have not been compared since a c
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,15 +20,15 @@ from torch import Tensor
 from .. import ops
 from .._version import __version__
 from .bucket import make_buckets, strides_of
+from .clock import Clock
 from .collectives import Nodes
-from .comparison import digest
-from .dense import DenseGradient, dense_gradient
-from .driver import Driver
+from .comparison import Comparison, Configuration, digest
+from .dense import DenseAverages, DenseGradient
 from .entered import Entered
 from .exchange import Exchange, Exchanges
 from .method import Method
 from .optimizers import Optimizers
-from .peer import EnginePeer
+from .owner import in_use
 from .place import Place, compressed
 from .profiling import stage
 from .shards import local
@@ -61,7 +62,6 @@ class Engine:
         start_timeout: float,
     ) -> None:
         self._method, self.nodes, self.collectives, self._seed = weakref.ref(method), nodes, nodes.everyone, seed
-        self._dense_half = dense_values == "fp16"
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         alone = nodes.inside is not None and nodes.between.size == 1
@@ -78,18 +78,21 @@ class Engine:
         self.place_of = [by_number.get(number) for number in range(len(named))]
         self.stats = WireStats()
         # Gradients of a model on several GPUs arrive from several threads.
-        lock = threading.RLock()
-        self.peer = EnginePeer(method, lock, self.collectives, self.parameters[0].device, _configuration, start_timeout)
-        self.exchanges = Exchanges(nodes, self.stats, self.peer.label, self.peer.advance_others)
+        self._lock = lock = threading.RLock()
+        self.comparison = Comparison(self.collectives, self.parameters[0].device, start_timeout)
+        label = self.comparison.label
+        self.exchanges = Exchanges(nodes, self.stats, label, partial(_advance_others, self._method))
+        self.dense = DenseAverages(self.collectives, label, dense_values == "fp16")
         #: The context of all calls that exchange.
         self.entered = Entered(lock, self.exchanges, self.stats)
-        self.optimizers = Optimizers(self.parameters, method)
+        self.optimizers = Optimizers(self.parameters)
         #: The number of completed exchanges, each of all buckets or of those of a fragment.
         self.step = 0
         #: Whether an exchange is in progress: from begin() to finish().
         self._open = False
-        #: The factor of everything that arrives (a ``GradScaler``'s scale), and the ranks of this exchange.
-        self.scale, self._ranks = 1.0, 1
+        #: The ranks of this exchange; the method's options in it, and their hash.
+        self._ranks = 1
+        self._options, self._settings = dict[str, object](), 0
         self._generation = self.collectives.generation()
         self._warned: set[str] = set()
         if alone:
@@ -100,25 +103,29 @@ class Engine:
         return cast(Method, self._method())
 
     @property
-    def driver(self) -> Driver:
-        """The object that begins and ends exchanges. Makes a host's side if there is none."""
-        return self.method.clock.driver
+    def clock(self) -> Clock:
+        """The object that begins and ends exchanges. Makes a host if there is none."""
+        return self.method.clock
 
     # An exchange.
 
-    def begin(self, works: Sequence[Work], number: int, scale: float = 1.0) -> None:
+    def begin(self, works: Sequence[Work], number: int, scale: float = 1.0, dense_by_host: bool = False) -> None:
         """Begins an exchange of the buckets of ``works``. The state of the others is not touched.
 
         Args:
             number: of completed exchanges of these buckets.
-            scale: the factor of everything that arrives.
+            scale: the factor of everything that arrives (a ``GradScaler``'s scale).
+            dense_by_host: the host averages uncompressed gradients itself.
         """
-        self.peer.compare()
-        self.scale, self._ranks = scale, self.collectives.size
+        self.compare()
+        self._ranks = self.collectives.size
+        self.dense.begin(scale, dense_by_host)
         self.stats.begin_step()
-        settings = digest({"method": type(self.method).__name__, **self.method.options()})
+        options = {"method": type(self.method).__name__, **self.method.options()}
+        if options != self._options:  # one rank may have changed its own between steps
+            self._options, self._settings = options, digest(options)
         between = self.nodes.between
-        step = Step(number, between.rank, between.size, scale, self._seed, settings)
+        step = Step(number, between.rank, between.size, scale, self._seed, self._settings)
         self._begun = works
         for work in works:
             work.bucket.clear()
@@ -129,12 +136,12 @@ class Engine:
 
     def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
         """Takes a tensor of parameter ``number`` that is to be averaged, after ``check_gradient()``. Returns its place
-        in a bucket, or, if it is not compressed, the payload that the caller must average. Raises ``RuntimeError`` for
-        a second one in one exchange. If an exchange fails, resets the driver."""
+        in a bucket, or its payload, if it is not compressed. Raises ``RuntimeError`` for a second one in one exchange.
+        If an exchange fails, resets the clock."""
         place = self.place_of[number]
         if place is None:
             with stage("dense"):
-                dense = dense_gradient(number, self.parameters[number], grad, self._dense_half, self.scale)
+                dense = self.dense.arrive(number, self.parameters[number], grad)
             self.stats.count_dense(grad.numel(), dense.payload.nbytes, self._ranks, self.nodes.ranks)
             return dense
         full = place.work.bucket.arrive(place.index, grad)
@@ -144,21 +151,22 @@ class Engine:
                     self._launch(place.work)
                 self.exchanges.advance()
             except BaseException:
-                self.driver.reset()
+                self.clock.reset()
                 raise
         return place
 
     def finish(self) -> None:
         """Runs the exchanges to their ends; everything must have arrived on this rank. Waits. If an exchange fails,
-        resets the driver."""
+        resets the clock. The averages are written by ``dense.write()``, and by each bucket."""
         try:
             for work in self.works:
                 if work.bucket.incomplete:
                     self._warn_of_missing(work)
                     self._launch(work)
             self.exchanges.finish()
+            self.dense.receive()
         except BaseException:
-            self.driver.reset()
+            self.clock.reset()
             raise
         self.stats.end_step()
         self._open = False
@@ -184,6 +192,7 @@ class Engine:
             overwritten: whether the memory of what has arrived holds something else now.
         """
         self.exchanges.clear()
+        self.dense.clear()
         try:
             if self._open:
                 self._open = False
@@ -220,15 +229,24 @@ class Engine:
 
     # Other ranks, and states.
 
+    def compare(self) -> None:
+        """Compares the ranks' configurations, unless they were since the last change. Raises ``RuntimeError``, on all
+        ranks, if they differ or one does not come. Waits."""
+        if not self.comparison.done:
+            method = self.method
+            in_use(lambda: any(self.comparison.others(method)))  # a dropped one would wait for the other ranks for ever
+            with self.exchanges.waiting():
+                self.comparison.require(partial(_configuration, method), partial(_comparing, method))
+
     def check_generation(self) -> bool:
         """Whether the set of ranks has changed since the last call (elastic). If so, shared state is reset."""
         generation = self.collectives.generation()
         if generation is self._generation:
             return False
-        self.driver.restart(same_ranks=False)
+        self.clock.restart(same_ranks=False)
         self.nodes.renew()
         self._generation = generation
-        self.peer.renew()
+        self.comparison.register(self.method)
         self.optimizers.restart()
         self.step = 0
         self.restart()
@@ -265,8 +283,36 @@ def _whole_exchange(work: Work) -> Exchange:
     work.bucket.mark_written()
 
 
-def _configuration(engine: Engine) -> dict[str, object]:
+def _advance_others(method: "weakref.ref[Method]") -> None:
+    """Continues the exchanges of all other compressors, as far as possible without waiting for them, or for a thread:
+    another rank may wait for those first."""
+    this = method()
+    for other in () if this is None else this.engine.comparison.others(this):
+        engine: Engine = other.engine
+        if not engine.exchanges.running or not engine._lock.acquire(blocking=False):
+            continue
+        try:
+            with engine.entered:
+                engine.exchanges.advance()
+        except BaseException:
+            engine.clock.reset()
+            raise
+        finally:
+            engine._lock.release()
+
+
+def _comparing(method: Method) -> list[tuple[Comparison, Configuration]]:
+    """The comparisons of the other compressors with which another rank may begin."""
+    others = method.engine.comparison.others(method)
+    found = [other for other in others if not other.engine.comparison.done and other.clock.comes_first]
+    for other in found:
+        other.engine.check_generation()
+    return [(other.engine.comparison, partial(_configuration, other)) for other in found]
+
+
+def _configuration(method: Method) -> dict[str, object]:
     """Returns values that must be the same on all ranks, by name."""
+    engine: Engine = method.engine
     parameters = {}
     for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
         place = engine.place_of[number]
@@ -278,9 +324,9 @@ def _configuration(engine: Engine) -> dict[str, object]:
         parameters[f"parameter {name}"] = text
     return {
         "version of hvd_compress": __version__,
-        "method": type(engine.method).__name__,
-        **engine.method.options(),
-        **engine.driver.options(),
+        "method": type(method).__name__,
+        **method.options(),
+        **engine.clock.options(),
         "seed": engine._seed,
         "nodes, ranks of a node": f"{engine.nodes.between.size}, {engine.nodes.ranks}",
         "step": engine.step,

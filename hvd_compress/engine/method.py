@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .bucket import Bucket
-from .driver import Clock
+from .clock import Clock
 from .facts import OptimizerFacts, Traits
 from .state import Tree
 from .work import Work
@@ -27,7 +27,7 @@ class Velocities(Protocol):
 
 
 class Method(abc.ABC):
-    """A method as the engine and its drivers call it. Only :meth:`work` must be
+    """A method as the engine and its clocks call it. Only :meth:`work` must be
     implemented beside what :class:`hvd_compress.Compressor` has."""
 
     #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.

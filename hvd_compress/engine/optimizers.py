@@ -5,56 +5,38 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .driver import Driver
+from .method import Method
 from .modes import modes_off
-from .owner import Owner
-from .peer import EnginePeer
 from .shards import local
 
 
-class Watched(Protocol):
-    """The part of an engine that :class:`Optimizers` uses."""
-
-    @property
-    def driver(self) -> Driver: ...
-
-    @property
-    def peer(self) -> EnginePeer: ...
-
-    def check_generation(self) -> bool: ...
-
-
 class Optimizers:
-    """Tells the driver of a method's engine when optimizers step. Keeps no strong reference.
+    """The optimizers that step some ``parameters``. Tells the clock when they do.
 
     In the first step of another optimizer, raises ``ValueError`` if only one may step the parameters: their residuals
     would mix.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], owner: Owner[Watched]) -> None:
-        self._ids, self._owner = {id(parameter) for parameter in parameters}, weakref.ref(owner)
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._ids = {id(parameter) for parameter in parameters}
         #: The optimizer that began a step last.
         self._seen: weakref.ref[Optimizer] | None = None
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
         #: The number of parameters of the optimizer whose groups changed most recently, or None.
         self.regrouped: int | None = None
 
-    def watch(self) -> None:
-        """Begins to observe. (Optimizers may step in other threads meanwhile.)"""
-        _register(self)
-
     def release(self) -> None:
         """Lets any optimizer step the parameters from now on, unobserved."""
         self._ids, self._seen = set(), None
 
     def unknown(self, optimizer: Optimizer) -> int:
-        """The number of the optimizer's trained parameters that the engine was not given."""
+        """The number of the optimizer's trained parameters that are others."""
         return sum(p.requires_grad and id(p) not in self._ids for g in optimizer.param_groups for p in g["params"])
 
     def applies_gradients(self, optimizer: Optimizer) -> bool:
@@ -71,24 +53,16 @@ class Optimizers:
         """Called when the set of ranks has changed (elastic)."""
         self.regrouped = None
 
-    @property
-    def owned(self) -> bool:
-        """Whether the method exists."""
-        return self._owner() is not None
-
     @modes_off
-    def before_step(self, optimizer: Optimizer) -> None:
-        owner = self._owner()
-        if owner is None:
-            return
-        engine, seen = owner.engine, self._seen() if self._seen is not None else None
+    def before_step(self, method: Method, optimizer: Optimizer) -> None:
+        """Called before each step of any optimizer. ``method``: whose parameters these are."""
+        seen = None if self._seen is None else self._seen()
         if optimizer is not seen:
-            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
-                if owner.has_clock:
-                    engine.driver.before_other_step(optimizer)
+            if self._ids.isdisjoint(parameters_of([optimizer])):
+                if method.has_clock:
+                    method.clock.before_other_step(optimizer)
                 return
-            driver = engine.driver
-            if driver.single and seen is not None and not share_parameters(optimizer, seen):
+            if method.clock.single and seen is not None and not share_parameters(optimizer, seen):
                 raise ValueError(
                     f"this compressor serves a {type(seen).__name__} already and a second optimizer "
                     f"({type(optimizer).__name__}) steps its parameters; build one compressor for each optimizer, "
@@ -97,19 +71,19 @@ class Optimizers:
             self._seen = weakref.ref(optimizer)
         # hvd.broadcast_optimizer_state() steps an optimizer without state, also after an elastic reset: such a step
         # does not use an older average.
-        engine.check_generation()
+        method.engine.check_generation()
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._sizes.setdefault(optimizer, size) != size:  # a new parameter group
             self._sizes[optimizer] = self.regrouped = size
-            engine.peer.changed()
-        engine.driver.before_optimizer_step(optimizer)
+            method.engine.comparison.changed()
+        method.clock.before_optimizer_step(optimizer)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        seen, owner = self._seen() if self._seen is not None else None, self._owner()
-        if seen is None or owner is None:
-            return
-        if optimizer is seen or share_parameters(optimizer, seen):  # one that wraps the other steps after it
-            owner.engine.driver.after_optimizer_step(optimizer, counts=optimizer is seen)
+    def after_step(self, method: Method, optimizer: Optimizer) -> None:
+        """Called after each step of any optimizer."""
+        seen = None if self._seen is None else self._seen()
+        if seen is not None and (optimizer is seen or share_parameters(optimizer, seen)):
+            # One that wraps the other steps after it.
+            method.clock.after_optimizer_step(optimizer, counts=optimizer is seen)
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -144,35 +118,38 @@ def share_parameters(one: Optimizer, other: Optimizer) -> bool:
     return any(a["params"] is b["params"] for a in one.param_groups for b in other.param_groups)
 
 
-_watching: tuple[weakref.ref[Optimizers], ...] = ()
+_watching: tuple[weakref.ref[Method], ...] = ()
 _registering = threading.Lock()
 
 
-def _register(optimizers: Optimizers) -> None:
-    """Registers the global hooks, once. They serve all engines and are never removed: removing one while torch iterates
-    over its hooks would raise an error. Several threads may register."""
+def watch(method: Method) -> None:
+    """Observes for ``method``, of which no strong reference is kept, from now on. Several threads may call it, and
+    optimizers may step in others meanwhile.
+
+    The global hooks are registered once, serve all methods, and are never removed: removing one while torch iterates
+    over its hooks would raise an error."""
     global _watching
     with _registering:
         if not _watching:  # once: from now on the tuple always holds at least the newest one
             register_optimizer_step_pre_hook(_before_any_step)
             register_optimizer_step_post_hook(_after_any_step)
-        _watching = (*(other for other in _watching if other() is not None), weakref.ref(optimizers))
+        _watching = (*(other for other in _watching if other() is not None), weakref.ref(method))
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reference in _watching:
         try:
-            if (alive := reference()) is not None:
-                alive.before_step(optimizer)
+            if (method := reference()) is not None:
+                method.engine.optimizers.before_step(method, optimizer)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
-            del alive
+            del method
             gc.collect()  # on other ranks a dropped one may have gone already, without an error
-            if (alive := reference()) is not None and alive.owned:
+            if reference() is not None:
                 raise
 
 
 def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reference in _watching:
-        if (alive := reference()) is not None:
-            alive.after_step(optimizer)
+        if (method := reference()) is not None:
+            method.engine.optimizers.after_step(method, optimizer)

@@ -1,7 +1,7 @@
 """Lifetimes. A compressor ends with its last reference, so nothing that it owns refers to it strongly::
 
-    method ──► engine ──► peer, optimizers
-          └──► clock: a host and its step, or rounds of local steps
+    method ──► engine
+          └──► clock: a host, or rounds of local steps
 
 A method that was dropped in a reference cycle waits for the garbage collector, which may run at any allocation. So what
 is called from outside (by torch's hooks of all optimizers, by other engines, by a ``Manager``) begins with a weak
@@ -14,20 +14,9 @@ it, first lets the collector run: :func:`in_use`.
 
 import gc
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-E = TypeVar("E", covariant=True)
 T = TypeVar("T")
-
-
-class Owner(Protocol[E]):
-    """A method, as its parts see it."""
-
-    @property
-    def engine(self) -> E: ...
-
-    @property
-    def has_clock(self) -> bool: ...
 
 
 def in_use(look: Callable[[], T]) -> T:

@@ -23,7 +23,7 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
     empties a container; of a step, forgets the last average.
 """
 
-import weakref
+import abc
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
@@ -31,12 +31,11 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.clock import Clock, Unapplied
 from ..engine.dense import DenseGradient
-from ..engine.driver import Unapplied
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.place import Place, check_gradient
-from ..engine.state import Tree
 from ..engine.work import undo as undo_works
 from ..guards import gradient_step as guards
 from ..guards.returned_averages import IN_GRAD
@@ -60,25 +59,40 @@ class _State(Enum):
 _COLLECTING = _State.COLLECTING
 
 
-class GradientStep:
-    """The steps of one compressor whose gradients a host passes in. Drives the engine unless local steps do.
+class GradientStep(Clock):
+    """The steps of one compressor: the base of the hosts, which pass gradients in. Methods without a docstring: see
+    :class:`~hvd_compress.engine.clock.Clock`.
 
     Args:
-        host: owns this object: only a weak reference is kept.
         grad_scaler: a ``torch.amp.GradScaler``, or None.
     """
 
     comes_first = True
+    #: Whether the host averages uncompressed gradients itself, and whether each gradient has a version counter.
+    _averages_dense, _versions = False, False
+    #: See :class:`~hvd_compress.guards.gradient_step.Host`.
+    detached = False
 
-    def __init__(self, engine: Engine, host: guards.Host, grad_scaler: GradScaler | None) -> None:
+    def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         self._engine, self._scaler = engine, grad_scaler
-        self._host: guards.Host = weakref.proxy(host)
         self._state = _State.IDLE
         #: Undoes the last exchange in place of the methods, if it is set.
         self._undo: Callable[[], None] | None = None
         self._last_average, self._guards = LastAverage(engine.parameters), guards.StepGuards(engine)
         #: Whether the step exchanges anything: one rank of torch without momentum has the average.
         self._exchanges = True
+
+    # What hosts know, see Host in guards/gradient_step.py.
+
+    @property
+    @abc.abstractmethod
+    def active(self) -> bool: ...
+
+    @abc.abstractmethod
+    def given(self, optimizer: Optimizer) -> bool | None: ...
+
+    @abc.abstractmethod
+    def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None: ...
 
     # What hosts call.
 
@@ -129,7 +143,7 @@ class GradientStep:
             self._guards.reset()
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
-            self._engine.reset(self._host.versions, overwritten)
+            self._engine.reset(self._versions, overwritten)
 
     @modes_off
     def discard(self) -> None:
@@ -149,12 +163,12 @@ class GradientStep:
         """Takes the last average back if the ``GradScaler`` has lowered its scale and no optimizer has stepped. Returns
         the current loss scale. May synchronise a GPU."""
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        if scale < self._engine.scale and not self._last_average.stepped():
+        if scale < self._engine.dense.scale and not self._last_average.stepped():
             self.discard()
         return scale
 
     def undo(self) -> None:
-        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo`."""
+        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo`."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -163,7 +177,7 @@ class GradientStep:
             self._engine.method.undo()
 
     def undo_by(self, restore: Callable[[], None]) -> None:
-        """See :meth:`~hvd_compress.engine.driver.Unapplied.undo_by`."""
+        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo_by`."""
         self._undo = restore
 
     def restart(self, same_ranks: bool) -> None:
@@ -177,13 +191,9 @@ class GradientStep:
         self._state, self._undo = _State.IDLE, None
         self._last_average.clear()
         self._guards.clear()
-        self._engine.peer.changed()
+        self._engine.comparison.changed()
 
-    # What the engine calls, see Driver.
-
-    @property
-    def single(self) -> bool:
-        return self._host.single
+    # What the engine calls, see Clock.
 
     @property
     def unapplied(self) -> Unapplied | None:
@@ -197,9 +207,6 @@ class GradientStep:
     def options(self) -> dict[str, object]:
         return {"grad_scaler": self._scaler is not None}
 
-    def state(self) -> dict[str, Tree]:
-        return {}
-
     def begin_saving(self) -> None:
         if self._state is _COLLECTING or self._engine.exchanges.running:
             raise RuntimeError(
@@ -207,12 +214,9 @@ class GradientStep:
             )
         self.undo_if_skipped()
 
-    def check_equal_weights(self) -> None:
-        """Nothing to check: all ranks apply the same averages."""
-
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._guards.before_optimizer_step(optimizer, self._host, self.collecting, self.undoable)
+        self._guards.before_optimizer_step(optimizer, self, self.collecting, self.undoable)
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         if counts:
@@ -221,17 +225,17 @@ class GradientStep:
 
     @modes_off
     def before_other_step(self, optimizer: Optimizer) -> None:
-        self._guards.before_other_step(optimizer, self._host, self._last_average.unapplied)
+        self._guards.before_other_step(optimizer, self, self._last_average.unapplied)
 
     def _begin(self) -> None:
         engine = self._engine
         # First: if the ranks differ, the last average may still be taken back.
-        engine.peer.compare()
+        engine.compare()
         scale = self.undo_if_skipped()
         if self._state is _State.AVERAGED:
             self._state = _State.IDLE
         self._undo = None
-        self._exchanges = self._host.active
-        engine.begin(engine.works if self._exchanges else (), engine.step, scale)
+        self._exchanges = self.active
+        engine.begin(engine.works if self._exchanges else (), engine.step, scale, self._averages_dense)
         self._state = _COLLECTING
         self._guards.begin()

@@ -31,10 +31,6 @@ class Host(Protocol):
     def active(self) -> bool:
         """Whether gradients pass through the compressor: one rank without others keeps its own."""
 
-    @property
-    def versions(self) -> bool:
-        """Whether each gradient has a version counter of its own."""
-
     def given(self, optimizer: Optimizer) -> bool | None:
         """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
 

@@ -39,7 +39,7 @@ class ScaledSigns:
         GPU, until one step has shown what the optimizer receives."""
         if self._largest is None:
             return
-        scale = engine.scale
+        scale = engine.dense.scale
         pieces = (piece for work in owned(engine.works) for piece in work.bucket.pieces)
         grads = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
         # Horovod makes gradients sparse again that were with sparse_as_dense.

@@ -31,7 +31,7 @@ def check_compressor(engine: Engine, scaler: bool, unsent: str, restore_length: 
     if method.has_clock and method.clock.takes_local_steps:
         raise ValueError("this compressor has local steps already: build a new compressor, with all optimizers")
     used = method.has_clock and not engine.parameters[0].is_meta
-    if engine.step or (used and (engine.driver.collecting or any_unsent(engine.works))):
+    if engine.step or (used and (engine.clock.collecting or any_unsent(engine.works))):
         raise ValueError(
             "this compressor has exchanged gradients, or loaded a state, and residuals of gradients are no progress of "
             "weights: build another one for LocalSteps"

@@ -20,11 +20,9 @@ from torch.futures import Future
 
 from ..carriers.torch_collectives import TorchCollectives
 from ..engine.bucket import is_dense
-from ..engine.collectives import Handle, allreduce
-from ..engine.dense import DenseGradient, as_real
+from ..engine.dense import as_real
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
-from ..engine.profiling import stage
 from ..gradients.step import GradScaler
 from ..guards.averaging import check_ranks, hooked_models
 from .nested import backward_depth
@@ -70,7 +68,6 @@ class DDPHost(TorchHost):
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._results: list[_Result] = []
-        self._dense: list[tuple[list[DenseGradient | Tensor], Handle]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         #: The index of the step's last bucket so far, and the backward pass to which it belongs.
         self._index, self._backward = -1, -1
@@ -89,7 +86,7 @@ class DDPHost(TorchHost):
         engine, buffer = self._engine, bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("hvd_compress does not support sparse gradients with DistributedDataParallel")
-        if not engine.peer.compared:
+        if not engine.comparison.done:
             self._look_at_model()
         if self._futures and bucket.index() <= self._index and backward != self._backward:
             self._reset(overwritten=True)
@@ -105,7 +102,7 @@ class DDPHost(TorchHost):
         return future
 
     def _reset(self, overwritten: bool = False) -> None:
-        self.driver.reset(overwritten=overwritten)
+        self.reset(overwritten=overwritten)
         text = (
             "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
             "start again"
@@ -115,7 +112,7 @@ class DDPHost(TorchHost):
         self._clear()
 
     def _clear(self) -> None:
-        self._futures, self._dense, self._results, self._index = [], [], [], -1
+        self._futures, self._results, self._index = [], [], -1
 
     def _look_at_model(self) -> None:
         """Raises ``ValueError`` if the DDP model works on other ranks than the compressor, and finds out whether it
@@ -154,7 +151,7 @@ class DDPHost(TorchHost):
                 raise
 
     def _take(self, bucket: GradBucket) -> None:
-        engine, dense = self._engine, list[DenseGradient | Tensor]()
+        engine = self._engine
         for parameter, grad in _gradients(bucket):
             before = parameter.grad
             self._results.append((parameter, before, -1 if before is None else before._version, grad))
@@ -164,26 +161,13 @@ class DDPHost(TorchHost):
                     f"a gradient of shape {tuple(grad.shape)} belongs to none of this compressor's parameters and is "
                     "sent uncompressed; give the compressor all of the model's named parameters"
                 )
-                dense.append(grad)
-                continue
-            arrived = self.driver.arrive(number, grad)
-            if isinstance(arrived, DenseGradient):
-                dense.append(arrived)
-        if dense:
-            with stage("dense"):
-                payload = torch.cat([_payload(d).flatten() for d in dense])
-                self._dense.append((dense, engine.collectives.start(allreduce(payload), "dense")))
+                engine.dense.arrive(None, grad, grad)
+            else:
+                self.arrive(number, grad)
+        engine.dense.start(reciprocal=True)
 
     def _finish(self) -> None:
-        engine = self._engine
-        self.driver.finish()
-        for gradients, handle in self._dense:
-            with stage("wait"):
-                total = handle.result()
-            with stage("dense"):
-                self._store(gradients, total * (1.0 / engine.collectives.size))
-        for work in engine.works:
-            work.bucket.write_results()
+        self.exchange()
         for future, buffer in self._futures:
             future.set_result(buffer)
         # Twice, to run after DDP's own callback, which is queued after this hook.
@@ -191,15 +175,6 @@ class DDPHost(TorchHost):
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: _fill_unused(results)))
         self._clear()
-
-    def _store(self, gradients: list[DenseGradient | Tensor], average: Tensor) -> None:
-        parts = torch.split(average, [_payload(g).numel() for g in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            if isinstance(gradient, DenseGradient):
-                gradient.store(part)
-                self._engine.method.dense_averaged(gradient.number, gradient.grad)
-            else:
-                gradient.copy_(part.view_as(gradient))
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager[object]:
         """A stream that waits for the gradients, on a GPU: exchanges do not delay the rest of backward."""
@@ -244,7 +219,3 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
             f"a bucket of DistributedDataParallel has {buffer.numel()} entries, and its parameters {begin}: this "
             "version of torch lays gradients out in a way that hvd_compress does not know"
         )
-
-
-def _payload(gradient: DenseGradient | Tensor) -> Tensor:
-    return gradient.payload if isinstance(gradient, DenseGradient) else gradient

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.shards import is_sharded, local
 from ..gradients.step import GradScaler
@@ -126,7 +125,6 @@ class FSDPHost(TorchHost):
         #: By parameter: its gradient before the backward pass, and the one that is being averaged.
         self._before = dict[int, Tensor]()
         self._grads = dict[int, Tensor]()
-        self._dense: list[DenseGradient] = []
         #: By parameter that is not exchanged in this backward pass: its gradient, and the sum of earlier ones.
         self._apart = dict[int, Tensor]()
         self._partial = dict[int, Tensor]()
@@ -206,7 +204,7 @@ class FSDPHost(TorchHost):
     def _attach(self) -> None:
         """Gradients are passed in from now on."""
         if self.detached:  # what has become of the last average is not known
-            self.driver.clear()
+            self.clear()
         self.detached = False
 
     def _average_inside(self) -> bool:
@@ -227,12 +225,12 @@ class FSDPHost(TorchHost):
         """The all-reduce hook: FSDP is about to add a module's gradients to ``.grad``."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._begin(backward)
+            self._begin_backward(backward)
         self._hook = hook
         if hook.all_reduces:
             self._exchanged.add(hook)
 
-    def _begin(self, backward: int) -> None:
+    def _begin_backward(self, backward: int) -> None:
         """Begins a backward pass: sets aside what is in ``.grad``."""
         if backward_depth() > 1:
             raise RuntimeError(
@@ -282,9 +280,7 @@ class FSDPHost(TorchHost):
             if earlier is not None:
                 local(earlier).add_(local(self._grads[number]))
                 self._grads[number] = earlier
-            arrived = self.driver.arrive(number, local(self._grads[number]), self._before.get(number))
-            if isinstance(arrived, DenseGradient):
-                self._dense.append(arrived)
+            self.arrive(number, local(self._grads[number]), self._before.get(number))
 
     def _end_of_backward(self) -> None:
         with self._inside():
@@ -311,7 +307,7 @@ class FSDPHost(TorchHost):
 
     def _exchange(self) -> None:
         """Runs the exchanges to their ends, and writes the averages."""
-        self.exchange(self._dense)
+        self.exchange()
         for number, before in self._before.items():
             if number in self._grads:
                 local(before).add_(local(self._grads[number]))
@@ -325,7 +321,7 @@ class FSDPHost(TorchHost):
     def _reset(self) -> None:
         """Restores ``.grad`` as it was before the backward pass, and drops what earlier passes have kept apart, of
         which a part may have been passed on: the step begins again."""
-        self.driver.reset()
+        self.reset()
         for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
         for hook in self._registered.hooks if self._registered is not None else ():
@@ -341,7 +337,7 @@ class FSDPHost(TorchHost):
 
     def _clear(self) -> None:
         self._backward, self._hook = None, None
-        self._before, self._grads, self._dense, self._apart = {}, {}, [], {}
+        self._before, self._grads, self._apart = {}, {}, {}
         self._exchanged.clear()
         self._streams.clear()
 

@@ -5,6 +5,7 @@ only after every gradient of the step has passed through ``compress``. Nothing i
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,13 +15,12 @@ from ..carriers.horovod import HorovodCollectives, averaging_device, second_refe
 from ..engine.dense import DenseGradient, as_real, written_out
 from ..engine.engine import Engine
 from ..engine.place import Place
-from ..engine.profiling import stage
 from ..gradients.step import GradientStep, GradScaler
 from ..guards.averaging import was_given
 from .lookup import GradientLookup
 
 
-class HorovodHost:
+class HorovodHost(GradientStep):
     """``compress`` and ``decompress`` of one compressor, for ``horovod.torch.DistributedOptimizer``."""
 
     #: What the compressor is bound to, for errors.
@@ -29,12 +29,10 @@ class HorovodHost:
         "initialises torch.distributed only"
     )
     #: Horovod's optimizer and the one that it wraps count as one.
-    single, detached, versions = True, False, True
-    takes_local_steps = False
+    single, _averages_dense, _versions = True, True, True
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
-        self._engine = engine
-        self.driver = GradientStep(engine, self, grad_scaler)
+        super().__init__(engine, grad_scaler)
         self._lookup = GradientLookup(engine.parameters)
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._references: list[Tensor] = []
@@ -47,7 +45,7 @@ class HorovodHost:
             if number is None:
                 self._explain(tensor)
                 return tensor.contiguous(), None
-            arrived = self.driver.arrive(number, as_real(written_out(tensor.resolve_conj())))
+            arrived = self.arrive(number, as_real(written_out(tensor.resolve_conj())))
             if isinstance(arrived, DenseGradient):
                 payload = arrived.payload.detach().to(averaging_device(tensor.device))
                 self._references.append(second_reference(payload))
@@ -58,16 +56,14 @@ class HorovodHost:
         """See :meth:`hvd_compress.Compressor.decompress`."""
         engine = self._engine
         with engine.entered:
-            if self.driver.collecting:
-                self.driver.finish()
+            if self.collecting:
+                self.finish()
                 self._lookup.clear()
                 self._references.clear()
             if isinstance(ctx, Place):
                 return ctx.work.bucket.result(ctx.index)
-            with stage("dense"):
-                ctx.store(tensor)
-                engine.method.dense_averaged(ctx.number, ctx.grad)
-            parameter = engine.parameters[ctx.number]
+            ctx.store(tensor, engine.method)
+            parameter = engine.parameters[cast(int, ctx.number)]
             if not parameter.is_complex():
                 return ctx.grad
             average = torch.view_as_complex(ctx.grad)
@@ -129,7 +125,7 @@ class HorovodHost:
         engine = self._engine
         if self._lookup.is_parameter(tensor):
             engine.warn("Adasum passes parameters, not gradients: they are sent uncompressed")
-        elif self.driver.collecting:
+        elif self.collecting:
             engine.warn(
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of this compressor's parameters and is "
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..engine.arguments import refuse_flattened
-from ..engine.dense import DenseGradient, as_real, written_out
+from ..engine.dense import as_real, written_out
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.place import check_gradient
@@ -63,14 +63,11 @@ def average_gradients(compression: Any) -> None:
     grads = {number: _gradient(engine, number) for number, p in enumerate(engine.parameters) if p.requires_grad}
     with engine.entered:
         try:
-            dense = list[DenseGradient]()
             for number in reversed(grads):  # as backward makes them
-                arrived = host.driver.arrive(number, as_real(local(grads[number])))
-                if isinstance(arrived, DenseGradient):
-                    dense.append(arrived)
-            host.exchange(dense)
+                host.arrive(number, as_real(local(grads[number])))
+            host.exchange()
         except BaseException:
-            host.driver.reset()
+            host.reset()
             raise
 
 

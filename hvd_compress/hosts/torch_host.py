@@ -5,7 +5,6 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 
 from ..carriers.torch_collectives import TorchCollectives
-from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..gradients.step import GradientStep, GradScaler
 from ..guards.averaging import was_given
@@ -13,19 +12,15 @@ from ..guards.averaging import was_given
 LOOP = "average_gradients()"
 
 
-class TorchHost:
+class TorchHost(GradientStep):
     """DDP's or FSDP2's. ``registration``: the call that registers the hooks; ``bound``: what the compressor is bound
     to; both for messages."""
 
-    # All gradients of a DDP bucket have one version.
-    single, detached, versions = False, False, False
-    takes_local_steps = False
     registration: str
     bound: str
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
-        self._engine = engine
-        self.driver = GradientStep(engine, self, grad_scaler)
+        super().__init__(engine, grad_scaler)
         #: What passes gradients in, once it is known.
         self.source: str | None = None
 
@@ -37,8 +32,7 @@ class TorchHost:
 
     @property
     def active(self) -> bool:
-        """See :class:`~hvd_compress.guards.gradient_step.Host`. Momentum in the compressor is needed on one rank,
-        too."""
+        """Momentum in the compressor is needed on one rank, too."""
         return not self.alone or self._engine.method.velocities is not None
 
     def given(self, optimizer: Optimizer) -> bool | None:
@@ -68,14 +62,14 @@ class TorchHost:
     def begin_loop(self) -> None:
         """Called before the first :func:`~hvd_compress.average_gradients`, on all ranks. May raise ``ValueError``."""
 
-    def exchange(self, dense: list[DenseGradient]) -> None:
-        """Runs the exchanges of a step to their ends, and writes the averages, with those of ``dense``."""
+    def exchange(self) -> None:
+        """Runs the exchanges of a step to their ends, and writes the averages."""
         engine = self._engine
-        averaging = Averaging(engine.collectives, [g.payload for g in dense], f"{engine.exchanges.label}.dense")
-        averages = averaging.results()  # first: if this fails, the step is still in progress, and is reset
-        self.driver.finish()
-        for gradient, average in zip(dense, averages, strict=True):
-            gradient.store(average)
-            engine.method.dense_averaged(gradient.number, gradient.grad)
+        engine.dense.start()
+        if self.collecting:
+            self.finish()
+        else:  # of a bucket without parameters of this compressor
+            engine.dense.receive()
+        engine.dense.write(engine.method)
         for work in engine.works:
             work.bucket.write_results()

@@ -13,7 +13,7 @@ from ..engine.arguments import plain_names
 from ..engine.bucket import strides_of
 from ..engine.collectives import Collectives, Request
 from ..engine.comparison import compare_once
-from ..engine.dense import Averaging
+from ..engine.dense import average_in_place
 from ..engine.shards import local
 from .from_rank_0 import Count, from_rank_0
 
@@ -53,10 +53,10 @@ class Buffers:
         strided = [b for b in self._others.values() if b.layout == torch.strided and b.numel()]
         for number, collectives in enumerate(levels):
             # In double precision the mean of equal values is that value.
-            payloads = [buffer.double().flatten().to(device) for buffer in self._means.values()]
-            for payload in payloads:
+            means = [buffer.to(device, torch.float64, copy=True).flatten() for buffer in self._means.values()]
+            for payload in means:
                 count(Request("allreduce", payload, "dense_tensor"), collectives.size)
-            means = Averaging(collectives, payloads, f"{label}.{number}.mean").results()
+            average_in_place(means, collectives, f"{label}.{number}.mean")
             values = from_rank_0(strided, collectives, f"{label}.{number}.rank0", device, count)
             for buffer, value in zip([*self._means.values(), *strided], [*means, *values], strict=True):
                 with torch.inference_mode(buffer.is_inference()):

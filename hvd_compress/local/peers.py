@@ -51,7 +51,7 @@ class Peers:
     def enter(self) -> None:
         """Begins with the ranks of the last quorum. A round before it can no longer be taken back."""
         if self._changed:
-            self._engine.peer.renew()
+            self._engine.comparison.register(self._engine.method)
             self._engine.restart()
 
     def commit(self) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..engine.commits import Attempt
 from ..engine.comparison import Unexpected
-from ..engine.dense import Averaging, DenseGradient
 from ..engine.engine import Engine
 from ..engine.membership import PeerLost
 from ..engine.place import check_gradient
@@ -85,8 +84,8 @@ class Round:
         self._averages: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self._sent: _Sent | None = None
-        self._dense: list[DenseGradient] = []
-        self._averaging: Averaging | None = None
+        # The sums of squares of what was sent, and then their means.
+        self._squares: Tensor | None = None
         self._doubt: _Doubt | None = None
 
     @property
@@ -165,16 +164,13 @@ class Round:
             if self._lengths is not None:
                 squares.insert(0, self._lengths.square(weight, progress))
             check_gradient(weight.name, progress, weight.place)
-            arrived = engine.arrive(weight.number, progress)
-            if isinstance(arrived, DenseGradient):
-                self._dense.append(arrived)
+            engine.arrive(weight.number, progress)
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
-        payloads = [gradient.payload for gradient in self._dense]
         if squares:
-            payloads.append(torch.stack(squares))
-            engine.stats.count_dense(0, payloads[-1].nbytes, engine.collectives.size, engine.nodes.ranks)
-        label = f"{engine.exchanges.label}.local.{fragment.number}"
-        self._averaging = Averaging(engine.collectives, payloads, label)
+            self._squares = torch.stack(squares)
+            engine.stats.count_dense(0, self._squares.nbytes, engine.collectives.size, engine.nodes.ranks)
+            engine.dense.arrive(None, self._squares, self._squares)
+        engine.dense.start(f"local.{fragment.number}")
 
     def arrive(self) -> None:
         """Waits for the averages. With peers, a round that is not committed is in doubt."""
@@ -184,21 +180,17 @@ class Round:
         with self._taken_back_on_failure():
             self.check()
             self._engine.finish()
-            dense = self._received(sent)
             if self._peers is not None and not self._commit(self._peers, sent):
                 return
             self._sent = None
-            squares = dense.pop() if self._lengths is not None else None
-            for gradient, average in zip(self._dense, dense, strict=True):
-                gradient.store(average)
-                self._engine.method.dense_averaged(gradient.number, gradient.grad)
+            self._engine.dense.write(self._engine.method)
             for work in sent.fragment.works:
                 work.bucket.write_results()
             received, weights = self._released(sent), sent.fragment.weights
             averages = {w.name: received[w.name].to(w.common.dtype) for w in weights}
-            if self._lengths is not None and squares is not None:
-                self._lengths.restore(weights, averages, squares)
-            self._averages = averages
+            if self._lengths is not None and self._squares is not None:
+                self._lengths.restore(weights, averages, self._squares)
+            self._averages, self._squares = averages, None
 
     def land(self) -> None:
         """Moves the common weights by the averages, and makes the new weights of this rank."""
@@ -234,7 +226,6 @@ class Round:
                 with self._engine.entered:
                     self._calls.check()
                     self._engine.finish()
-                    self._received(sent)
         except (Different, Unexpected):
             raise
         except Exception:  # ranks may have failed
@@ -246,30 +237,13 @@ class Round:
             for tensors in (self._progress, self._averages, self._before):
                 tensors.clear()
 
-    def _received(self, sent: _Sent) -> list[Tensor]:
-        """Waits for the averages of what is not compressed, and of the squares. The engine's own exchange has ended."""
-        assert self._averaging is not None
-        try:
-            return self._averaging.results()
-        except BaseException:  # the engine has nothing to reset any more
-            undo(sent.fragment.works)
-            for work in sent.fragment.works:
-                work.bucket.zero()
-            self._uncount(sent)
-            raise
-
-    def _uncount(self, sent: _Sent) -> None:
-        """The engine's exchange has ended, and does not count."""
-        for work in sent.fragment.works:
-            work.bucket.clear()
-        load(self._engine.state(), self._engine.step - 1)
-
     def _released(self, sent: _Sent) -> dict[str, Tensor]:
         """Ends the exchange, or what became of it. Returns the progress, or what is in its place now."""
         for work in sent.fragment.works:
             work.bucket.clear()  # or it would hold the averages until its next exchange
         self._common.stand_in(sent.fragment.weights, ends=True)
-        progress, self._progress, self._dense, self._averaging = self._progress, {}, [], None
+        self._engine.dense.clear()
+        progress, self._progress = self._progress, {}
         return progress
 
     def _write(self, weights: Iterable[Weight], extra: Mapping[str, Tensor]) -> None:
@@ -320,13 +294,12 @@ class Round:
             committed = peers.commit()
         finally:
             if not committed:
-                dense = {gradient.number for gradient in self._dense}
-                self._uncount(sent)
                 self._sent, self._left = None, 0
-                progress = self._released(sent)
+                progress, weights = self._released(sent), sent.fragment.weights
+                load(self._engine.state(), self._engine.step - 1)
                 self._turns.take_back(sent.fragment, sent.age, at_once=False)
-                self._write(sent.fragment.weights, {})
-                self._progress = {w.name: progress[w.name] for w in sent.fragment.weights if w.number in dense}
+                self._write(weights, {})
+                self._progress = {w.name: progress[w.name] for w in weights if w.place is None}
                 self._doubt = _Doubt(sent.fragment, sent.age, peers.attempt)
         return committed
 
@@ -352,7 +325,7 @@ class Round:
             try:
                 yield
             except BaseException as error:
-                self._engine.driver.reset()  # calls take_back()
+                self._engine.clock.reset()  # calls take_back()
                 # A new lighthouse numbers quorums from 1 again: some peers may take a new quorum for their last one.
                 if self._peers is None or not isinstance(error, PeerLost | Unexpected):
                     raise

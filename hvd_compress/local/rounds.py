@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..carriers.shards import shard_groups
+from ..engine.clock import Clock
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
@@ -67,8 +68,8 @@ class Settings:
         return self.outer_lr == 1.0 and not self.outer_momentum
 
 
-class Rounds:
-    """Drives an engine by local steps. Methods without a docstring: see :class:`~hvd_compress.engine.driver.Driver`.
+class Rounds(Clock):
+    """Drives an engine by local steps. Methods without a docstring: see :class:`~hvd_compress.engine.clock.Clock`.
 
     Args:
         optimizers: as the user has given them.
@@ -76,8 +77,8 @@ class Rounds:
         watches: whether weights that were replaced are an error.
     """
 
-    comes_first, single, unapplied = False, False, None
-    collecting, undoable = False, False  # these are of gradients
+    takes_local_steps = True
+    bound = "belongs to LocalSteps, which needs the plain model and optimizer"
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class Rounds:
         else:
             if self._peers is None:
                 with self._engine.entered:
-                    self._engine.peer.compare()
+                    self._engine.compare()
             self._guards.loaded.refuse()
             waited = self._round.waits
             ended = self._round.called()
@@ -206,7 +207,7 @@ class Rounds:
             self._restarted()
             return
         with engine.entered:
-            engine.peer.compare()
+            engine.compare()
             self._guards.loaded.refuse()
             engine.stats.begin_step()
             rows = self._calls.compare(Row(call, extra=int(self.moved or not (moved_only and self._guards.watches))))
@@ -276,9 +277,6 @@ class Rounds:
 
     # What the engine calls.
 
-    def discard(self) -> None:
-        """Does nothing: an average that has moved the common weights cannot be taken back."""
-
     @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
@@ -306,9 +304,6 @@ class Rounds:
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         self._guards.after_optimizer_step(optimizer, self._exchanging, self._begun)
 
-    def before_other_step(self, optimizer: Optimizer) -> None:
-        """Other parameters do not matter."""
-
     def __contains__(self, optimizer: Optimizer) -> bool:
         return self._optimizers.given(optimizer)
 
@@ -334,7 +329,7 @@ class Rounds:
         self._turns.restart()
         with self._engine.entered:
             self._engine.reset()
-        self._engine.peer.changed()
+        self._engine.comparison.changed()
 
     def begin_saving(self) -> None:
         """Completes the messages of an exchange in flight, which is saved. One rank has the average of all."""

@@ -1,8 +1,7 @@
 """Local steps: several optimizer steps of each rank between two exchanges (local SGD, DiLoCo, SparseLoCo)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -146,7 +145,7 @@ class LocalSteps:
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
         self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
-        compression.bind(_LocalClock(self._rounds))
+        compression.bind(self._rounds)
 
     @modes_off
     def step(self) -> bool:
@@ -263,13 +262,3 @@ class LocalSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` has returned. Raises ``ValueError`` if it does not fit."""
         self.compression.load_state_dict(state)
-
-
-@dataclass(frozen=True)
-class _LocalClock:
-    """The rounds as the clock of a compressor."""
-
-    driver: Rounds
-    bound: ClassVar[str] = "belongs to LocalSteps, which needs the plain model and optimizer"
-    takes_local_steps: ClassVar[bool] = True
-    alone: ClassVar[bool] = False

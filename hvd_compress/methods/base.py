@@ -11,14 +11,15 @@ from torch import Tensor
 from ..checkpoints import one_rank
 from ..engine.arguments import NamedParameters, check_integer, check_number, named_pairs
 from ..engine.bucket import Bucket
+from ..engine.clock import Clock
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
-from ..engine.driver import Clock
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
 from ..engine.membership import Membership
 from ..engine.method import Method
 from ..engine.modes import modes_off
+from ..engine.optimizers import watch
 from ..engine.place import Place
 from ..engine.shards import local
 from ..guards import optimizer as optimizer_guard
@@ -26,10 +27,12 @@ from ..guards.dcp import refuse_dcp
 from ..guards.unsharded import check_resharded
 from .reporting import Reporting
 
-_Clock = TypeVar("_Clock", bound=Clock)
+_Clock = TypeVar("_Clock")
 
 
-class Horovod(Clock, Protocol):
+class Horovod(Protocol):
+    """The clock that takes gradients from Horovod."""
+
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]: ...
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor: ...
@@ -151,8 +154,8 @@ class Compressor(Reporting, Method):
         self.grad_scaler, self.seed = grad_scaler, seed
         if not everyone.ordered:  # Horovod: our hooks must be registered before those of its optimizer
             self._clock = self.clock
-        self.engine.peer.register()
-        self.engine.optimizers.watch()
+        self.engine.comparison.register(self)
+        watch(self)
 
     # A method may override these, see Method.
 
@@ -213,7 +216,7 @@ class Compressor(Reporting, Method):
         """Lets ``clock`` begin and end exchanges. Only before gradients were exchanged."""
         with self.engine.entered:
             self._clock = clock
-        self.engine.peer.changed()
+        self.engine.comparison.changed()
 
     @property
     def has_clock(self) -> bool:
@@ -246,7 +249,7 @@ class Compressor(Reporting, Method):
         Does nothing if there is none, or with :class:`~hvd_compress.LocalSteps`. Raises ``RuntimeError`` in the middle
         of a step.
         """
-        self.engine.driver.discard()
+        self.engine.clock.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's state between steps, for ``torch.save`` (``weights_only`` is enough to load it).
@@ -278,7 +281,7 @@ class Compressor(Reporting, Method):
         """Drops the step in progress, after a failure; the next gradient begins a new one. Values that were sent in it
         are added back to the residuals, and compressed gradients become zero. With ``nodes``, gradients that the node
         had not summed are lost. Waits for an exchange of local steps in flight, unless that has failed."""
-        self.engine.driver.reset(wait=True)
+        self.engine.clock.reset(wait=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(

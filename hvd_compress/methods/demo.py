@@ -202,7 +202,7 @@ class DeMo(SparseMethod):
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         super().check_optimizer(facts)
         # Horovod's optimizer calls this also before there is an average.
-        if self._replacement is not None and self.engine.driver.undoable:
+        if self._replacement is not None and self.engine.clock.undoable:
             self._replacement.received.check(self.engine)
 
 

@@ -145,7 +145,7 @@ class SparseMethod(Compressor):
         """
         if self.takes_local_steps:
             raise ValueError("take_momentum: with LocalSteps, momentum stays in the optimizer")
-        if self.step or self.clock.driver.collecting:
+        if self.step or self.clock.collecting:
             raise ValueError("take_momentum comes before the compressor's first step: build a new compressor for it")
         return self.momentum.take(optimizer, self.clock.alone)
 

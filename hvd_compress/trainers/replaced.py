@@ -5,7 +5,7 @@ import torch
 from ..carriers import world
 from ..carriers.shards import shard_groups
 from ..engine.agreement import hash_of
-from ..engine.dense import Averaging, dense_gradient
+from ..engine.dense import as_real, average_in_place
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
 from ..engine.shards import local, place_in_mesh
@@ -29,9 +29,6 @@ def average_replaced(model: torch.nn.Module, engine: Engine) -> None:
     label, members, device = f"{engine.exchanges.label}.replaced", engine.collectives, parameters[0].device
     with engine.entered:
         floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-        weights = [dense_gradient(number, p, local(p.detach()), False, 1.0) for number, p in enumerate(floating)]
-        averages = Averaging(members, [weight.payload for weight in weights], label).results()
-        for weight, average in zip(weights, averages, strict=True):
-            weight.store(average)
+        average_in_place((as_real(local(p.detach())) for p in floating), members, label)
         levels = [members, *shard_groups(engine.parameters)]
         Buffers(model).exchange(levels, f"{label}.buffers", device, engine.stats.count_request)

@@ -19,7 +19,7 @@ from torch import nn
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, TopK
 from hvd_compress.carriers.mirror import Mirror
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.engine import comparison, engine, optimizers, peer, registry
+from hvd_compress.engine import comparison, engine, optimizers, registry
 from hvd_compress.engine.owner import in_use
 from hvd_compress.engine.registry import Registry
 from hvd_compress.gradients import step
@@ -90,7 +90,7 @@ def without_collector():
 
 
 #: What meets other compressors.
-MEETING = {*map(inspect.getsourcefile, (optimizers, peer, registry, comparison, engine, step))}
+MEETING = {*map(inspect.getsourcefile, (optimizers, registry, comparison, engine, step))}
 
 
 @pytest.fixture(params=["allocation", "line"])
@@ -255,8 +255,8 @@ def test_no_comparison_meets_a_dropped_compressor(dropping, sweep):
     rank, other = dropped(process, ours), torch.optim.SGD(LAYER().parameters(), 0.1, momentum=0.9)
 
     def compare():
-        rank.compression.engine.peer.changed()
-        rank.compression.engine.peer.compare()
+        rank.compression.engine.comparison.changed()
+        rank.compression.engine.compare()
 
     assert sweep(lambda: dropping(process, other), compare) > 0
 
@@ -270,7 +270,7 @@ def test_no_change_of_ranks_meets_a_dropped_compressor(dropping, sweep):
     def change():
         process.form()
         optimizer.step()
-        rank.compression.engine.peer.compare()
+        rank.compression.engine.compare()
 
     assert sweep(lambda: dropping(process, other), change) > 10
 
@@ -292,7 +292,7 @@ def test_ranks_stay_in_step(dropping, sweep):
             for share in worlds:
                 dropping(share, None)
         for rank in ranks:
-            rank.compression.engine.peer.changed()
+            rank.compression.engine.comparison.changed()
 
     sweep(prepare, run)
 
@@ -359,13 +359,13 @@ def test_a_compressor_that_could_not_be_built_takes_no_part():
     rank = dropped(process, trained=False)
     whole = Mirror.in_nodes
     process.in_nodes = lambda nodes: whole(process, nodes)
-    watching = len([each for each in optimizers._watching if each() is not None])
+    watched = len([each for each in optimizers._watching if each() is not None])
     with pytest.raises(RuntimeError, match="host") as kept, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fails, "_around", replace(Fails._around, clock=_no_host))
         Fails(model, collectives=process)
     rank.exchange(gradients(rank.model, 0))
     step_of(torch.optim.SGD(model.parameters(), 0.1))
-    assert kept.value and watching == len([each for each in optimizers._watching if each() is not None])
+    assert kept.value and watched == len([each for each in optimizers._watching if each() is not None])
 
 
 def _no_host(*_):

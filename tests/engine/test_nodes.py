@@ -88,7 +88,7 @@ def test_bytes_between_nodes_and_inside_are_counted_apart(host, monkeypatch):
     start = ThreadCollectives.start
 
     def spy(collectives, request, name):
-        if name.startswith("hvd_compress"):
+        if name.startswith("hvd_compress") and ".dense." not in name:
             level = {2: "between", 3: "inside"}[collectives.size]
             sent[collectives._number][level] += ring_bytes(request.verb, request.tensor.nbytes, collectives.size)
         return start(collectives, request, name)
@@ -156,7 +156,7 @@ def test_the_step_after_a_failed_one_works(name, host):
         p = place.piece.parameter
         p.grad = torch.ones_like(p)
         with engine.entered:
-            ranks[i].compression.engine.driver.arrive(place.piece.number, p.grad)
+            ranks[i].compression.engine.clock.arrive(place.piece.number, p.grad)
         ranks[i].compression.reset()
         assert not p.grad.any()
 

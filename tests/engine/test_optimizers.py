@@ -105,5 +105,5 @@ def test_compressors_that_are_built_in_several_threads_all_watch_their_optimizer
 
     monkeypatch.setattr(optimizers, "_watching", (slow,))
     built = ThreadWorld(3).run(lambda _: single())
-    watching = [reference() for reference in optimizers._watching]
-    assert len(watching) == 3 and {id(each) for each in watching} == {id(c.engine.optimizers) for c in built}
+    watched = [reference() for reference in optimizers._watching]
+    assert len(watched) == 3 and {*map(id, watched)} == {*map(id, built)}

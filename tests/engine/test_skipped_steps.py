@@ -135,7 +135,7 @@ def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host
     after = [residuals(r) for r in ranks]
     for rank in ranks:
         assert rank.compression.state_dict()["step"] == 2  # may undo
-        rank.compression.engine.driver.undo_if_skipped()  # as the next step's first gradient
+        rank.compression.engine.clock.undo_if_skipped()  # as the next step's first gradient
     assert all(equal(a.values(), residuals(r).values()) for a, r in zip(after, ranks, strict=True))
     assert name.startswith(WITHOUT_RESIDUAL) or not equal(held[0].values(), after[0].values())
 

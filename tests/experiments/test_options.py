@@ -135,7 +135,7 @@ def test_dgc_without_momentum_correction_fits_adamw():
     model = models.build("mlp", 1, 8, 10)
     optimizer = torch.optim.AdamW(model.parameters())
     built = compressors.METHODS["dgc"].build(args, model, optimizer, collectives=ThreadWorld(1).collectives(0))
-    built.engine.driver.before_optimizer_step(optimizer)
+    built.engine.clock.before_optimizer_step(optimizer)
 
 
 def test_methods_of_both_hosts_are_named():

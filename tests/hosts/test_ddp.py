@@ -25,7 +25,7 @@ def test_a_call_outside_of_backward_raises_an_error():
     bucket = rank.buckets(gradients(rank.model, 0))[0]
     with pytest.raises(RuntimeError, match=r"does not support DistributedDataParallel.join\(\)"):
         ddp_hook(rank.compression, bucket)
-    assert not rank.compression.engine.driver.collecting
+    assert not rank.compression.engine.clock.collecting
 
 
 def test_a_compressor_of_one_host_cannot_be_used_with_the_other():
@@ -297,7 +297,7 @@ def test_a_step_ends_with_backward_if_ddp_skips_the_last_buckets(hooks):
             for p, average in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 want = (given[0][numbers[id(p)]] + given[1][numbers[id(p)]]) / 2
                 torch.testing.assert_close(average, want, rtol=0, atol=1e-5)
-        assert ranks[0].compression.engine.driver.collecting is False
+        assert ranks[0].compression.engine.clock.collecting is False
 
 
 def test_a_bucket_that_its_parameters_do_not_cover_raises_an_error():

@@ -9,7 +9,7 @@ from methods import METHODS
 from models import gradients, mixed_model
 
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, average_gradients, ddp_hook
-from hvd_compress.engine.dense import Averaging
+from hvd_compress.engine.dense import DenseAverages
 
 
 @pytest.mark.parametrize("method", ["iwp", "demo", "quantized", "none"])
@@ -61,7 +61,7 @@ def test_a_call_that_failed_is_repeated_without_loss():
         average_gradients(rank.compression)
     first.grad = grads[0].clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Averaging, "results", lambda self: 1 / 0)
+        patch.setattr(DenseAverages, "receive", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             average_gradients(rank.compression)
     average_gradients(rank.compression)

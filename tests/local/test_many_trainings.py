@@ -55,7 +55,7 @@ def test_a_second_training_of_a_model(without_collection):
     trained_of(model, torch.optim.SGD(model.parameters(), 0.1), world)
     kept = sgd(model.parameters())
     trained_of(model, kept, world)
-    assert second.compression.engine.driver is second._rounds
+    assert second.compression.engine.clock is second._rounds
 
 
 def trained_ranks(host, steps, **options):
@@ -122,7 +122,7 @@ def test_a_first_step_that_has_failed_leaves_gradients(build, host):
 
 def fails_once(rank):
     """The first step, before anything was sent: ranks have compared their options."""
-    rank.compression.engine.driver.arrive(0, gradients(rank.model, 0)[0])
+    rank.compression.engine.clock.arrive(0, gradients(rank.model, 0)[0])
     rank.compression.reset()
     rank.compression.load_state_dict(rank.compression.state_dict())
 

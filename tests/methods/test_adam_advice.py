@@ -14,7 +14,7 @@ def step(compression, optimizer):
     """The messages of the optimizer's step."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compression.engine.driver.before_optimizer_step(optimizer)
+        compression.engine.clock.before_optimizer_step(optimizer)
     return [str(warning.message) for warning in caught]
 
 

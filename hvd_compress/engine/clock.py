@@ -1,5 +1,6 @@
-"""The interface of drivers: what decides when an engine exchanges, and what becomes of the averages."""
+"""The interface of clocks: what decides when an engine exchanges, and what becomes of the averages."""
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -18,56 +19,49 @@ class Unapplied(Protocol):
         """A later :meth:`undo` calls ``restore``: the methods can undo an exchange only once."""
 
 
-class Clock(Protocol):
-    """A compressor's user: a host's side, which takes gradients, or local steps."""
+class Clock(abc.ABC):
+    """What begins and ends an engine's exchanges: a host, which takes gradients, or rounds of local steps."""
 
-    @property
-    def bound(self) -> str:
-        """The end of an error: "is bound to Horovod: ..."."""
-
-    @property
-    def takes_local_steps(self) -> bool:
-        """Whether gradients stay each rank's own."""
-
-    @property
-    def driver(self) -> "Driver": ...
+    #: The end of an error: "is bound to Horovod: ...".
+    bound: str
+    #: Whether gradients stay each rank's own.
+    takes_local_steps = False
+    #: Whether only one optimizer may step the parameters.
+    single = False
+    #: Whether other ranks may compare this engine's configuration before that of another engine with which this rank
+    #: begins: gradients of two models may arrive in any order.
+    comes_first = False
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank, and none can join."""
-
-
-class Driver(Protocol):
-    """The object that begins and ends an engine's exchanges."""
+        return False
 
     @property
     def collecting(self) -> bool:
         """Whether a step of gradients is in progress."""
+        return False
 
     @property
     def undoable(self) -> bool:
         """Whether the last average of gradients may still be taken back."""
-
-    @property
-    def comes_first(self) -> bool:
-        """Whether other ranks may compare this engine's configuration before that of another engine with which this
-        rank begins: gradients of two models may arrive in any order."""
-
-    @property
-    def single(self) -> bool:
-        """Whether one optimizer only may step the parameters."""
+        return False
 
     @property
     def unapplied(self) -> Unapplied | None:
         """The last average, if nobody has applied it so far. May synchronise a GPU."""
+        return None
 
+    @abc.abstractmethod
     def options(self) -> Mapping[str, object]:
         """Returns values that must be the same on all ranks, beside the method's options."""
 
+    @abc.abstractmethod
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` if it does
         not fit."""
 
+    @abc.abstractmethod
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
         """Called after such a step. ``counts``: false for an optimizer inside another one, which steps after it."""
 
@@ -77,15 +71,18 @@ class Driver(Protocol):
     def discard(self) -> None:
         """See :meth:`hvd_compress.Compressor.discard_step`."""
 
+    @abc.abstractmethod
     def reset(self, wait: bool = False) -> None:
         """Called when an exchange has failed, and by the user: takes back what is in progress. ``wait``: wait for
         messages that the other ranks answer."""
 
+    @abc.abstractmethod
     def restart(self, same_ranks: bool) -> None:
         """Called before a state is loaded, and when the set of ranks has changed (elastic): takes back what is in
         progress, forgets the last average, and lets the ranks compare their configurations again. The parameters may be
         new already. ``same_ranks``: the other ranks still answer, so messages are waited for."""
 
+    @abc.abstractmethod
     def begin_saving(self) -> None:
         """Called by all ranks before a state is saved. Waits for what is in flight. Raises ``RuntimeError`` in the
         middle of a step."""
@@ -94,4 +91,5 @@ class Driver(Protocol):
         """Called by all ranks before they save one state together. Raises ``RuntimeError`` if their weights differ."""
 
     def state(self) -> dict[str, Tree]:
-        """Describes the driver's part of the saved state."""
+        """Describes the clock's part of the saved state."""
+        return {}
