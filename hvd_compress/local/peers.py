@@ -7,11 +7,15 @@ applied (:meth:`hvd_compress.local.round.Round`).
 
 from collections.abc import Callable
 
-from ..engine.commits import Attempt, Commits
 from ..engine.engine import Engine
 from ..engine.membership import Membership, NoQuorum, PeerLost
 from ..engine.state import Saved, TensorLeaf, Tree, check, load, save
 from .common_weights import CommonWeights
+
+Attempt = tuple[int, int]
+
+# Committed rounds that are remembered for ranks in doubt.
+_REMEMBERED = 1024
 
 
 class Peers:
@@ -29,7 +33,8 @@ class Peers:
         #: Whether this rank has ended a round with the others, so that its progress is relative to their weights; and
         #: whether the last quorum has healed it.
         self.joined, self.healed, self._changed = False, False, False
-        self._commits = Commits(engine)
+        # Rounds that were committed, the last ones, and the failures in a row since.
+        self._committed, self._failures = list[Attempt](), 0
         self._before_healing: Callable[[], None] = lambda: None
 
     def register(self) -> None:
@@ -58,8 +63,8 @@ class Peers:
         """This rank has everything of a round. Returns whether the round counts."""
         if not self._members.commit():
             return False
-        self.joined = True
-        self._commits.add(self._members.attempt)
+        self.joined, self._failures = True, 0
+        self._committed = [*self._committed, self._members.attempt][-_REMEMBERED:]
         return True
 
     @property
@@ -69,24 +74,28 @@ class Peers:
 
     def was_committed(self, attempt: Attempt) -> bool:
         """Whether other ranks have committed a round of this rank."""
-        committed = attempt in self._commits.attempts
+        committed = attempt in self._committed
         self.joined |= committed
         return committed
 
     def fail(self, error: RuntimeError) -> None:
-        """A round has failed before this rank had everything, or has not begun: no rank commits it."""
+        """A round has failed before this rank had everything, or has not begun: no rank commits it. Warns at the 1st,
+        10th, 100th and 1,000th failure in a row."""
         self._members.fail(error)
-        what = "a round has not begun" if isinstance(error, NoQuorum) else "a round is taken back"
-        self._commits.fail(what, f", and the next one exchanges its progress: {error}")
+        self._failures += 1
+        if self._failures in (1, 10, 100, 1000):
+            what = "a round has not begun" if isinstance(error, NoQuorum) else "a round is taken back"
+            row = "" if self._failures == 1 else f" ({self._failures} in a row)"
+            self._engine.warn(f"{what}{row}, and the next one exchanges its progress: {error}")
 
     def _save(self) -> Saved:
-        return {"state": save(self._shared()), "committed": list(self._commits.attempts)}
+        return {"state": save(self._shared()), "committed": list(self._committed)}
 
     def _load(self, state: Saved) -> None:
         self._before_healing()
         check(self._shared(), state["state"])
         load(self._shared(), state["state"])
-        self._commits.replace(state["committed"])
+        self._committed = list(state["committed"])
         self.healed = True
 
     def _shared(self) -> Tree:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.commits import Attempt
 from ..engine.comparison import Unexpected
 from ..engine.engine import Engine
 from ..engine.membership import PeerLost
@@ -19,7 +18,7 @@ from .calls import Calls, Different, Row
 from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
 from .lengths import Lengths
-from .peers import Peers
+from .peers import Attempt, Peers
 
 
 @dataclass(frozen=True)
