@@ -10,21 +10,25 @@ from hvd_compress.carriers.horovod import HorovodCollectives, _Registries
 from hvd_compress.engine.collectives import Request
 
 
-class _Engine:
+class _Method:
     """As far as a registry sees it."""
 
-    exchanging = True
+
+def _added(registry, method):
+    number = registry.number()
+    registry.add(method, number)
+    return number
 
 
 def test_compressors_of_all_process_sets_know_each_other_and_go_on_when_the_ranks_change():
-    registries, sets = _Registries(), [_Engine(), _Engine()]
-    first, second, third = _Engine(), _Engine(), _Engine()
+    registries, sets = _Registries(), [_Method(), _Method()]
+    first, second, third = _Method(), _Method(), _Method()
     before, after = object(), object()
-    numbers = [registries.of(s, before).add(e) for s, e in ((sets[0], first), (sets[1], second), (sets[0], third))]
+    numbers = [_added(registries.of(s, before), e) for s, e in ((sets[0], first), (sets[1], second), (sets[0], third))]
     assert numbers == [0, 0, 1]
     assert [*registries.of(sets[0], before).others(first)] == [second, third]
     registries.of(sets[0], after).add(first, 0)
-    assert registries.of(sets[0], after).add(_Engine()) == 1, "new ranks begin to count at 0"
+    assert _added(registries.of(sets[0], after), _Method()) == 1, "new ranks begin to count at 0"
     assert {*registries.of(sets[0], after).others(first)} == {second, third}
 
 
