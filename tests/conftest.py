@@ -2,6 +2,7 @@
 turns: each combination of the others has one of them, and neighbouring combinations have different ones."""
 
 import gc
+import os
 from collections import defaultdict
 
 import pytest
@@ -17,6 +18,11 @@ settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--all"):
+        os.environ.setdefault("TEST_EXAMPLES", "0.4")  # operators/checks.py
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

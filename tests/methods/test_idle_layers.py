@@ -23,11 +23,15 @@ BUILDS = {
     "demo-sign-gather": partial(DeMo, exchange="gather"),
     "demo-sign-everything": partial(DeMo, density=1.0),
 }
+#: Those of which the exchange or the codec differs from another one's: with --all.
+SLOW = ("iwp-lloyd4", "fft-gather", "demo-gather", "demo-sign-gather", "demo-sign-everything")
 #: Those that rest after 180 steps; others after 80.
 LATER = ("slimdp", "terngrad-feedback")
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in BUILDS]
+)
 def test_a_layer_without_gradients_comes_to_rest(name):
     build, rests = BUILDS[name], 180 if name in LATER else 80
     world, ranks = replicas(2, build, nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(32, 48)), "ddp")

@@ -93,7 +93,7 @@ def test_the_order_of_gradients_does_not_change_a_bit(method, size, host):
     results = []
     for order in (1, 2):
         world, ranks = replicas(size, method, host=host)
-        results.append(random_steps(world, ranks, range(4), order=order * 100)[0])
+        results.append(random_steps(world, ranks, range(3), order=order * 100)[0])
     assert equal(*results)
 
 
@@ -103,14 +103,14 @@ def test_both_hosts_give_the_same_bits(method, size):
     results = []
     for host in HOSTS:
         world, ranks = replicas(size, method, host=host)
-        results.append([*random_steps(world, ranks, range(4))[0], *residuals(ranks[-1]).values()])
+        results.append([*random_steps(world, ranks, range(3))[0], *residuals(ranks[-1]).values()])
     assert equal(*results)
 
 
 @pytest.mark.parametrize(
     ("host", "steps"),
     [
-        ("horovod", 105),  # to the last stage of the warm-up
+        ("horovod", 60),  # two stages of the warm-up end
         *(pytest.param(*other, marks=pytest.mark.slow) for other in (("ddp", 150), ("horovod", 1000), ("ddp", 1000))),
     ],
 )
@@ -142,7 +142,7 @@ def test_payload_shapes_are_constant(method, size, host, monkeypatch):
         return start(collectives, request, name)
 
     monkeypatch.setattr(ThreadCollectives, "start", spy)
-    random_steps(world, ranks, range(9))
+    random_steps(world, ranks, range(6))
     assert seen and all(len(shapes) == 1 for shapes in seen.values()), seen
 
 
