@@ -29,7 +29,7 @@ def on_hosts_in_turn(test: Callable[..., None]) -> Callable[..., None]:
 
 def toy_model() -> torch.nn.Module:
     """A model that can be trained: 32 inputs, 8 outputs."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)
     )

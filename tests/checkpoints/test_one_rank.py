@@ -15,7 +15,7 @@ from hvd_compress import FFT, IWP, MIPD, MP2, DeMo, SlimDP, reshard
 from hvd_compress.engine.state import same
 from hvd_compress.methods import iwp
 
-#: Ranks, host and momentum: each value of each in the short run.
+#: Ranks, host and momentum, in turn: each value of each in the short run.
 SHORT = [(2, "horovod", 0.9), ((2, 2), "ddp", 0.0)]
 LONG = [setting for setting in itertools.product((2, (2, 2)), HOSTS, (0.0, 0.9)) if setting not in SHORT]
 
@@ -33,11 +33,11 @@ def check_resumed(world, ranks, fresh_world, fresh, states, steps):
         assert same(one, other)
 
 
-@pytest.mark.parametrize(
-    ("size", "host", "momentum"), [*SHORT, *(pytest.param(*setting, marks=pytest.mark.slow) for setting in LONG)]
-)
+@pytest.mark.alternate("setting")
+@pytest.mark.parametrize("setting", [*SHORT, *(pytest.param(each, marks=pytest.mark.slow) for each in LONG)], ids=str)
 @pytest.mark.parametrize("name", EACH)
-def test_a_checkpoint_resumes_bit_exactly(name, size, host, momentum, tmp_path):
+def test_a_checkpoint_resumes_bit_exactly(name, setting, tmp_path):
+    size, host, momentum = setting
     method = partial(METHODS[name], **SMALL)
     method = partial(method, **fitting(method, {"momentum": momentum, "warmup_steps": 4}))
     world, ranks = replicas(size, method, host=host)
@@ -102,10 +102,12 @@ def states_of(ranks):
     return states
 
 
-@pytest.mark.parametrize(("host", "momentum"), [("horovod", 0.0), ("ddp", 0.9)])
+@pytest.mark.alternate("setting")
+@pytest.mark.parametrize("setting", [("horovod", 0.0), ("ddp", 0.9)], ids=str)
 @pytest.mark.parametrize("name", [*EACH, "demo-sign"])
-def test_a_state_between_an_average_and_its_step_is_that_before_the_average(name, host, momentum):
+def test_a_state_between_an_average_and_its_step_is_that_before_the_average(name, setting):
     """As if the average had been discarded. Saving changes nothing: the average may still be applied, or discarded."""
+    host, momentum = setting
     method = partial({**METHODS, "demo-sign": DeMo}[name], **SMALL)
     method = partial(method, **({} if name == "demo-sign" else fitting(method, {"momentum": momentum})))
     worlds, groups = zip(*(waiting_average(method, host) for _ in range(4)), strict=True)

@@ -32,6 +32,7 @@ def test_a_new_rank_agrees_with_one_that_has_trained_before(name):
     assert [r.compression.stats()["steps"] for r in (survivor, fresh)] == [5, 5]
 
 
+@pytest.mark.alternate("momentum")
 @pytest.mark.parametrize("name", ["iwp", "iwp-fp32", "iwp-lloyd4", "iwp-range10-gather", "fft", "mipd", "mp2-silent"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1)])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -113,6 +113,7 @@ def without_modes(name: str, host: str) -> list[Any]:
 
 
 @on_hosts_in_turn
+@pytest.mark.alternate("modes")
 @pytest.mark.parametrize("name", list(KINDS))
 @every_combination
 def test_steps_are_bit_equal(modes: Modes, name: str, host: str) -> None:

@@ -36,6 +36,7 @@ def run(build: Any, host: str, model: torch.nn.Module, values: torch.dtype, dtyp
 
 
 @on_hosts_in_turn
+@pytest.mark.alternate("dtypes")
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_the_same_as_in_float32(name: str, dtypes: tuple[torch.dtype, torch.dtype], host: str) -> None:

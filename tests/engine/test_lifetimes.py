@@ -86,7 +86,6 @@ def without_collector():
     yield
     gc.set_threshold(*threshold)
     gc.enable()
-    gc.unfreeze()
 
 
 #: What meets other compressors.

@@ -29,6 +29,7 @@ class Scaler:
 
 
 @on_hosts_in_turn
+@pytest.mark.alternate("told_by")
 @pytest.mark.parametrize("told_by", ["scaler", "call"])
 @pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 @pytest.mark.parametrize("name", ["iwp", "iwp-lanes4", "iwp-lloyd4", "fft", "fft-gather", "mipd", "mipd-lloyd4"])
@@ -124,6 +125,7 @@ def test_loading_after_a_skipped_step_restores_the_saved_state(name):
 
 
 @on_hosts_in_turn
+@pytest.mark.alternate("scaler")
 @pytest.mark.parametrize("scaler", [None, Scaler()], ids=["", "scaler"])
 @pytest.mark.parametrize("name", EACH)
 def test_an_average_that_no_optimizer_used_does_not_come_back(name, scaler, host):

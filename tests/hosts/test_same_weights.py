@@ -69,6 +69,7 @@ def not_a_number(step, rank):
         rank.model[0].bias.data.fill_(float("nan"))
 
 
+@pytest.mark.alternate("size")
 @HOSTS
 @pytest.mark.parametrize("size", [2, (2, 2)], ids=["2", "2x2"])
 @pytest.mark.parametrize("before", [own_rate, own_norm, own_skip, own_weights, not_a_number])

@@ -71,6 +71,7 @@ WRONG = {
 }
 
 
+@pytest.mark.alternate("build")
 @on_both_hosts
 @pytest.mark.parametrize("build", [partial(SPARSE, **SMALL), NoCompression], ids=["sparse", "none"])
 @pytest.mark.parametrize("name", WRONG)

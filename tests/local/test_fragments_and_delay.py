@@ -185,6 +185,7 @@ def test_local_sgd_with_fragments_and_delay_by_hand(mode, ordered):
         torch.testing.assert_close(worker.weights(), by_hand.weights(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.alternate("ordered")
 @on_both_hosts
 @pytest.mark.parametrize("options", [{}, {"unsent": "buffer", "decay": 0.5}, {"outer_lr": 0.7, "outer_momentum": 0.5}])
 @pytest.mark.parametrize("name", ["iwp", "fft", "mipd", "slimdp", "mp2-guessing", "powersgd", "none"])
@@ -287,6 +288,7 @@ def test_finish_lands_what_is_in_flight(unsent):
     assert world.run(lambda i: group[i].train(3, first=6)) == [[False, False, True]] * 2
 
 
+@pytest.mark.alternate("ordered")
 @on_both_hosts
 @on_both_kinds
 @pytest.mark.parametrize("name", ["iwp", "fft", "topk", "powersgd-fp32"])

@@ -111,6 +111,7 @@ def test_what_is_owed_is_not_scaled(ordered):
                 torch.testing.assert_close(residuals[:2], residuals[2:], rtol=0, atol=0 if scaled else 1e-5)
 
 
+@pytest.mark.alternate("mode")
 @pytest.mark.parametrize("mode", [{}, IN_TURN, DELAYED], ids=["at once", "fragments", "delayed"])
 @pytest.mark.parametrize("name", [one for one in EACH if one.values[0] in COMPLETE])
 def test_ranks_and_hosts_have_the_same_bits(name, mode):

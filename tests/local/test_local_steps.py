@@ -44,6 +44,7 @@ def assert_mean(worker, alone):
     torch.testing.assert_close(doubles(worker), mean([other.weights() for other in alone]), rtol=0, atol=1e-6)
 
 
+@pytest.mark.alternate("mode")
 @pytest.mark.parametrize("mode", [{"period": 2}, DELAYED], ids=["at once", "delayed"])
 @on_both_kinds
 @pytest.mark.parametrize("name", EACH)
@@ -63,6 +64,7 @@ def test_common_weights_are_bit_equal_and_nothing_is_lost(name, unsent, mode):
     assert group[0].compression.stats()["steps"] == 3
 
 
+@pytest.mark.alternate("mode")
 @pytest.mark.parametrize("mode", [{}, DELAYED], ids=["at once", "delayed"])
 @pytest.mark.parametrize("name", EACH)
 def test_both_hosts_give_the_same_bits(name, mode):
@@ -106,6 +108,7 @@ def test_unsent_differences_stay_in_the_own_weights():
                 torch.testing.assert_close(w[~agreed], f[~agreed], rtol=0, atol=1e-6)
 
 
+@pytest.mark.alternate("ordered")
 @on_both_hosts
 @on_both_kinds
 @pytest.mark.parametrize("name", EXACT)
@@ -154,6 +157,7 @@ def test_a_node_takes_local_steps_as_one_rank():
         torch.testing.assert_close(worker.weights(), flat[rank // 2].weights(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.alternate("delay")
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("name", EACH)
 def test_ranks_of_nodes_have_the_same_weights_after_local_steps(name, delay):
@@ -221,6 +225,7 @@ def test_the_buffer_is_error_feedback_with_decay():
         torch.testing.assert_close(held, buffers[rank], rtol=0, atol=1e-5)
 
 
+@pytest.mark.alternate("options")
 @pytest.mark.parametrize(
     "options",
     [
@@ -387,7 +392,7 @@ def test_a_new_rank_joins(unsent):
     assert same(*group)
 
 
-@pytest.mark.alternate("unsent")
+@pytest.mark.alternate("unsent", "mode")
 @on_both_kinds
 @pytest.mark.parametrize(
     "damage", [("wide.weight", math.inf), ("wide.weight", math.nan), ("wide.weight", 3e38), ("wide.bias", math.nan)]
@@ -442,7 +447,7 @@ def test_a_failed_exchange_loses_nothing(name, stage, unsent, decay):
         torch.testing.assert_close(mean(map(kept, group)), before, rtol=0, atol=1e-6)
 
 
-@pytest.mark.alternate("unsent")
+@pytest.mark.alternate("dtype", "unsent")
 @on_both_kinds
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", TRAINED)
@@ -483,6 +488,7 @@ def test_with_one_process_or_outside_the_process_set_nothing_is_exchanged():
     assert worker.compression.stats()["steps"] == 0
 
 
+@pytest.mark.alternate("options")
 @pytest.mark.parametrize(
     "options",
     [{}, {"unsent": "buffer", "decay": 0.95}, {"outer_lr": 0.7, "outer_momentum": 0.5}],

@@ -102,6 +102,7 @@ def assert_equal(ranks, model, bucket=2**23, scale=1.0, **options):
     return ours[0]
 
 
+@pytest.mark.alternate("ranks")
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_weights_residuals_and_messages_are_equal(bits, ranks):
@@ -136,7 +137,7 @@ def frozen(model, number):
     return model
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
 def test_any_shapes(seed):
     pick = random.Random(seed)
     shapes = [(pick.randint(1, 90), pick.randint(1, 90)) for _ in range(7)] + [(1024, 1), (31, 33), (1,), (5000,)]

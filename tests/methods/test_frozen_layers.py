@@ -45,6 +45,7 @@ def gradients_of(model: nn.Module, steps: int, frozen: range) -> list[list[Tenso
     return found
 
 
+@pytest.mark.alternate("host")
 @HOSTS
 @SIZES
 @pytest.mark.parametrize("build", EVERYTHING.values(), ids=EVERYTHING.keys())

@@ -75,7 +75,7 @@ def test_a_bad_prediction_closes_the_gate():
     assert all(float((g == 0).float().mean()) > 0.7 for g in compressed[1:]), "no entry is predicted"
 
 
-@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_predictions_stay_bit_equal(steps):
     build = partial(Guessing, density=1 / 5, momentum=0.9)
     world, ranks = replicas(3, build, model=toy_model())
@@ -88,10 +88,10 @@ def test_predictions_stay_bit_equal(steps):
 @pytest.mark.parametrize("cause", ["prediction", "weight"])
 def test_replicas_that_differ_raise_an_error_on_every_rank(monkeypatch, cause):
     """At the next checksum, for a difference in the last bit."""
-    monkeypatch.setattr(mp2, "_CHECK_INTERVAL", 10)
+    monkeypatch.setattr(mp2, "_CHECK_INTERVAL", 5)
     build = partial(Guessing, density=1 / 3, values="fp32")
     world, ranks = replicas(3, build, model=toy_model())
-    random_steps(world, ranks, range(19))
+    random_steps(world, ranks, range(9))
     with torch.no_grad():
         if cause == "prediction":
             ranks[1].compression.works[0].prediction.guess.view(torch.int32).add_(1)

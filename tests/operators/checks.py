@@ -19,9 +19,9 @@ DEVICES = ["cpu", *[pytest.param("cuda", marks=_needs_cuda)] * torch.cuda.is_ava
 EMULATED = "EMULATED_ARCH" in os.environ
 #: Arguments whose contents operators on other devices than the CPU do not check.
 TABLES = ("pieces", "edges", "kind", "base", "book")
-#: The share of hypothesis' examples: fewer for slow builds.
+#: The share of hypothesis' examples: fewer in the short run, and for slow builds.
 EXAMPLES = float(os.environ.get("TEST_EXAMPLES", "1"))
-#: Whether tests that are slow in such builds try fewer of their cases, too.
+#: Whether slow tests try fewer of their cases, too.
 FEW = EXAMPLES < 1
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
