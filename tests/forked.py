@@ -35,13 +35,15 @@ def main() -> None:
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}
         runpy.run_path(sys.argv[0], run_name="__main__")
         return
+    failed = False
     while children:
         child, status = os.wait()
         children.remove(child)
         if status:
+            failed = True
             for other in children:
                 os.kill(other, signal.SIGKILL)
-            sys.exit(1)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
