@@ -15,17 +15,24 @@ linters() {
 }
 [[ -z $* || $* == --all ]] || { linters; exec .venv/bin/python -m pytest "$@"; }
 
-# Two jobs at a time, for two cores: tests that start ranks, and beside them linters and the tests of one process, in two
-# parts. These print at the end.
-parts=("methods codecs selection carriers guards" "checkpoints engine hosts local operators")
+# Three jobs at a time, for two cores: ranks often wait for each other or for a timeout. The longest begin first, and
+# "tests" is what no other part has. Each prints when it has ended.
+parts=("parallel faults" "trainers examples peers" "methods codecs selection carriers guards"
+  "checkpoints engine hosts local operators" "")
 logs=$(mktemp -d) status=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
-.venv/bin/python -m pytest "$@" tests $(printf -- '--ignore=tests/%s ' "${scripts[@]}" ${parts[*]}) &
+part() { # PYTEST_ARGUMENTS...
+  local code=0
+  .venv/bin/python -m pytest "$@" > "$logs/$BASHPID" 2>&1 || code=$?
+  cat "$logs/$BASHPID"
+  return $code
+}
 linters &
-for part in "${parts[@]}"; do
-  wait -n || status=$?
-  .venv/bin/python -m pytest "$@" $(printf 'tests/%s ' $part) > "$logs/${part%% *}" 2>&1 &
+for rooms in "${parts[@]}"; do
+  while (($(jobs -rp | wc -l) > 2)); do wait -n || status=$?; done
+  if [[ $rooms ]]; then chosen=($(printf 'tests/%s ' $rooms))
+  else chosen=(tests $(printf -- '--ignore=tests/%s ' "${scripts[@]}" ${parts[*]})); fi
+  part "$@" "${chosen[@]}" &
 done
 while wait -n || { code=$?; ((code != 127)) && status=$code; }; do :; done
-cat "$logs"/*
 exit $status

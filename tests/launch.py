@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,10 +13,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ROOT / "tests" / "parallel"
+FORKED = str(ROOT / "tests" / "forked.py")
 
 LAUNCHES = {"mpi-2": ["2"], "gloo-2": ["--gloo", "2"], "ddp-2": ["--ddp", "2"]}
 #: Two ranks of each host, as arguments of scripts/run.sh.
 on_every_launch = pytest.mark.parametrize("ranks", LAUNCHES.values(), ids=LAUNCHES.keys())
+
+
+def on_launches(*names: str) -> pytest.MarkDecorator:
+    """Two ranks of each host, of which these are in the short run."""
+    launches = [pytest.param(ranks, id=n, marks=[pytest.mark.slow] * (n not in names)) for n, ranks in LAUNCHES.items()]
+    return pytest.mark.parametrize("ranks", launches)
+
 
 needs_hosts = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
@@ -63,12 +72,23 @@ def end(process: subprocess.Popen[str], grace: float = 30.0) -> str:
 
 
 def launch(script: str, arguments: list[str], timeout: float, **environment: str) -> str:
-    """Runs ``scripts/<script>``. Fails with each rank's last lines if a rank fails or it takes more than ``timeout``
-    seconds."""
+    """Runs ``scripts/<script>``, see :func:`run`."""
+    return run(["bash", str(ROOT / "scripts" / script), *arguments], timeout, **environment)
+
+
+def fork(ranks: str, modules: str, script: str, arguments: list[str], timeout: float, **environment: str) -> str:
+    """Runs a script on ranks of torch.distributed that tests/forked.py starts, see :func:`run`: imports take most of a
+    short launch. test_lost_ranks.py and test_examples.py start ranks by torchrun."""
+    return run([sys.executable, FORKED, ranks, modules, script, *arguments], timeout, **environment)
+
+
+def run(command: list[str], timeout: float, **environment: str) -> str:
+    """Returns what the ranks printed. Fails with each rank's last lines if a rank fails or it takes more than
+    ``timeout`` seconds."""
     stalled = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "10", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40"}
     with tempfile.TemporaryDirectory() as logs:
         environment = {**stalled, "HVD_COMPRESS_TEST_LOGS": logs, **environment}
-        process = start(["bash", str(ROOT / "scripts" / script), *arguments], **environment)
+        process = start(command, **environment)
         try:
             output = process.communicate(timeout=timeout)[0]
             problem = f"ended with {process.returncode}" if process.returncode else None
@@ -77,7 +97,7 @@ def launch(script: str, arguments: list[str], timeout: float, **environment: str
         finally:
             end(process)
         if problem:
-            pytest.fail(f"{script} {' '.join(arguments)[:200]} {problem}\n{last_lines(Path(logs))}\n{output[-2500:]}")
+            pytest.fail(f"{' '.join(command)[:300]} {problem}\n{last_lines(Path(logs))}\n{output[-2500:]}")
     return output
 
 
@@ -126,9 +146,13 @@ def run_cases(
     assert plan and all(plan.values())
     items = [f"{method}:{','.join(cases)}" for method, cases in plan.items()]
     chosen = ["--host", host] if host else host_of(ranks)
-    script = [str(PARALLEL / "check_training.py"), *chosen, "--steps", str(steps)]
-    script += ["--nodes", str(nodes)]
-    output = launch("run.sh", [*ranks, *script, *items], timeout, **environment)
+    script, arguments = str(PARALLEL / "check_training.py"), [*chosen, "--steps", str(steps), "--nodes", str(nodes)]
+    if "--ddp" in ranks:
+        output = fork(
+            ranks[-1], "torch._dynamo,hvd_compress,pytest", script, [*arguments, *items], timeout, **environment
+        )
+    else:
+        output = launch("run.sh", [*ranks, script, *arguments, *items], timeout, **environment)
     done = set(re.findall(r"\[rank (\d+)\] ok (\S+) (\S+) ", output))
     for rank in range(int(ranks[-1])):
         missing = [(m, c) for m, cases in plan.items() for c in cases if (str(rank), m, c) not in done]

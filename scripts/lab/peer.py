@@ -28,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers need it, which takes seconds: once for all peers
 import torchft
 from torch import distributed, nn
 from torchft.coordination import LighthouseServer

@@ -1,9 +1,10 @@
 """Trains elastic_local_steps, and resumes it from copies of its checkpoints, each damaged in one way, in this rank:
 damaged.py FOLDER SCRIPT. Started by test_examples.py on both ranks.
 
-Prints, for each kind of damage, what a run printed that begins with it.
+Rank 0 prints, for each kind of damage, what a run printed that begins with it.
 """
 
+import io
 import os
 import runpy
 import shutil
@@ -15,6 +16,8 @@ from torch import distributed
 folder, script = Path(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo")
 distributed.init_process_group = distributed.destroy_process_group = lambda *_, **__: None
+if distributed.get_rank():
+    sys.stdout = io.StringIO()
 #: A checkpoint each.
 STEPS = (2, 4, 6)
 

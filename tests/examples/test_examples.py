@@ -14,21 +14,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, end, finish, start
+from launch import ROOT, end, finish, fork, start
 
 EXAMPLES = ROOT / "examples"
+MODULES = "torch._dynamo,torch.distributed.checkpoint,hvd_compress"
 DRIVER, DYING, DAMAGED = (str(Path(__file__).with_name(name)) for name in ("resume.py", "dying.py", "damaged.py"))
-#: Launches: packages, and the examples that need each.
+#: Launches: packages, and the examples that need each. Of the trainers one is in the short run: tests/trainers has all.
 LAUNCHES = {
     "two_ranks": {
         "torch": ["local_muon", "local_matrices", "ddp_sgd", "gpt_demo", "muon_ddp", "custom_method"],
-        "lightning": ["lightning_callback"],
         "accelerate": ["accelerate_loop"],
-        "transformers": ["transformers_trainer"],
     },
-    "restarts": {"torch": ["elastic_local_steps"]},
-    "two_nodes": {"torch": ["fsdp_gpt", "fsdp_local_muon"], "lightning": ["lightning_fsdp"]},
+    "two_nodes": {"torch": ["fsdp_gpt", "fsdp_local_muon"]},
     "horovod": {"horovod": ["horovod_sgd", "muon_horovod"]},
+}
+SLOW = {
+    "other_trainers": {"lightning": ["lightning_callback"], "transformers": ["transformers_trainer"]},
+    "two_nodes_of_lightning": {"lightning": ["lightning_fsdp"]},
+    "restarts": {"torch": ["elastic_local_steps"]},
 }
 ELASTIC = "horovod_elastic"
 #: Seconds of a launch, on a machine that is busy otherwise.
@@ -81,21 +84,32 @@ def launched(command, endpoint="127.0.0.1:0", **more):
 
 def test_every_example_is_tested_short_and_in_the_index():
     files = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
-    tested = itertools.chain(*(names for examples_of in LAUNCHES.values() for names in examples_of.values()))
+    tested = itertools.chain(*(names for examples_of in (LAUNCHES | SLOW).values() for names in examples_of.values()))
     assert files.keys() == {*tested, ELASTIC}
     assert {name for name, text in files.items() if len(text.splitlines()) > 90} == set()
     assert set(re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())) == files.keys()
 
 
-@pytest.mark.parametrize("examples_of", LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize(
+    "examples_of",
+    [
+        pytest.param(LAUNCHES.get(name) or SLOW[name], id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name in LAUNCHES | SLOW
+    ],
+)
 def test_examples(examples_of, tmp_path):
-    names, steps = [name for package in examples_of if find_spec(package) for name in examples_of[package]], 24
+    names = [name for package in examples_of if find_spec(package) for name in examples_of[package]]
+    steps = 12 if "fsdp_gpt" in names else 24  # of SGD, more until something is learnt
     if not names:
         pytest.skip(f"not installed: {', '.join(examples_of)}")
     launcher, *others = map(printed, names)
     assert all(other == launcher for other in others)
-    scripts = [str(EXAMPLES / f"{name}.py") for name in names]
-    runs = results(run(launcher, DRIVER, str(tmp_path), str(steps), *scripts), 4 * len(names))
+    arguments = [str(tmp_path), str(steps), *(str(EXAMPLES / f"{name}.py") for name in names)]
+    if launcher[:2] == ["torchrun", "--nproc-per-node"]:
+        output = fork(launcher[2], ",".join([MODULES, *filter(find_spec, examples_of)]), DRIVER, arguments, LIMIT)
+    else:
+        output = run(launcher, DRIVER, *arguments)
+    runs = results(output, 4 * len(names))
     print(names, *runs, sep="\n")
     for first in range(0, len(runs), 4):
         check_resumed(*runs[first : first + 4], steps)
@@ -119,10 +133,8 @@ def test_elastic_example(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tmp_path):
-    launcher = ["torchrun", "--nproc-per-node", "2", "--tee", "3"]
-    output = run(launcher, DAMAGED, str(tmp_path), str(EXAMPLES / "elastic_local_steps.py"))
-    of_rank_0 = "".join(line.partition(":")[2] for line in output.splitlines(True) if line.startswith("[default0]"))
-    parts = dict(zip(*[iter(reversed(re.split(r"ended (\w+)\n", of_rank_0)[:-1]))] * 2, strict=True))
+    output = fork("2", MODULES, DAMAGED, [str(tmp_path), str(EXAMPLES / "elastic_local_steps.py")], LIMIT)
+    parts = dict(zip(*[iter(reversed(re.split(r"ended (\w+)\n", output)[:-1]))] * 2, strict=True))
     assert len(parts) == 9, output[-3000:]
     begins = {name: [int(step) for step in re.findall(r" 7 steps from (\d+),", text)] for name, text in parts.items()}
     passed = {name: text.count("cannot be read: ") for name, text in parts.items()}

@@ -122,10 +122,10 @@ def frozen_layers_stay():
     for build in SIGNS.values():
         for dtype in (torch.float32, torch.bfloat16):
             task = Task(build, network().to(dtype))
-            task.train(4)
+            task.train(2)
             task.model[:2].requires_grad_(False)
             before = _weights(task)
-            task.train(20)
+            task.train(6)
             moved = _moved(task, before)
             assert all((change == 0) == (name[0] in "01") for name, change in moved.items()), moved
             task.model.requires_grad_(True)
@@ -162,9 +162,9 @@ def branches_that_no_rank_uses_stay():
                         task.backward(lambda model, x: model.loss(x, second, zero))
                     task.step()
 
-            train(3, True)
+            train(2, True)
             before = _weights(task)
-            train(10, False)
+            train(5, False)
             moved = _moved(task, before)
             assert all((change == 0) == name.startswith("second") for name, change in moved.items()), moved
             if "groups" not in options:  # stock Horovod would wait for ever
@@ -281,7 +281,7 @@ def averages_that_do_not_come_back():
 
         def run(build: Build | None, script: Callable[[Task], None] = script) -> list[Task]:
             task = Task(build, backward_passes_per_step=2 if script is _accumulated else 1)
-            for _ in range(3):
+            for _ in range(2):
                 script(task)
             return [task]
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import ROOT, end, host_of, on_every_launch, start
+from launch import ROOT, end, host_of, on_every_launch, on_launches, start
 from methods import TRAINED
 
 VICTIM = Path(__file__).with_name("victim.py")
@@ -83,7 +83,7 @@ def kill_a_rank(ranks, method, seed):
     print(f"{ranks} {method}: ended {seconds:.1f} s after a rank was killed")
 
 
-@on_every_launch
+@on_launches("mpi-2", "ddp-2")
 def test_a_job_ends_when_a_rank_is_killed(ranks):
     kill_a_rank(ranks, "iwp", seed=len(ranks))
 
@@ -96,7 +96,7 @@ def test_a_job_of_any_method_ends_when_a_rank_is_killed(ranks, method):
         kill_a_rank(ranks, method, seed)
 
 
-@on_every_launch
+@on_launches("gloo-2")
 def test_training_goes_on_after_a_rank_was_stopped_for_a_while_and_ends_when_backward_fails_on_one(ranks):
     with Training(ranks, "--fail-at", "60") as training:
         training.until(r"\[rank 1\] .* step 9$")

@@ -5,11 +5,11 @@ import ddp_script_cases
 import mismatch_cases
 import pytest
 import script_cases
-from launch import on_every_launch, run_cases
+from launch import on_every_launch, on_launches, run_cases
 from methods import EXACT
 
 
-@on_every_launch
+@on_launches("mpi-2", "ddp-2")
 def test_scripts_train_as_without_compression_and_ranks_that_differ_raise_the_same_error(ranks):
     """Under DDP, also scripts that only it allows."""
     ddp = "--ddp" in ranks

@@ -43,8 +43,8 @@ TIED_AND_CHECKPOINTED = {"model": {"tied": True, "checkpointed": True}}
 #: Settings of a training that equals FSDP's own.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "kept_after_forward": {"reshard_after_forward": False},
-    "resharded_after_forward": {"reshard_after_forward": True},
+    "kept_after_forward_and_clipped": {"reshard_after_forward": False, "clip": (0.1, 2.0)},
+    "resharded_after_forward_and_clipped_by_the_sum": {"reshard_after_forward": True, "clip": (1.0, 1.0)},
     "accumulation": {"passes": 3},
     "accumulation_of_whole_parameters": {"passes": 3, "kept": True},
     "accumulation_of_bfloat16_reductions": {"passes": 3, **BFLOAT16_REDUCTION},
@@ -56,19 +56,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reduced_in_shards_twice": {"passes": 3, "sync": "shards", **UNUSED_TWICE},
     "reduced_in_shards_in_bfloat16": {"passes": 3, "sync": "shards", **BFLOAT16_REDUCTION},
     "reduced_in_shards_on_the_cpu": {"passes": 2, "sync": "shards", **ON_THE_CPU},
-    "zeroed_gradients": {"to_none": False},
+    "zeroed_gradients_and_frozen_biases": {"to_none": False, "trained": "weight"},
     "bfloat16_reduction": BFLOAT16_REDUCTION,
     "bfloat16_parameters": BFLOAT16_PARAMETERS,
     "cpu_offload": ON_THE_CPU,
     "checkpointed": {"model": {"checkpointed": True}},
     "frozen": {"trained": "side"},
-    "frozen_biases": {"trained": "weight"},
     "tied": {"model": {"tied": True}},
     "tied_and_checkpointed": TIED_AND_CHECKPOINTED,
     "blocks_used_twice": {"model": {"twice": True}},
     "meta_device": {"meta": True},
-    "clipped": {"clip": (0.1, 2.0)},
-    "clipped_by_the_sum": {"clip": (1.0, 1.0)},
     "unused": {"unused": True},
     "unused_on_a_rank": UNUSED_TWICE,
     "foreach": {"optimizer": partial(torch.optim.AdamW, lr=1e-3, foreach=True)},
@@ -76,6 +73,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one_shard": {"replicas": 4},
     "one_shard_of_everything": {"replicas": 4, "passes": 2, "trained": "weight", **TIED_AND_CHECKPOINTED},
 }
+#: Settings of which others are made.
+PARTS = ("every_pass_averaged", "cpu_offload", "checkpointed", "tied", "one_shard")
 #: Differences that are allowed, if not 1e-5.
 TOLERANCES = {
     **dict.fromkeys(("foreach", "fused"), 1e-4),
@@ -964,8 +963,8 @@ def _compressor_on(mesh: tuple[int, ...], groups: dict[int, Any]) -> Any:
 def checkpoints_of_another_mesh():
     """Without ``saved_on``, or with a wrong one, every rank gets an error that says so, and the right one wherever the
     checkpoint could be read; with it, all meshes load the mean of what was owed."""
-    groups = {count: distributed.new_group(list(range(count))) for count in (1, 2, 4)}
-    meshes = [(1,), (2,), (4,), (1, 4), (2, 2), (4, 1)]
+    groups = {count: distributed.new_group(list(range(count))) for count in (1, 4)}
+    meshes = [(1,), (4,), (2, 2), (4, 1)]
     compressors = {mesh: _compressor_on(mesh, groups) for mesh in meshes}
     with shared_folder() as folder:
         paths = {mesh: f"{folder}/{'x'.join(map(str, mesh))}" for mesh in meshes}
@@ -1000,7 +999,7 @@ def checkpoints_of_another_mesh():
                 assert compressors[mesh].step == 0
             run(dcp.load, mesh, path, saved_on=saved)
             assert compressors[mesh].residual("head.weight").eq((saved[0] + 1) / 2).all()
-        assert known > 20 or rank() > 1
+        assert known > 10 or rank() > 0
 
 
 LOCAL = partial(hvd_compress.Quantized, bits=2)

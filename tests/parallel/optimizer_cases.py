@@ -31,7 +31,7 @@ def dynamic_requires_grad() -> None:
     generator, critic = network(1, 10), network(10, 1)
     optimizers = [distributed(model, torch.optim.SGD(model.parameters(), lr=0.01)) for model in (generator, critic)]
     accounts = [Accounts(m, c) for m, (_, c) in zip((generator, critic), optimizers, strict=True)]
-    for turn in range(2 * 30):
+    for turn in range(2 * 10):
         active, idle = turn % 2, 1 - turn % 2
         models = (generator, critic)
         for number, model in enumerate(models):
@@ -207,9 +207,9 @@ def several_backward_passes() -> None:
         model, torch.optim.SGD(model.parameters(), lr=0.01), backward_passes_per_step=3
     )
     accounts = Accounts(model, compression)
-    for turn in range(12):
-        passes = 3 if turn < 6 else 2
-        if turn == 6:
+    for turn in range(6):
+        passes = 3 if turn < 3 else 2
+        if turn == 3:
             optimizer.set_backward_passes_per_step(2)
         optimizer.zero_grad()
         for _ in range(passes):

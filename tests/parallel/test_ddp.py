@@ -25,7 +25,7 @@ def test_all_cases():
         ["--ddp", "2"],
         {**plan, "iwp": [*all_cases("iwp"), "local_steps", "local_steps_in_flight"]},
         timeout=300,
-        steps=8,
+        steps=6,
     )
 
 

@@ -27,7 +27,7 @@ def run(ranks, saved, names, scaled):
     plan = {method: [*CASES, *(["signs", "orthogonal"] if is_demo(method) else [])] for method in names}
     for method in scaled:
         plan[method] += ["grad_scaler"]
-    run_cases(ranks, plan, timeout=420, steps=8, HVD_COMPRESS_TEST_BITS=str(saved))
+    run_cases(ranks, plan, timeout=420, steps=5, HVD_COMPRESS_TEST_BITS=str(saved))
 
 
 @every_method

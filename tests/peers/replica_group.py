@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers need it, which takes seconds: once for both ranks
 from managers import manager_of, run_child
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +32,7 @@ from hvd_compress.engine.shards import local
 #: state of another group does not arrive.
 FATES = ("exchange", "stop", "cut", "unsure", "unhealed")
 RANKS = 2
-DEFAULTS = {"rounds": 10**6, "period": 2, "timeout": 5.0, "recipe": "low_bit", "pause": 0.02, "loads": ""}
+DEFAULTS = {"rounds": 10**6, "period": 2, "timeout": 5.0, "recipe": "low_bit", "pause": 0.1, "loads": ""}
 
 
 class Training:

@@ -145,26 +145,24 @@ def test_groups_lose_exchanges_ranks_and_each_other(tmp_path):
         groups.wait_for_rounds(2, first, together=1)
         third = groups.add("c2")
         groups.wait_for_rounds(2, first, third, together=2)
+        for rank in range(2):  # its own shards of the optimizer's state
+            (joined,) = third.events(rank, "joined")
+            (source,) = [event for event in first.events(rank, "round") if event["step"] == joined["step"]]
+            assert joined["moments"] == source["moments"] and joined["hash"] == source["hash"]
+        assert joined["moments"] != third.events(0, "joined")[0]["moments"]
+
+        # One rank of a group is not healed, and the other one is.
+        fourth = groups.add("d3", rank1="unhealed 0")
+        groups.wait(lambda: not fourth.alive, first, third)
+        assert "could not be healed: start all ranks of the group again" in fourth.errors()
+        groups.wait_for_rounds(2, first, third, together=2)
 
         # A whole group dies.
         for number in first.numbers:
             os.kill(number, signal.SIGKILL)
         groups.wait_for_rounds(2, third, together=1)
-        fourth = groups.add("d3")
-        groups.wait_for_rounds(2, third, fourth, together=2)
-        for rank in range(2):  # its own shards of the optimizer's state
-            (joined,) = fourth.events(rank, "joined")
-            (source,) = [event for event in third.events(rank, "round") if event["step"] == joined["step"]]
-            assert joined["moments"] == source["moments"] and joined["hash"] == source["hash"]
-        assert joined["moments"] != fourth.events(0, "joined")[0]["moments"]
         losses = [event["loss"] for event in third.events(0, "round")]
         assert losses[-1] < first.events(0, "round")[0]["loss"]
-
-        # One rank of a group is not healed, and the other one is.
-        fifth = groups.add("e4", rank1="unhealed 0")
-        groups.wait(lambda: not fifth.alive, third, fourth)
-        assert "could not be healed: start all ranks of the group again" in fifth.errors()
-        groups.wait_for_rounds(2, third, fourth, together=2)
         groups.check()
 
 

@@ -5,10 +5,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launch import launch
+from launch import fork
 
 SCRIPT = Path(__file__).with_name("endings.py")
 CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
+MODULES = "torch._dynamo,transformers.trainer,accelerate,hvd_compress"
 #: Seconds, on a machine that is busy otherwise.
 LIMIT = 900.0
 
@@ -17,7 +18,7 @@ LIMIT = 900.0
 def output(tmp_path_factory):
     if not (find_spec("transformers") and find_spec("accelerate")):
         pytest.skip("transformers or accelerate is not installed")
-    return launch("run.sh", ["--ddp", "2", str(SCRIPT), str(tmp_path_factory.mktemp("runs"))], LIMIT)
+    return fork("2", MODULES, str(SCRIPT), [str(tmp_path_factory.mktemp("runs"))], LIMIT)
 
 
 @pytest.mark.parametrize("case", CASES)
