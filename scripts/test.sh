@@ -7,7 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-scripts=(docs/test_figures.py docs/test_site.py emulation experiments lab test_cuda_build.py test_torch_versions.py test_wheel.py torch_ddp)
+scripts=(docs/test_figures.py docs/test_site.py emulation experiments lab test_cuda_build.py test_launch.py
+  test_torch_versions.py test_wheel.py torch_ddp)
 [[ ${1:-} != --scripts ]] || exec .venv/bin/python -m pytest "${@:2}" "${scripts[@]/#/tests/}"
 linters() {
   .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy &&
@@ -17,8 +18,8 @@ linters() {
 
 # Three jobs at a time, for two cores: ranks often wait for each other or for a timeout. The longest begin first, and
 # "tests" is what no other part has. Each prints when it has ended.
-parts=("parallel faults" "trainers examples peers" "methods codecs selection carriers guards"
-  "checkpoints engine hosts local operators" "")
+parts=("parallel faults" "trainers examples peers" "methods codecs selection carriers guards engine"
+  "checkpoints hosts local operators" "")
 logs=$(mktemp -d) status=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 part() { # PYTEST_ARGUMENTS...
