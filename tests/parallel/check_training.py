@@ -10,7 +10,6 @@ hanging case ends the job.
 
 import argparse
 import faulthandler
-import gc
 import importlib
 import os
 import sys
@@ -49,7 +48,6 @@ def main() -> None:
     modules = list(map(importlib.import_module, names))
     cases = {name: case for module in modules for name, case in module.CASES.items()}
     assert len(cases) == sum(len(module.CASES) for module in modules), "two cases of one name"
-    gc.freeze()  # what looks through all objects, in every case, need not look at modules
     host.start()
     assert host.size() > 1
     folder = Path(os.environ.get("HVD_COMPRESS_TEST_LOGS") or tempfile.mkdtemp())
