@@ -23,9 +23,9 @@ parts=("parallel faults" "trainers examples peers" "methods codecs selection car
 logs=$(mktemp -d) status=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 part() { # PYTEST_ARGUMENTS...
-  local code=0
-  .venv/bin/python -m pytest "$@" > "$logs/$BASHPID" 2>&1 || code=$?
-  cat "$logs/$BASHPID"
+  local code=0 log=$logs/$BASHPID
+  .venv/bin/python -m pytest "$@" > "$log" 2>&1 || code=$?
+  cat "$log"
   return $code
 }
 linters &

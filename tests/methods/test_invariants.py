@@ -131,13 +131,14 @@ def test_replicas_stay_bit_equal(trained, steps, host, nodes):
 @on_hosts_in_turn
 @of_every_method(2, nodes=NODES[:1])
 def test_payload_shapes_are_constant(method, size, host, monkeypatch):
-    """A changing shape would miss Horovod's response cache on every rank."""
+    """A changing shape would miss Horovod's response cache on every rank. (DDP's uncompressed gradients are exchanged
+    bucket by bucket, and Horovod averages its own.)"""
     world, ranks = replicas(size, method, host=host)
     seen: dict[str, set[tuple[torch.Size, torch.dtype]]] = {}
     start = ThreadCollectives.start
 
     def spy(collectives, request, name):
-        if name.startswith("hvd_compress") and collectives._number == 0:
+        if name.startswith("hvd_compress") and ".dense." not in name and collectives._number == 0:
             seen.setdefault(name, set()).add((request.verb, request.tensor.shape, request.tensor.dtype))
         return start(collectives, request, name)
 
