@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 #: What only ``test.sh --scripts`` runs.
-SCRIPTS = re.search(r"^scripts=\((.*)\)$", (TESTS.parent / "scripts" / "test.sh").read_text(), re.MULTILINE)
+SCRIPTS = re.search(r"^scripts=\(([^)]*)\)$", (TESTS.parent / "scripts" / "test.sh").read_text(), re.MULTILINE)
 TABLE = (TESTS / "reported.md").read_text()
 NAMED = re.findall(r"`([\w/]+\.py)::(\w+)`", TABLE)
 

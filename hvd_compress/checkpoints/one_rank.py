@@ -20,7 +20,7 @@ from ..engine.state import Fixed, Saved, State, Tree
 from .owed import owed
 
 #: Increased when a state of an older version can no longer be loaded.
-FORMAT = 6
+FORMAT = 7
 
 _CONVERT = "hvd_compress.reshard(states) converts the states of all ranks into one that every rank of any job may load"
 

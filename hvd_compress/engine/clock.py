@@ -20,7 +20,7 @@ class Unapplied(Protocol):
 
 
 class Clock(abc.ABC):
-    """What begins and ends an engine's exchanges: a host, which takes gradients, or rounds of local steps."""
+    """Begins and ends an engine's exchanges: a host, which takes gradients, or rounds of local steps."""
 
     #: The end of an error: "is bound to Horovod: ...".
     bound: str

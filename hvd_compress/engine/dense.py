@@ -99,14 +99,18 @@ class DenseAverages:
 
     def start(self, name: str = "dense", reciprocal: bool = False) -> None:
         """Starts to average what has arrived since the last call, in the same order on all ranks. ``name``: of the
-        collectives. ``reciprocal``: multiplies sums by ``1 / ranks``, as Horovod does, in place of dividing them."""
-        groups = defaultdict[object, list[list[DenseGradient]]](list)
+        collectives. ``reciprocal``: multiplies sums by ``1 / ranks``, as Horovod and DDP do, in place of dividing them,
+        and sums all tensors of a dtype at once."""
+        groups, sizes = defaultdict[object, list[list[DenseGradient]]](list), dict[object, int]()
         for gradient in self._arrived:
             payload = gradient.payload
-            alike = groups[payload.dtype, payload.device]
-            if not alike or sum(other.payload.numel() for other in alike[-1]) + payload.numel() > self.CAPACITY:
+            alike = groups[key := (payload.dtype, payload.device)]
+            size = sizes.get(key, 0) + payload.numel()
+            if not alike or (size > self.CAPACITY and not reciprocal):
                 alike.append([])
+                size = payload.numel()
             alike[-1].append(gradient)
+            sizes[key] = size
         for number, group in enumerate(group for alike in groups.values() for group in alike):
             with stage("dense"):
                 request = allreduce(torch.cat([gradient.payload for gradient in group]), "dense_tensor")

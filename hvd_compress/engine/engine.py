@@ -92,7 +92,7 @@ class Engine:
         self._open = False
         #: The ranks of this exchange; the method's options in it, and their hash.
         self._ranks = 1
-        self._options, self._settings = dict[str, object](), 0
+        self._options, self._settings = "", 0
         self._generation = self.collectives.generation()
         self._warned: set[str] = set()
         if alone:
@@ -122,8 +122,8 @@ class Engine:
         self.dense.begin(scale, dense_by_host)
         self.stats.begin_step()
         options = {"method": type(self.method).__name__, **self.method.options()}
-        if options != self._options:  # one rank may have changed its own between steps
-            self._options, self._settings = options, digest(options)
+        if (text := repr(options)) != self._options:  # one rank may have changed its own between steps
+            self._options, self._settings = text, digest(options)
         between = self.nodes.between
         step = Step(number, between.rank, between.size, scale, self._seed, self._settings)
         self._begun = works
@@ -234,7 +234,7 @@ class Engine:
         ranks, if they differ or one does not come. Waits."""
         if not self.comparison.done:
             method = self.method
-            in_use(lambda: any(self.comparison.others(method)))  # a dropped one would wait for the other ranks for ever
+            in_use(lambda: [*self.comparison.others(method)])  # a dropped one would wait for the other ranks for ever
             with self.exchanges.waiting():
                 self.comparison.require(partial(_configuration, method), partial(_comparing, method))
 

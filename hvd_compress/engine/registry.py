@@ -28,7 +28,7 @@ class Registry:
 
     def add(self, method: Any, number: int) -> None:
         """Registers a compressor, which keeps its ``number`` (elastic)."""
-        others = [other for other in self._everywhere if other() not in (None, method)]
+        others = [other for other in self._everywhere if (found := other()) is not None and found is not method]
         self._everywhere[:] = [*others, weakref.ref(method)]
         self._count = max(self._count, number + 1)
 

@@ -79,8 +79,10 @@ def ddp_models(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
 def hooked_models(state: object, parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """The DDP models whose hook has this state; if the user's own hook calls ours, those with a hook and one of the
     parameters. DDP does not tell a hook its model."""
-    hooked = [ddp for ddp in ddp_models(parameters) if getattr(ddp, "_comm_hooks", ())]
-    return [ddp for ddp in hooked if any(theirs is state for _, theirs in ddp._comm_hooks)] or hooked
+    hooked = [ddp for ddp in living(DistributedDataParallel) if getattr(ddp, "_comm_hooks", ())]
+    registered = [ddp for ddp in hooked if any(theirs is state for _, theirs in ddp._comm_hooks)]
+    ids = {id(p) for p in parameters}
+    return registered or [ddp for ddp in hooked if any(id(p) in ids for p in ddp.parameters())]
 
 
 def check_ranks(theirs: Sequence[int], ours: Sequence[int]) -> None:

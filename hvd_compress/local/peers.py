@@ -2,7 +2,7 @@
 
 A rank that has everything of a round, but was not told to commit it, is in doubt: others may have committed it. The
 next quorum tells. Either the round is taken back, or this rank, which is behind, is healed, and what it has sent was
-applied (:meth:`hvd_compress.local.round.Round`).
+applied (:class:`hvd_compress.local.round.Round`).
 """
 
 from collections.abc import Callable
@@ -51,10 +51,13 @@ class Peers:
         except PeerLost as error:
             self.fail(error)
             return False
+        finally:
+            self._before_healing = lambda: None
         return True
 
     def enter(self) -> None:
-        """Begins with the ranks of the last quorum. A round before it can no longer be taken back."""
+        """Begins with the ranks of the last quorum. If they are others than before, no earlier round can be taken back
+        any more."""
         if self._changed:
             self._engine.comparison.register(self._engine.method)
             self._engine.restart()

@@ -1,4 +1,4 @@
-"""One exchange of one fragment of the weights: its progress goes to the compressor, and averages come back."""
+"""Rounds, one at a time: the progress of a fragment goes to the compressor, and its averages move the weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from .peers import Attempt, Peers
 
 @dataclass(frozen=True)
 class _Sent:
-    """What is on its way: the fragment, and the local steps that its progress is of."""
+    """A payload on its way: its fragment, and the local steps that its progress is of."""
 
     fragment: Fragment
     age: int
@@ -49,11 +49,11 @@ class Round:
         averages  u = mean_i Q(r + d)       what all ranks receive
         before    w at the beginning        if training goes on until the round has landed
 
-        landed:      A += outer(u) where u is finite, w = start + (u where it is not) + (w - before)
-        taken back:  compressed d is in r again,      w = start + (d that was not compressed) + (w - before)
+        landed:      A += outer(finite u),          w = start + non-finite u + (w - before)
+        taken back:  compressed d is in r again,    w = start + uncompressed d + (w - before)
 
-    A round lands ``delay`` calls after it has begun. It alone writes weights between two averages of all of them, in
-    :meth:`_write`.
+    A round lands ``delay`` calls after it has begun. All of this is written by :meth:`_write`; beside it, only averages
+    of all weights are (:mod:`.whole_average`).
 
     Args:
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
@@ -82,6 +82,10 @@ class Round:
         self._progress: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
+        # What this rank has done since its last round, while it waits for a quorum.
+        self._held: dict[str, Tensor] = {}
+        # Whether averages are being applied, or were when an error or an interrupt came.
+        self._applying = False
         self._sent: _Sent | None = None
         # The sums of squares of what was sent, and then their means.
         self._squares: Tensor | None = None
@@ -98,6 +102,11 @@ class Round:
         """Begins the next round, in the call of ``LocalSteps.step()`` with this number. Returns whether it has landed:
         without delay."""
         self.finish()
+        if self._applying:
+            raise RuntimeError(
+                "a round of local steps has failed while its averages were applied on this rank: load a checkpoint, or "
+                "the same weights on all ranks, and call local.take_weights() there"
+            )
         engine, turns, self._landed = self._engine, self._turns, False
         begins = self._peers is None or self._meet(self._peers)
         fragment, rounds, age = turns.next, turns.rounds, turns.age
@@ -181,32 +190,33 @@ class Round:
             self._engine.finish()
             if self._peers is not None and not self._commit(self._peers, sent):
                 return
-            self._sent = None
+            self._sent, self._applying = None, True
+            squares, self._squares = self._squares, None
             self._engine.dense.write(self._engine.method)
             for work in sent.fragment.works:
                 work.bucket.write_results()
             received, weights = self._released(sent), sent.fragment.weights
             averages = {w.name: received[w.name].to(w.common.dtype) for w in weights}
-            if self._lengths is not None and self._squares is not None:
-                self._lengths.restore(weights, averages, self._squares)
-            self._averages, self._squares = averages, None
+            if self._lengths is not None and squares is not None:
+                self._lengths.restore(weights, averages, squares)
+            self._averages, self._applying = averages, False
 
     def land(self) -> None:
         """Moves the common weights by the averages, and makes the new weights of this rank."""
         self._left = 0
         if not self._averages:
             return
-        averages, self._averages = self._averages, {}
+        averages, self._averages, self._applying = self._averages, {}, True
         weights = [weight for weight in self._common.weights if weight.name in averages]
         self._common.move(weights, averages)
         self._write(weights, averages)
         if self._decay != 1.0:
             scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
-        self._landed = True
+        self._landed, self._applying = True, False
 
     def take_back(self) -> None:
-        """The exchange has failed, and the engine was reset: what was compressed is in the residual, and zero in the
-        progress. Weights of which nothing was sent stay as they are."""
+        """Called when the exchange has failed and the engine was reset, so that compressed progress is in the residual,
+        and is zero here. Weights whose progress was not sent stay as they are."""
         sent, self._sent, self._left = self._sent, None, 0
         self._calls.clear()
         if sent is None:
@@ -219,7 +229,7 @@ class Round:
     def discard(self, wait: bool) -> None:
         """The parameters are other ones: what is in flight is not applied to them. ``wait``: for its messages, or the
         next exchange would start those again that another rank has not started yet."""
-        sent, self._sent, self._left, self._doubt = self._sent, None, 0, None
+        sent, self._sent, self._left, self._doubt, self._applying = self._sent, None, 0, None, False
         try:
             if wait and sent is not None:
                 with self._engine.entered:
@@ -242,7 +252,7 @@ class Round:
             work.bucket.clear()  # or it would hold the averages until its next exchange
         self._common.stand_in(sent.fragment.weights, ends=True)
         self._engine.dense.clear()
-        progress, self._progress = self._progress, {}
+        progress, self._progress, self._squares = self._progress, {}, None
         return progress
 
     def _write(self, weights: Iterable[Weight], extra: Mapping[str, Tensor]) -> None:
@@ -260,34 +270,34 @@ class Round:
     # With peers that come and go.
 
     def _meet(self, peers: Peers) -> bool:
-        """Waits for the ranks of the next round. A rank that is healed keeps its progress since its last round; of a
-        round in doubt, what it has sent is taken back, unless others have committed it. Returns whether a round can
+        """Waits for the ranks of the next round. A rank that is healed keeps what it has done since its last round; the
+        payload of a round in doubt is taken back, unless others have committed it. Returns whether a round can
         begin."""
-        begins = peers.begin(self._hold)
-        doubt = self._doubt
+        self._held.clear()
+        begins, doubt = peers.begin(self._hold), self._doubt
         if peers.healed or (begins and doubt is not None):
             self._hold()
+            own, self._held = self._held, {}
             self._doubt = None
             if doubt is not None and peers.was_committed(doubt.attempt):
                 self._turns.counted(doubt.fragment, doubt.age)
-                self._progress.clear()
             elif doubt is not None:
                 undo(doubt.fragment.works)
+                own |= {name: own[name] + uncompressed for name, uncompressed in self._progress.items()}
+            self._progress.clear()
             if peers.healed and not peers.joined:  # relative to weights of its own
                 self._turns.restart()
                 scale_residuals(self._engine.works, 0.0)
-                self._progress.clear()
-                self._before.clear()
-            self._write(self._common.weights, self._progress)
-            self._progress.clear()
-        self._before.clear()
+                own.clear()
+            self._write(self._common.weights, own)
         if begins:
             peers.enter()
         return begins
 
     def _commit(self, peers: Peers, sent: _Sent) -> bool:
-        """Whether a round counts of which this rank has everything. If not, it is in doubt: residuals are as after it,
-        and what was sent from none is kept beside the weights. So weights and residuals fit if they are saved."""
+        """Whether a round is committed whose averages this rank has received. If not, it is in doubt: residuals exclude
+        its payload, and uncompressed progress is kept beside the weights. So weights and residuals fit if they are
+        saved."""
         committed = False
         try:
             committed = peers.commit()
@@ -303,12 +313,9 @@ class Round:
         return committed
 
     def _hold(self) -> None:
-        """Lets :meth:`_write` keep what this rank has done since its last round."""
-        for weight in self._common.weights:
-            if weight.name not in self._before:
-                with weight.order:
-                    start = self._common.start(weight).to(weight.own.dtype)
-                    self._before[weight.name] = start.to(weight.common.dtype, copy=True)
+        """Called before the common weights, the residuals or the parameters become others: keeps what this rank has
+        done since its last round."""
+        self._held = self._held or {weight.name: self._common.advance(weight) for weight in self._common.weights}
 
     def state(self) -> Tree:
         """The saved state, after :meth:`arrive`."""

@@ -20,7 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,11 +35,6 @@ using Bytes = std::vector<unsigned char>;
 struct Header {
   uint8_t flags, segmented;
   uint16_t headers, segment, checksum_start, checksum_offset;  // bytes
-};
-
-struct Packet {
-  Time due;
-  Bytes data;
 };
 
 struct Host {
@@ -125,13 +120,21 @@ int main(int count, char** words) {
     Time next = Time::max();
     for (Host& host : hosts) {
       const Time now = Clock::now();
-      while (!host.packets.empty() && host.packets.front().due <= now) {
-        const Bytes& data = host.packets.front().data;
-        if (!host.cut && write(host.file, data.data(), data.size()) < 0 && errno == EAGAIN) break;
+      while (!host.packets.empty()) {
+        const auto& [arrives, data] = *host.packets.begin();
+        const Time due = std::max(arrives, host.received + lasts(wire_bytes(data), down));
+        if (due > now) {
+          next = std::min(next, due);
+          break;
+        }
+        if (!host.cut && write(host.file, data.data(), data.size()) < 0 && errno == EAGAIN) {
+          next = std::min(next, now + std::chrono::milliseconds(1));
+          break;
+        }
+        host.received = due;
         host.queued -= data.size();
-        host.packets.pop_front();
+        host.packets.erase(host.packets.begin());
       }
-      if (!host.packets.empty()) next = std::min(next, host.packets.front().due);
     }
     timespec wait{};
     if (next != Time::max()) {
@@ -154,13 +157,10 @@ int main(int count, char** words) {
         if (!known || to >= hosts.size() || hosts[i].cut || hosts[to].cut) continue;
         Host &from = hosts[i], &host = hosts[to];
         if (host.queued + length > limit) continue;
-        Packet passed{{}, Bytes(buffer.data(), buffer.data() + length)};
-        const size_t bytes = wire_bytes(passed.data);
-        from.sent = std::max(from.sent, Clock::now()) + lasts(bytes, up);
-        host.received = passed.due =
-            std::max(from.sent + delay, host.received + lasts(bytes, down));
+        Bytes data(buffer.data(), buffer.data() + length);
+        from.sent = std::max(from.sent, Clock::now()) + lasts(wire_bytes(data), up);
+        host.packets.emplace(from.sent + delay, std::move(data));
         host.queued += length;
-        host.packets.push_back(std::move(passed));
       }
     }
   }

@@ -96,7 +96,7 @@ delayed() {
 # cut or mend a host's link.
 order() {
   if [[ -p /run/${lab}lab ]]; then
-    echo "$1 $2" >"/run/${lab}lab"
+    echo "$1 $2" 1<>"/run/${lab}lab"
   else
     bridge link set dev "${lab}lab$2" state "$([[ $1 == cut ]] && echo disabled || echo forwarding)"
   fi

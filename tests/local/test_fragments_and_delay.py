@@ -29,6 +29,7 @@ from hvd_compress import IWP, NoCompression, TopK
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.local.common_weights import CommonWeights
 from hvd_compress.local.fragments import divided
+from hvd_compress.local.round import Round
 
 SMALL_SPARSE = partial(SPARSE, **SMALL)
 
@@ -426,3 +427,22 @@ def test_a_round_that_cannot_begin_is_due_in_the_next_call(monkeypatch):
         with pytest.raises(MemoryError):
             worker.train(1, first=2)
     assert worker.train(1, first=3) == [True]
+
+
+@pytest.mark.parametrize("place", ["move", "_write"])
+def test_a_round_that_was_interrupted_while_it_was_applied_is_an_error(place, monkeypatch):
+    """The other ranks have its averages, and this one would train on with other common weights."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    _, (worker,) = workers(1, period=3, outer_lr=0.7)
+    worker.train(2)
+    with monkeypatch.context() as failing:
+        failing.setattr(CommonWeights if place == "move" else Round, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.train(1, first=2)
+    with pytest.raises(RuntimeError, match="while its averages were applied"):
+        worker.train(3, first=3)
+    worker.local.take_weights()
+    assert worker.train(3, first=6) == [False, False, True]
