@@ -1,6 +1,8 @@
 """Horovod's own cases."""
 
 import os
+import time
+from pathlib import Path
 
 import horovod.torch as hvd
 import job
@@ -62,8 +64,16 @@ def nodes_after_a_new_init():
     """The process sets of nodes end with hvd.shutdown(), and are made again by the first hook."""
     trained = Job(density=1 / 32, nodes=2, unused=False).train(3)
     inside = trained.compression.engine.nodes.inside
+    # Horovod's rendezvous has addresses of the first init until all ranks have ended it: one that is faster reads them,
+    # and all wait for ever.
+    logs, rank, size = Path(os.environ["HVD_COMPRESS_TEST_LOGS"]), hvd.rank(), hvd.size()
     barrier()
     hvd.shutdown()
+    (logs / f"{job.method}.ended.{rank}").touch()
+    deadline = time.monotonic() + 60
+    while len([*logs.glob(f"{job.method}.ended.*")]) < size:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     hvd.init(process_sets="dynamic")
     hvd.broadcast_parameters(trained.model.state_dict(), root_rank=0)
     trained.train(3).assert_equal_replicas()
