@@ -83,8 +83,8 @@ class Arrivals:
         return True
 
     def over(self, optimizer: Optimizer) -> bool:
-        """Whether the last average was applied, or skipped, to all parameters that this optimizer holds, so that
-        gradients are no longer passed in. Only if there is one."""
+        """Whether all parameters of this optimizer have been stepped, or skipped, since the last average: another step
+        then applies gradients that were not passed in. Ask only while there is an average."""
         held = parameters_of([optimizer]).intersection(map(id, self._engine.parameters))
         return bool(self._stepped.now) and held <= self._stepped.ids_now
 

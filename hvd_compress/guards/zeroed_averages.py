@@ -45,9 +45,9 @@ class ZeroedAverages:
         self.waited = False
 
     def thrown_away(self, waited: bool) -> None:
-        """Called when the average before the last one was zeroed without a step. Only warns if that may have been a
-        step that was left out, or one that is made of several averages: if no other optimizer has stepped while it
-        ``waited``."""
+        """Called when the average before the last one was zeroed without a step. ``waited``: whether another optimizer
+        has stepped while the average was there. If none has, this only warns: the step may have been left out, or be
+        made of several averages."""
         if any_unsent(self._engine.works):
             self._must_refuse |= waited
             if not waited:

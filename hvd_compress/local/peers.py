@@ -1,8 +1,8 @@
-"""The quorums and commits of ranks that come and go: each round begins with a quorum, and counts if it is committed.
+"""The quorums and commits of ranks that come and go: each round begins with a quorum and ends with a vote.
 
-A rank that has everything of a round, but was not told to commit it, is in doubt: others may have committed it. The
-next quorum tells. Either the round is taken back, or this rank, which is behind, is healed, and what it has sent was
-applied (:class:`hvd_compress.local.round.Round`).
+A rank that has received the averages of a round, and not the result of the vote, does not know whether the others have
+committed it. The next quorum tells. Either the round is taken back, or this rank is behind and is healed, and its
+payload was applied (:class:`hvd_compress.local.round.Round`).
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class Peers:
             self._engine.restart()
 
     def commit(self) -> bool:
-        """This rank has everything of a round. Returns whether the round counts."""
+        """Votes for a round whose averages this rank has received. Returns whether it is committed."""
         if not self._members.commit():
             return False
         self.joined, self._failures = True, 0
@@ -82,8 +82,8 @@ class Peers:
         return committed
 
     def fail(self, error: RuntimeError) -> None:
-        """A round has failed before this rank had everything, or has not begun: no rank commits it. Warns at the 1st,
-        10th, 100th and 1,000th failure in a row."""
+        """A round has failed before this rank received its averages, or has not begun: no rank commits it. Warns at the
+        1st, 10th, 100th and 1,000th failure in a row."""
         self._members.fail(error)
         self._failures += 1
         if self._failures in (1, 10, 100, 1000):

@@ -118,7 +118,7 @@ class Rounds(Clock):
         self._holders = Holders(named, model)
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
-        #: Whether the common weights, before they are taken, tell rounding errors of those of now.
+        #: Whether parameters that differ from the common weights by rounding errors only do not replace them.
         self._rounds_off = True
         self._common.take(self._common.ids)
         #: Optimizers that have taken a local step, until then.
