@@ -1,5 +1,6 @@
 """Child processes that end as a whole: each leads a process group of its own."""
 
+import ctypes
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ from types import FrameType
 SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 #: Seconds from SIGTERM to SIGKILL. mpirun and torchrun need them to end their ranks.
 GRACE = 10.0
+# Of prctl(): processes whose parents have ended become children of this one.
+_SUBREAPER = 36
 #: The variables that torchrun sets for a rank.
 TORCHRUN = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
@@ -44,7 +47,7 @@ def run_group(
         name: of the run, for messages.
         watch: called several times a second meanwhile.
     """
-    end = time.monotonic() + timeout
+    end, others = time.monotonic() + timeout, _children()
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
@@ -62,6 +65,7 @@ def run_group(
                 time.sleep(0.1)
         finally:  # the child leads its own session, which receives neither Ctrl-C nor this program's SIGTERM
             end_group(process)
+            _end_orphans(others)
     if check and process.returncode:
         raise Failed(f"{name} ended with status {process.returncode}\n{last_lines(log)}")
 
@@ -116,6 +120,28 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _children() -> set[int]:
+    """The children of this process, and from now on also those whose parents have ended (Linux)."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            number, _, rest = file.read_text().partition(" ")
+            if int(rest.rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(number))
+    return found
+
+
+def _end_orphans(others: set[int]) -> None:
+    """Kills children that are not ``others``: ranks lead groups of their own, and torchrun, ended while it starts them,
+    leaves them behind."""
+    while orphans := _children() - others:
+        for child in orphans:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def last_lines(file: Path, count: int = 15) -> str:

@@ -47,6 +47,14 @@ def test_a_group_that_ignores_sigterm_is_killed(shell, monkeypatch):
         shell("trap '' TERM; while :; do sleep 0.1; done", timeout=1)
 
 
+def test_a_rank_that_its_launcher_has_left_behind_is_killed(tmp_path):
+    """torchrun, ended while it starts a rank, which leads a group of its own."""
+    rank = f"setsid bash -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'"
+    script = f"{rank} & while [ ! -s {tmp_path}/pid ]; do sleep 0.1; done"
+    run_group(["bash", "-c", script], 60, tmp_path / "log", {}, "the script")
+    assert ended(tmp_path / "pid")
+
+
 @pytest.mark.parametrize("first", processes.SIGNALS)
 def test_a_second_signal_does_not_keep_the_group_alive(default_signals, shell, monkeypatch, tmp_path, first):
     """Ctrl-C arrives while the group is being ended."""
