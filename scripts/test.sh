@@ -18,7 +18,7 @@ linters() {
 
 # Three jobs at a time, for two cores: ranks often wait for each other or for a timeout. The longest begin first, and
 # "tests" is what no other part has. Each prints when it has ended.
-parts=("parallel faults" "trainers examples peers" "methods codecs selection carriers guards engine"
+parts=(parallel faults "trainers examples peers" "methods codecs selection carriers guards engine"
   "checkpoints hosts local operators" "")
 logs=$(mktemp -d) status=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
