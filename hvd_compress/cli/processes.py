@@ -115,7 +115,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGTERM)
         while time.monotonic() < end:
-            process.poll()  # a leader that has ended belongs to the group until then
+            if process.poll() is not None:  # what has ended belongs to the group until somebody has asked
+                with suppress(ChildProcessError):
+                    os.waitpid(-process.pid, os.WNOHANG)
             os.killpg(process.pid, 0)
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
