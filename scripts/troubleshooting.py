@@ -8,6 +8,7 @@ Cure ends an entry; the next one may leave out People and Cost, which then are t
 of the page are written by hand.
 """
 
+import argparse
 import ast
 import re
 from collections.abc import Iterable, Iterator
@@ -44,4 +45,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page())
