@@ -41,8 +41,8 @@ struct Host {
   int file = -1;
   bool cut = false;
   Time sent, received;  // when its last packet has left it, and when the last one has entered it
-  std::deque<Packet> packets;  // on their way to it
-  size_t queued = 0;           // their bytes
+  std::multimap<Time, Bytes> packets;  // on their way to it, by arrival
+  size_t queued = 0;                   // their bytes
 };
 
 // The namespace gets the device, and this process keeps its file. Packets of up to 64 KB pass with
