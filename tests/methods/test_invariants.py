@@ -111,7 +111,7 @@ def test_both_hosts_give_the_same_bits(method, size):
     ("host", "steps"),
     [
         ("horovod", 60),  # two stages of the warm-up end
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("ddp", 150), ("horovod", 1000), ("ddp", 1000))),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in itertools.product(("horovod", "ddp"), (150, 1000))),
     ],
 )
 @pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED.keys())

@@ -75,7 +75,7 @@ def test_a_bad_prediction_closes_the_gate():
     assert all(float((g == 0).float().mean()) > 0.7 for g in compressed[1:]), "no entry is predicted"
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [60, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (150, 1000))])
 def test_predictions_stay_bit_equal(steps):
     build = partial(Guessing, density=1 / 5, momentum=0.9)
     world, ranks = replicas(3, build, model=toy_model())

@@ -963,8 +963,8 @@ def _compressor_on(mesh: tuple[int, ...], groups: dict[int, Any]) -> Any:
 def checkpoints_of_another_mesh():
     """Without ``saved_on``, or with a wrong one, every rank gets an error that says so, and the right one wherever the
     checkpoint could be read; with it, all meshes load the mean of what was owed."""
-    groups = {count: distributed.new_group(list(range(count))) for count in (1, 4)}
-    meshes = [(1,), (4,), (2, 2), (4, 1)]
+    groups = {count: distributed.new_group(list(range(count))) for count in (1, 2, 4)}
+    meshes = [(1,), (2,), (4,), (1, 4), (2, 2), (4, 1)]
     compressors = {mesh: _compressor_on(mesh, groups) for mesh in meshes}
     with shared_folder() as folder:
         paths = {mesh: f"{folder}/{'x'.join(map(str, mesh))}" for mesh in meshes}
@@ -999,7 +999,7 @@ def checkpoints_of_another_mesh():
                 assert compressors[mesh].step == 0
             run(dcp.load, mesh, path, saved_on=saved)
             assert compressors[mesh].residual("head.weight").eq((saved[0] + 1) / 2).all()
-        assert known > 10 or rank() > 0
+        assert known > 20 or rank() > 1
 
 
 LOCAL = partial(hvd_compress.Quantized, bits=2)

@@ -55,7 +55,7 @@ def test_two_nodes():
 
 
 def test_two_nodes_with_gloo():
-    run_cases(["--gloo", "4"], {"iwp": ["nodes_after_a_new_init"]}, timeout=240, steps=4, nodes=2)
+    run_cases(["--gloo", "4"], {"iwp": ["plain", "nodes_after_a_new_init"]}, timeout=240, steps=4, nodes=2)
 
 
 @pytest.mark.slow
