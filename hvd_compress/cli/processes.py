@@ -18,7 +18,7 @@ from types import FrameType
 SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 #: Seconds from SIGTERM to SIGKILL. mpirun and torchrun need them to end their ranks.
 GRACE = 10.0
-# Of prctl(): processes whose parents have ended become children of this one.
+# Of prctl().
 _SUBREAPER = 36
 #: The variables that torchrun sets for a rank.
 TORCHRUN = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
@@ -47,6 +47,8 @@ def run_group(
         name: of the run, for messages.
         watch: called several times a second meanwhile.
     """
+    with suppress(AttributeError):  # Linux: processes whose parents have ended become children of this one
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     end, others = time.monotonic() + timeout, _children()
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -125,9 +127,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _children() -> set[int]:
-    """The children of this process, and from now on also those whose parents have ended (Linux)."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended

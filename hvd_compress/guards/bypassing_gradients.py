@@ -85,8 +85,10 @@ class Arrivals:
     def over(self, optimizer: Optimizer) -> bool:
         """Whether all parameters of this optimizer have been stepped, or skipped, since the last average: another step
         then applies gradients that were not passed in. Ask only while there is an average."""
+        if not self._stepped.now:
+            return False
         held = parameters_of([optimizer]).intersection(map(id, self._engine.parameters))
-        return bool(self._stepped.now) and held <= self._stepped.ids_now
+        return held <= self._stepped.ids_now
 
     def bypassing(self, optimizer: Optimizer) -> list[str]:
         """The names of parameters whose gradients the optimizer applies with the last average, though they have not

@@ -145,12 +145,10 @@ class Round:
                 self._engine.exchanges.take_turns()
         return False
 
-    def check(self) -> list[Row]:
-        """The rows of all ranks, if they have not been seen. Raises ``RuntimeError``, on all ranks, if they are in
-        different calls, or their gradients are averages."""
-        rows = self._calls.check()
-        self._gradients.check([row.extra for row in rows])
-        return rows
+    def check(self) -> None:
+        """Raises ``RuntimeError``, on all ranks, if they are in different calls, or their gradients are averages.
+        Waits for their rows, if they have not been seen."""
+        self._gradients.check([row.extra for row in self._calls.check()])
 
     def finish(self) -> None:
         """Waits for the averages, and lands."""
@@ -170,12 +168,12 @@ class Round:
         for weight in reversed(fragment.weights):
             progress = self._progress[weight.name] = self._common.progress(weight)
             if self._lengths is not None:
-                squares.insert(0, self._lengths.square(weight, progress))
+                squares.append(self._lengths.square(weight, progress))
             check_gradient(weight.name, progress, weight.place)
             engine.arrive(weight.number, progress)
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
         if squares:
-            self._squares = torch.stack(squares)
+            self._squares = torch.stack(squares[::-1])
             engine.stats.count_dense(0, self._squares.nbytes, engine.collectives.size, engine.nodes.ranks)
             engine.dense.arrive(None, self._squares, self._squares)
         engine.dense.start(f"local.{fragment.number}")

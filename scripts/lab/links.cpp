@@ -1,7 +1,7 @@
-// The links of a lab whose packets take time, in user space: for kernels without netem. netlab.sh
-// starts it.
-//   links LAB DELAY UP DOWN HOSTS     DELAY one way, in ms; UP and DOWN, rates of a host in bit/s,
-//   0 for no limit
+// The links of a lab whose packets take time, in user space: for kernels without netem.
+//   links LAB DELAY UP DOWN HOSTS      (netlab.sh starts it)
+// DELAY: one way, in ms. UP, DOWN: rates of a host in bit/s, 0 for no limit.
+//
 // Host i is the network namespace LABhost<i>, and gets eth0 with 10.77.0.(i+1)/24. A packet leaves
 // its host at the rate UP, arrives DELAY later, and enters the other host at the rate DOWN. Ends
 // when a namespace is removed. Lines on stdin: "cut 2": host 2 loses all packets; "mend 2".
