@@ -2,18 +2,19 @@
 # All checks that need a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
 # compute-sanitizer and the benchmarks, and trains two ranks on one card, under DDP, FSDP2 and Horovod. Prints Markdown on
 # standard output, of which docs/gpu.md is made, and the steps' output on standard error.
-#   scripts/gpu_check.sh [STAGE...] >gpu.md     of: build operators sanitizer ddp bench train horovod; all by default
-# Every call builds first; the result is kept in build/gpu_check. Where commands have a time limit, call it per stage:
-#   GPU_CHECK_LIMIT=570 bash scripts/gpu_check.sh operators >"$OUT/1.md"     next sanitizer bench, then ddp, horovod
+#   scripts/gpu_check.sh [STAGE...] >gpu.md     of: build horovod operators ddp bench train sanitizer; all by default
+# They run in this order, and every call builds first; the result is kept in build/gpu_check. A card that is lent for a
+# quarter of an hour: scripts/gpu_carry.sh builds beforehand, where there is none, and then
+#   GPU_CHECK_LIMIT=420 bash scripts/gpu_check.sh horovod operators >"$OUT/1.md"     next ddp bench, then sanitizer
 # Needs python3 with a CUDA torch >= 2.11, setuptools and pip, and nvcc of the same CUDA. From .carry/, which git ignores,
-# if it exists: Horovod's sdist, and wheels of what python3 lacks of pytest, hypothesis, pandas, tabulate, ninja, cmake,
-# cffi, cloudpickle, psutil and pyyaml.
-#   PYTHON=python3   another interpreter        GPU_CHECK_LIMIT=3600   seconds for a call; at most 540 for a step
+# if it exists: compiled operators and Horovod's wheels (by gpu_carry.sh), or else Horovod's sdist, and wheels of what
+# python3 lacks of pytest, hypothesis, pandas, tabulate, ninja, cmake, cffi, cloudpickle, psutil and pyyaml.
+#   PYTHON=python3   another interpreter        GPU_CHECK_LIMIT=3600   seconds for a call
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 limit=${GPU_CHECK_LIMIT:-3600}
-every=(build operators sanitizer ddp bench train horovod)
+every=(build horovod operators ddp bench train sanitizer)
 stages=("$@")
 ((${#stages[@]})) || stages=("${every[@]}")
 for name in "${stages[@]}"; do
@@ -41,9 +42,9 @@ stage() {
 # row STEP RESULT REMARK
 row() { echo "| $1 | $2 | ${3//|/\/} |"; say "$1: $2 ($3)"; }
 
-# step NAME LOG COMMAND...: runs it within the limit; its row has the status and the last line.
+# step NAME LOG COMMAND...: runs it within the limit, and within $most seconds; its row has the status and the last line.
 step() {
-  local name=$1 log=$work/$2 start=$SECONDS code=0 seconds=$((limit - SECONDS)) last
+  local name=$1 log=$work/$2 start=$SECONDS code=0 seconds=$((limit - SECONDS)) most=${most:-540} last
   shift 2
   if ((seconds < 1)); then
     row "$name" "**not run**" "no time was left"
@@ -52,7 +53,7 @@ step() {
   fi
   say "$name"
   # In the background, so that signals are handled at once.
-  timeout -k 10 "$((seconds < 540 ? seconds : 540))" "$@" >"$log" 2>&1 &
+  timeout -k 10 "$((seconds < most ? seconds : most))" "$@" >"$log" 2>&1 &
   running=$!
   wait "$running" || code=$?
   running=
@@ -127,6 +128,13 @@ export PYTHONPATH=$copy
 
 # shellcheck disable=SC2329  # called by timeout's shell
 build() {
+  # What was built for this torch elsewhere.
+  if compgen -G "$root/.carry/*.so" >/dev/null; then
+    cp "$root"/.carry/*.so hvd_compress
+    "$python" -c 'from hvd_compress import ops; assert ops.COMPILED and ops.COMPILED_CUDA; print("both load, as carried")' &&
+      return
+    rm hvd_compress/*.so
+  fi
   # A compiler that finds no libstdc++.so would link a copy of its own, whose streams crash beside torch's.
   local runtime
   runtime=$("${CXX:-g++}" -print-file-name=libstdc++.so.6)
@@ -143,40 +151,6 @@ stages+=(build)
 stage build
 step "build" build.txt bash -c build || exit 1
 
-# --- operators
-pytest=("$python" -m pytest -p no:cacheprovider --rootdir "$copy")
-if stage operators; then
-  step "operators on cuda = reference" ops.txt "${pytest[@]}" tests/operators -k "cuda"
-  step "operators on cpu = reference" cpu.txt "${pytest[@]}" tests/operators -k "not cuda"
-fi
-
-# sanitize TOOL WORDS FILES OPTION...: the CUDA tests of FILES whose names contain one of WORDS.
-sanitize() {
-  local tool=$1 some="cuda and (${2// / or })" words=$2 files found word
-  read -ra files <<<"$3"
-  shift 3
-  found=$("${pytest[@]}" "${files[@]}" --collect-only -k "$some")
-  for word in $words "${files[@]}"; do  # a renamed test must not be skipped silently
-    [[ $found == *"$word"* ]] || { row "compute-sanitizer $tool" "**not run**" "no CUDA test of $word"; failed=1; return 1; }
-  done
-  # torch's caching allocator would hide an access outside a tensor but inside its pool.
-  step "compute-sanitizer $tool" "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" "${pytest[@]}" "${files[@]}" -k "$some"
-}
-
-if stage sanitizer; then
-  if command -v compute-sanitizer >/dev/null; then
-    # Every operator: on few entries, on unaligned memory, and on more entries than a thread block. torch itself makes CUDA
-    # calls that fail, so these are not reported.
-    sanitize memcheck "opcheck other_memory unaligned many" "$(grep -l "^test_opcheck" tests/operators/test_*.py | xargs)" \
-      --report-api-errors no
-    # Only the operators on codes use shared memory.
-    sanitize racecheck "opcheck other_memory many" "$(echo tests/operators/test_{lanes,codebook,range}.py)"
-  else
-    row "compute-sanitizer" "not run" "it is not in $CUDA_HOME/bin"
-  fi
-fi
-
 # Two ranks on one card: with different host ids NCCL uses sockets between them. Both are local rank 0, of the one card.
 cat >"$work/rank.sh" <<'RANK'
 #!/usr/bin/env bash
@@ -185,27 +159,109 @@ export NCCL_SOCKET_IFNAME=lo LOCAL_RANK=0
 exec "$@"
 RANK
 chmod +x "$work/rank.sh"
-
-# --- ddp
 # shellcheck disable=SC2329  # called by timeout's shell
 under_torchrun() {
   "$python" -m torch.distributed.run --no-python --nnodes 1 --nproc-per-node 2 --master-addr 127.0.0.1 \
     --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 "$work/rank.sh" "$python" "$@"
 }
-# cases HOST METHOD...: the cases of each method, seven methods at a time; the output of those that failed.
+# shellcheck disable=SC2329
+under_horovodrun() {
+  env HOROVOD_STALL_CHECK_TIME_SECONDS=20 HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=40 NCCL_DEBUG=WARN \
+    horovodrun --gloo -np 2 "$work/rank.sh" "$python" "$@"
+}
+# cases LAUNCHER HOST METHOD[:CASE,...]...: the cases of each method, four methods at a time; the output of those that
+# failed. A line is there as soon as a method has ended, also if the step comes to its time limit.
 # shellcheck disable=SC2329
 cases() {
-  local host=$1
-  shift
-  printf '%s\n' "$@" | xargs -P 7 -I {} bash -c 'begin=$SECONDS log=$work/'"$host"'_{}.txt
-    under_torchrun tests/parallel/check_training.py --host '"$host"' --steps 6 {} >"$log" 2>&1 || { cat "$log"; exit 1; }
-    echo "{}: $(grep -c "^.rank 0. ok" "$log") cases, $((SECONDS - begin)) s"'
+  local launcher=$1 host=$2 option
+  shift 2
+  [[ $host == horovod ]] || option="--host $host"  # horovodrun would take it for an option of its own
+  printf '%s\n' "$@" | xargs -P 4 -I {} bash -c 'begin=$SECONDS item={} log=$work/'"$host"'_${item%%:*}.txt
+    '"$launcher"' tests/parallel/check_training.py '"${option:-}"' --steps 6 --case-limit 100 {} >"$log" 2>&1 || { cat "$log"; exit 1; }
+    echo "{}: $(grep -c "rank 0. ok" "$log") cases, $((SECONDS - begin)) s"'
 }
-export -f under_torchrun cases
+export -f under_torchrun under_horovodrun cases
+
+# --- horovod
+# torch's NCCL, in the layout that Horovod's CMake expects (the wheel has libnccl.so.2 only).
+# shellcheck disable=SC2329
+nccl_home() {
+  local nccl
+  nccl=$("$python" -c 'from importlib.util import find_spec
+print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
+  mkdir -p "$1/lib"
+  [[ -f $nccl/lib/libnccl.so.2 ]] || return 0
+  ln -sfn "$nccl/include" "$1/include"
+  ln -sf "$nccl/lib/libnccl.so.2" "$1/lib/libnccl.so"
+  ln -sf "$nccl/lib/libnccl.so.2" "$1/lib/libnccl.so.2"
+}
+
+# install_horovod NAME VARIABLE=VALUE...: the wheel in .carry/horovod-NAME, or one that is built and kept.
+# shellcheck disable=SC2329
+install_horovod() {
+  local wheels=$kept/horovod-$1
+  ! compgen -G "$root/.carry/horovod-$1/*.whl" >/dev/null || wheels=$root/.carry/horovod-$1
+  shift
+  if ! compgen -G "$wheels/*.whl" >/dev/null; then
+    env CMAKE_TOOLCHAIN_FILE="$root/scripts/horovod-build.cmake" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
+      CMAKE_GENERATOR=Ninja HOROVOD_CMAKE="$root/scripts/horovod-cmake.sh" \
+      HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+      HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1 "$@" \
+      "$python" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir -w "$wheels" "$sdist" || return
+  fi
+  "$python" -m pip install --no-index --no-deps --force-reinstall "$wheels"/*.whl &&
+    "$python" -c 'import horovod.torch as hvd; print("operations of", "NCCL" if hvd.nccl_built() else "the CPU")'
+}
+export -f install_horovod
+export sdist=${sdists[0]:-}
+
+# What Horovod fuses is enqueued at once; sums of large integers show whether it rounds them.
+cat >"$work/sums.py" <<'SUMS'
+import horovod.torch as hvd, torch
+hvd.init()
+ones = [torch.full((1000,), 2**60 + i, device="cuda") for i in range(8)]
+alone = hvd.allreduce(ones[1], op=hvd.Sum, name="alone")
+handles = [hvd.allreduce_async(x, op=hvd.Sum, name=f"sum.{i}") for i, x in enumerate(ones)]
+wrong = sum(not torch.equal(hvd.synchronize(handle), hvd.size() * x) for handle, x in zip(handles, ones))
+if hvd.rank() == 0:
+    print(f"one alone is right: {torch.equal(alone, hvd.size() * ones[1])}; of 8 at once, wrong: {wrong}")
+hvd.shutdown()
+SUMS
+
+# on_horovod KIND: the steps with one build of Horovod.
+on_horovod() {
+  most=60 step "sums of \`int64\`, $1" sums.txt bash -c 'under_horovodrun "$work/sums.py"'
+  most=180 step "2 ranks on one card, $1: ${items[*]}" "horovod_$1.txt" bash -c 'cases "$@"' _ under_horovodrun horovod "${items[@]}"
+}
+if stage horovod; then
+  nccl_home "$work/nccl"
+  export LD_LIBRARY_PATH=$work/nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
+  with=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED
+    "HOROVOD_CUDA_HOME=$CUDA_HOME" "HOROVOD_BUILD_CUDA_CC_LIST=$capability")
+  items=(none quantized:plain,local_steps iwp:plain,grad_scaler fft:plain,accumulation mipd:plain demo:plain,signs topk:plain
+    powersgd:plain terngrad:plain slimdp:plain mp2:plain qsgd:plain dgc:plain)
+  if [[ ! $sdist ]] && ! compgen -G "$root/.carry/horovod-*/*.whl" >/dev/null; then
+    row "Horovod" "not run" "no .carry/horovod-*"
+  else
+    step "Horovod with NCCL" horovod.txt bash -c 'install_horovod nccl "$@"' _ "${with[@]}" && on_horovod NCCL
+    step "Horovod without GPU operations" gloo.txt bash -c 'install_horovod gloo "HOROVOD_CUDA_HOME=$CUDA_HOME"' &&
+      on_horovod Gloo
+  fi
+fi
+
+# --- operators
+pytest=("$python" -m pytest -p no:cacheprovider --rootdir "$copy")
+if stage operators; then
+  step "operators on cuda = reference" ops.txt "${pytest[@]}" tests/operators -k "cuda"
+  step "operators on cpu = reference" cpu.txt "${pytest[@]}" tests/operators -k "not cuda"
+fi
+
+# --- ddp
 methods=(iwp fft mipd slimdp mp2 topk dgc quantized qsgd terngrad powersgd demo none)
 if stage ddp; then
-  step "DDP, 2 ranks on one card, NCCL: ${methods[*]}" ddp.txt bash -c 'cases "$@"' _ ddp "${methods[@]}"
-  step "FSDP2, the same: iwp quantized demo" fsdp.txt bash -c 'cases "$@"' _ fsdp iwp quantized demo
+  most=240 step "DDP, 2 ranks on one card, NCCL: ${methods[*]}" ddp.txt bash -c 'cases "$@"' _ under_torchrun ddp "${methods[@]}"
+  most=200 step "FSDP2, the same: iwp quantized demo" fsdp.txt bash -c 'cases "$@"' _ under_torchrun fsdp iwp quantized demo
 fi
 
 # --- bench
@@ -240,53 +296,31 @@ if stage train; then
   printf '| %s |\n' "${rows[@]}"
 fi
 
-# --- horovod
-stage horovod || exit "$failed"
-((${#sdists[@]})) || { row "Horovod" "not run" "no .carry/horovod-*.tar.gz"; exit "$failed"; }
+# --- sanitizer
+# sanitize TOOL WORDS FILES OPTION...: the CUDA tests of FILES whose names contain one of WORDS.
+sanitize() {
+  local tool=$1 some="cuda and (${2// / or })" words=$2 files found word
+  read -ra files <<<"$3"
+  shift 3
+  found=$("${pytest[@]}" "${files[@]}" --collect-only -k "$some")
+  for word in $words "${files[@]}"; do  # a renamed test must not be skipped silently
+    [[ $found == *"$word"* ]] || { row "compute-sanitizer $tool" "**not run**" "no CUDA test of $word"; failed=1; return 1; }
+  done
+  # torch's caching allocator would hide an access outside a tensor but inside its pool.
+  step "compute-sanitizer $tool" "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" "${pytest[@]}" "${files[@]}" -k "$some"
+}
 
-# torch's NCCL, in the layout that Horovod's CMake expects (the wheel has libnccl.so.2 only).
-nccl=$("$python" -c 'from importlib.util import find_spec
-print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
-mkdir -p "$work/nccl/lib"
-if [[ -f $nccl/lib/libnccl.so.2 ]]; then
-  ln -s "$nccl/include" "$work/nccl/include"
-  ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
-  ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
-fi
-export LD_LIBRARY_PATH=$work/nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
-
-# build_horovod NAME VARIABLE=VALUE...: builds a wheel, which is kept, and installs it.
-# shellcheck disable=SC2329
-build_horovod() {
-  local wheels=$kept/horovod-$1
-  shift
-  if ! compgen -G "$wheels/*.whl" >/dev/null; then
-    env CMAKE_TOOLCHAIN_FILE="$root/scripts/horovod-build.cmake" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-      CMAKE_GENERATOR=Ninja HOROVOD_CMAKE="$root/scripts/horovod-cmake.sh" \
-      HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-      HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1 "$@" \
-      "$python" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir -w "$wheels" "$sdist" || return
+if stage sanitizer; then
+  if command -v compute-sanitizer >/dev/null; then
+    # Every operator: on few entries, on unaligned memory, and on more entries than a thread block. torch itself makes CUDA
+    # calls that fail, so these are not reported.
+    sanitize memcheck "opcheck other_memory unaligned many" "$(grep -l "^test_opcheck" tests/operators/test_*.py | xargs)" \
+      --report-api-errors no
+    # Only the operators on codes use shared memory.
+    sanitize racecheck "opcheck other_memory many" "$(echo tests/operators/test_{lanes,codebook,range}.py)"
+  else
+    row "compute-sanitizer" "not run" "it is not in $CUDA_HOME/bin"
   fi
-  "$python" -m pip install --no-index --no-deps --force-reinstall "$wheels"/*.whl
-}
-sdist=${sdists[0]}
-export -f build_horovod
-export sdist
-
-# shellcheck disable=SC2329
-train() {
-  env HOROVOD_STALL_CHECK_TIME_SECONDS=20 HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 NCCL_DEBUG=WARN \
-    horovodrun --gloo -np 2 "$work/rank.sh" "$python" tests/parallel/check_training.py \
-    iwp fft mipd terngrad:plain iwp-lloyd4:plain iwp-range8:plain fft-gather:plain powersgd:plain quantized:plain demo:plain
-}
-export -f train
-
-with=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED
-  "HOROVOD_CUDA_HOME=$CUDA_HOME" "HOROVOD_BUILD_CUDA_CC_LIST=$capability")
-if ! { step "build Horovod with NCCL" horovod.txt bash -c "build_horovod nccl \"\$@\"" _ "${with[@]}" &&
-  step "2 ranks on one card, NCCL" train_nccl.txt bash -c train; }; then
-  step "build Horovod with Gloo only" gloo.txt bash -c "build_horovod gloo" &&
-    step "2 ranks on one card, Gloo" train_gloo.txt bash -c train
 fi
 exit "$failed"
