@@ -1,12 +1,10 @@
-"""Collectives of Gloo on the CPU as messages from each rank to each other one.
-
-Gloo's own allgather is a ring of N - 1 trips, and a process group carries out two collectives at a time. These messages
-take two trips (Gloo's receiver first says that it is ready), however many ranks and collectives there are.
-"""
+"""Collectives of Gloo on the CPU as messages from each rank to each other one: two trips, since a receiver first says
+that it is ready. Gloo's allgather is a ring of N - 1 trips, and a group carries out two collectives at a time."""
 
 import math
 import weakref
 from collections import deque
+from contextlib import suppress
 
 from torch import Tensor, distributed
 
@@ -14,28 +12,26 @@ from torch import Tensor, distributed
 _TAGS = 2**30
 
 
-def possible(group: distributed.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether Gloo carries this tensor's messages."""
-    return tensor.is_cpu and "cpu:gloo" in str(distributed.get_backend_config(group))
-
-
 class _Group:
     """The collectives of one process group that have not ended. They keep their tensors and works alive, also if nobody
     waits for them any more: Gloo closes all connections if the memory of a message is gone when it arrives."""
 
     def __init__(self) -> None:
-        self.started = 0
-        self.open: dict[int, DirectHandle] = {}
+        self.open, self._begun = dict[int, DirectHandle](), 0
+
+    def begun(self, handle: "DirectHandle") -> int:
+        """Returns the number of a collective that begins."""
+        self._begun += 1
+        self.open[self._begun] = handle
+        return self._begun
 
     def ended(self, number: int) -> None:
         """Forgets a collective that has ended, and all before it. Each rank has started those, since it starts all in
         one order, so their messages are on their way."""
         for earlier in [n for n in self.open if n < number]:
-            try:
+            with suppress(RuntimeError):  # its own result() raises it again
                 self.open[earlier].wait()
-            except RuntimeError:  # its own result() raises it again
-                continue
-            del self.open[earlier]
+                del self.open[earlier]
         self.open.pop(number, None)  # unless a later one has ended before
 
 
@@ -49,9 +45,7 @@ class DirectHandle:
     def __init__(self, group: distributed.ProcessGroup, parts: list[Tensor], output: Tensor) -> None:
         rank, size, self._output = distributed.get_rank(group), len(parts), output
         self._group = _groups.setdefault(group, _Group())
-        self._number = self._group.started
-        self._group.started += 1
-        self._group.open[self._number] = self
+        self._number = self._group.begun(self)
         tag, rows = _TAGS + self._number % _TAGS, output.tensor_split(size)
         rows[rank].copy_(parts[rank])
         # In turns, so that ranks do not all send to the same one first. Receives first: Gloo sends at once what it

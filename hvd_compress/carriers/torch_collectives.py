@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.registry import Registry
-from .direct import DirectHandle, possible
+from .direct import DirectHandle
 from .nodes import divided, groups
 from .polling import wait_until
 
@@ -100,8 +100,9 @@ class TorchCollectives:
 
     def start(self, request: Request, name: str) -> Handle:
         tensor = request.tensor
-        if request.verb in ("allgather", "alltoall") and self.size > 1 and self.group and possible(self.group, tensor):
-            return self._start_directly(request, self.group)
+        gloo = tensor.is_cpu and self.size > 1 and "cpu:gloo" in distributed.get_backend_config(self.group)
+        if gloo and request.verb in ("allgather", "alltoall"):
+            return self._start_directly(request)
         if request.verb == "allreduce":
             output = tensor.clone()
             work = distributed.all_reduce(output, group=self.group, async_op=True)
@@ -120,9 +121,10 @@ class TorchCollectives:
         assert work is not None
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
 
-    def _start_directly(self, request: Request, group: distributed.ProcessGroup) -> Handle:
+    def _start_directly(self, request: Request) -> Handle:
         """Starts an allgather or an alltoall as messages from each rank to each other one."""
-        tensor, size = request.tensor.contiguous(), self.size
+        tensor, group, size = request.tensor.contiguous(), self.group, self.size
+        assert group is not None
         if request.verb == "alltoall":
             return DirectHandle(group, [*tensor.tensor_split(size)], torch.empty_like(tensor))
         output = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
