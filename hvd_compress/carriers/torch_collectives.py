@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.registry import Registry
+from .direct import DirectHandle
 from .nodes import divided, groups
 from .polling import wait_until
 
@@ -99,6 +100,9 @@ class TorchCollectives:
 
     def start(self, request: Request, name: str) -> Handle:
         tensor = request.tensor
+        gloo = tensor.is_cpu and self.size > 1 and "cpu:gloo" in distributed.get_backend_config(self.group)
+        if gloo and request.verb in ("allgather", "alltoall"):
+            return self._start_directly(request)
         if request.verb == "allreduce":
             output = tensor.clone()
             work = distributed.all_reduce(output, group=self.group, async_op=True)
@@ -116,6 +120,20 @@ class TorchCollectives:
             work = distributed.all_to_all_single(output, tensor, group=self.group, async_op=True)
         assert work is not None
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
+
+    def _start_directly(self, request: Request) -> Handle:
+        """Starts an allgather or an alltoall as messages from each rank to each other one."""
+        tensor, group, size = request.tensor.contiguous(), self.group, self.size
+        assert group is not None
+        if request.verb == "alltoall":
+            return DirectHandle(group, [*tensor.tensor_split(size)], torch.empty_like(tensor))
+        output = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+        if not request.rendezvous:
+            return DirectHandle(group, [tensor] * size, output)
+        # Gloo's alltoall sends such messages too, and a timeout does not close its connections.
+        work = distributed.all_to_all_single(output, torch.cat([tensor] * size), group=group, async_op=True)
+        assert work is not None
+        return _TorchHandle(work, output, on_stream=False)
 
     def check_in(self) -> Callable[[], list[int]]:
         store = _store()

@@ -31,7 +31,8 @@ class Request:
     bytes inside a node count as ``inside``. ``name``: a collective that is not issued in every step needs its own;
     otherwise it would renumber the others. The shape under one name should be constant (Horovod's response cache).
     ``then``: what the exchange does with the result, for profiles. ``root``: the rank that receives a sum or sends its
-    tensor to all.
+    tensor to all. ``rendezvous``: ranks may be absent or in another call: after a wait that has timed out, the carrier
+    must still work.
     """
 
     verb: Verb
@@ -41,6 +42,7 @@ class Request:
     then: Stage = "apply"
     root: int = 0
     level: Level = "between"
+    rendezvous: bool = False
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends with the ring algorithm, without transport headers."""
@@ -65,6 +67,11 @@ def allreduce(
 def allgather(tensor: torch.Tensor, category: Category = "indices", then: Stage | None = None) -> Request:
     """The tensors of all ranks, concatenated along the first dimension. Any dtype, of one shape on all ranks."""
     return Request("allgather", tensor, category, then=then or _THEN[category])
+
+
+def rendezvous(row: torch.Tensor) -> Request:
+    """An allgather in which ranks find out whether they are in the same call."""
+    return Request("allgather", row, "budget", rendezvous=True, then=_THEN["budget"])
 
 
 def alltoall(tensor: torch.Tensor, category: Category = "values", then: Stage = "reduce") -> Request:

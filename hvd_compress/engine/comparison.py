@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import Collectives, Handle, Request, allgather
+from .collectives import Collectives, Handle, Request, rendezvous
 from .exchange import POLL_INTERVAL
 
 # The most differences in an error message.
@@ -222,7 +222,7 @@ def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Reque
     that they differ."""
     text = json.dumps(_plain(own)).encode()
     head = torch.tensor([[COMPARES, digest(own), len(text), 0]], dtype=torch.int64, device=device)
-    heads = yield allgather(head)
+    heads = yield rendezvous(head)
     if bool((heads[:, 0] != COMPARES).any()):
         others = [rank for rank, row in enumerate(heads.tolist()) if row[0] != COMPARES]
         raise Unexpected(
@@ -233,7 +233,7 @@ def _compare(own: Mapping[str, object], device: torch.device) -> Generator[Reque
         return
     longest = int(heads[:, 2].max())
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
-    texts = yield allgather(padded)
+    texts = yield rendezvous(padded)
     everyone = [json.loads(bytes(row.tolist())) for row in texts.view(-1, longest).cpu()]
     raise RuntimeError(_differences(everyone))
 

@@ -3,8 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,16 +17,33 @@ from .wire_stats import WireStats
 # Seconds between polls. Horovod looks for new work every millisecond, so shorter ones gain nothing.
 POLL_INTERVAL = 200e-6
 
-Exchange = Generator[Request, Tensor, None]
+T = TypeVar("T")
+#: A request, whose result the exchange is sent, or several that start together, for a list of results.
+Requests = Request | tuple[Request, ...]
+Exchange = Generator[Requests, Any, None]
+
+
+def beside(check: Generator[Request, Any, None], exchange: Generator[Request, Any, T]) -> Generator[Requests, Any, T]:
+    """An exchange whose first collective starts together with the only one of ``check``, so that neither waits for the
+    other on a link with a delay. What ``check`` raises ends the exchange before it has seen a result."""
+    checked, result = yield next(check), next(exchange)
+    with suppress(StopIteration):
+        check.send(checked)
+    while True:
+        try:
+            request = exchange.send(result)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        result = yield request
 
 
 @dataclass(eq=False)
 class _Running:
-    """An exchange in progress and the collective it waits for."""
+    """An exchange in progress and the collectives it waits for."""
 
     bucket: Bucket
     exchange: Exchange
-    handle: Handle | None = None
+    handles: list[Handle] = field(default_factory=list)
     #: What the exchange does when it is resumed.
     stage: Stage = "select"
     collectives: Counter[str] = field(default_factory=Counter)
@@ -34,12 +52,16 @@ class _Running:
 
     def postpone(self, request: Request) -> None:
         """Notes that the exchange has asked for this collective, which is to start later."""
-        self.handle, self.postponed = None, request
+        self.handles, self.postponed = [], request
 
-    def started(self, request: Request, handle: Handle) -> None:
-        """Notes that this collective has started, and that the exchange waits for it."""
-        self.handle, self.postponed, self.stage = handle, None, request.then
-        self.collectives[request.name] += 1
+    def started(self, handles: list[Handle], then: Stage) -> None:
+        """Notes that the exchange waits for these collectives."""
+        self.handles, self.postponed, self.stage = handles, None, then
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it waits for collectives, whose results would not block the host."""
+        return bool(self.handles) and all(handle.done() for handle in self.handles)
 
 
 class Exchanges:
@@ -84,7 +106,7 @@ class Exchanges:
         """Resumes every exchange whose result would not block the host; True if there was any."""
         advanced, self._looked = False, time.perf_counter()
         for running in list(self._running):
-            while running in self._running and running.handle and running.handle.done():
+            while running in self._running and running.arrived:
                 self._resume(running)
                 advanced = True
         return advanced
@@ -119,25 +141,28 @@ class Exchanges:
         """Continues an exchange with the result of its collective. Waits for it."""
         bucket = running.bucket
         with bucket.order.exchange_stream():
-            result = None if running.handle is None else self.wait(running.handle)
+            results = [self.wait(handle) for handle in running.handles]
             try:
                 with bucket.order, stage(running.stage):
-                    request = running.exchange.send(result)  # type: ignore[arg-type]
+                    request = running.exchange.send(results if len(results) > 1 else next(iter(results), None))
             except StopIteration:
                 self._running.remove(running)
                 return
-            if request.verb == "broadcast" and self.nodes.everyone.ordered:
+            if isinstance(request, Request) and request.verb == "broadcast" and self.nodes.everyone.ordered:
                 running.postpone(request)
             else:
                 self._start(running, request)
 
-    def _start(self, running: _Running, request: Request) -> None:
-        collectives = self.nodes.level(request)
-        self._stats.count_request(request, collectives.size)
-        name = f"{self.label}.{running.bucket.index}.{request.name}.{running.collectives[request.name]}"
-        with stage("exchange"):
-            handle = collectives.start(request, name)
-        running.started(request, handle)
+    def _start(self, running: _Running, requests: Requests) -> None:
+        handles = list[Handle]()
+        for request in requests if isinstance(requests, tuple) else (requests,):
+            collectives = self.nodes.level(request)
+            self._stats.count_request(request, collectives.size)
+            name = f"{self.label}.{running.bucket.index}.{request.name}.{running.collectives[request.name]}"
+            running.collectives[request.name] += 1
+            with stage("exchange"):
+                handles.append(collectives.start(request, name))
+        running.started(handles, request.then)
 
     def _start_postponed(self) -> None:
         """Starts the broadcasts, in the order of the launches, if all exchanges have come to theirs."""
@@ -159,7 +184,7 @@ class Exchanges:
 
     def _wait_for_any(self) -> None:
         with self.waiting(), stage("wait"):
-            while not any(running.handle and running.handle.done() for running in self._running):
+            while not any(running.arrived for running in self._running):
                 self._meanwhile()
                 time.sleep(POLL_INTERVAL)
 

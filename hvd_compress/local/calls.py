@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.collectives import Handle, allgather
+from ..engine.collectives import Handle, rendezvous
 from ..engine.comparison import COMPARES, Unexpected, ranks_by_value, ranks_text
 from ..engine.engine import Engine
 
@@ -48,7 +48,7 @@ class Calls:
         """Sends a row to all ranks, without waiting."""
         engine, self._own = self._engine, row
         values = [CALLS.index(row.call), row.must_equal, row.number, row.extra]
-        request = allgather(torch.tensor([values], dtype=torch.int64, device=engine.parameters[0].device), "budget")
+        request = rendezvous(torch.tensor([values], dtype=torch.int64, device=engine.parameters[0].device))
         if not row.call.endswith("state_dict()"):  # a training that saves has the statistics of one that does not
             engine.stats.count_request(request, engine.collectives.size, engine.nodes.ranks)
         self._handle = engine.collectives.start(request, f"{engine.exchanges.label}.call")

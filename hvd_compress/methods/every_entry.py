@@ -7,10 +7,10 @@ import torch
 
 from .. import ops
 from ..codecs import Channel, Codec
-from ..engine.agreement import LIMIT, Agreement, all_equal
+from ..engine.agreement import LIMIT, Agreement
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange
+from ..engine.exchange import Exchange, beside
 from ..engine.rng import derive
 from ..engine.state import Fixed, Tree
 from ..engine.work import Step, Work
@@ -55,12 +55,11 @@ class EveryEntryWork(Work):
         bucket, step, channel = self.bucket, self.step, self._channel
         assert channel is not None
         key = derive(step.seed, step.number, bucket.index)
+        values, residual = self._values.copy_(bucket.residual), bucket.residual
         # No other message shows whether the ranks are in the same step, with the same options.
         digest = zlib.crc32(repr((key, step.number, step.settings)).encode()) % LIMIT
-        same = yield from all_equal(torch.full((1,), digest, dtype=torch.int64, device=bucket.device))
-        self._agreement.note(~same)
-        values, residual = self._values.copy_(bucket.residual), bucket.residual
-        mean, error = yield from channel.average(values, self._invalid, derive(key, step.rank))
+        average = channel.average(values, self._invalid, derive(key, step.rank))
+        mean, error = yield from beside(self._agreement.compare(digest), average)
         self._sent = self._feedback
         # Free on the CPU; a GPU would be synchronised.
         finite = mean.is_cpu and bool(mean.sum().isfinite())

@@ -201,9 +201,8 @@ def test_a_disagreement_is_remembered_until_it_is_checked():
         decider.begin(StepSeed.draw(begun, 0))
         exchange = decider.agree(Scoring())
         ours = next(exchange).tensor
-        digest = ours[1] + other_digest
         with suppress(StopIteration):
-            exchange.send(ours + torch.stack([torch.ones_like(digest), digest, digest * digest]))
+            exchange.send(torch.cat([ours, ours + other_digest]))
 
     step(0, other_digest=0)
     assert not agreement._differ
@@ -217,10 +216,10 @@ def test_a_disagreement_is_remembered_until_it_is_checked():
 def test_all_equal_is_true_if_and_only_if_all_ranks_have_the_same_number(numbers):
     """The second number is the same on all ranks: the largest allowed."""
     exchange = all_equal(torch.tensor([numbers[0], LIMIT - 1]))
-    sums = sum(next(all_equal(torch.tensor([number, LIMIT - 1]))).tensor for number in numbers)
+    rows = torch.cat([next(all_equal(torch.tensor([number, LIMIT - 1]))).tensor for number in numbers])
     next(exchange)
     with pytest.raises(StopIteration) as result:
-        exchange.send(sums)
+        exchange.send(rows)
     assert result.value.value.tolist() == [len(set(numbers)) == 1, True]
 
 

@@ -1,0 +1,142 @@
+"""Ranks of tests/carriers/test_direct.py: each case is a function, run by tests/forked.py."""
+
+import os
+import sys
+import time
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import distributed
+
+from hvd_compress.carriers import direct
+from hvd_compress.carriers.torch_collectives import TorchCollectives
+from hvd_compress.engine.collectives import allgather, allreduce, alltoall, rendezvous
+
+DTYPES = [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
+
+
+def own(rank, rows, dtype):
+    """What this rank sends, the same wherever it is asked for."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (rows, 3), generator=generator).to(dtype)
+
+
+def check(collectives, start):
+    """Calls ``start(request)`` for allgathers and alltoalls of several sizes; returns what checks their results."""
+    rank, size, started = collectives.rank, collectives.size, []
+    for rows, dtype in [*product((0, 1, 7), DTYPES), (20_000, torch.float32)]:
+        everyone = [own(r, rows * size, dtype) for r in range(size)]
+        parts = [x[rank * rows : (rank + 1) * rows] for x in everyone]
+        for request, expected in [
+            (allgather(everyone[rank]), torch.cat(everyone)),
+            (rendezvous(everyone[rank]), torch.cat(everyone)),
+            (alltoall(everyone[rank]), torch.cat(parts)),
+        ]:
+            started.append((start(request), request.tensor, request.tensor.clone(), expected))
+
+    def results(order=1):
+        for handle, given, before, expected in started[::order]:
+            assert not handle.done()
+            found = handle.result()
+            assert found.dtype == expected.dtype and torch.equal(found, expected) and torch.equal(given, before)
+
+    return results
+
+
+def test_results(world):
+    for order in (1, -1):
+        check(world, partial(world.start, name="x"))(order)
+    transposed = own(world.rank, 4, torch.float32).t().contiguous().t()
+    assert torch.equal(world.start(allgather(transposed), "x").result()[:4], own(0, 4, torch.float32))
+
+
+def test_between_collectives_of_the_program(world):
+    """Messages and collectives of the program, on the same group, at the same time."""
+    peer = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for _ in range(3):
+        theirs = torch.ones(1000)
+        reduced = distributed.all_reduce(theirs, async_op=True)
+        results = check(world, partial(world.start, name="x"))
+        received = torch.empty(5)
+        works = [
+            distributed.irecv(received, peer[1], tag=0),
+            distributed.isend(torch.full((5,), 1.0 * world.rank), peer[0]),
+        ]
+        results()
+        reduced.wait()
+        for work in works:
+            work.wait()
+        assert (received == peer[1]).all() and (theirs == world.size).all()
+
+
+def test_subgroups(world):
+    """Two groups of the same ranks, and the halves: the counters of groups are their own."""
+    half = [r for r in range(world.size) if r % 2 == world.rank % 2]
+    groups = [distributed.new_group(), distributed.new_group(half, use_local_synchronization=True)]
+    for group in groups:
+        check(TorchCollectives(group), partial(TorchCollectives(group).start, name="x"))()
+    check(world, partial(world.start, name="x"))()
+
+
+def test_dropped_handles(world):
+    """On all ranks, and on one rank: the memory of the messages stays until they have arrived."""
+    for droppers in (range(world.size), [1], [0]):
+        for _ in range(3):
+            results = check(world, partial(world.start, name="x"))
+            dropped = [world.start(allgather(torch.ones(200_000)), "x") for _ in range(3)]
+            if world.rank in droppers:
+                time.sleep(0.05)  # the others' messages have come, or wait
+                del results, dropped
+            else:
+                results()
+                assert all(bool((handle.result() == 1).all()) for handle in dropped)
+        check(world, partial(world.start, name="x"))()
+    assert not direct._groups[world.group].open, "ended collectives are forgotten"
+
+
+def test_late_ranks(world):
+    """A rank that has not started yet is waited for. A wait for ranks in other calls leaves the connections."""
+    if world.rank == 0:
+        time.sleep(1.0)
+    handle = world.start(rendezvous(torch.tensor([world.rank])), "x")
+    if world.rank:
+        with pytest.raises(TimeoutError, match=r"a collective of torch.distributed has not ended in 0.1 s"):
+            handle.result(timeout=0.1)
+    assert handle.result().tolist() == [*range(world.size)]
+    check(world, partial(world.start, name="x"))()
+
+
+def test_end(world):
+    """The last case: messages whose handles were dropped are on their way when the group is destroyed."""
+    world.start(allgather(torch.ones(200_000)), "x")
+    del world
+    distributed.destroy_process_group()
+
+
+def test_lost_rank(world):
+    """A rank ends: the others get Gloo's error, as of its own collectives."""
+    distributed.barrier()
+    if world.rank == 3:
+        time.sleep(0.3)  # until the others have left the barrier
+        os._exit(0)
+    errors = []
+    for start in (
+        lambda: world.start(allgather(torch.ones(9)), "x"),
+        lambda: world.start(allreduce(torch.ones(9)), "x"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            start().result()
+        errors.append(caught.type)
+    assert errors == [RuntimeError, RuntimeError], errors
+
+
+if __name__ == "__main__":
+    distributed.init_process_group("gloo")
+    ranks = TorchCollectives()
+    for case in sys.argv[1:]:
+        globals()[case](ranks)
+        print(f"{case} ok", flush=True)
+    if distributed.is_initialized():
+        os._exit(0)  # connections are broken on purpose
